@@ -30,33 +30,50 @@ from typing import TYPE_CHECKING
 from onstep.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from onstep.callbacks import DefaultMetrics, InfoCallback, JsonLogger, ProgressCallback
-    from onstep.config import ConfigContainer, TrainingArguments
+    from onstep.callbacks import (
+        DefaultMetrics,
+        EarlyStoppingCallback,
+        InfoCallback,
+        JsonLogger,
+        PrinterCallback,
+        ProgressCallback,
+    )
+    from onstep.config import ConfigContainer, Seq2SeqTrainingArguments, TrainingArguments
     from onstep.errors import OnstepError
     from onstep.events import (
         VALID_EVENTS,
         Callback,
         CallbackContext,
         CallbackManager,
+        DefaultFlowCallback,
+        ExportableState,
         TrainerCallback,
         TrainerControl,
         TrainerState,
         normalize_callbacks,
         should_fire,
     )
-    from onstep.trainer import Trainer
+    from onstep.trainer import Seq2SeqTrainer, Trainer
+    from onstep.trainer.callback_handler import CallbackHandler
     from onstep.training import finetune, pretrain
 
 _HOMES = {
     "Callback": "onstep.events",
     "CallbackContext": "onstep.events",
     "CallbackManager": "onstep.events",
+    "CallbackHandler": "onstep.trainer.callback_handler",
     "ConfigContainer": "onstep.config",
+    "DefaultFlowCallback": "onstep.events",
     "DefaultMetrics": "onstep.callbacks",
+    "EarlyStoppingCallback": "onstep.callbacks",
+    "ExportableState": "onstep.events",
     "InfoCallback": "onstep.callbacks",
     "JsonLogger": "onstep.callbacks",
     "OnstepError": "onstep.errors",
+    "PrinterCallback": "onstep.callbacks",
     "ProgressCallback": "onstep.callbacks",
+    "Seq2SeqTrainer": "onstep.trainer",
+    "Seq2SeqTrainingArguments": "onstep.config",
     "Trainer": "onstep.trainer",
     "TrainerCallback": "onstep.events",
     "TrainerControl": "onstep.events",
@@ -73,12 +90,19 @@ __all__ = [
     "Callback",
     "CallbackContext",
     "CallbackManager",
+    "CallbackHandler",
     "ConfigContainer",
+    "DefaultFlowCallback",
     "DefaultMetrics",
+    "EarlyStoppingCallback",
+    "ExportableState",
     "InfoCallback",
     "JsonLogger",
     "OnstepError",
+    "PrinterCallback",
     "ProgressCallback",
+    "Seq2SeqTrainer",
+    "Seq2SeqTrainingArguments",
     "Trainer",
     "TrainerCallback",
     "TrainerControl",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 _BRIDGE_KEYS = {
     "step": "int64",
@@ -20,7 +23,7 @@ _BRIDGE_KEYS = {
 
 @dataclass
 class TrainState:
-    """Counters of a run. ``transformers``' ``TrainerState`` is a view of it (`onstep.events.TrainerState`).
+    """Counters of a run. ``transformers``' ``TrainerState`` is a view of it (`onstep.events.RunState`).
 
     The data position is ``(epoch, samples_in_epoch)``; values changed during the run (learning-rate factor, intervals,
     limits) are in ``overrides``.
@@ -55,12 +58,21 @@ class TrainState:
     """Steps whose update was skipped because of an anomaly."""
     num_rollbacks: int = 0
     """Number of rollbacks to a checkpoint."""
+    num_input_tokens_seen: int | None = None
+    """Input tokens over all ranks, with Hugging Face's `include_num_input_tokens_seen`; None: not counted."""
+    user_attributes: dict[str, Any] = field(default_factory=dict)
+    """Attributes that callbacks set on Hugging Face's view. Plain values are saved, those of rank 0."""
+
+    def __post_init__(self) -> None:
+        self._unsaved: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:
         """All fields; the fields of Megatron Bridge's TrainState are 0-d tensors, as there."""
         import torch  # not at the top: configuration and events use it without torch
 
-        state = {one.name: getattr(self, one.name) for one in fields(self)}
+        state = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "user_attributes"}
+        if self.user_attributes:
+            state["user_attributes"] = self._plain_attributes()
         for key, dtype in _BRIDGE_KEYS.items():
             state[key] = torch.tensor(state[key], dtype=getattr(torch, dtype))
         return state
@@ -76,3 +88,26 @@ class TrainState:
         for one in fields(self):
             if one.name in state_dict and one.name not in _BRIDGE_KEYS:
                 setattr(self, one.name, state_dict[one.name])
+        self.user_attributes = dict(state_dict.get("user_attributes", {}))
+
+    def _plain_attributes(self) -> dict[str, Any]:
+        """The user's attributes that can be saved; the others are named once."""
+        plain = {name: value for name, value in self.user_attributes.items() if _is_plain(value)}
+        left_out = sorted(self.user_attributes.keys() - plain.keys() - self._unsaved)
+        if left_out:
+            self._unsaved.update(left_out)
+            logger.warning(
+                "checkpoints do not include state.%s: only numbers, text, None, and lists and dictionaries of them are "
+                "saved; set such a value in place of an object",
+                ", state.".join(left_out),
+            )
+        return plain
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is the same after it is written as JSON."""
+    if isinstance(value, dict):
+        return all(type(key) is str for key in value) and all(map(_is_plain, value.values()))
+    return (
+        value is None or type(value) in (bool, int, float, str) or (type(value) is list and all(map(_is_plain, value)))
+    )

@@ -14,7 +14,7 @@ from onstep.analysis import (
     compute_summary_statistics,
     format_summary_json,
     format_summary_markdown,
-    format_summary_one_line,
+    format_summary_oneline,
     format_summary_text,
     get_perplexity,
 )
@@ -151,17 +151,17 @@ def test_several_summaries_are_a_json_array(whole: dict[str, Any]) -> None:
 
 def test_one_line_shows_hours(whole: dict[str, Any]) -> None:
     line = "first                            | steps=40 | time=1:02:05 | loss=2.2500 | eval=2.0000 | samp/s=0.9"
-    assert format_summary_one_line(whole) == line
+    assert format_summary_oneline(whole) == line
 
 
 def test_one_line_of_a_nameless_running_log() -> None:
-    line = format_summary_one_line(summary_of({"loss": 1.0}, path="some_dir/trainer_logs.json"))
+    line = format_summary_oneline(summary_of({"loss": 1.0}, path="some_dir/trainer_logs.json"))
     assert line.startswith("some_dir      ")
     assert line.endswith("| steps=N/A | time=N/A | loss=1.0000 | eval=N/A | samp/s=N/A")
 
 
 def test_one_line_cuts_a_long_name(whole: dict[str, Any]) -> None:
-    line = format_summary_one_line({**whole, "run_name": "n" * 50})
+    line = format_summary_oneline({**whole, "run_name": "n" * 50})
     assert line.startswith("n" * 30 + "   | ")
 
 

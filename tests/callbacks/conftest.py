@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from onstep.events import RunInfo, TrainerState
+from onstep.events import RunInfo, RunState
 from onstep.train_state import TrainState
 
-MakeState = Callable[..., TrainerState]
+MakeState = Callable[..., RunState]
 
 
 @pytest.fixture
 def make_state() -> MakeState:
     """Builds the real state view from progress and facts, whichever a keyword belongs to."""
 
-    def make(**values: Any) -> TrainerState:
+    def make(**values: Any) -> RunState:
         progress = {name: value for name, value in values.items() if name in TrainState.__dataclass_fields__}
         info = {name: value for name, value in values.items() if name not in progress and name != "log_history"}
-        state = TrainerState(TrainState(**progress), RunInfo(**{"max_steps": 100, **info}))
+        state = RunState(TrainState(**progress), RunInfo(**{"max_steps": 100, **info}))
         state.log_history[:] = values.get("log_history", [])
         return state
 

@@ -100,6 +100,7 @@ def test_signature_is_the_documented_one() -> None:
         "step_columns": None,
         "final_metrics": None,
         "header_interval": 20,
+        "max_str_len": 100,
     }
     assert ProgressCallback.shows_progress
 

@@ -350,8 +350,8 @@ def test_what_a_tracker_has_never_been_given_survives_any_number_of_kills(tmp_pa
 
 def test_settled_points_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onstep.trackers.points.SETTLING_SECONDS", 0.0)
-    monkeypatch.setattr("onstep.trackers.tracker_queue.SETTLING_SECONDS", 0.0)
-    monkeypatch.setattr("onstep.trackers.tracker_queue._MARK_SECONDS", 0.0)
+    monkeypatch.setattr("onstep.trackers.delivery.SETTLING_SECONDS", 0.0)
+    monkeypatch.setattr("onstep.trackers.delivery._MARK_SECONDS", 0.0)
     tracker = Remembering()
     callback = TrackersCallback(tracker)
     callback.on_train_start(_context(tmp_path))

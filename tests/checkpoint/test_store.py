@@ -122,6 +122,42 @@ def test_a_verified_checkpoint_makes_way_only_when_it_is_asked_to(tmp_path: Path
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoint-10", "latest"]
 
 
+@pytest.mark.parametrize("is_saved_before", [True, False])
+def test_files_of_other_code_become_part_of_a_checkpoint_that_adopts_them(
+    tmp_path: Path, is_saved_before: bool
+) -> None:
+    target = tmp_path / "checkpoint-10"
+    if is_saved_before:
+        write_checkpoint(tmp_path, 10, {"file": b"old"})
+    (target / "adapter").mkdir(parents=True)
+    (target / "adapter" / "weights.bin").write_bytes(b"mine")
+    for outcome in ("abandoned", "committed"):
+        transaction = SaveTransaction(FileStore(), tmp_path, 10)
+        transaction.prepare(adopts=True)
+        if outcome == "abandoned":
+            transaction.abandon()
+            assert (target / "adapter" / "weights.bin").read_bytes() == b"mine"
+            continue
+        digests = {"file": FileStore().write_file(transaction.directory / "file", b"new")}
+        transaction.commit(make_manifest(10, digests), replace=True)
+    assert verify(target).step == 10
+    assert {path.name for path in target.iterdir()} == {"adapter", "file", "manifest.json"}
+    assert (target / "file").read_bytes() == b"new"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoint-10", "latest"]
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_only_a_directory_is_adopted(tmp_path: Path, kind: str) -> None:
+    target = tmp_path / "checkpoint-10"
+    (tmp_path / "elsewhere").mkdir()
+    if kind == "file":
+        target.write_bytes(b"mine")
+    else:
+        target.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
+        SaveTransaction(FileStore(), tmp_path, 10).prepare(adopts=True)
+
+
 def test_a_damaged_checkpoint_makes_way(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write_checkpoint(tmp_path, 10, {"file": b"old"})
     (path / "file").write_bytes(b"bad")

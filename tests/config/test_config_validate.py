@@ -100,8 +100,8 @@ def test_a_value_of_another_type_set_in_python_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"train.train_iters='100' must be int or None"):
         validate(config)
     config = config_with()
-    config.train = None  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="train=None must be TrainingConfig"):
+    config.train = 3  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="train=3 must be TrainingConfig"):
         validate(config)
 
 

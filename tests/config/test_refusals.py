@@ -90,14 +90,6 @@ BOTH_OF_TWO = [
 ]
 
 SCHEDULES = [
-    Refused("scheduler.lr_warmup_iters=9", "lr_warmup_iters=9", "longer than the learning-rate schedule", "at most 7"),
-    Refused("scheduler.lr_decay_iters=1", "lr_warmup_iters=2", "longer than the learning-rate schedule", "at most"),
-    Refused(
-        SAMPLES + "scheduler.lr_warmup_samples=81",
-        "lr_warmup_samples=81",
-        "longer than the learning-rate schedule of 80 samples",
-        "at most 79",
-    ),
     Refused("scheduler.lr_decay_style=WSD & scheduler.lr_wsd_decay_iters=9", "9 iterations", "longer", ""),
     Refused("scheduler.max_steps=5", "scheduler.max_steps=5", "at least the run's 8 steps", ""),
     Refused("optimizer.min_lr=1.0", "optimizer.min_lr=1.0", "at most optimizer.lr", ""),

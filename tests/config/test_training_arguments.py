@@ -35,8 +35,18 @@ def test_a_refused_token_is_not_shown() -> None:
         ({"fp16": True, "bf16": True}, r"bf16=True contradicts fp16=True"),
         ({"fp16": True, "mixed_precision": "bf16"}, r"fp16=True contradicts mixed_precision='bf16'"),
         ({"fp16": True, "mixed_precision": "no"}, r"fp16=True contradicts mixed_precision='no'"),
-        ({"optim": "adamw_torch_8bit"}, r"optim='adamw_torch_8bit' .*Did you mean 'adamw_torch'"),
-        ({"lr_scheduler_type": "polynomial"}, r"lr_scheduler_type='polynomial' is not supported; use one of 'linear'"),
+        ({"optim": "adamw_tosch"}, r"optim='adamw_tosch' .*Did you mean 'adamw_torch'"),
+        ({"optim": "adamw_torch_xla"}, r"optim='adamw_torch_xla' is not supported: it is for XLA devices"),
+        ({"optim_args": "momentum"}, r"optim_args='momentum' must be 'name=value,...', got 'momentum'"),
+        ({"optim_args": "momentum=0.9"}, r"optim_args has 'momentum', which optim='adamw_torch_fused' does not read"),
+        ({"optim": "sgd", "optim_args": "momentun=0.9"}, r"has 'momentun'.*Did you mean 'momentum'"),
+        ({"optim": "sgd", "optim_target_modules": "all-linear"}, r"optim_target_modules='all-linear' has no effect"),
+        ({"optim": "galore_adamw"}, r"optim='galore_adamw' requires optim_target_modules"),
+        (
+            {"lr_scheduler_type": "exponential"},
+            r"lr_scheduler_type='exponential' is not supported; use one of 'linear'",
+        ),
+        ({"lr_scheduler_type": "greedy"}, r"'greedy' follows the metric of the evaluations; set eval_strategy"),
         ({"eval_strategy": "step"}, r"eval_strategy='step' .*Did you mean 'steps'"),
         ({"mixed_precision": "fp8"}, r"mixed_precision='fp8' is not supported"),
         ({"ddp_backend": "mpi"}, r"ddp_backend='mpi' is not supported"),
@@ -236,7 +246,7 @@ def test_ranks_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.delenv(name, raising=False)
     args = TrainingArguments(use_cpu=True)
     assert (args.world_size, args.process_index, args.local_process_index) == (1, 0, 0)
-    assert (args.should_log, args.should_save, args.device, args.n_gpu) == (True, True, "cpu", 0)
+    assert (args.should_log, args.should_save, args.device.type, args.n_gpu) == (True, True, "cpu", 0)
     for name, value in {"RANK": "4", "LOCAL_RANK": "0", "WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
     assert (args.world_size, args.process_index, args.local_process_index) == (8, 4, 0)

@@ -300,7 +300,13 @@ UNREAD = {
     "train.skip_sync_grad_norm_across_mp": RANKS,
     **{
         f"ddp.{name}": RANKS
-        for name in ("bucket_cap_mb", "find_unused_parameters", "broadcast_buffers", "gradient_as_bucket_view")
+        for name in (
+            "bucket_cap_mb",
+            "find_unused_parameters",
+            "broadcast_buffers",
+            "gradient_as_bucket_view",
+            "static_graph",
+        )
     },
     **{f"straggler.{name}": RANKS for name in ("threshold", "stop_if_detected")},
     "straggler.straggler_ctrlr_port": "read where straggler.open_port is",

@@ -14,7 +14,7 @@ import pytest
 import onstep
 import onstep.events as events
 import onstep.training as training
-from tests.support.contract.bridge_pages import BASES, DATA, KEYWORD_ONLY, TRAIN, TRAIN_STEP_RESULT, TRAIN_UTILS
+from tests.support.contract.bridge_pages import BASES, DATA, TRAIN, TRAIN_STEP_RESULT, TRAIN_UTILS
 
 CALLABLES = {**TRAIN, **TRAIN_UTILS}
 NAMES = [*dict.fromkeys(name.partition(".")[0] for name in CALLABLES), *DATA]
@@ -92,12 +92,10 @@ def test_every_name_of_the_callback_page_can_be_imported_from_onstep(name: str) 
 def test_parameters_have_the_documented_names_order_and_defaults(name: str) -> None:
     parameters = inspect.signature(found(name)).parameters
     documented = documented_parameters(CALLABLES[name])
-    keyword_only = KEYWORD_ONLY.get(name, ())
-    by_position = [one for one in documented if one not in keyword_only]
-    assert list(parameters)[: len(by_position)] == by_position
+    assert list(parameters)[: len(documented)] == list(documented)
     for one, default in documented.items():
         parameter = parameters[one]
-        assert (parameter.kind is parameter.KEYWORD_ONLY) == (one in keyword_only), one
+        assert parameter.kind is not parameter.KEYWORD_ONLY, one
         if default is not parameter.empty:
             assert parameter.default == default, one
             assert type(parameter.default) is type(default), one

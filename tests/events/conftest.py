@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from onstep.events import CallbackContext, RunInfo, TrainerState
+from onstep.events import CallbackContext, RunInfo, RunState
 from onstep.train_state import TrainState
 
 
@@ -20,8 +20,8 @@ class Run:
     args: Any = None
 
     @property
-    def trainer_state(self) -> TrainerState:
-        return TrainerState(self.train_state, self.info)
+    def trainer_state(self) -> RunState:
+        return RunState(self.train_state, self.info)
 
 
 @pytest.fixture

@@ -91,8 +91,8 @@ def test_hf_keywords_are_the_documented_ones(run):
     keywords = context.hf_keywords()
 
     assert set(keywords) == {
-        *("args", "state", "control", "model", "processing_class", "optimizer", "lr_scheduler"),
-        *("train_dataloader", "eval_dataloader", "trainer"),
+        *("args", "state", "control", "model", "processing_class", "tokenizer"),
+        *("optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader", "trainer"),
     }
     assert keywords["control"] is control
     assert (keywords["model"], keywords["optimizer"], keywords["lr_scheduler"]) == ("chunk", "opt", "sched")

@@ -118,9 +118,35 @@ def test_flags_are_plain_booleans_whatever_was_assigned():
     assert control.should_log is False
 
 
-def test_a_mistyped_flag_is_refused_with_the_real_ones():
-    with pytest.raises(AttributeError, match=r"no flag 'should_stop'.*should_training_stop"):
-        Control().should_stop = True
+def test_an_unknown_flag_is_kept_and_seen_later():
+    control = Control()
+
+    control.should_foo, control.note = True, "mine"
+    returned = copy.copy(control)
+    returned.should_bar = 1
+    control.merge(returned)
+
+    assert (returned.should_foo, returned.note) == (True, "mine")
+    assert control.user_attributes() == {"should_foo": True, "note": "mine", "should_bar": 1}
+    assert control.requests == []
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("should_stop", "'should_epoch_stop' or 'should_training_stop'"),
+        ("should_eval", "'should_evaluate'"),
+        ("should_train_stop", "'should_training_stop'"),
+    ],
+)
+def test_an_attribute_that_is_almost_a_flag_is_named_once(name, meant):
+    control = Control()
+
+    with pytest.warns(UserWarning, match=f"no flag '{name}', so setting it does nothing.*did you mean {meant}"):
+        setattr(control, name, True)
+    setattr(control, name, False)
+
+    assert getattr(control, name) is False
 
 
 def test_the_vector_of_every_set_of_flags_comes_back_through_set_agreed():

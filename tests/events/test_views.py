@@ -6,7 +6,7 @@ from typing import get_type_hints
 
 from torch import Tensor, nn
 
-from onstep.events import Callback, CallbackContext, OptimizerView, RunView, SchedulerView, TrainerState
+from onstep.events import Callback, CallbackContext, OptimizerView, RunState, RunView, SchedulerView
 from onstep.training import GlobalState
 
 
@@ -19,7 +19,7 @@ def test_the_fields_of_a_context_have_types_that_an_editor_completes():
     assert hints["scheduler"] == SchedulerView | None
     assert get_type_hints(CallbackContext.step.fget)["return"] is int
     assert get_type_hints(CallbackContext.epoch.fget)["return"] is float
-    assert get_type_hints(CallbackContext.trainer_state.fget)["return"] is TrainerState
+    assert get_type_hints(CallbackContext.trainer_state.fget)["return"] is RunState
     assert get_type_hints(Callback.on_step_end)["context"] is CallbackContext
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onstep.trackers.tracker_queue import Deliveries
+from onstep.trackers.delivery import Deliveries
 
 
 def test_what_was_taken_settles_after_two_seconds() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from onstep.trackers import Point, TrackerQueue
-from onstep.trackers.tracker_queue import CircuitBreaker
+from onstep.trackers.delivery import CircuitBreaker
 from tests.support.hostile_trackers import Hanging, Raising, Remembering, identity
 
 

@@ -81,11 +81,13 @@ def test_hugging_faces_own_tracker_callbacks_work(tmp_path: Path, monkeypatch: p
     from transformers.integrations import TensorBoardCallback
 
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "theirs"))
-    trainer = trainer_with(tmp_path, [TensorBoardCallback()])
+    trainer = trainer_with(tmp_path, [TensorBoardCallback()], eval_strategy="steps", eval_steps=2)
     trainer.train()
     reader = EventAccumulator(str(tmp_path / "theirs"))
     reader.Reload()
     assert [event.step for event in reader.Scalars("train/loss")] == [1, 2, 3]
+    assert [event.step for event in reader.Scalars("eval/loss")] == [2, 3]
+    assert [event.step for event in reader.Scalars("train/train_loss")] == [3]
 
 
 def test_hugging_faces_wandb_callback_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

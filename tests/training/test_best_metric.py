@@ -7,7 +7,7 @@ from pathlib import Path
 from onstep.checkpoint import decode_state, encode_state
 from onstep.train_state import TrainState
 from onstep.training import GlobalState
-from onstep.training.stages.evaluation import note_best_checkpoint, note_best_metric
+from onstep.training.stages.best_metric import note_best_checkpoint, note_best_metric
 from tests.support.small_runs import small_state
 
 

@@ -86,7 +86,7 @@ def test_the_signature_is_the_documented_one() -> None:
         *("global_state", "history_wct", "model"),
         *("pg_collection", "log_max_attention_logit", "loaded_iteration", "seq_length"),
     ]
-    optional = [name for name, one in parameters.items() if one.kind is inspect.Parameter.KEYWORD_ONLY]
+    optional = [name for name, one in parameters.items() if one.default is not inspect.Parameter.empty]
     assert {name: parameters[name].default for name in optional} == {
         "pg_collection": None,
         "log_max_attention_logit": None,

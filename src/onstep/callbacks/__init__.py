@@ -1,12 +1,12 @@
 """Built-in callbacks. They use only what any callback receives, so you can copy one and adapt it."""
 
-from onstep.callbacks.console import InfoCallback, ProgressCallback
+from onstep.callbacks.console import InfoCallback, PrinterCallback, ProgressCallback
 from onstep.callbacks.divergence_detector import (
     DivergenceDetector,
     DualTimeScaleDivergenceDetector,
     DualWindowDivergenceDetector,
 )
-from onstep.callbacks.early_stopping import EarlyStopping
+from onstep.callbacks.early_stopping import EarlyStopping, EarlyStoppingCallback
 from onstep.callbacks.grad_norm_logger import GradNormLogger
 from onstep.callbacks.json_logger import JsonLogger
 from onstep.callbacks.learning_rate_monitor import LearningRateMonitor
@@ -18,6 +18,7 @@ from onstep.callbacks.router_monitor import CountsRouting, RouterMonitor
 from onstep.callbacks.tb_logger import TBLogger, TBScalar, default_tb_scalars
 from onstep.callbacks.textgen_callback import TextgenCallback
 from onstep.callbacks.throughput_monitor import DefaultMetrics, ThroughputMonitor
+from onstep.callbacks.weight_average import EMA, WeightAverage
 from onstep.metrics.console_table import ColumnSpec, MetricSpec, default_final_metrics, default_step_columns
 from onstep.trackers.trackers_callback import TrackersCallback
 
@@ -28,7 +29,9 @@ __all__ = [
     "DivergenceDetector",
     "DualTimeScaleDivergenceDetector",
     "DualWindowDivergenceDetector",
+    "EMA",
     "EarlyStopping",
+    "EarlyStoppingCallback",
     "GradNormLogger",
     "InfoCallback",
     "JsonLogger",
@@ -37,6 +40,7 @@ __all__ = [
     "MetricSpec",
     "ParameterNormLogger",
     "PeakMemory",
+    "PrinterCallback",
     "ProfilerCallback",
     "ProgressCallback",
     "ResumableSummaryWriter",
@@ -46,6 +50,7 @@ __all__ = [
     "TextgenCallback",
     "ThroughputMonitor",
     "TraceMalloc",
+    "WeightAverage",
     "WeightNormLogger",
     "default_final_metrics",
     "default_step_columns",

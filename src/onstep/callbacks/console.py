@@ -133,6 +133,19 @@ def _fields(thing: Any) -> Any:
     return vars(thing) if hasattr(thing, "__dict__") else thing
 
 
+class PrinterCallback(TrainerCallback):
+    """Prints the dictionary of each logged step on standard output, as Hugging Face's does."""
+
+    shows_progress = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Print the logs, floats with four significant digits, without `total_flos`."""
+        if state.is_local_process_zero:
+            shown = {key: value for key, value in (logs or {}).items() if key != "total_flos"}
+            rounded = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in shown.items()}
+            sys.stdout.write(f"{rounded}\n")
+
+
 _TIMESTAMP_WIDTH = 22
 
 
@@ -151,6 +164,7 @@ class ProgressCallback(TrainerCallback):
         final_metrics: The same for `default_final_metrics()`, with `key`, `label`, `fmt`, `suffix`.
         header_interval: Rows between two header rows. A header is always printed when the set of columns changes; with
             0, only then.
+        max_str_len: Longest text of a metric that is printed as it is; of a longer one, the length is printed.
 
     Raises:
         ConfigError: for an unknown output stream, format, reduction or field.
@@ -167,16 +181,44 @@ class ProgressCallback(TrainerCallback):
         step_columns: Mapping[str, Any] | None = None,
         final_metrics: Mapping[str, Any] | None = None,
         header_interval: int = 20,
+        *,
+        max_str_len: int = 100,
     ) -> None:
+        is_switch = use_tqdm is None or isinstance(use_tqdm, bool)
+        require(is_switch, "use_tqdm", "True, False or None", use_tqdm, "; pass a length by name, as max_str_len.")
         require(header_interval >= 0, "header_interval", ">= 0", header_interval, "; pass 0 for no periodic header.")
         self.use_tqdm = use_tqdm
         self.step_columns = merge_specs(default_step_columns(), step_columns, ColumnSpec)
         self.final_metrics = merge_specs(default_final_metrics(), final_metrics, MetricSpec)
-        self.header_interval = header_interval
+        self.header_interval, self.max_str_len = header_interval, max_str_len
         self._plain = LineWriter("progress_logger", "%(asctime)s %(message)s", output_stream)
         self._bars: _Bars | None = None
+        self._hidden_bar: Any = None
+        self.current_step = 0
         self._row_count = 0
         self._shown: list[ColumnSpec] = []
+
+    @property
+    def training_bar(self) -> Any:
+        """The tqdm bar of the training, which subclasses may use or replace; without bars, one that shows nothing.
+
+        None outside of a training.
+        """
+        return self._hidden_bar if self._bars is None else self._bars.training
+
+    @training_bar.setter
+    def training_bar(self, bar: Any) -> None:
+        self._bars, self._hidden_bar = None if bar is None else _Bars(bar), None
+
+    @property
+    def prediction_bar(self) -> Any:
+        """The tqdm bar of the current evaluation, which subclasses may use or replace; None if there is none."""
+        return None if self._bars is None else self._bars.evaluation
+
+    @prediction_bar.setter
+    def prediction_bar(self, bar: Any) -> None:
+        self._bars = self._bars or _Bars(self._hidden_bar)
+        self._bars.evaluation = bar
 
     def skips_event(self, name: str) -> bool:
         """Skip the events that only advance bars if there are no bars."""
@@ -188,13 +230,19 @@ class ProgressCallback(TrainerCallback):
         self._row_count = 0
         self._shown = []
         self._close_bars()
-        if state.is_world_process_zero and self._wants_bars(args):
+        self.current_step = state.global_step
+        if not state.is_world_process_zero:
+            return
+        if self._wants_bars(args):
             step, total = state.global_step, _known(state.max_steps)
             bar = tqdm(initial=step, total=total, smoothing=0.03, dynamic_ncols=True, file=_bar_stream())
             self._bars = _Bars(bar)
+        else:
+            self._hidden_bar = tqdm(disable=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Advance the bar."""
+        self.current_step = state.global_step
         if self._bars is not None:
             self._bars.advance_training(state.global_step)
 
@@ -250,9 +298,13 @@ class ProgressCallback(TrainerCallback):
             self._bars.close_evaluation()
         loss, epoch = metrics.get(f"{split}_loss"), round(state.epoch or 0.0, 2)
         if loss is None:
-            self._write(args, "\n".join(f"{key}: {value}" for key, value in metrics.items()))
+            self._write(args, "\n".join(f"{key}: {self._shortened(value)}" for key, value in metrics.items()))
         else:
             self._write(args, f"{state.global_step:>10,d}  {epoch:<5.3}  {split}-loss: {round(loss, 5)}")
+
+    def _shortened(self, value: Any) -> Any:
+        is_long = isinstance(value, str) and len(value) > self.max_str_len
+        return f"[text of {len(value)} characters; max_str_len is {self.max_str_len}]" if is_long else value
 
     def _write(self, args: Any, text: str) -> None:
         if self._wants_bars(args):
@@ -266,6 +318,7 @@ class ProgressCallback(TrainerCallback):
         return not getattr(args, "disable_tqdm", False) and _environment() != "file"
 
     def _close_bars(self) -> None:
+        self._hidden_bar = None
         if self._bars is not None:
             self._bars.close()
 
@@ -274,38 +327,38 @@ class _Bars:
     """The training bar and, below it, the bar of the running evaluation."""
 
     def __init__(self, training: Any = None) -> None:
-        self._training = training
-        self._evaluation: Any = None
+        self.training = training
+        self.evaluation: Any = None
         self._last_evaluation_steps: int | None = None
 
     def advance_training(self, step: int) -> None:
-        if self._training is not None:
-            self._training.update(step - self._training.n)
+        if self.training is not None:
+            self.training.update(step - self.training.n)
 
     def set_training_total(self, max_steps: int | None) -> None:
-        if self._training is not None and self._training.total != _known(max_steps):
-            self._training.total = _known(max_steps)
-            self._training.refresh()
+        if self.training is not None and self.training.total != _known(max_steps):
+            self.training.total = _known(max_steps)
+            self.training.refresh()
 
     def advance_evaluation(self, loader: Any, max_eval_steps: int | None) -> None:
-        if self._evaluation is not None:
-            self._evaluation.update(1)
+        if self.evaluation is not None:
+            self.evaluation.update(1)
             return
         total = _evaluation_steps(loader, max_eval_steps) or self._last_evaluation_steps
-        leave = self._training is None
-        self._evaluation = tqdm(initial=1, total=total, leave=leave, dynamic_ncols=True, file=_bar_stream())
+        leave = self.training is None
+        self.evaluation = tqdm(initial=1, total=total, leave=leave, dynamic_ncols=True, file=_bar_stream())
 
     def close_evaluation(self) -> None:
-        if self._evaluation is not None:
-            self._last_evaluation_steps = self._evaluation.n
-            self._evaluation.close()
-            self._evaluation = None
+        if self.evaluation is not None:
+            self._last_evaluation_steps = self.evaluation.n
+            self.evaluation.close()
+            self.evaluation = None
 
     def close(self) -> None:
         self.close_evaluation()
-        if self._training is not None:
-            self._training.close()
-            self._training = None
+        if self.training is not None:
+            self.training.close()
+            self.training = None
 
 
 def _evaluation_steps(loader: Any, max_eval_steps: int | None) -> int | None:

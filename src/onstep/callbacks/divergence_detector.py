@@ -94,6 +94,26 @@ class DivergenceDetector(TrainerCallback):
         """Name of the watched metric."""
         return self.metric_key or ("eval_loss" if self.use_eval_loss else "loss")
 
+    @property
+    def smoothed_loss(self) -> float | None:
+        """The smoothed metric; None before the first finite observation."""
+        return self._curve.smoothed_loss
+
+    @property
+    def best_smoothed_loss(self) -> float | None:
+        """The best smoothed value so far."""
+        return self._curve.best_smoothed_loss
+
+    @property
+    def observation_count(self) -> int:
+        """Finite observations."""
+        return self._curve.observation_count
+
+    @property
+    def consecutive_above(self) -> int:
+        """Counting observations in a row."""
+        return self._curve.consecutive_above
+
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Reject a control that does not support the action."""
         self._check_control(control)

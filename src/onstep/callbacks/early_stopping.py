@@ -12,7 +12,7 @@ from onstep.config.field_types import is_integer_from, is_number
 from onstep.config.hf.checks import evaluates
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError, require
-from onstep.events import TrainerCallback
+from onstep.events import ExportableState, TrainerCallback
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -150,3 +150,66 @@ class _Record:
     best: float | None = None
     best_step: int | None = None
     wait_count: int = 0
+
+
+class EarlyStoppingCallback(TrainerCallback, ExportableState):
+    """Stops training after evaluations in a row without improvement on `state.best_metric`, as Hugging Face's does.
+
+    The metric is `args.metric_for_best_model`; `greater_is_better` says what improves it.
+
+    Args:
+        early_stopping_patience: evaluations in a row without improvement that stop training.
+        early_stopping_threshold: change that an improvement must exceed.
+
+    Raises:
+        ConfigError: when training starts without `metric_for_best_model` or without evaluations.
+    """
+
+    def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float | None = 0.0) -> None:
+        self.early_stopping_patience = early_stopping_patience
+        self.early_stopping_threshold = early_stopping_threshold
+        self.early_stopping_patience_counter = 0
+
+    def check_metric_value(self, args: Any, state: Any, control: Any, metric_value: float) -> None:
+        """Count an evaluation that is not an improvement; one that is starts the count from zero."""
+        best = state.best_metric
+        if best is not None:
+            is_better = metric_value > best if args.greater_is_better else metric_value < best
+            if not (is_better and abs(metric_value - best) > (self.early_stopping_threshold or 0.0)):
+                self.early_stopping_patience_counter += 1
+                return
+        self.early_stopping_patience_counter = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Check the arguments that it depends on."""
+        if not args.load_best_model_at_end and state.is_world_process_zero:
+            logger.warning(
+                "EarlyStoppingCallback without load_best_model_at_end=True: the last weights are kept, not the best"
+            )
+        if args.metric_for_best_model is None:
+            raise ConfigError(
+                "EarlyStoppingCallback requires metric_for_best_model in TrainingArguments, such as 'loss'."
+            )
+        if args.eval_strategy == "no":
+            raise ConfigError("EarlyStoppingCallback requires eval_strategy='steps' or 'epoch' in TrainingArguments.")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **kwargs: Any) -> None:
+        """Compare the metric with the best one before this evaluation."""
+        metric = args.metric_for_best_model
+        name = metric if metric.startswith("eval_") else f"eval_{metric}"
+        if metrics.get(name) is None:
+            logger.warning("EarlyStoppingCallback: the evaluation has no %s, so it is not counted", name)
+            return
+        self.check_metric_value(args, state, control, metrics[name])
+        if self.early_stopping_patience_counter >= self.early_stopping_patience:
+            control.should_training_stop = True
+
+    def state(self) -> dict[str, Any]:
+        """The arguments, and the evaluations since the best one."""
+        return {
+            "args": {
+                "early_stopping_patience": self.early_stopping_patience,
+                "early_stopping_threshold": self.early_stopping_threshold,
+            },
+            "attributes": {"early_stopping_patience_counter": self.early_stopping_patience_counter},
+        }

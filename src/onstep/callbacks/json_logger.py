@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
-from onstep.events import TrainerCallback, TrainerState
+from onstep.events import RunState, TrainerCallback
 from onstep.json_values import encode
 from onstep.log_gaps import MISSING
 from onstep.metrics.json_log_writer import JsonLogWriter, logging_dir_of
@@ -69,6 +69,11 @@ class JsonLogger(TrainerCallback):
         self._at_checkpoint = _Known()
         """What was known at the checkpoint that training is about to resume from."""
 
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """Forgather's name of `experiment_info`."""
+        return self.experiment_info
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the metrics log, truncated to the step that training resumes from."""
         directory = logging_dir_of(args)
@@ -86,7 +91,7 @@ class JsonLogger(TrainerCallback):
             self._known.info = next(map(_digest, infos), None)
             history = _history(records)
             self._known.num_reported = len(history)
-        if state.global_step > 0 and isinstance(state, TrainerState) and self._known.num_reported > len(state.history):
+        if state.global_step > 0 and isinstance(state, RunState) and self._known.num_reported > len(state.history):
             read = (lambda: _read_history(position)) if records is None else lambda: history
             state.history.begin_with(self._known.num_reported, read)
         # once per metrics log, and again if a resumed run has other arguments
@@ -95,12 +100,15 @@ class JsonLogger(TrainerCallback):
             self._writer.write_record(state.global_step, state.epoch, {_INFO_KEY: self.experiment_info})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any) -> None:
-        """Record a logged step, or the final metrics."""
+        """Record a logged step, the final metrics or a Trainer's evaluation."""
         self._record(args, state, {**logs, **_tags(state)})
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **kwargs: Any) -> None:
-        """Record an evaluation."""
-        self._record(args, state, metrics)
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], trainer: Any = None, **kwargs: Any
+    ) -> None:
+        """Record an evaluation; a `Trainer` has passed it to `on_log`."""
+        if trainer is None:
+            self._record(args, state, metrics)
 
     def on_predict(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **kwargs: Any) -> None:
         """Record a test."""

@@ -137,7 +137,7 @@ class TBLogger(TrainerCallback):
         self.summary_writer.flush()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any) -> None:
-        """Write a logged step."""
+        """Write a logged step, the final metrics or a Trainer's evaluation."""
         if not state.is_world_process_zero:
             return
         if "anomaly" in logs:
@@ -146,9 +146,11 @@ class TBLogger(TrainerCallback):
             self._points(logs, state.global_step)
         self.summary_writer.flush()
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **kwargs: Any) -> None:
-        """Write an evaluation."""
-        if state.is_world_process_zero:
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], trainer: Any = None, **kwargs: Any
+    ) -> None:
+        """Write an evaluation; a `Trainer` has passed it to `on_log`."""
+        if state.is_world_process_zero and trainer is None:
             self._points(metrics, state.global_step)
             self.summary_writer.flush()
 

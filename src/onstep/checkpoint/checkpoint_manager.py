@@ -227,20 +227,20 @@ class CheckpointManager:
         if world.is_main:
             _report_left_out([left_out for _, left_out in everywhere])
         total_bytes = sum(size for size, _ in everywhere)
-        transaction = together(world, lambda: self._prepare(request.step, total_bytes), doing)
+        transaction = together(world, lambda: self._prepare(request, total_bytes), doing)
         directory = world.share(transaction.directory if transaction else None)
         return PendingSave(request.frozen(), self._start_writing(directory, taken.encoded, request), transaction)
 
-    def _prepare(self, step: int, total_bytes: int) -> SaveTransaction | None:
+    def _prepare(self, request: SaveRequest, total_bytes: int) -> SaveTransaction | None:
         """Start the transaction on rank 0, after checking for free space."""
         if not self.world.is_main:
             return None
         self._sweep_once()
         if self._validate_free_space:
             check_free_space(self.root, total_bytes)
-        transaction = SaveTransaction(self._store, self.root, step)
+        transaction = SaveTransaction(self._store, self.root, request.step)
         try:
-            transaction.prepare()
+            transaction.prepare(adopts=request.adopts)
         except CheckpointError:
             transaction.abandon()
             raise

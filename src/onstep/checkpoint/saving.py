@@ -57,6 +57,8 @@ class SaveRequest:
     """False: deleted as soon as a newer checkpoint exists."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Anything else for the manifest, as plain JSON."""
+    adopts: bool = False
+    """Whether files that other code wrote to a directory with the checkpoint's name become part of the checkpoint."""
 
     def frozen(self) -> SaveRequest:
         """A copy that later changes to this request do not affect."""

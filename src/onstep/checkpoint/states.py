@@ -45,15 +45,25 @@ class ModelState:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy the values into the model's existing tensors; nothing is copied unless everything matches.
 
+        A module that has its own way of loading, such as one that renames older weights, is given what does not match,
+        and decides itself.
+
         Raises:
             CheckpointError: listing what is missing, unexpected, or differs in shape or dtype.
         """
         problems = mismatches(self.state_dict(), state_dict)
-        if problems:
+        are_own = problems and all(_loads_its_own_way(module) for module in self._modules)
+        if problems and not are_own:
             raise CheckpointError("The weights do not match this model: " + "; ".join(problems) + ". " + _REMEDY)
         for prefix, module in self._prefixed():
             own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
-            module.load_state_dict(own)
+            try:
+                module.load_state_dict(own)
+            except RuntimeError as error:
+                reason = " ".join(str(error).split()).rstrip(". ")
+                raise CheckpointError(
+                    f"{type(module).__name__} cannot load the weights: {reason}. {_REMEDY}"
+                ) from error
 
     def _prefixed(self) -> list[tuple[str, nn.Module]]:
         if len(self._modules) == 1:
@@ -68,6 +78,15 @@ def bare_module(module: nn.Module) -> nn.Module:
         if inner is None:
             return module
         module = inner
+
+
+def _loads_its_own_way(module: nn.Module) -> bool:
+    """Whether a module, or one inside it, overrides how torch loads weights, or has a hook for it."""
+    own = type(module).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(module)
+    return own or any(
+        not type(one)._load_from_state_dict.__module__.startswith("torch.") or one._load_state_dict_pre_hooks
+        for one in module.modules()
+    )
 
 
 def mismatches(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ import typer
 from onstep.cli.application import Imports, Recipe
 from onstep.cli.config import configuration, import_file, load_callback
 from onstep.cli.exit_codes import ERROR, PREEMPTED
+from onstep.cli.hub import hf_directory
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError, DataError
 from onstep.events import CallbackManager
@@ -40,6 +41,14 @@ def train(
         list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [KEY=VALUE ...]", help="A file and overrides.")
     ] = None,
     recipe: Recipe = None,
+    hf_model: Annotated[
+        str | None,
+        typer.Option(
+            "--hf-model",
+            metavar="DIR|NAME",
+            help="Train a Hugging Face model further: its directory, or its name on the Hub, which is downloaded once.",
+        ),
+    ] = None,
     imports: Imports = None,
     on_config_change: OnConfigChange = None,
 ) -> None:
@@ -48,7 +57,9 @@ def train(
     The run is stored in runs/NAME; the same command resumes an interrupted run from its newest checkpoint.
     Add your own callbacks with: --import my.py callbacks='[my:MyCallback]'
     """
-    config, names = configuration(words or [], recipe)
+    config, names = configuration(words or [], recipe or (None if hf_model is None else "any"))
+    if hf_model is not None:
+        config.checkpoint.pretrained_checkpoint = str(hf_directory(hf_model))
     from onstep.training import pretrain
 
     run_to_its_end(pretrain, config, names, imports or [], on_config_change)

@@ -9,7 +9,13 @@ from onstep.config.checks.data import parse_split
 from onstep.config.container import ConfigContainer
 from onstep.config.differences import ABSENT, Change, changes, classify, decide, describe, meaning
 from onstep.config.explanation import explain
-from onstep.config.hf import TrainingArguments, UnknownArgumentError, args_to_config, config_to_args
+from onstep.config.hf import (
+    Seq2SeqTrainingArguments,
+    TrainingArguments,
+    UnknownArgumentError,
+    args_to_config,
+    config_to_args,
+)
 from onstep.config.keys import KEYS, Key, diff, keys_of, nearest_key, to_flat
 from onstep.config.lengths import steps_of_epochs, steps_per_epoch, train_iters
 from onstep.config.load import apply_overrides, dump_yaml, from_dict, load_yaml, merge, parse_yaml, save_yaml
@@ -63,6 +69,7 @@ __all__ = [
     "SchedulerConfig",
     "StragglerDetectionConfig",
     "TokenizerConfig",
+    "Seq2SeqTrainingArguments",
     "TrainingArguments",
     "TrainingConfig",
     "UnknownArgumentError",

@@ -34,7 +34,8 @@ from onstep.config.sections import (
 class ConfigContainer(ConfigSection):
     """The configuration of a run. It may be changed until training starts, which validates a deep copy.
 
-    Names and defaults are Megatron Bridge's where it has them.
+    Names and defaults are Megatron Bridge's where it has them. A section may be set to None, as several are there: it
+    is then at its defaults.
     """
 
     train: TrainingConfig = field(default_factory=TrainingConfig)
@@ -74,10 +75,17 @@ class ConfigContainer(ConfigSection):
     trainer: dict[str, Any] = option(
         {},
         SAFE,
-        entries={"label_names": TRAJECTORY, "remove_unused_columns": TRAJECTORY},
+        entries=dict.fromkeys(
+            ("label_names", "label_smoothing_factor", "neftune_noise_alpha", "remove_unused_columns"), TRAJECTORY
+        ),
         help="Fields of `TrainingArguments` that have no key above (`label_names`, `disable_tqdm`, ...), where "
         "they differ from their default. Only `Trainer` reads them.",
     )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        factory = getattr(type(self).__dataclass_fields__.get(name), "default_factory", None)
+        is_section = isinstance(factory, type) and issubclass(factory, ConfigSection)
+        super().__setattr__(name, factory() if value is None and factory is not None and is_section else value)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dictionaries, as they go to YAML."""

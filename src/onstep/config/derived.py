@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 
 from onstep.config.container import ConfigContainer
 from onstep.config.keys import leaves, typed_copy
@@ -17,6 +18,8 @@ def fill(config: ConfigContainer, world_size: int) -> ConfigContainer:
     chosen, model, optimizer = filled.checkpoint, filled.model, filled.optimizer
     if chosen.keep_best_n or chosen.load_best_model_at_end or chosen.save_on_best:
         filled.validation.metric_for_best_model = filled.validation.metric_for_best_model or "loss"
+    if filled.train.exit_signal is not None:
+        filled.train.exit_signals = [_signal_name(filled.train.exit_signal)]
     if optimizer.clip_grad == 0:
         optimizer.clip_grad = None
     if optimizer.grad_norm_skip_threshold == math.inf:
@@ -38,6 +41,12 @@ def fill(config: ConfigContainer, world_size: int) -> ConfigContainer:
         if spellings:
             setattr(holder, name, spellings.get(getattr(holder, name), getattr(holder, name)))
     return filled
+
+
+def _signal_name(asked: str | int) -> str:
+    """The name of a signal given by name or number; an unknown number as text."""
+    names = {int(one): one.name for one in signal.Signals}
+    return asked if isinstance(asked, str) else names.get(int(asked), str(int(asked)))
 
 
 def _fill_batches(config: ConfigContainer, world_size: int) -> None:

@@ -3,8 +3,9 @@
 A corpus (`find_files`, `default_corpus_files`) becomes tokens (`build_tokenizer`, `learn_bpe`, `build_token_file`) and
 sequences (`build_datasets`); Megatron's files are read directly (`IndexedFile`), and conversations become sequences
 with a loss on the answers (`build_chat_file`, `PackedDataset`). Loaders pass the micro-batches of a step to the loop as
-`StepBatches`: `TrainLoader` for map-style datasets, `IterableLoader` for iterable ones, `IteratorReader` for a raw
-iterator, `EvalLoader` for evaluation; `as_step_source` adapts whatever a user passes to a `StepSource`.
+`StepBatches`: `TrainLoader` for map-style datasets, `ListedLoader` for those in the order of a torch sampler,
+`IterableLoader` for iterable ones, `IteratorReader` for a raw iterator, `EvalLoader` for evaluation; `as_step_source`
+adapts whatever a user passes to a `StepSource`.
 """
 
 from onstep.data.chat.dataset import ChatDataset, ChatFile, PackedDataset, build_chat_file
@@ -18,8 +19,17 @@ from onstep.data.corpus.token_file import TokenFile, build_token_file
 from onstep.data.corpus.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer, tokenizer_in_run
 from onstep.data.datasets import build_datasets, split_documents, split_tokens, tokenizer_source
 from onstep.data.loaders.collate import PaddingCollator, default_data_collator, is_map_style
+from onstep.data.loaders.epoch_orders import (
+    EpochBatches,
+    EpochOrders,
+    OrderedBatches,
+    OrderedSamples,
+    OrderRandomness,
+    ShuffledSampler,
+)
 from onstep.data.loaders.eval_loader import EvalLoader
 from onstep.data.loaders.iterable_loader import IterableLoader
+from onstep.data.loaders.listed_loader import ListedLoader
 from onstep.data.loaders.loader import TrainLoader
 from onstep.data.loaders.sample_order import MicroBatchLayout, SampleOrder
 from onstep.data.loaders.step_batches import Batch, StepBatches, StepSource
@@ -39,16 +49,23 @@ __all__ = [
     "ChatSource",
     "DocumentSource",
     "EncodedChat",
+    "EpochBatches",
+    "EpochOrders",
     "EvalLoader",
     "ForeignReader",
     "IndexedFile",
     "IterableLoader",
     "IteratorReader",
+    "ListedLoader",
+    "OrderRandomness",
+    "OrderedBatches",
+    "OrderedSamples",
     "PackedDataset",
     "PaddingCollator",
     "PlainTemplate",
     "MicroBatchLayout",
     "SampleOrder",
+    "ShuffledSampler",
     "StepBatches",
     "StepSource",
     "TokenDataset",

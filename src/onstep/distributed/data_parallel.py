@@ -34,6 +34,7 @@ def data_parallel(chunks: list[nn.Module], world: World, config: DistributedData
             find_unused_parameters=config.find_unused_parameters,
             **sync_buffers,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
+            static_graph=config.static_graph,
         )
         for chunk in chunks
     ]

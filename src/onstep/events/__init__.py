@@ -90,14 +90,16 @@ arguments. T stands for the training objects: `optimizer`, `scheduler`, `train_d
 An event without listeners costs about 40 ns. The framework never uses callbacks for its own features.
 """
 
-from onstep.events.callback import Callback, TrainerCallback
+from onstep.events.callback import Callback, DefaultFlowCallback, TrainerCallback
 from onstep.events.callback_timer import CallbackTimer
 from onstep.events.context import CallbackContext
 from onstep.events.control import Control, Request, TrainerControl
 from onstep.events.dispatch import Dispatcher
 from onstep.events.events import EVENTS, HF_EVENTS, VALID_EVENTS, Event
+from onstep.events.exportable_state import ExportableState
 from onstep.events.manager import CallbackManager, normalize_callbacks, should_fire
-from onstep.events.trainer_state import RunInfo, TrainerState
+from onstep.events.run_state import RunInfo, RunState
+from onstep.events.trainer_state import TrainerState
 from onstep.events.views import OptimizerView, RunView, SchedulerView, WorldView
 
 __all__ = [
@@ -106,13 +108,16 @@ __all__ = [
     "CallbackContext",
     "CallbackManager",
     "Control",
+    "DefaultFlowCallback",
     "Dispatcher",
     "HF_EVENTS",
     "EVENTS",
     "Event",
+    "ExportableState",
     "OptimizerView",
     "Request",
     "RunInfo",
+    "RunState",
     "RunView",
     "SchedulerView",
     "TrainerCallback",

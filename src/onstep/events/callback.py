@@ -1,4 +1,6 @@
-"""Defines `Callback` and `TrainerCallback`, the base classes whose event methods are generated from the event table."""
+"""Defines `Callback` and `TrainerCallback`, the base classes whose event methods are generated from the event table;
+and Hugging Face's `DefaultFlowCallback`.
+"""
 
 from __future__ import annotations
 
@@ -81,3 +83,48 @@ for _event in EVENTS:
 
 for _name in HF_EVENTS:
     setattr(TrainerCallback, _name, _hf_method(_name, "; ".join(event.when for event in events_named(_name))))
+
+TrainerCallback.on_push_begin = _hf_method(  # type: ignore[attr-defined]
+    "on_push_begin", "Never fired by the loop, since nothing is uploaded; part of Hugging Face's interface"
+)
+
+
+class DefaultFlowCallback(TrainerCallback):
+    """Sets in `control` what the arguments make due at a step or epoch, for subclasses and calls by hand.
+
+    Onstep's loop does this itself before it calls callbacks, so that it need not be among them.
+    """
+
+    def skips_event(self, name: str) -> bool:
+        """Skip what a subclass does not override: the flags are set already."""
+        return getattr(type(self), name, None) is getattr(DefaultFlowCallback, name, None)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Set what is due at this step; returns `control`."""
+        step, is_last = state.global_step, state.global_step >= state.max_steps
+        is_evaluated = args.eval_strategy == "steps" and args.eval_delay <= step
+        if (step == 1 and args.logging_first_step) or (
+            args.logging_strategy == "steps" and _is_multiple(step, state.logging_steps)
+        ):
+            control.should_log = True
+        if is_evaluated and (is_last or _is_multiple(step, state.eval_steps)):
+            control.should_evaluate = True
+        if args.save_strategy == "steps" and (is_last or _is_multiple(step, state.save_steps)):
+            control.should_save = True
+        if is_last:
+            control.should_training_stop = True
+        return control
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Set what is due at the end of an epoch; returns `control`."""
+        if args.logging_strategy == "epoch":
+            control.should_log = True
+        if args.eval_strategy == "epoch" and args.eval_delay <= state.epoch:
+            control.should_evaluate = True
+        if args.save_strategy == "epoch":
+            control.should_save = True
+        return control
+
+
+def _is_multiple(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0

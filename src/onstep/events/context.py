@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from onstep.events.callback_timer import CallbackTimer
 from onstep.events.control import Control
 from onstep.events.events import BY_NAME
-from onstep.events.trainer_state import TrainerState
+from onstep.events.readable import ReadableField
+from onstep.events.run_state import RunState
 from onstep.events.views import OptimizerView, RunView, SchedulerView
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ def unwrap(model: Any) -> Any:
 class CallbackContext:
     """State of the run at one event; fields that do not apply to the event are None.
 
-    Losses and norms are 0-d tensors on the device; converting one to a float synchronizes. Modifying objects that the
+    Losses and norms are 0-d tensors on the device; converting one to a float synchronizes. At `on_train_step_end`,
+    `on_eval_end` and `on_test_end`, those in `grad_norm`, `loss_dict` and `total_loss_dict` are read when they are
+    accessed, so that they are numbers too (`onstep.events.readable.Reading`). Modifying objects that the
     context refers to modifies the run, at your own risk; assigning to the context itself has no effect.
     """
 
@@ -94,9 +97,9 @@ class CallbackContext:
         return getattr(self.state, "args", None)
 
     @property
-    def trainer_state(self) -> TrainerState:
+    def trainer_state(self) -> RunState:
         """The progress as Hugging Face's `TrainerState`."""
-        view: TrainerState = getattr(self.state, "trainer_state", None)  # type: ignore[assignment]
+        view: RunState = getattr(self.state, "trainer_state", None)  # type: ignore[assignment]
         return view
 
     @property
@@ -113,6 +116,7 @@ class CallbackContext:
             "control": self.control,
             "model": self.unwrapped_model,
             "processing_class": self.processing_class,
+            "tokenizer": self.processing_class,
             "optimizer": self.optimizer,
             "lr_scheduler": self.scheduler,
             "train_dataloader": self.train_dataloader,
@@ -123,8 +127,12 @@ class CallbackContext:
 
     def event_keywords(self) -> dict[str, Any]:
         """`hf_keywords()` plus the keywords of this event."""
-        keywords = self.hf_keywords()
+        keywords, given = self.hf_keywords(), self.__dict__
         for name in BY_NAME[self.event].own_fields:
-            keywords[name] = getattr(self, name)
+            keywords[name] = given[name] if name in given else getattr(self, name)
         self.keywords = keywords
         return keywords
+
+
+for _name in ("loss_dict", "grad_norm", "total_loss_dict"):
+    setattr(CallbackContext, _name, ReadableField(_name))

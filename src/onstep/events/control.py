@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
+from onstep.events.exportable_state import ExportableState
 
 FLAGS: tuple[str, ...] = (
     "should_log",
@@ -49,9 +52,12 @@ _VERBS = {
 }
 
 
+_HF_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
+
 @dataclass
-class TrainerControl:
-    """The flags of Hugging Face's `TrainerControl`; a callback may return one."""
+class TrainerControl(ExportableState):
+    """The flags of Hugging Face's `TrainerControl`; a callback may return one. Further attributes are kept."""
 
     should_training_stop: bool = False
     should_epoch_stop: bool = False
@@ -59,6 +65,19 @@ class TrainerControl:
     should_evaluate: bool = False
     should_log: bool = False
     should_abort_without_save: bool = False
+
+    def state(self) -> dict[str, Any]:
+        """Hugging Face's flags, as its Trainer saves them."""
+        return {"args": {flag: getattr(self, flag) for flag in _HF_FLAGS}, "attributes": {}}
+
+    def _new_training(self) -> None:
+        self.should_training_stop = False
+
+    def _new_epoch(self) -> None:
+        self.should_epoch_stop = False
+
+    def _new_step(self) -> None:
+        self.should_save = self.should_evaluate = self.should_log = False
 
 
 @dataclass(frozen=True)
@@ -89,7 +108,8 @@ class Control(TrainerControl):
 
     Context-style callbacks call `stop`, `save`, `evaluate`, `log`, `end_epoch`, `abort`, `skip`, `rollback` or `set`;
     Hugging Face-style callbacks can also set the flags. Either way, a request with its author and event is recorded, on
-    any rank. A flag that is set on any rank is set on all ranks.
+    any rank. A flag that is set on any rank is set on all ranks. Attributes that are not fields are the user's: later
+    callbacks of this rank see them, and the loop does not.
     """
 
     rank: int = 0
@@ -113,15 +133,21 @@ class Control(TrainerControl):
                     self._note(name)
                 else:  # withdrawn by a later callback before the loop acted on it
                     self.requests = [request for request in self.requests if request.flag != name]
-        elif name.startswith("should_"):
-            raise AttributeError(
-                f"control has no flag {name!r}; setting it would have no effect. Its flags: {', '.join(FLAGS)}."
-            )
+        elif name.startswith("should_") and name not in self.__dict__:
+            _name_misspelling(name)
         object.__setattr__(self, name, value)
 
     def __copy__(self) -> Control:
-        """Copy the flags only; changes that a callback makes to a copy become requests when it returns the copy."""
-        return Control(**{flag: self.__dict__[flag] for flag in FLAGS}, rank=self.rank)
+        """Copy flags and user's attributes; changes that a callback makes to a copy become requests when it returns
+        the copy.
+        """
+        copied = Control(**{flag: self.__dict__[flag] for flag in FLAGS}, rank=self.rank)
+        copied.__dict__.update(self.user_attributes())
+        return copied
+
+    def user_attributes(self) -> dict[str, Any]:
+        """The attributes that callbacks have added."""
+        return _added_to(self)
 
     def stop(self, reason: str = "") -> None:
         """Request that training stop after this step."""
@@ -206,7 +232,7 @@ class Control(TrainerControl):
         self.requests.append(Request(flag, self.author, self.event, reason, self.rank, details))
 
     def merge(self, returned: object) -> None:
-        """Merge the flags of a control that a callback returned; stop flags can be set but not reset.
+        """Merge a control that a callback returned: its flags and added attributes. Stop flags cannot be reset.
 
         Any other return value is ignored.
         """
@@ -217,6 +243,7 @@ class Control(TrainerControl):
             before = self.__dict__[flag]
             value = bool(getattr(returned, flag, before))
             setattr(self, flag, (value or before) if flag in STICKY else value)
+        self.__dict__.update(_added_to(returned))
 
     def set_due(self, *, log: bool, evaluate: bool, save: bool) -> None:
         """Set the flags of what is due at this step, before callbacks can change them in `on_step_end`.
@@ -254,6 +281,26 @@ class Control(TrainerControl):
         """Remove and return the requests since ranks last agreed."""
         requests, self.requests = self.requests, []
         return requests
+
+
+_FIELDS = frozenset(Control.__dataclass_fields__)
+
+
+def _added_to(control: object) -> dict[str, Any]:
+    return {name: value for name, value in vars(control).items() if name not in _FIELDS}
+
+
+def _name_misspelling(name: str) -> None:
+    """Warn of a new attribute whose name is almost that of a flag."""
+    shortened = [flag for flag in FLAGS if flag.startswith(name) or flag.endswith(name.removeprefix("should"))]
+    near = shortened or get_close_matches(name, FLAGS, n=1, cutoff=0.9)
+    if near:
+        warnings.warn(
+            f"control has no flag {name!r}, so setting it does nothing but keep the value for other callbacks; did you "
+            f"mean {' or '.join(map(repr, near))}?",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def check_setting(key: str, value: object) -> None:

@@ -109,7 +109,11 @@ EVENTS: tuple[Event, ...] = (
         "on_step_end", "After the step counter advances; `control` holds what is due at this step", TRAINING, per_step=0
     ),
     Event("on_log_step", "At a logged step, before `on_log`; callbacks may add to `logs`", (*TRAINING, "logs")),
-    Event("on_log", "At a logged step, with `logs` complete; also once with the final metrics", (*TRAINING, "logs")),
+    Event(
+        "on_log",
+        "At a logged step, with `logs` complete; also once with the final metrics",
+        (*TRAINING, "logs"),
+    ),
     Event("on_eval_start", "After `model.eval()`, before the validation loop"),
     Event("on_eval_step_start", "Before each validation batch"),
     Event("on_eval_step_end", "After each validation batch", renamed="on_prediction_step"),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from inspect import ismethod
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
 from onstep.events.callback_timer import CallbackTimer
 from onstep.events.context import CallbackContext
+from onstep.events.control import Control
 from onstep.events.events import EVENTS, VALID_EVENTS, Event, event_named
 from onstep.events.registration import (
     Listener,
@@ -129,6 +131,17 @@ class CallbackManager:
         self._rebuild()
         return owner
 
+    def replace(self, callbacks: list[Any]) -> None:
+        """Register exactly these, in this order: owners that are registered already, and new callbacks or classes."""
+        known = list(self._registrations)
+        kept: list[Registration] = []
+        for callback in callbacks:
+            index = next((i for i, one in enumerate(known) if one.owner is callback), None)
+            new = (registration_of(instance) for instance in _instances(callback))
+            kept += [known.pop(index)] if index is not None else new
+        self._registrations[:] = kept
+        self._rebuild()
+
     def list_callbacks(self, event_name: str) -> list[Callable[..., Any]]:
         """The callables registered for an event, as they were given, in calling order.
 
@@ -153,8 +166,11 @@ class CallbackManager:
         lines = [f"  {number}. {self._entry(listener)}" for number, listener in enumerate(listeners, start=1)]
         return "\n".join([f"{event.name}{also}: {event.when}.", *(lines or ["  no listeners"])])
 
-    def fire(self, event_name: str, context: CallbackContext) -> None:
+    def fire(self, event_name: str, context: Any) -> None:
         """Call every listener of an event, in order.
+
+        The context may be any object: a listener of the context convention gets the object itself, one of Hugging
+        Face's the attributes that it has.
 
         An exception propagates immediately, with a note that names the callback and the event, unless the callback's
         `on_error` says otherwise. `on_exception`, `on_train_end` and `on_run_end` reach every callback: the first error
@@ -164,6 +180,9 @@ class CallbackManager:
             ValueError: for an unknown event.
         """
         event = event_named(event_name)
+        if not isinstance(context, CallbackContext):
+            self._fire_with(event, context)
+            return
         outer = context.event  # a callback may fire another event with the same context
         context.event = event.name
         context.callback_timer = self.callback_timer
@@ -173,6 +192,18 @@ class CallbackManager:
             call(self._listeners_of(event), context)
         finally:
             context.event, context.keywords = outer or event.name, None
+
+    def _fire_with(self, event: Event, given: Any) -> None:
+        """`fire` with an object of another class than `CallbackContext`."""
+        context = CallbackContext(getattr(given, "state", None), getattr(given, "model", []), self._user_state)  # type: ignore[arg-type]
+        for name, kind in (("control", Control), ("rank", int)):
+            if isinstance(getattr(given, name, None), kind):
+                setattr(context, name, getattr(given, name))
+        for name in {"optimizer", "scheduler", *event.fields}:
+            setattr(context, name, getattr(given, name, None))
+        context.event, context.callback_timer = event.name, self.callback_timer
+        call = self.call_all if event.reaches_all else self.call
+        call(tuple(_with_object(listener, given) for listener in self._listeners_of(event)), context)
 
     def call(self, listeners: tuple[Listener, ...], context: CallbackContext) -> None:
         """Call listeners in order; `context.event` must be their event."""
@@ -279,6 +310,13 @@ def _call_timed(clock: CallbackTimer, listener: Listener, context: CallbackConte
         listener.handle(context)
     finally:
         clock.leave()
+
+
+def _with_object(listener: Listener, given: Any) -> Listener:
+    """A listener that gets `given` in place of the context, if it is one of the context convention."""
+    if listener.handle is not listener.original:
+        return listener
+    return replace(listener, handle=lambda context: listener.original(given))
 
 
 def _instances(callback: Any) -> Iterator[Any]:

@@ -6,7 +6,7 @@ import difflib
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from onstep.events.callback import Callback, TrainerCallback
 from onstep.events.context import CallbackContext
 from onstep.events.events import HF_EVENTS, VALID_EVENTS, Event, event_named, events_named
-from onstep.events.signatures import ACCEPTED, Handler, Style, as_handler
+from onstep.events.signatures import ACCEPTED, Handler, Style, as_handler, call_with_keywords, takes_context
 
 _EVENT_NAMES = sorted(VALID_EVENTS | HF_EVENTS)
 
@@ -82,6 +82,21 @@ def function_registration(event_name: str, fn: Callable[..., Any], every: int) -
     return Registration(fn, {event.name: [listener]})
 
 
+def own_event_listeners(callbacks: Iterable[Any], name: str) -> tuple[Listener, ...]:
+    """The methods called `name`, which is not an event of the loop, of all callbacks that have one.
+
+    Those in Hugging Face's convention get all keywords of the context that they accept.
+    """
+    found = []
+    for owner in callbacks:
+        method = getattr(owner, name, None)
+        if callable(method) and not inspect.isroutine(owner):
+            by_keyword = _style_of(owner) != "context" and not takes_context(method)
+            handle = partial(call_with_keywords, method) if by_keyword else method
+            found.append(_listener_of(handle, method, (name, author_of(owner)), owner))
+    return tuple(found)
+
+
 def author_of(owner: Any) -> str:
     """Name of a callback or function in messages."""
     if isinstance(owner, partial):
@@ -93,10 +108,13 @@ def author_of(owner: Any) -> str:
 
 
 def _listener(fn: Callable[..., Any], event: Event, style: Style | None, owner: Any) -> Listener:
+    return _listener_of(as_handler(fn, event, style), fn, (event.name, author_of(owner)), owner)
+
+
+def _listener_of(handle: Handler, fn: Callable[..., Any], event_and_author: tuple[str, str], owner: Any) -> Listener:
     main_only = _option(owner, "ranks", ("all", "main")) == "main"
     on_error = _option(owner, "on_error", ("raise", "warn", "disable"))
-    event_and_author = event.name, author_of(owner)
-    return Listener(as_handler(fn, event, style), fn, owner, event_and_author, main_only, on_error)
+    return Listener(handle, fn, owner, event_and_author, main_only, on_error)
 
 
 def _option(owner: Any, name: str, allowed: tuple[str, ...]) -> str:
@@ -184,5 +202,6 @@ def _near_misses(callback: Any) -> list[str]:
         near = difflib.get_close_matches(name, _EVENT_NAMES, n=1, cutoff=0.8)
         method = getattr(callback, name, None) if near else None
         if callable(method) and not _left_empty(callback, name, method):
-            found.append(f"{author_of(callback)}.{name} is not an event and is never called; did you mean {near[0]!r}?")
+            rule = "is not an event and is never called by the loop"
+            found.append(f"{author_of(callback)}.{name} {rule}; did you mean {near[0]!r}?")
     return found

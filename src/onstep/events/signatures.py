@@ -22,12 +22,15 @@ ACCEPTED = (
 _LEADING = ("args", "state", "control")
 """The arguments that `transformers` passes by position; a handler may rename these three parameters."""
 
-_OBJECTS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader", "trainer")
+_OBJECTS = (
+    *("model", "processing_class", "tokenizer", "optimizer", "lr_scheduler"),
+    *("train_dataloader", "eval_dataloader", "trainer"),
+)
 
 _BASE_KEYWORDS = frozenset((*_LEADING, *_OBJECTS))
 """Keywords that every Hugging Face-style handler is called with."""
 
-HF_KEYWORDS: frozenset[str] = _BASE_KEYWORDS.union({"tokenizer"}, *(m.own_fields for m in EVENTS))
+HF_KEYWORDS: frozenset[str] = _BASE_KEYWORDS.union(*(m.own_fields for m in EVENTS))
 """Every keyword that some event passes to a Hugging Face-style handler."""
 
 _SEE_ALL = frozenset({"locals", "vars", "dir", "eval", "exec", "breakpoint", "currentframe", "_getframe"})
@@ -162,6 +165,21 @@ def _hf_handler(fn: Callable[..., Any], event: Event, shape: _Shape) -> Handler 
     return call_by_position if by_position else None
 
 
+def takes_context(fn: Callable[..., Any]) -> bool:
+    """Whether a function has one parameter that has to be passed, and no keywords: the context convention."""
+    shape = _shape_of(fn)
+    return shape is not None and shape.fits_context() and len(shape.required) == 1 and not shape.has_var_kwargs
+
+
+def call_with_keywords(fn: Callable[..., Any], context: CallbackContext) -> None:
+    """Call a Hugging Face-style function with the first three arguments by position, and those keywords it accepts."""
+    shape, keywords = _shape_of(fn), dict(context.keywords or {})
+    leading = [keywords.pop(name) for name in _LEADING]
+    if shape is not None and not shape.has_var_kwargs:
+        keywords = {name: value for name, value in keywords.items() if name in shape.names}
+    context.control.merge(fn(*leading, **keywords))
+
+
 def _ignores_keywords(fn: Callable[..., Any]) -> bool:
     """Whether a function's code never reads its `**kwargs`, which can then be omitted."""
     code = getattr(getattr(fn, "__func__", fn), "__code__", None)
@@ -181,14 +199,13 @@ def _selection(event: Event, shape: _Shape) -> Callable[[dict[str, Any]], dict[s
     names = shape.names
     known = _BASE_KEYWORDS.union(event.own_fields)
     demanded = HF_KEYWORDS.intersection((*shape.required, *shape.required_keywords))
-    further = demanded.union(names & {"tokenizer"}) - known
-    source = {name: "processing_class" if name == "tokenizer" else name for name in further}
+    further = demanded - known
     if not shape.has_var_kwargs:
-        source |= {name: name for name in names & known}
-        return lambda keywords: {name: keywords.get(key) for name, key in source.items()}
-    if not source:
+        wanted = further | (names & known)
+        return lambda keywords: {name: keywords.get(name) for name in wanted}
+    if not further:
         return None
-    return lambda keywords: keywords | {name: keywords.get(key) for name, key in source.items()}
+    return lambda keywords: keywords | {name: keywords.get(name) for name in further}
 
 
 def _describe(fn: Callable[..., Any]) -> str:

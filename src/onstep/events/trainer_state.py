@@ -1,140 +1,108 @@
-"""Provides Hugging Face's `TrainerState` as a read-only view of the run's progress."""
+"""Defines Hugging Face's `TrainerState`, the progress of a training as plain values."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import dataclasses
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
 
-from onstep.events.log_history import LogHistory
-from onstep.train_state import TrainState
+from onstep.bounded_reading import MAX_JSON_BYTES, parse_json, read_bytes
+from onstep.errors import DataError
+from onstep.events.exportable_state import exported_states, is_exportable
+
+Record = dict[str, Any]
 
 
 @dataclass
-class RunInfo:
-    """Facts about the run that the view shows besides progress; set by the loop when a run starts."""
+class TrainerState:
+    """The fields of `transformers.TrainerState`, which callbacks read as `state`.
 
-    max_steps: int = 0
-    num_train_epochs: float = 0
-    steps_per_epoch: int | None = None
-    samples_per_epoch: int | None = None
-    """Set with a batch-size ramp-up: epochs then have different numbers of steps, and `steps_per_epoch` is the number
-    at the largest batch size."""
-    num_examples: int | None = None
-    """Samples of the training data; None if it has no length."""
-    num_train_samples: int | None = None
-    """Samples that the whole run trains on, over all ranks and epochs."""
-    logging_steps: int = 0
-    eval_steps: int = 0
-    save_steps: int = 0
-    train_batch_size: int = 0
-    """Samples per micro-batch and rank."""
-    max_eval_steps: int = -1
-    num_processes: int = 1
-    rank: int = 0
-    local_rank: int = 0
-    history: LogHistory = field(default_factory=LogHistory, repr=False)
-    bridge_tags: Any = None
-    """Megatron Bridge's tags since the metrics log's last record (`onstep.trackers.tag_record`); None if not
-    collected.
+    During a run, callbacks see a view of its progress (`onstep.events.RunState`). One that is made by hand holds plain
+    values. Steps are optimizer updates.
     """
 
-    @property
-    def log_history(self) -> list[dict[str, Any]]:
-        """Hugging Face's list of what was logged, which may be changed; of a resumed run, it is read when needed."""
-        return self.history.records
+    epoch: float = 0
+    """Epochs completed, including the fraction of the current one."""
+    global_step: int = 0
+    max_steps: int = 0
+    logging_steps: int = 500
+    eval_steps: int = 500
+    save_steps: int = 500
+    train_batch_size: int | None = None
+    """Samples per micro-batch and rank."""
+    num_train_epochs: int = 0
+    num_input_tokens_seen: int = 0
+    total_flos: float = 0
+    """Floating-point operations so far."""
+    log_history: list[Record] = None  # type: ignore[assignment]
+    """What was logged, in order."""
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+    is_hyper_param_search: bool = False
+    trial_name: str | None = None
+    trial_params: dict[str, str | float | int | bool] | None = None
+    stateful_callbacks: dict[str, Any] = None  # type: ignore[assignment]
+    """The state of each `ExportableState` by class name; made from a list of such callbacks."""
 
-    @log_history.setter
-    def log_history(self, records: list[dict[str, Any]]) -> None:
-        if records is not self.history.records:
-            self.history.replace(records)
+    def __post_init__(self) -> None:
+        if self.log_history is None:
+            self.log_history = []
+        given: Any = self.stateful_callbacks
+        if not isinstance(given, dict):
+            self.stateful_callbacks = _states_of([] if given is None else given)
+
+    def save_to_json(self, json_path: str) -> None:
+        """Write all fields as JSON, as `trainer_state.json` has them."""
+        text = json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True)
+        Path(json_path).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load_from_json(cls, json_path: str) -> Self:
+        """Read a file that `save_to_json`, or Hugging Face's Trainer, has written.
+
+        Raises:
+            DataError: for a file that is not one.
+        """
+        values = parse_json(read_bytes(json_path, MAX_JSON_BYTES), str(json_path))
+        known = {one.name for one in dataclasses.fields(TrainerState)}
+        unknown = sorted(values.keys() - known) if isinstance(values, dict) else [type(values).__name__]
+        if unknown:
+            raise DataError(f"{json_path} is not a saved TrainerState: it has no field {', '.join(unknown)}.")
+        return cls(**values)
+
+    def compute_steps(self, args: Any, max_steps: int) -> None:
+        """Set `logging_steps`, `eval_steps` and `save_steps` from `args`, where a number below 1 is a share."""
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            steps = getattr(args, name)
+            if steps is not None:
+                setattr(self, name, math.ceil(max_steps * steps) if steps < 1 else steps)
+
+    def init_training_references(self, trainer: Any, max_steps: int, num_train_epochs: int, trial: Any) -> None:
+        """Set the length of a training, and whether this process is the first; `trial` must be None.
+
+        Raises:
+            NotImplementedError: for a trial, since there is no hyperparameter search.
+        """
+        if trial is not None:
+            raise NotImplementedError(
+                "Onstep has no hyperparameter search; train each trial with a Trainer of its own."
+            )
+        self.trial_params = None
+        self.max_steps, self.num_train_epochs = max_steps, num_train_epochs
+        self.is_local_process_zero = trainer.is_local_process_zero()
+        self.is_world_process_zero = trainer.is_world_process_zero()
 
 
-class TrainerState:
-    """The fields of `transformers.TrainerState` and Forgather's additions, all read-only."""
-
-    is_hyper_param_search = False
-    trial_name = None
-    trial_params = None
-    stateful_callbacks: tuple[Any, ...] = ()
-
-    def __init__(self, progress: TrainState, info: RunInfo) -> None:
-        self._progress = progress
-        self._info = info
-
-    def __getattr__(self, name: str) -> Any:
-        info = self.__dict__.get("_info")
-        if info is not None and not name.startswith("_") and hasattr(info, name):
-            return getattr(info, name)
-        raise AttributeError(f"TrainerState has no field {name!r}")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            object.__setattr__(self, name, value)
-            return
-        raise AttributeError(
-            f"state.{name} is a read-only view of the run's progress; use `control` for requests, or change the "
-            f"configuration before training."
-        )
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps completed."""
-        return self._progress.step
-
-    @property
-    def epoch(self) -> float:
-        """Epochs completed, including the fraction of the current one if its length is known."""
-        steps, samples = self._info.steps_per_epoch, self._info.samples_per_epoch
-        if samples:
-            return self._progress.epoch + self._progress.samples_in_epoch / samples
-        return self._progress.epoch + (self._progress.steps_in_epoch / steps if steps else 0.0)
-
-    @property
-    def raw_epoch(self) -> int:
-        """Full epochs completed."""
-        return self._progress.epoch
-
-    @property
-    def epoch_start_step(self) -> int:
-        """The step at which the current epoch began."""
-        return self._progress.step - self._progress.steps_in_epoch
-
-    @property
-    def epoch_train_steps(self) -> int | None:
-        """Optimizer steps per epoch; None if the data has no length."""
-        return self._info.steps_per_epoch
-
-    @property
-    def best_metric(self) -> float | None:
-        """Best value of `metric_for_best_model` so far."""
-        return self._progress.best_metric
-
-    @property
-    def best_global_step(self) -> int | None:
-        """Step at which `best_metric` was reached."""
-        return self._progress.best_step
-
-    @property
-    def best_model_checkpoint(self) -> str | None:
-        """Directory of the checkpoint with the best value; None until there is one."""
-        return self._progress.best_model_checkpoint
-
-    @property
-    def num_input_tokens_seen(self) -> int:
-        """Labels trained on, over all ranks; updated at logged steps."""
-        return self._progress.consumed_tokens
-
-    @property
-    def total_flos(self) -> float:
-        """Floating-point operations so far; updated at logged steps."""
-        return self._progress.floating_point_operations_so_far
-
-    @property
-    def is_world_process_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return self._info.rank == 0
-
-    @property
-    def is_local_process_zero(self) -> bool:
-        """Whether this is the first rank of its node."""
-        return self._info.local_rank == 0
+def _states_of(callbacks: Iterable[Any]) -> dict[str, Any]:
+    callbacks = list(callbacks)
+    for one in callbacks:
+        if not is_exportable(one):
+            raise TypeError(f"stateful_callbacks must be ExportableState objects, got {type(one).__name__}.")
+    return exported_states(callbacks)

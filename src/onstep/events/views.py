@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from onstep.config import ConfigContainer
 from onstep.events.control import Control
-from onstep.events.trainer_state import TrainerState
+from onstep.events.run_state import RunState
 from onstep.train_state import TrainState
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class RunView(Protocol):
     """Comet logger with `log_metrics`; None likewise."""
 
     @property
-    def trainer_state(self) -> TrainerState:
+    def trainer_state(self) -> RunState:
         """The progress as Hugging Face's `TrainerState`."""
 
     @property

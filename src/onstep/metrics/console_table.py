@@ -247,9 +247,9 @@ def row_line(step: int, columns: list[ColumnSpec], logs: Mapping[str, Any]) -> s
 def summary_lines(metrics: Mapping[str, MetricSpec], logs: Mapping[str, Any]) -> list[str]:
     """The lines for the final metrics in `logs`: those of `metrics`, then metrics without a spec.
 
-    A default entry that was removed stays hidden.
+    A default entry that was removed stays hidden, and so does `total_flos`, Hugging Face's name of `total_flops`.
     """
-    known = default_final_metrics().keys() | {metric.key for metric in metrics.values()}
+    known = default_final_metrics().keys() | {metric.key for metric in metrics.values()} | {"total_flos"}
     others = [MetricSpec(key) for key in logs if key not in known]
     return [metric.line(logs) for metric in [*metrics.values(), *others] if metric.key in logs]
 

@@ -3,7 +3,14 @@
 `build` creates them from a configuration; `TrainingOptimizer` (`optimizer`) is what the loop steps.
 """
 
-from onstep.optim.build import as_step_optimizer, build_loss_scaler, build_optimizer, build_scheduler, wrap_optimizer
+from onstep.optim.build import (
+    as_step_optimizer,
+    build_loss_scaler,
+    build_optimizer,
+    build_scheduler,
+    build_torch_optimizer,
+    wrap_optimizer,
+)
 from onstep.optim.finite_gate import DeviceFiniteGate, FiniteGate, HostFiniteGate, finite_gate
 from onstep.optim.loss_scaler import LossScaler
 from onstep.optim.megatron_optimizer import ForeignOptimizer, MegatronOptimizer
@@ -12,12 +19,12 @@ from onstep.optim.optimizer import TrainingOptimizer, count_zeros
 from onstep.optim.param_scheduler import (
     LrSchedule,
     OptimizerParamScheduler,
-    TorchSchedulerAdapter,
     WdSchedule,
     learning_rate,
     weight_decay,
 )
-from onstep.optim.protocol import ParamScheduler, ScalesRates, StepOptimizer
+from onstep.optim.protocol import ParamScheduler, RecallsRates, ScalesRates, StepOptimizer
+from onstep.optim.torch_scheduler import MetricSchedulerAdapter, TorchSchedulerAdapter, follows_metric
 
 __all__ = [
     "DeviceFiniteGate",
@@ -27,9 +34,11 @@ __all__ = [
     "LossScaler",
     "LrSchedule",
     "MegatronOptimizer",
+    "MetricSchedulerAdapter",
     "MuonWithAdamW",
     "OptimizerParamScheduler",
     "ParamScheduler",
+    "RecallsRates",
     "ScalesRates",
     "StepOptimizer",
     "TorchSchedulerAdapter",
@@ -39,8 +48,10 @@ __all__ = [
     "build_loss_scaler",
     "build_optimizer",
     "build_scheduler",
+    "build_torch_optimizer",
     "count_zeros",
     "finite_gate",
+    "follows_metric",
     "learning_rate",
     "weight_decay",
     "wrap_optimizer",

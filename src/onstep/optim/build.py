@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +33,24 @@ Groups = list[dict[str, Any]]
 def build_optimizer(
     model_chunks: list[nn.Module], config: OptimizerConfig, *, scaler: LossScaler | None = None
 ) -> TrainingOptimizer:
+    """The optimizer of `build_torch_optimizer` as the loop drives it.
+
+    Args:
+        scaler: the loss scaler; see `build_loss_scaler`.
+    """
+    return TrainingOptimizer(
+        build_torch_optimizer(model_chunks, config),
+        clip_grad=config.clip_grad,
+        order=list(trainable_parameters(model_chunks)),
+        scaler=scaler,
+        grad_norm_skip_threshold=config.grad_norm_skip_threshold,
+        log_num_zeros_in_grad=config.log_num_zeros_in_grad,
+    )
+
+
+def build_torch_optimizer(
+    model_chunks: list[nn.Module], config: OptimizerConfig, *, decayed: Collection[nn.Parameter] | None = None
+) -> torch.optim.Optimizer:
     """The configured optimizer over the trainable parameters of all chunks; a shared parameter counts once.
 
     `adam` and `adamw` are both AdamW (decoupled weight decay), as in Megatron-Core; torch's fused kernels are used on
@@ -44,7 +62,7 @@ def build_optimizer(
     separate learning rate of embedding and output (`is_decoupled_lr`), and by `optimizer.param_groups`.
 
     Args:
-        scaler: the loss scaler; see `build_loss_scaler`.
+        decayed: the parameters with weight decay, where the rule above does not apply.
 
     Raises:
         ConfigError: if the optimizer is unknown or has no learning rate, if nothing is trainable, or if an entry of
@@ -58,7 +76,7 @@ def build_optimizer(
     if config.lr is None or config.lr < 0:
         raise ConfigError(f"optimizer.lr must be a number >= 0, got {config.lr}; set it to 3e-4, for example")
     check_param_groups(config)
-    roles = trainable_parameters(model_chunks)
+    roles = trainable_parameters(model_chunks, decayed)
     if not roles:
         raise ConfigError(
             f"a model must have parameters with requires_grad, got none in {len(model_chunks)} chunk(s); "
@@ -69,21 +87,11 @@ def build_optimizer(
         raise ConfigError(
             "optimizer.optimizer=muon requires trainable matrices between embedding and output, got none; use adam"
         )
-    optimizer: torch.optim.Optimizer
     if for_muon:
-        optimizer = _muon(for_muon, others, config, config.lr)
-    elif config.optimizer == "sgd":
-        optimizer = torch.optim.SGD(others, lr=config.lr, momentum=config.sgd_momentum, fused=_can_fuse(others))
-    else:
-        optimizer = _adamw(others, config, config.lr)
-    return TrainingOptimizer(
-        optimizer,
-        clip_grad=config.clip_grad,
-        order=list(roles),
-        scaler=scaler,
-        grad_norm_skip_threshold=config.grad_norm_skip_threshold,
-        log_num_zeros_in_grad=config.log_num_zeros_in_grad,
-    )
+        return _muon(for_muon, others, config, config.lr)
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(others, lr=config.lr, momentum=config.sgd_momentum, fused=_can_fuse(others))
+    return _adamw(others, config, config.lr)
 
 
 def build_loss_scaler(config: OptimizerConfig, mixed_precision: str | None) -> LossScaler | None:
@@ -111,14 +119,16 @@ def wrap_optimizer(
     optimizer: Foreign,
     clip_grad: float | None,
     *,
+    order: list[nn.Parameter] | None = None,
     scaler: LossScaler | None = None,
     grad_norm_skip_threshold: float | None = None,
     log_num_zeros_in_grad: bool = False,
 ) -> TrainingOptimizer | Foreign:
     """The optimizer interface that the loop drives, for a user's own `optimizer`.
 
-    A torch optimizer is wrapped, with all of these settings. Any other object whose `step()` follows Megatron's
-    convention, returning (update_successful, grad_norm, num_zeros), is returned as is, and clips by itself.
+    A torch optimizer is wrapped, with all of these settings; see `TrainingOptimizer`. Any other object whose `step()`
+    follows Megatron's convention, returning (update_successful, grad_norm, num_zeros), is returned as is, and clips by
+    itself.
 
     Raises:
         ConfigError: if it has no `step()`.
@@ -127,6 +137,7 @@ def wrap_optimizer(
         return TrainingOptimizer(
             optimizer,
             clip_grad=clip_grad,
+            order=order,
             scaler=scaler,
             grad_norm_skip_threshold=grad_norm_skip_threshold,
             log_num_zeros_in_grad=log_num_zeros_in_grad,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -124,21 +124,25 @@ class ParameterRole:
     """Its first name in the bare model, without a prefix even if there are several chunks."""
     is_embedding_or_output: bool
     is_decayed: bool
-    """Whether it has weight decay: at least two dimensions, unlike biases and the scales of norms."""
+    """Whether it has weight decay: unless chosen otherwise, at least two dimensions, unlike biases and the scales of
+    norms."""
     is_layer_matrix: bool
     """A matrix between the embedding and the output, of at least two rows and columns, which Muon can update."""
 
 
-def trainable_parameters(model_chunks: list[nn.Module]) -> dict[Parameter, ParameterRole]:
-    """Each trainable parameter of all chunks once, in order, with its role."""
+def trainable_parameters(
+    model_chunks: list[nn.Module], decayed: Collection[Parameter] | None = None
+) -> dict[Parameter, ParameterRole]:
+    """Each trainable parameter of all chunks once, in order, with its role; `decayed` chooses the weight decay."""
     outer = {id(param) for chunk in model_chunks for param in _embeddings_and_outputs(unwrap(chunk))}
     found: dict[Parameter, ParameterRole] = {}
     for chunk in model_chunks:
         for name, param in unwrap(chunk).named_parameters():
             if param.requires_grad and param not in found:
                 is_outer = id(param) in outer or bool(getattr(param, "is_embedding_or_output_parameter", False))
-                is_decayed = param.ndim >= 2 and not name.endswith("bias")
-                is_matrix = is_decayed and param.ndim == 2 and min(param.shape) > 1 and param.is_floating_point()
+                is_weight = param.ndim >= 2 and not name.endswith("bias")
+                is_matrix = is_weight and param.ndim == 2 and min(param.shape) > 1 and param.is_floating_point()
+                is_decayed = is_weight if decayed is None else param in decayed
                 found[param] = ParameterRole(_plain(name), is_outer, is_decayed, is_matrix and not is_outer)
     return found
 

@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
@@ -215,6 +214,7 @@ class OptimizerParamScheduler:
         self.override_opt_param_scheduler = override_opt_param_scheduler
         self.num_steps = 0
         """Number of samples trained on."""
+        self._last_increment = 0
         self._lr_factor = 1.0
         self._write()
 
@@ -231,12 +231,21 @@ class OptimizerParamScheduler:
     def step(self, increment: int) -> None:
         """Advance by `increment` samples and write the values for the next update."""
         self.num_steps += increment
+        self._last_increment = increment
         self._write()
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
         """The learning rate of `param_group` at the current count, including its `lr_mult` and `lr_factor`."""
-        rate = learning_rate(self.num_steps, self._lr_schedule_of(param_group)) * self._lr_factor
-        return rate * float(param_group.get("lr_mult", 1.0))
+        return self._rate(param_group, self.num_steps)
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rates that were written last, by group, as of a torch scheduler."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def rates_before_last_step(self) -> list[float]:
+        """The learning rates before the last `step`, by group: those of the last update."""
+        before = self.num_steps - self._last_increment
+        return [self._rate(group, before) for group in self.optimizer.param_groups]
 
     def get_wd(self, param_group: dict[str, Any] | None = None) -> float:
         """The weight decay at the current count, with the group's `start_wd` and `end_wd` but before its `wd_mult`."""
@@ -300,6 +309,10 @@ class OptimizerParamScheduler:
                 wd = common_wd if own_wd is wd_schedule else weight_decay(num_steps, own_wd)
                 group["weight_decay"] = wd * group.get("wd_mult", 1.0)
 
+    def _rate(self, group: dict[str, Any], num_steps: int) -> float:
+        rate = learning_rate(num_steps, self._lr_schedule_of(group)) * self._lr_factor
+        return rate * float(group.get("lr_mult", 1.0))
+
     def _lr_schedule_of(self, group: dict[str, Any]) -> LrSchedule:
         schedule, max_lr, min_lr = self.lr_schedule, group.get("max_lr"), group.get("min_lr")
         is_same = max_lr in (None, schedule.max_lr) and min_lr in (None, schedule.min_lr)
@@ -331,38 +344,3 @@ def _with_decays(schedule: WdSchedule, start_wd: float | None, end_wd: float | N
         start_wd=schedule.start_wd if start_wd is None else start_wd,
         end_wd=schedule.end_wd if end_wd is None else end_wd,
     )
-
-
-class TorchSchedulerAdapter:
-    """Steps a torch `LRScheduler` once after each applied update; its state is passed through unchanged.
-
-    Raises:
-        ConfigError: if the scheduler requires a metric, which an optimizer step does not have.
-    """
-
-    def __init__(self, torch_scheduler: LRScheduler) -> None:
-        if isinstance(torch_scheduler, ReduceLROnPlateau):
-            raise ConfigError(
-                "ReduceLROnPlateau requires a metric, which an optimizer step does not have; "
-                "step it in a callback after evaluation and pass no scheduler"
-            )
-        self.torch_scheduler = torch_scheduler
-        self.num_steps = 0
-        """Number of samples trained on since this adapter was created."""
-
-    def step(self, increment: int) -> None:
-        """Step the torch scheduler once, regardless of the number of samples."""
-        self.num_steps += increment
-        self.torch_scheduler.step()
-
-    def get_lr(self, param_group: dict[str, Any]) -> float:
-        """The learning rate that the torch scheduler wrote into `param_group`."""
-        return float(param_group["lr"])
-
-    def state_dict(self) -> dict[str, Any]:
-        """The torch scheduler's own state."""
-        return self.torch_scheduler.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Pass `state_dict` to the torch scheduler."""
-        self.torch_scheduler.load_state_dict(state_dict)

@@ -82,3 +82,11 @@ class ScalesRates(Protocol):
 
     lr_factor: float
     """Multiplies every learning rate; setting it writes the new rates at once."""
+
+
+@runtime_checkable
+class RecallsRates(Protocol):
+    """A scheduler that knows the learning rates of the last update, after which it was stepped."""
+
+    def rates_before_last_step(self) -> list[float]:
+        """The learning rates before the last `step`, by group."""

@@ -14,6 +14,7 @@ from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 from onstep.recipes.published import (
     any_finetune_config,
+    any_pretrain_config,
     gpt2_124m_finetune_config,
     gpt2_124m_pretrain_config,
     llama32_1b_finetune_config,
@@ -50,6 +51,7 @@ _PRETRAIN: dict[str, Recipe] = {
     "qwen25_7b": qwen25_7b_pretrain_config,
     "llama32_1b": llama32_1b_pretrain_config,
     "qwen3_30b_a3b": qwen3_30b_a3b_pretrain_config,
+    "any": any_pretrain_config,
 }
 
 _FINETUNE: dict[str, Callable[..., ConfigContainer]] = {
@@ -77,6 +79,7 @@ __all__ = [
     "RECIPES",
     "Recipe",
     "any_finetune_config",
+    "any_pretrain_config",
     "get_recipe",
     "gpt2_124m_finetune_config",
     "gpt2_124m_pretrain_config",

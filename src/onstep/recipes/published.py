@@ -14,7 +14,7 @@ from onstep.config import (
     TrainingConfig,
     ValidationConfig,
 )
-from onstep.recipes.finetuning import finetuned
+from onstep.recipes.finetuning import FULL_LR, finetuned
 
 SEQ_LENGTH = 4096
 """Tokens per training sequence, unless a model supports fewer."""
@@ -43,6 +43,19 @@ def large_run(
         logger=LoggerConfig(log_interval=10),
         checkpoint=CheckpointConfig(save_interval=500, most_recent_k=3, keep_every_n=10_000),
     )
+
+
+def any_pretrain_config() -> ConfigContainer:
+    """Any pretrained model, trained further on text (`onstep train --hf-model`).
+
+    The model section is filled from the weights in `checkpoint.pretrained_checkpoint`. Sequences have 1,024 tokens; the
+    learning rate is that of fine-tuning, a tenth of one for training from scratch or less.
+    """
+    config = large_run("any", ModelConfig(seq_length=1024), lr=FULL_LR, global_batch_size=16, train_iters=1000)
+    config.train.micro_batch_size = 2
+    config.scheduler.lr_warmup_iters = 50
+    config.validation.eval_interval, config.checkpoint.save_interval = 100, 200
+    return config
 
 
 def any_finetune_config(peft: str | None = None) -> ConfigContainer:

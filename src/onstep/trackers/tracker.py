@@ -116,6 +116,8 @@ class Tracker(Protocol):
     def close(self, status: str) -> None:
         """Send pending points and release resources; `status` is completed, stopped, preempted or failed."""
 
+    # optional:  client: Any
+    #     The object with the service's own methods and attributes (`run`, `config`, `log_artifact`) while it is open.
     # optional:  def local_files(self) -> Iterable[Path]
     #     The local files that hold the points, to be made durable before a checkpoint is committed. Called in the
     #     thread that writes the checkpoint.

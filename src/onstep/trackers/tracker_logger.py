@@ -106,6 +106,18 @@ class TrackerLogger:
         if self.over_samples is not None:
             self.over_samples.settle()
 
+    def __getattr__(self, name: str) -> Any:
+        """A method or attribute of the service itself, such as `add_histogram`, `run`, `config` or `log_artifact`.
+
+        It is called in the caller's thread, and its faults are the caller's. Waits until the tracker's run is open.
+
+        Raises:
+            AttributeError: if the service has none of this name, or its run is not open.
+        """
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.queue.client(), name)
+
     def flush(self) -> None:
         """Do nothing: the queue's thread sends points immediately. Exists for clients that call it."""
 

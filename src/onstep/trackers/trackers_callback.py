@@ -60,6 +60,8 @@ class TrackersCallback(Callback):
     """Identifies its state in checkpoints; its place and name in earlier versions."""
 
     ranks = "main"
+    logs_evaluations: ClassVar[bool] = True
+    """A Trainer's evaluations come as its `log` passes them on, at `on_log`."""
 
     def __init__(
         self,
@@ -117,12 +119,13 @@ class TrackersCallback(Callback):
             context.logs["sink/dropped"] = context.logs.get("sink/dropped", 0) + self.dropped
 
     def on_log(self, context: CallbackContext) -> None:
-        """Send a logged step, or the final metrics."""
+        """Send a logged step, the final metrics or a Trainer's evaluation."""
         self._send(context, context.logs)
 
     def on_eval_end(self, context: CallbackContext) -> None:
-        """Send an evaluation."""
-        self._send(context, context.metrics)
+        """Send an evaluation; a `Trainer` has sent it to `on_log`."""
+        if context.trainer is None:
+            self._send(context, context.metrics)
 
     def on_test_end(self, context: CallbackContext) -> None:
         """Send a test."""

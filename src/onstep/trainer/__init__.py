@@ -1,6 +1,7 @@
 """The object-oriented entry point: Hugging Face's `Trainer` on top of the training loop."""
 
-from onstep.trainer.predictions import EvalPrediction, PredictionOutput, TrainOutput
+from onstep.trainer.predictions import EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput
+from onstep.trainer.seq2seq import Seq2SeqTrainer
 from onstep.trainer.trainer import Trainer
 
-__all__ = ["EvalPrediction", "PredictionOutput", "TrainOutput", "Trainer"]
+__all__ = ["EvalLoopOutput", "EvalPrediction", "PredictionOutput", "Seq2SeqTrainer", "TrainOutput", "Trainer"]

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 from torch import nn
 
 from onstep.callbacks import DefaultMetrics, InfoCallback, ProgressCallback
 from onstep.config import ConfigContainer, merge
+from onstep.data import default_data_collator
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager, normalize_callbacks
-from onstep.trainer.loss_convention import NUM_ITEMS, accepts_num_items, of_model
+from onstep.trainer.computing.attributes import set_attributes
+from onstep.trainer.computing.label_smoothing import smoothed_loss
+from onstep.trainer.loss_convention import MAPPING, NUM_ITEMS, accepts_num_items, of_model
 from onstep.trainer.model_step import function_loss, model_loss
 from onstep.trainer.overrides import check_overrides
 from onstep.trainer.own_arguments import own_arguments
 from onstep.trainer.predictions import EvalPrediction
+from onstep.trainer.reporting.memory_metrics import MemoryMetrics
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.runs.run_dir import RunDir
 
@@ -54,7 +58,8 @@ class BaseTrainer:
         self.args = own_arguments(args)
         self.model = model
         self.model_init = model_init
-        self.data_collator = data_collator
+        self.has_own_collator = data_collator is not None
+        self.data_collator: Collate = data_collator or default_collator(processing_class)
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
         self.processing_class = processing_class
@@ -66,19 +71,31 @@ class BaseTrainer:
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = optimizers
-        self.built_optimizers: tuple[Any, Any] = (None, None)
-        """What the last training created where `optimizers` had None; see `optimizer` and `lr_scheduler`."""
+        self.previous: tuple[Any, Any] = (None, None)
+        """Optimizer and scheduler of the last training."""
+        self.put_back: dict[str, Any] = {}
+        """What the next training puts back in the place of those that the last one made."""
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
-        configured = ConfigContainer()
-        merge(configured, self.args.config_overrides or {})
-        has_defaults = default_callbacks and configured.run.default_callbacks
-        self.callback_manager = _with_defaults(callbacks, has_defaults, disable_tqdm=bool(self.args.disable_tqdm))
+        self.memory = MemoryMetrics(enabled=not self.args.skip_memory_metrics)
+        """Measures the memory of its calls, with `skip_memory_metrics=False`."""
+        with self.memory.measured("init"):
+            configured = ConfigContainer()
+            merge(configured, self.args.config_overrides or {})
+            has_defaults = default_callbacks and configured.run.default_callbacks
+            self.callback_manager = _with_defaults(callbacks, has_defaults, disable_tqdm=bool(self.args.disable_tqdm))
         self.global_state: GlobalState | None = None
         """State of the current or most recent run."""
         self.session: Any = None
         """The session of the current run; None outside of one."""
         self.owned_dirs: dict[Path, RunDir] = {}
         """Run directories that this Trainer claimed, by requested path; it may train into them again."""
+        self.num_averaged_ranks = 1
+        """Ranks that a share of the step's loss is averaged over, in an overridden `training_step`."""
+        self.stated_loss_kwargs: bool | None = None
+        """The value that a subclass assigned to `model_accepts_loss_kwargs`."""
+        self.label_smoother: Any = None
+        """The loss with `label_smoothing_factor`; None without it."""
+        set_attributes(self)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -92,9 +109,13 @@ class BaseTrainer:
         function, further = self.compute_loss_func, {NUM_ITEMS: num_items_in_batch}
         if function is not None:
             loss, outputs = function_loss(function, model, inputs, further if self._accepts_items(function) else {})
+        elif self.label_smoother is not None and isinstance(inputs, MAPPING) and "labels" in inputs:
+            loss, outputs = smoothed_loss(self.label_smoother, model, inputs, further)
         else:
             is_wanted = num_items_in_batch is not None and self._gives_share(model)
             loss, outputs = model_loss(model, inputs, further if is_wanted else {})
+        if self.num_averaged_ranks > 1 and num_items_in_batch is not None:
+            loss = loss * self.num_averaged_ranks
         return (loss, outputs) if return_outputs else loss
 
     def _accepts_items(self, function: Callable[..., Any]) -> bool:
@@ -103,10 +124,22 @@ class BaseTrainer:
         return self._known_function[1]
 
     def _gives_share(self, model: nn.Module) -> bool:
+        if self.stated_loss_kwargs is not None:
+            return self.stated_loss_kwargs
         known = self._known_model
         if known is None or known[0]() is not model:
             known = self._known_model = ref(model), of_model(model) == "share"
         return known[1]
+
+
+def default_collator(processing_class: Any) -> Collate:
+    """The collator that suits a processing class: one that pads, for a tokenizer."""
+    if hasattr(processing_class, "pad") and hasattr(processing_class, "padding_side"):
+        from transformers import DataCollatorWithPadding
+
+        padding: Any = DataCollatorWithPadding(processing_class)
+        return cast(Collate, padding)
+    return default_data_collator
 
 
 def _check_model(model: Any, model_init: Any) -> None:

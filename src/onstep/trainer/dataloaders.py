@@ -5,22 +5,31 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader
 
-from onstep.config import ConfigContainer
+from onstep.config import ConfigContainer, TrainingArguments
 from onstep.config.lengths import sizes_of
-from onstep.data import EvalLoader, IterableLoader, TrainLoader, default_data_collator, is_map_style
+from onstep.data import EvalLoader, IterableLoader, TrainLoader, is_map_style
 from onstep.distributed import World
-from onstep.errors import DataError
+from onstep.errors import ConfigError, DataError
 from onstep.trainer.base_trainer import BaseTrainer, Collate
+from onstep.trainer.loaders.users_data import users_eval_data
 from onstep.trainer.loss_convention import inner_module
+from onstep.trainer.overrides import overrides
 
 logger = logging.getLogger(__name__)
 
 LABEL_COLUMNS = frozenset({"label", "label_ids", "labels"})
+EVALUATION_LOADING = (
+    "_get_dataloader",
+    "_get_eval_sampler",
+    "_remove_unused_columns",
+    "_get_collator_with_removed_columns",
+)
+"""Methods that decide how the samples of an evaluation set are read."""
 
 
 class SetEpochLoader(TrainLoader):
@@ -70,9 +79,18 @@ def train_loader(dataset: Any, collate: Collate, config: ConfigContainer, world:
 
 
 def eval_loader(
-    dataset: Any, collate: Collate, config: ConfigContainer, world: World, *, is_test: bool = False
+    dataset: Any,
+    collate: Collate | None,
+    config: ConfigContainer,
+    world: World,
+    *,
+    is_test: bool = False,
+    **options: Any,
 ) -> EvalLoader:
-    """The loader of an evaluation set: every sample once, in order; a test set is always read completely."""
+    """The loader of an evaluation set: every sample once, in order; a test set is always read completely.
+
+    `options` of `EvalLoader` replace the configured ones.
+    """
     micro, batch = config.validation.eval_micro_batch_size, config.validation.eval_global_batch_size
     assert micro is not None
     assert batch is not None
@@ -81,36 +99,75 @@ def eval_loader(
         dataset,
         micro_batch_size=micro,
         num_microbatches=batch // (micro * world.size),
-        already_batched=isinstance(dataset, DataLoader),
-        **_reading(collate, config, world),
+        **{"already_batched": isinstance(dataset, DataLoader), **_reading(collate, config, world), **options},
     )
 
 
-def collator(trainer: BaseTrainer, module: nn.Module) -> Collate:
-    """The user's collator, or the one that suits the processing class; unused columns are removed before it."""
-    collate = trainer.data_collator or _default_collator(trainer.processing_class)
+def evaluation_loader(
+    trainer: BaseTrainer,
+    dataset: Any,
+    collate: Collate,
+    config: ConfigContainer,
+    world: World,
+    *,
+    is_test: bool = False,
+) -> EvalLoader:
+    """The loader of an evaluation set: `eval_loader`, or what the user's methods create. Every rank must call it."""
+    method = "get_test_dataloader" if is_test else "get_eval_dataloader"
+    if not any(overrides(trainer, name) for name in (method, *EVALUATION_LOADING)):
+        return eval_loader(dataset, collate, config, world, is_test=is_test)
+    options = users_eval_data(getattr(trainer, method)(dataset), trainer.args, world)
+    return eval_loader(collate=collate, config=config, world=world, is_test=is_test, **options)
+
+
+def as_eval_loader(
+    batches: Any, args: TrainingArguments, config: ConfigContainer, world: World, *, is_test: bool = False
+) -> EvalLoader:
+    """The loader itself if it is Onstep's, else one of a user's loader, or of any iterable of this rank's batches."""
+    if isinstance(batches, EvalLoader):
+        return batches
+    return eval_loader(
+        collate=None, config=config, world=world, is_test=is_test, **users_eval_data(batches, args, world)
+    )
+
+
+def collator(trainer: BaseTrainer) -> Collate:
+    """The Trainer's collator; unused columns are removed before it."""
+    user: Any = trainer
+    if overrides(trainer, "_get_collator_with_removed_columns"):
+        collate: Collate = user._get_collator_with_removed_columns(trainer.data_collator, "training")
+        return collate
+    return column_filter(trainer, trainer.data_collator)
+
+
+def column_filter(trainer: BaseTrainer, collate: Collate) -> Collate:
+    """`collate`, with the columns removed before it that the model or `_signature_columns` does not name."""
+    user: Any = trainer
     if not trainer.args.remove_unused_columns:
         return collate
-    return ColumnFilter(collate, module, trainer.args.label_names or ())
+    if trainer.model is None:
+        raise ConfigError("The Trainer has no model yet, whose columns to keep: model_init runs when training starts.")
+    if overrides(trainer, "_set_signature_columns_if_needed"):
+        user._set_signature_columns_if_needed()
+    return ColumnFilter(collate, trainer.model, trainer.args.label_names or (), user._signature_columns)
 
 
-def _reading(collate: Collate, config: ConfigContainer, world: World) -> dict[str, Any]:
+def _reading(collate: Collate | None, config: ConfigContainer, world: World) -> dict[str, Any]:
     return {
         "rank": world.rank,
         "world_size": world.size,
         "collate_fn": collate,
         "num_workers": config.dataset.num_workers,
         "pin_memory": config.dataset.pin_memory and world.device.type == "cuda",
+        "prefetch_factor": config.dataset.prefetch_factor,
+        "multiprocessing_context": config.dataset.multiprocessing_context,
     }
 
 
-def _default_collator(processing_class: Any) -> Collate:
-    if hasattr(processing_class, "pad") and hasattr(processing_class, "padding_side"):
-        from transformers import DataCollatorWithPadding
-
-        padding: Any = DataCollatorWithPadding(processing_class)
-        return cast(Callable[[Sequence[Any]], Any], padding)
-    return default_data_collator
+def parameters_of(model: nn.Module) -> list[str]:
+    """The names of the parameters of a model's `forward`, without `*args` and `**kwargs`."""
+    parameters = inspect.signature(inner_module(model).forward).parameters.values()
+    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def num_samples_of(dataset: Any) -> int | None:
@@ -125,16 +182,22 @@ def num_samples_of(dataset: Any) -> int | None:
 class ColumnFilter:
     """A collator that drops the columns for which `forward` has no parameter, then calls `collate`.
 
-    Labels are always kept. A `forward` that names no parameter (`*args, **kwargs`) accepts every column.
+    Labels are always kept. A `forward` that names no parameter (`*args, **kwargs`) accepts every column. `columns` are
+    the ones to keep, instead.
     """
 
     def __init__(
-        self, collate: Callable[[Sequence[Any]], Any], model: nn.Module, label_names: Iterable[str] = ()
+        self,
+        collate: Callable[[Sequence[Any]], Any],
+        model: nn.Module,
+        label_names: Iterable[str] = (),
+        columns: Iterable[str] | None = None,
     ) -> None:
         self._collate = collate
         self._labels = LABEL_COLUMNS.union(label_names)
-        parameters = inspect.signature(inner_module(model).forward).parameters.values()
-        self._parameters = frozenset(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+        self._parameters = frozenset(parameters_of(model) if columns is None else columns)
+        if columns is not None:
+            self._labels = self._labels & self._parameters
         self._wanted = self._parameters | self._labels
         self._model_name = type(model).__name__
 

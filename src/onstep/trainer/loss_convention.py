@@ -10,7 +10,7 @@ import ast
 import dis
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import CodeType
 from typing import Any, Literal
@@ -119,17 +119,23 @@ class Labels:
 
     Args:
         names: keys of the labels in a mapping; in a tuple, the last element is the labels.
+        found: keys that the model's `forward` suggests, without `names`: they count if a batch has all of them, else
+            `labels` does.
         shifted: the model shifts its labels to predict the next token, so the first label of each row is not trained
             on.
     """
 
-    def __init__(self, names: list[str] | None = None, *, shifted: bool = False) -> None:
+    def __init__(self, names: list[str] | None = None, *, found: Sequence[str] = (), shifted: bool = False) -> None:
         self._names = names or ["labels"]
+        self._found = () if names or list(found) == ["labels"] else tuple(found)
         self._shifted = shifted
 
     def of(self, batch: Any) -> Any:
         """The labels: a tensor, a tuple of them for several names, None unless all are present."""
         if isinstance(batch, MAPPING):
+            suggested = tuple(batch.get(name) for name in self._found)
+            if suggested and all(labels is not None for labels in suggested):
+                return suggested[0] if len(suggested) == 1 else suggested
             if len(self._names) == 1:
                 return batch.get(self._names[0])
             found = tuple(batch.get(name) for name in self._names)
@@ -142,11 +148,11 @@ class Labels:
 
     def measure(self, batch: Any) -> tuple[Tensor | None, bool]:
         """`count`, and whether there is one label per position of a sequence, rather than one per sample."""
-        labels = self.of(batch)
+        labels = batch.get("labels") if self._found and isinstance(batch, MAPPING) else self.of(batch)
         known = labels if isinstance(labels, Tensor) and _is_class_ids(labels) else None
         are_tokens = known is not None and known.ndim > 1
-        if are_tokens and self._shifted:
-            known = labels[:, 1:]
+        if known is not None and are_tokens and self._shifted:
+            known = known[:, 1:]
         shifted = batch.get("shift_labels") if isinstance(batch, MAPPING) else None
         if shifted is not None and _is_class_ids(shifted):  # shifted by the collator
             known = shifted
@@ -168,6 +174,14 @@ def shifts_labels(module: nn.Module) -> bool:
         return False
     name = type(module).__name__
     return getattr(module, "loss_type", None) == "ForCausalLM" or name.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def label_parameters(module: nn.Module) -> list[str]:
+    """The parameters of a model's `forward` that are labels, judged by their names as `transformers` does."""
+    kind = type(inner_module(module))
+    names = list(inspect.signature(kind.forward).parameters)
+    spans = ("start_positions", "end_positions") if "QuestionAnswering" in kind.__name__ else ()
+    return [name for name in names if "label" in name or name in spans]
 
 
 def _is_class_ids(labels: Any) -> bool:

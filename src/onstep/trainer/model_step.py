@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from onstep.distributed import World
 from onstep.errors import ConfigError
 from onstep.trainer.loss_convention import MAPPING, NUM_ITEMS, Convention, Labels, accepts_num_items
-from onstep.trainer.predictions import PredictionCollector
 from onstep.training.compute.losses import LossShare, MeanLoss, mean_weight
 from onstep.training.compute.step import MicroBatches, to_device
 
@@ -37,8 +36,11 @@ class ModelStep:
         self._gives_shares = convention == "share"
         self._weighting = weighting
         self._world = world
-        self.collector: PredictionCollector | None = None
-        """Receives the outputs of an evaluation, if needed."""
+        self.predict: Callable[[nn.Module, Any], Any] | None = None
+        """In an evaluation that keeps predictions, called with the model and the inputs; returns the loss."""
+        self.is_filler = False
+        """Whether the current micro-batch counts as zero, as far as noted: in evaluations that keep predictions, and by
+        a `CustomStep`."""
 
     def __call__(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
         """Run one micro-batch; returns `(loss, loss function)`. The loss is None for a test without labels."""
@@ -56,26 +58,28 @@ class ModelStep:
         return loss, lambda loss: MeanLoss(loss, weight, tokens, {})
 
     def _loss(self, data_iterator: Iterator[Any], model: nn.Module, inputs: Any, num_items: Any) -> Any:
+        if self.predict is not None:
+            self.is_filler = isinstance(data_iterator, MicroBatches) and data_iterator.is_filler()
+            return self.predict(model, inputs)
         keywords = {NUM_ITEMS: num_items} if self._accepts_num_items else {}
-        # a copy, since a compute_loss may pop the labels
-        given = inputs.copy() if type(inputs) is dict else copy.copy(inputs) if isinstance(inputs, Mapping) else inputs
-        collector = self.collector
-        if collector is None:
-            return self._compute_loss(model, given, **keywords)
-        if collector.is_test and self._labels.of(inputs) is None:
-            outputs = call_model(model, given)
-            loss = find_loss(outputs)
-        else:
-            result = self._compute_loss(model, given, return_outputs=True, **keywords)
-            if not isinstance(result, tuple) or len(result) != 2:
-                raise ConfigError(
-                    f"compute_loss(..., return_outputs=True) must return (loss, outputs), got {type(result).__name__}; "
-                    f"the outputs are needed for compute_metrics and predict."
-                )
-            loss, outputs = result
-        is_filler = isinstance(data_iterator, MicroBatches) and data_iterator.is_filler()
-        collector.add(inputs, outputs, loss, is_filler)
-        return loss
+        return self._compute_loss(model, _copied(inputs), **keywords)
+
+    def loss_and_outputs(self, model: nn.Module, inputs: Any) -> tuple[Any, Any]:
+        """The loss of a micro-batch of an evaluation, and the model's outputs.
+
+        Raises:
+            ConfigError: if `compute_loss` returns no outputs.
+        """
+        keywords = {}
+        if self._accepts_num_items:
+            keywords[NUM_ITEMS] = self._labels.count(inputs) if self._gives_shares else None
+        result = self._compute_loss(model, _copied(inputs), return_outputs=True, **keywords)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ConfigError(
+                f"compute_loss(..., return_outputs=True) must return (loss, outputs), got {type(result).__name__}; "
+                f"the outputs are needed for compute_metrics and predict."
+            )
+        return result
 
     def _num_items(self, data_iterator: Iterator[Any], model: nn.Module, num_labels: Tensor) -> Tensor:
         if not (model.training and isinstance(data_iterator, MicroBatches)):
@@ -89,16 +93,29 @@ class ModelStep:
 
     def _count_step(self, micro_batches: MicroBatches) -> Tensor:
         """Count the labels of the whole step over all ranks. Collective: called with a step's first micro-batch."""
-        step = micro_batches.batches
-        counted = [
-            self._labels.count(batch)
-            for batch, is_filler in zip(step.micro_batches, step.is_filler, strict=True)
-            if not is_filler
-        ]
-        counts = [count for count in counted if count is not None]
+        counted = self.count_items(counted_micro_batches(micro_batches), over_ranks=True)
+        assert counted is not None  # only shares are counted
+        return counted
+
+    def count_items(self, batches: list[Any], *, over_ranks: bool) -> Tensor | None:
+        """The labels in micro-batches, at least 1; None for a loss that is a mean. Collective with `over_ranks`."""
+        if not self._gives_shares:
+            return None
+        counts = [count for count in map(self._labels.count, batches) if count is not None]
         total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
         moved: Tensor = to_device(total, self._world.device)
-        return self._world.sum(moved.clone()).clamp(min=1)
+        return (self._world.sum(moved.clone()) if over_ranks else moved).clamp(min=1)
+
+
+def counted_micro_batches(micro_batches: MicroBatches) -> list[Any]:
+    """The micro-batches of a step on this rank, on the host, without fillers."""
+    step = micro_batches.batches
+    return [batch for batch, is_filler in zip(step.micro_batches, step.is_filler, strict=True) if not is_filler]
+
+
+def _copied(inputs: Any) -> Any:
+    """A copy, since a `compute_loss` may pop the labels."""
+    return inputs.copy() if type(inputs) is dict else copy.copy(inputs) if isinstance(inputs, Mapping) else inputs
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:

@@ -1,142 +1,304 @@
-"""Builds the optimizer and scheduler of a training: the user's own, or the configured ones."""
+"""Decides which optimizer and scheduler a training uses: the user's own, or the configured ones."""
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from onstep.config import ConfigContainer
+from onstep.config.hf.argument import STYLES
+from onstep.config.hf.checks import evaluates
+from onstep.config.hf.schedules import is_native as has_native_schedule
+from onstep.distributed import world_size_from_environment
 from onstep.errors import ConfigError
 from onstep.events import TrainerCallback
 from onstep.optim import (
+    MetricSchedulerAdapter,
     OptimizerParamScheduler,
     TorchSchedulerAdapter,
     TrainingOptimizer,
     build_loss_scaler,
-    build_optimizer,
+    build_torch_optimizer,
+    follows_metric,
     wrap_optimizer,
 )
+from onstep.optim.fused_step import are_members
+from onstep.optim.named_optimizers import check_installed, construct, decay_groups, is_native
+from onstep.optim.named_schedules import named_schedule
 from onstep.optim.param_groups import trainable_parameters
 from onstep.trainer.base_trainer import BaseTrainer
+from onstep.trainer.overrides import overrides
+from onstep.trainer.own_arguments import config_of
 from onstep.training.setup.setup import scheduler_for
 
 
 def check_optimizers(trainer: BaseTrainer) -> None:
     """Reject (ConfigError) incompatible arguments for optimizer and scheduler."""
     optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
-    if trainer.optimizer_cls_and_kwargs is not None and optimizer is not None:
+    if trainer.optimizer_cls_and_kwargs is not None and optimizer not in (None, trainer.previous[0]):
         raise ConfigError("Pass the optimizer through optimizers or optimizer_cls_and_kwargs, not both.")
-    if trainer.model_init is not None and (_is_object(optimizer) or _is_object(scheduler)):
+    if trainer.model_init is not None and (is_object(optimizer) or is_object(scheduler)):
         raise ConfigError(
             "model_init creates new parameters for every train(), but an optimizer or scheduler object holds old ones; "
             "pass factories: optimizers=(lambda parameters: ..., lambda optimizer: ...)."
         )
-    if _is_object(scheduler) and not _is_object(optimizer):
+    if is_object(scheduler) and not is_object(optimizer):
         raise ConfigError(
             "A scheduler object belongs to an optimizer; pass both in optimizers, or a factory: "
             "optimizers=(None, lambda optimizer: ...)."
         )
+    if optimizer is None and trainer.optimizer_cls_and_kwargs is None and not _creates_optimizer(trainer):
+        check_installed(trainer.args)
+    if is_object(scheduler):
+        _check_evaluates(trainer, scheduler)
 
 
-def make_optimizer(trainer: BaseTrainer, module: nn.Module, config: ConfigContainer) -> Any:
-    """The optimizer for the loop: the user's, one made by a factory or class, or the configured one.
+def own_optimizer(trainer: BaseTrainer, module: nn.Module | None) -> Any:
+    """A new torch optimizer for `module`: of the user's factory or class, or of the arguments.
 
     A factory is called with the trainable parameters; a class in `optimizer_cls_and_kwargs` with two groups, so that
-    `weight_decay` applies to matrices only (excluding biases of stacked experts), unless its keywords set it.
-
-    Raises:
-        ConfigError: for an optimizer that has none of the model's parameters, or if group settings are used that only
-            apply to the configured optimizer.
+    `weight_decay` applies to the parameters of `get_decay_parameter_names`, unless its keywords set it.
     """
-    given = trainer.optimizer
+    if module is None:
+        raise ConfigError("Trainer has no model yet: model_init runs when training starts; call train().")
+    if trainer.optimizer is not None:
+        return trainer.optimizer(_trainable(module))
+    methods: Any = trainer
+    decayed = methods.get_decay_parameter_names(module)
     if trainer.optimizer_cls_and_kwargs is not None:
         cls, keywords = trainer.optimizer_cls_and_kwargs
-        has_decay = "weight_decay" in keywords
-        given = cls(_trainable(module) if has_decay else _groups(module, config.optimizer.weight_decay), **keywords)
-    elif given is not None and not _is_object(given):
-        given = given(_trainable(module))
-    scaler = build_loss_scaler(config.optimizer, config.mixed_precision)
-    if given is None:
-        return build_optimizer([module], config.optimizer, scaler=scaler)
-    _check_groups_are_free(config)
+        if "weight_decay" in keywords:
+            return construct(cls, keywords, module, [{"params": _trainable(module)}])
+    elif is_native(trainer.args) and not overrides(trainer, "get_optimizer_cls_and_kwargs"):
+        parameters = {parameter for name, parameter in module.named_parameters() if name in set(decayed)}
+        return build_torch_optimizer([module], _config(trainer).optimizer, decayed=parameters)
+    else:
+        cls, keywords = methods.get_optimizer_cls_and_kwargs(trainer.args, module)
+    return construct(cls, keywords, module, decay_groups(module, decayed, _config(trainer).optimizer.weight_decay))
+
+
+def own_scheduler(trainer: BaseTrainer, optimizer: Any, num_training_steps: int) -> Any:
+    """A new scheduler for `optimizer`: of the user's factory, or the schedule of the arguments as a torch scheduler."""
+    if optimizer is None:
+        raise ConfigError("Trainer optimizer is None; call create_optimizer() before create_scheduler().")
+    if isinstance(optimizer, TrainingOptimizer):
+        optimizer = optimizer.optimizer
+    if trainer.lr_scheduler is not None:
+        return trainer.lr_scheduler(optimizer)
+    _check_schedule_is_free(trainer)
+    scheduler = named_schedule(trainer.args, optimizer, num_training_steps)
+    if trainer.session is None:  # as in Hugging Face, train() then makes one of its own length
+        trainer.put_back["lr_scheduler"], trainer.previous = None, (trainer.previous[0], scheduler)
+    return scheduler
+
+
+@dataclass(frozen=True)
+class Length:
+    """What a schedule depends on."""
+
+    iters: int | None
+    """Optimizer steps of the run."""
+    world_size: int = 1
+    num_samples: int | None = None
+    """Samples of an epoch."""
+
+
+def make_optimizers(
+    trainer: BaseTrainer, module: nn.Module, config: ConfigContainer, length: Length
+) -> tuple[Any, Any]:
+    """The optimizer and the scheduler for the loop; those in them become `trainer.optimizer` and `lr_scheduler`.
+
+    They are the user's, or created by factories or the Trainer's methods. The schedule of the arguments scales the
+    learning rates of a user's optimizer and does not change its weight decay. As in Hugging Face, a further `train()`
+    continues with the optimizer's state. A scheduler that is a callback is registered as one.
+
+    Raises:
+        ConfigError: for an optimizer that has none of the model's parameters; for group settings that only apply to the
+            configured optimizer; for a scheduler that follows a metric in a run without evaluations.
+    """
+    given, schedule, is_configured = trainer.optimizer, trainer.lr_scheduler, _is_configured(trainer)
+    _create_optimizer(trainer, length.iters)
+    is_created_again = is_configured or trainer.model_init is not None or (given is not None and not is_object(given))
+    trainer.put_back = {"lr_scheduler": schedule, **({"optimizer": given} if is_created_again else {})}
+    if is_configured:
+        _continue_state(trainer.previous[0], trainer.optimizer)
+    else:
+        _check_groups_are_free(config)
     optimizer = wrap_optimizer(
-        given,
+        trainer.optimizer,
         config.optimizer.clip_grad,
-        scaler=scaler,
+        order=list(trainable_parameters([module])),
+        scaler=build_loss_scaler(config.optimizer, config.mixed_precision),
         grad_norm_skip_threshold=config.optimizer.grad_norm_skip_threshold,
         log_num_zeros_in_grad=config.optimizer.log_num_zeros_in_grad,
     )
     _check_parameters(optimizer, module)
-    return optimizer
+    _create_scheduler(trainer, config, length, has_own_rates=not is_configured)
+    trainer.previous = trainer.optimizer, trainer.lr_scheduler
+    return optimizer, _as_loop_scheduler(trainer)
 
 
-def expose_optimizers(trainer: BaseTrainer, optimizer: Any, scheduler: Any) -> None:
-    """Set `trainer.optimizer` and `lr_scheduler` to the objects made for this training, if the user passed none."""
-    trainer.built_optimizers = (
-        optimizer if trainer.optimizer is None else None,
-        scheduler if trainer.lr_scheduler is None else None,
-    )
-    if trainer.optimizer is None:
-        trainer.optimizer = optimizer
-    if trainer.lr_scheduler is None:
-        trainer.lr_scheduler = scheduler
+def known_optimizers(trainer: BaseTrainer) -> tuple[Any, Any]:
+    """The optimizer and the scheduler that the user passed or the last training created; None for one not made yet."""
+    optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
+    return optimizer if is_object(optimizer) else None, scheduler if is_object(scheduler) else None
 
 
 def withdraw_optimizers(trainer: BaseTrainer) -> None:
-    """Undo `expose_optimizers`, unless the user has set other objects meanwhile: the next training makes its own."""
-    optimizer, scheduler = trainer.built_optimizers
-    if trainer.optimizer is optimizer:
-        trainer.optimizer = None
-    if trainer.lr_scheduler is scheduler:
-        trainer.lr_scheduler = None
-    trainer.built_optimizers = (None, None)
+    """Put back what the last training replaced by its own optimizer and scheduler, unless the user changed them.
 
-
-def make_scheduler(
-    trainer: BaseTrainer,
-    optimizer: Any,
-    config: ConfigContainer,
-    iters: int | None,
-    world_size: int = 1,
-    num_samples: int | None = None,
-) -> Any:
-    """The scheduler for the loop: the user's, one made by a factory, or the configured schedule.
-
-    The configured schedule is built for `iters` steps over epochs of `num_samples`; it scales the learning rates of a
-    user's optimizer and does not change its weight decay. A scheduler that is a callback is registered as one.
+    Each training creates these again, but an optimizer of the user's methods or class stays, as in Hugging Face.
     """
-    given = trainer.lr_scheduler
-    if given is not None and not _is_object(given):
-        given = given(optimizer.optimizer if isinstance(optimizer, TrainingOptimizer) else optimizer)
-    if given is None:
-        if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
-            _keep_own_values(optimizer)
-        return scheduler_for(config, optimizer, iters, world_size, num_samples)
-    known = trainer.callback_manager.callbacks
-    if isinstance(given, TrainerCallback) and all(callback is not given for callback in known):
-        trainer.callback_manager.add(given)
-    return given if isinstance(given, OptimizerParamScheduler) else TorchSchedulerAdapter(given)
+    made = dict(zip(("optimizer", "lr_scheduler"), trainer.previous, strict=True))
+    for name, before in trainer.put_back.items():
+        if getattr(trainer, name) is made[name]:
+            setattr(trainer, name, before)
+    trainer.put_back = {}
 
 
-def _is_object(given: Any) -> bool:
-    """Whether `given` is an optimizer or scheduler, rather than a factory."""
+def step_on_metric(trainer: BaseTrainer, scheduler: Any, metrics: dict[str, Any]) -> None:
+    """Step a scheduler that follows a metric with the one of this evaluation. All ranks have the same metrics.
+
+    Raises:
+        ConfigError: if the metric is not among them.
+    """
+    if not isinstance(scheduler, MetricSchedulerAdapter):
+        return
+    name = trainer.args.metric_for_best_model or "loss"
+    key = name if name.startswith("eval_") else f"eval_{name}"
+    if key not in metrics:
+        raise ConfigError(
+            f"{type(scheduler.torch_scheduler).__name__} follows metric_for_best_model={name!r}, but the evaluation "
+            f"has no {key}; it has {', '.join(sorted(metrics))}."
+        )
+    scheduler.observe(metrics[key])
+
+
+def is_object(given: Any) -> bool:
+    """Whether `given` is an optimizer or scheduler, rather than a factory or nothing."""
     return given is not None and not isinstance(given, type) and hasattr(given, "step")
+
+
+def _creates_optimizer(trainer: BaseTrainer) -> bool:
+    names = ("create_optimizer", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs")
+    return any(overrides(trainer, name) for name in names)
+
+
+def _is_configured(trainer: BaseTrainer) -> bool:
+    """Whether the optimizer is the one of the configuration, whose learning rate then applies to it."""
+    is_given = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
+    return not is_given and not _creates_optimizer(trainer) and is_native(trainer.args)
+
+
+def _config(trainer: BaseTrainer) -> ConfigContainer:
+    if trainer.session is not None:
+        config: ConfigContainer = trainer.session.state.cfg
+        return config
+    return config_of(trainer.args, num_samples=None, world_size=world_size_from_environment(), for_training=False)
+
+
+def _create_optimizer(trainer: BaseTrainer, iters: int | None) -> None:
+    methods: Any = trainer
+    name = "create_optimizer"
+    if overrides(trainer, "create_optimizer_and_scheduler"):
+        name = "create_optimizer_and_scheduler"
+        methods.create_optimizer_and_scheduler(num_training_steps=iters)
+    else:
+        created = methods.create_optimizer()
+        trainer.optimizer = trainer.optimizer if is_object(trainer.optimizer) else created
+    if not is_object(trainer.optimizer):
+        raise ConfigError(f"{type(trainer).__name__}.{name} returns None and sets no self.optimizer; set it there.")
+
+
+def _create_scheduler(trainer: BaseTrainer, config: ConfigContainer, length: Length, *, has_own_rates: bool) -> None:
+    iters = length.iters
+    if overrides(trainer, "create_scheduler") and not overrides(trainer, "create_optimizer_and_scheduler"):
+        _call_create_scheduler(trainer, iters)
+    elif trainer.lr_scheduler is not None:
+        if not is_object(trainer.lr_scheduler):
+            trainer.lr_scheduler = trainer.lr_scheduler(trainer.optimizer)
+        return
+    else:
+        if has_own_rates:
+            _keep_own_values(trainer.optimizer)
+        if iters is None or _is_native_schedule(trainer, config, iters, has_own_rates=has_own_rates):
+            trainer.lr_scheduler = scheduler_for(
+                config, trainer.optimizer, iters, length.world_size, length.num_samples
+            )
+        else:
+            trainer.lr_scheduler = named_schedule(trainer.args, trainer.optimizer, iters)
+
+
+def _call_create_scheduler(trainer: BaseTrainer, iters: int | None) -> None:
+    create: Any = trainer.create_scheduler  # type: ignore[attr-defined]
+    optimizer = inspect.signature(create).parameters.get("optimizer")
+    is_required = optimizer is not None and optimizer.default is optimizer.empty  # as in scripts for 4.x
+    created = create(num_training_steps=iters, **({"optimizer": trainer.optimizer} if is_required else {}))
+    trainer.lr_scheduler = trainer.lr_scheduler if is_object(trainer.lr_scheduler) else created
+    if not is_object(trainer.lr_scheduler):
+        raise ConfigError(
+            f"{type(trainer).__name__}.create_scheduler returns None and sets no self.lr_scheduler; set it there."
+        )
+
+
+def _as_loop_scheduler(trainer: BaseTrainer) -> Any:
+    scheduler, known = trainer.lr_scheduler, trainer.callback_manager.callbacks
+    if isinstance(scheduler, TrainerCallback) and all(callback is not scheduler for callback in known):
+        trainer.callback_manager.add(scheduler)
+    if isinstance(scheduler, OptimizerParamScheduler):
+        return scheduler
+    _check_evaluates(trainer, scheduler)
+    return MetricSchedulerAdapter(scheduler) if follows_metric(scheduler) else TorchSchedulerAdapter(scheduler)
+
+
+def _sets_schedule(trainer: BaseTrainer) -> list[str]:
+    """Keys of `config_overrides` that shape the configuration's own schedule."""
+    found = [str(key) for key in trainer.args.config_overrides or {}]
+    return [key for key in found if key.startswith("scheduler") or key == "optimizer.min_lr"]
+
+
+def _check_schedule_is_free(trainer: BaseTrainer) -> None:
+    keys = _sets_schedule(trainer)
+    if keys:
+        raise ConfigError(
+            f"config_overrides sets {', '.join(keys)} of Onstep's own schedule, but this training uses a torch "
+            f"scheduler for lr_scheduler_type={trainer.args.lr_scheduler_type!r}; drop one of them."
+        )
+
+
+def _is_native_schedule(trainer: BaseTrainer, config: ConfigContainer, iters: int, *, has_own_rates: bool) -> bool:
+    """Whether the configuration's schedule is used; its keys in `config_overrides` decide for it."""
+    args = trainer.args
+    if args.lr_scheduler_type in STYLES and _sets_schedule(trainer):
+        return True
+    scales_groups = has_own_rates and any(g["max_lr"] != args.learning_rate for g in trainer.optimizer.param_groups)
+    is_same = STYLES.get(args.lr_scheduler_type) == config.scheduler.lr_decay_style
+    if is_same and has_native_schedule(args, iters, scales_groups=scales_groups):
+        return True
+    _check_schedule_is_free(trainer)
+    return False
+
+
+def _check_evaluates(trainer: BaseTrainer, scheduler: Any) -> None:
+    if follows_metric(scheduler) and not evaluates(trainer.args):
+        raise ConfigError(
+            f"{type(scheduler).__name__} requires a metric, which only evaluations give; set eval_strategy."
+        )
+
+
+def _continue_state(previous: Any, optimizer: Any) -> None:
+    """Let a new optimizer of the same parameters and kind continue with the state of the previous training's."""
+    if type(previous) is type(optimizer) and are_members(
+        optimizer.param_groups, [list(group["params"]) for group in previous.param_groups]
+    ):
+        optimizer.state.update(previous.state)
 
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def _groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    roles = trainable_parameters([module])
-    matrices = [parameter for parameter, role in roles.items() if role.is_decayed]
-    others = [parameter for parameter, role in roles.items() if not role.is_decayed]
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
 
 
 def _check_parameters(optimizer: Any, module: nn.Module) -> None:
@@ -164,8 +326,11 @@ def _check_groups_are_free(config: ConfigContainer) -> None:
 
 
 def _keep_own_values(optimizer: Any) -> None:
+    """Make the configuration's schedule scale each group's own rate, and leave its weight decay alone."""
     for group in optimizer.param_groups:
         group.setdefault("max_lr", float(group["lr"]))
         decay = float(group.get("weight_decay", 0.0))
         group.setdefault("start_wd", decay)
         group.setdefault("end_wd", decay)
+        if "wd_mult" in group:  # of a group that `create_optimizer` made
+            group["wd_mult"] = 1.0

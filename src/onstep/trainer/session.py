@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import atexit
-import inspect
 import logging
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader
 
-from onstep.config import ConfigContainer
+from onstep.config import ConfigContainer, TrainingArguments
 from onstep.config.checks import idle_in_trainer, idle_line
 from onstep.config.hf.checks import idle_arguments
 from onstep.config.lengths import train_iters
@@ -27,19 +27,25 @@ from onstep.models.generation.generate import inner_transformer
 from onstep.trackers.report_to import attach_trackers
 from onstep.trainer import loss_convention
 from onstep.trainer.base_trainer import BaseTrainer, Collate
+from onstep.trainer.computing.custom_step import METHODS, CustomStep
+from onstep.trainer.computing.model_options import check_options, compiled, model_options, torch_options
 from onstep.trainer.dataloaders import ColumnFilter, collator, num_samples_of, train_loader
 from onstep.trainer.directories import acquire_dir
-from onstep.trainer.loss_convention import Convention, Labels, shifts_labels
+from onstep.trainer.loaders.users_data import UsersData, count_examples, decides_data, users_data, whole_epochs
+from onstep.trainer.loss_convention import Convention, Labels, label_parameters, shifts_labels
 from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.model_step import ModelStep
 from onstep.trainer.optimizers import (
+    Length,
     check_optimizers,
-    expose_optimizers,
-    make_optimizer,
-    make_scheduler,
+    known_optimizers,
+    make_optimizers,
     withdraw_optimizers,
 )
+from onstep.trainer.overrides import overrides
 from onstep.trainer.own_arguments import config_of, shown_arguments
+from onstep.trainer.reporting.special_tokens import align_special_tokens
+from onstep.trainer.user_methods import user_methods
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.features import SETUP
 from onstep.training.lifecycle.endings import Endings
@@ -76,6 +82,15 @@ class Session:
     optimizer: Any = None
     scheduler: Any = None
     train_data: Any = None
+    trains: bool = False
+    compiled: ExitStack = field(default_factory=ExitStack)
+    """Holds the compiled code of the model."""
+    is_test: bool = False
+    """Whether the evaluation in progress is a prediction, whose data may have no labels."""
+    means: dict[str, Any] = field(default_factory=dict)
+    """The mean losses of the most recent evaluation."""
+    preparation_seconds: float = 0.0
+    """How long it took to place the model."""
 
     def release(self) -> None:
         """End worker processes and release the data-parallel wrapper."""
@@ -89,18 +104,15 @@ def check_training(trainer: TrainerMethods, resume_from_checkpoint: Any = None) 
     args, dataset = trainer.args, trainer.train_dataset
     if trainer.session is not None:
         raise ConfigError("This Trainer is already training or evaluating; a callback may evaluate, but not train.")
-    if dataset is None:
+    if dataset is None and not overrides(trainer, "get_train_dataloader"):
         raise ConfigError("Trainer.train requires a train_dataset; pass one to the constructor.")
     if not isinstance(resume_from_checkpoint, (bool, str, os.PathLike, NoneType)):
         raise ConfigError(
             f"resume_from_checkpoint={resume_from_checkpoint!r} must be the path of a checkpoint, True or None (the "
             f"run's newest, if any), or False (do not continue)."
         )
-    num_samples = num_samples_of(dataset)
-    if num_samples is None and args.max_steps <= 0:
-        raise ConfigError("The train_dataset has no length, so num_train_epochs cannot end the run; set max_steps.")
-    if num_samples == 0:
-        raise DataError("The train_dataset is empty: it has 0 samples.")
+    if not decides_data(trainer):
+        check_length(num_samples_of(dataset), args)
     if isinstance(dataset, DataLoader) and dataset.batch_size not in (None, args.per_device_train_batch_size):
         raise ConfigError(
             f"The train_dataset is a DataLoader with batch_size={dataset.batch_size}, and per_device_train_batch_size="
@@ -111,16 +123,27 @@ def check_training(trainer: TrainerMethods, resume_from_checkpoint: Any = None) 
     if trainer.eval_dataset is None and any(asked.values()):
         name = next(name for name, value in asked.items() if value)
         raise ConfigError(f"{name} requires an eval_dataset; pass one to the constructor.")
+    check_options(args)
     withdraw_optimizers(trainer)
     check_optimizers(trainer)
+
+
+def check_length(num_samples: int | None, args: TrainingArguments) -> None:
+    """Reject (ConfigError, DataError) training data without a length in a run by epochs, and empty data."""
+    if num_samples is None and args.max_steps <= 0:
+        raise ConfigError("The train_dataset has no length, so num_train_epochs cannot end the run; set max_steps.")
+    if num_samples == 0:
+        raise DataError("The train_dataset is empty: it has 0 samples.")
 
 
 @contextmanager
 def training_session(trainer: TrainerMethods, resume_from_checkpoint: Any = None) -> Iterator[Session]:
     """Set up the ranks, the run's directory, the model, optimizer, scheduler and data. Collective."""
-    num_samples = num_samples_of(trainer.train_dataset)
     size = world_size_from_environment()
-    config = config_of(trainer.args, num_samples=num_samples, world_size=size, for_training=True)
+    data = _users_data(trainer, size)
+    num_samples = num_samples_of(trainer.train_dataset) if data is None else data.num_samples
+    args = trainer.args if data is None else whole_epochs(trainer.args)
+    config = config_of(args, num_samples=num_samples, world_size=size, for_training=True)
     if resume_from_checkpoint is False:
         config.checkpoint.resume = False
     elif isinstance(resume_from_checkpoint, (str, os.PathLike)):
@@ -134,8 +157,8 @@ def training_session(trainer: TrainerMethods, resume_from_checkpoint: Any = None
 
     with open_run(config, trainer.callback_manager, _world, claim_run, entry_point, accepts_finished=True) as opened:
         run = opened.run
-        with _session(trainer, run, opened.notify, seeds=True) as session:
-            _build_training(trainer, session, num_samples)
+        with _session(trainer, run, opened.notify, trains=True) as session:
+            _build_training(trainer, session, num_samples, data)
             end_set_up(run, session.notify)
             yield session
 
@@ -156,12 +179,13 @@ def evaluation_session(trainer: TrainerMethods) -> Iterator[Session]:
     state = GlobalState(cfg=config, run_dir=directory, entry_point=entry_point)
     with state.features.open(SETUP, state, state.world), _world(config) as world:
         state.world, state.control = world, Control(rank=world.rank)
-        notify = Dispatcher(trainer.callback_manager, state, [])
+        notify = Dispatcher(trainer.callback_manager, state, [], *known_optimizers(trainer))
         entry_point.fire = notify.fire
         if before is None:
             count_steps(state, None)
             state.bridge_trackers.join(trainer.callback_manager)
         else:  # an evaluation shows the progress of the preceding training, and adds to its trackers
+            entry_point.train_dataloader = before.entry_point.train_dataloader
             state.train_state, state.info, state.bridge_trackers = (
                 before.train_state,
                 before.info,
@@ -170,7 +194,7 @@ def evaluation_session(trainer: TrainerMethods) -> Iterator[Session]:
         rows = (Watching, Endings)
         with (
             state.features.open(rows, state, world),
-            _session(trainer, state, notify, trainer.model is None) as session,
+            _session(trainer, state, notify) as session,
         ):
             session.notify.on_init_end()
             yield session
@@ -190,37 +214,42 @@ def _world(config: ConfigContainer) -> Iterator[World]:
 
 
 @contextmanager
-def _session(trainer: TrainerMethods, state: GlobalState, notify: Dispatcher, seeds: bool) -> Iterator[Session]:
-    trainer.global_state = state
-    if seeds:
+def _session(
+    trainer: TrainerMethods, state: GlobalState, notify: Dispatcher, *, trains: bool = False
+) -> Iterator[Session]:
+    trainer.global_state, trainer.given_state = state, None
+    if trains or trainer.model is None:
         seed_everything(state.cfg.rng.seed)
+    started = time.perf_counter()
     with state.timers(MODEL_TIMER).measure():
         if trainer.model is None:
-            trainer.model = _build_model(trainer.model_init)
-        module = trainer.model.to(state.world.device)
+            trainer.model = trainer.call_model_init()
+        module = trainer.model
+        if trainer.place_model_on_device and trainer.args.place_model_on_device is not False:
+            trainer._move_model_to_device(module, state.world.device)
+    if trains:
+        align_special_tokens(module, trainer.processing_class, logs=state.world.is_main)
     notify.model = [module]
     state.sums.flops_per_token = 6.0 * _active_parameters(module)
-    labels = Labels(trainer.args.label_names, shifted=shifts_labels(module))
+    preparation_seconds = time.perf_counter() - started
+    labels = Labels(trainer.args.label_names, found=label_parameters(module), shifted=shifts_labels(module))
     forward_step = _forward_step(trainer, module, labels, state)
-    session = Session(state, module, [module], forward_step, labels, collator(trainer, module), notify)
+    session = Session(state, module, [module], forward_step, labels, collator(trainer), notify, trains=trains)
+    session.preparation_seconds = preparation_seconds
     trainer.session = session
     try:
-        yield session
+        with (
+            torch_options(trainer.args),
+            model_options(trainer, module, trains=trains),
+            session.compiled,
+            user_methods(trainer, state, notify, trains=trains),
+        ):
+            if not trains:
+                session.compiled.enter_context(compiled(trainer.args, module))
+            yield session
     finally:
         trainer.session = None
         session.release()
-
-
-def _build_model(model_init: Any) -> nn.Module:
-    """The result of `model_init`; if it has a parameter, None is passed, since no hyperparameter search is running."""
-    parameters = inspect.signature(model_init).parameters.values()
-    accepts_trial = any(
-        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters
-    )
-    model: nn.Module = model_init(None) if accepts_trial else model_init()
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model_init must return a torch.nn.Module, got {type(model).__name__}.")
-    return model
 
 
 def _forward_step(trainer: TrainerMethods, module: nn.Module, labels: Labels, state: GlobalState) -> ModelStep:
@@ -232,7 +261,10 @@ def _forward_step(trainer: TrainerMethods, module: nn.Module, labels: Labels, st
         unit = "labels if they have any, else by their samples" if weighting == "auto" else weighting
         means = f"means of micro-batches, weighted by their {unit} (train.loss_weighting)"
         logger.info("loss: %s returns %s", source, "a share of the step's loss" if convention == "share" else means)
-    return ModelStep(trainer.compute_loss, labels, convention=convention, weighting=weighting, world=state.world)
+    options: dict[str, Any] = {"convention": convention, "weighting": weighting, "world": state.world}
+    if any(overrides(trainer, name) for name in METHODS):
+        return CustomStep(trainer, labels, scales_shares=not _has_own_loss(trainer), **options)
+    return ModelStep(trainer.compute_loss, labels, **options)
 
 
 def _convention(trainer: TrainerMethods, module: nn.Module) -> tuple[Convention, str]:
@@ -240,51 +272,85 @@ def _convention(trainer: TrainerMethods, module: nn.Module) -> tuple[Convention,
     stated = trainer.loss_is_scaled_for_ga
     if stated is not None:
         return "share" if stated else "mean", "loss_is_scaled_for_ga"
-    compute_loss = trainer.compute_loss
-    is_overridden = getattr(compute_loss, "__func__", compute_loss) is not BaseTrainer.compute_loss
-    if is_overridden and not loss_convention.hands_on(compute_loss):
-        return loss_convention.of_function(compute_loss), "compute_loss"
+    if trainer.stated_loss_kwargs is not None and trainer.compute_loss_func is None:
+        return "share" if trainer.stated_loss_kwargs else "mean", "model_accepts_loss_kwargs"
+    if _has_own_loss(trainer):
+        return loss_convention.of_function(trainer.compute_loss), "compute_loss"
     if trainer.compute_loss_func is not None:
         return loss_convention.of_function(trainer.compute_loss_func), "compute_loss_func"
+    if trainer.label_smoother is not None:
+        return "share", "label_smoothing_factor"
     return loss_convention.of_model(module), type(module).__name__
 
 
-def _build_training(trainer: TrainerMethods, session: Session, num_samples: int | None) -> None:
+def _has_own_loss(trainer: TrainerMethods) -> bool:
+    """Whether an overridden `compute_loss` computes the loss without `super().compute_loss`."""
+    compute_loss = trainer.compute_loss
+    is_overridden = getattr(compute_loss, "__func__", compute_loss) is not BaseTrainer.compute_loss
+    return is_overridden and not loss_convention.hands_on(compute_loss)
+
+
+def _users_data(trainer: TrainerMethods, size: int) -> UsersData | None:
+    """What the user's methods decide that is read; they run with the model in place and the ranks connected."""
+    if not decides_data(trainer):
+        return None
+    if trainer.model is None:
+        seed_everything(trainer.args.seed)
+        trainer.model = trainer.call_model_init()
+    with _world(config_of(trainer.args, num_samples=None, world_size=size, for_training=False)):
+        data = users_data(trainer)
+    check_length(data.num_samples, trainer.args)
+    return data
+
+
+def _build_training(trainer: TrainerMethods, session: Session, num_samples: int | None, data: UsersData | None) -> None:
     state, config, notify = session.state, session.state.cfg, session.notify
     if state.world.is_main:
         _name_idle_arguments(trainer, session)
-    if isinstance(session.collate, ColumnFilter):
+    if isinstance(session.collate, ColumnFilter) and trainer.train_dataset is not None:
         session.collate.check(trainer.train_dataset)
     with state.timers(MODEL_TIMER).measure(barrier=True):
-        session.model = notify.model = data_parallel([session.module], state.world, config.ddp)
-        session.optimizer = notify.optimizer = make_optimizer(trainer, session.module, config)
+        session.model = notify.model = [_wrapped(trainer, session)]
+        session.compiled.enter_context(compiled(trainer.args, session.model[0]))
         iters = train_iters(config, num_samples, world_size=state.world.size)
-        session.scheduler = notify.scheduler = make_scheduler(
-            trainer, session.optimizer, config, iters, state.world.size, num_samples
-        )
-    expose_optimizers(trainer, session.optimizer, session.scheduler)
+        made = make_optimizers(trainer, session.module, config, Length(iters, state.world.size, num_samples))
+        session.optimizer, session.scheduler = notify.optimizer, notify.scheduler = made
     load_checkpoint(state, notify)
     notify.on_data_init_start()
     with state.timers(DATA_TIMER).measure(barrier=True):
-        session.train_data = train_loader(trainer.train_dataset, session.collate, config, state.world)
-    state.entry_point.train_dataloader = session.train_data
+        if data is None:
+            session.train_data = train_loader(trainer.train_dataset, session.collate, config, state.world)
+        else:
+            session.train_data = data.open(config, state.world)
+    state.entry_point.train_dataloader = session.train_data if data is None else data.loader
     state.train_state.do_train = True
     state.train_state.do_valid = trainer.eval_dataset is not None and config.validation.eval_iters != 0
     state.entry_point.evaluates_last_step = (
         config.validation.eval_after_training and not config.validation.eval_each_epoch
     )
     count_steps(state, session.train_data)
+    count_examples(trainer, state, data)
     seed_everything(config.rng.seed + state.world.rank)
+
+
+def _wrapped(trainer: TrainerMethods, session: Session) -> nn.Module:
+    """The module as the loop trains it: as the user's `_wrap_model` wraps it, else for data parallelism. Collective."""
+    wrapped = trainer._wrap_model(session.module)
+    if wrapped is not session.module:
+        return wrapped
+    return data_parallel([session.module], session.state.world, session.state.cfg.ddp)[0]
 
 
 def _name_idle_arguments(trainer: TrainerMethods, session: Session) -> None:
     """Say in one line which arguments have no effect in this training."""
     transformer = inner_transformer(session.module)
     found = idle_in_trainer(session.state.cfg, None if transformer is None else transformer.config)
-    if isinstance(trainer.train_dataset, DataLoader) and trainer.data_collator is not None:
+    if isinstance(trainer.train_dataset, DataLoader) and trainer.has_own_collator:
         found.append(("a train_dataset that is not a DataLoader, which has its own", ["data_collator"]))
     if trainer.args.prediction_loss_only and trainer.compute_metrics is not None:
         found.append(("prediction_loss_only=False", ["compute_metrics"]))
+    if trainer.label_smoother is not None and trainer.compute_loss_func is not None:
+        found.append(("no compute_loss_func", ["label_smoothing_factor"]))
     line = idle_line([*idle_arguments(trainer.args), *found])
     if line is not None:
         logger.warning("%s", line)

@@ -26,7 +26,7 @@ class Loop:
         self.train_step: Callable[[Step], None] = wrap("step", self.compute_and_update)
         self.compute: Callable[[Step], None] = wrap("compute", self.forward_backward)
         self.forward: Callable[..., MicroLoss] = wrap("forward", compute.forward_of(job))
-        self.backward: Callable[..., None] = wrap("backward", MicroLoss.backward)
+        self.backward: Callable[..., None] = wrap("backward", compute.backward_of(job))
         self.update: Callable[[Step], None] = wrap("update", self.prepare_and_apply)
 
     def train(self) -> None:

@@ -19,7 +19,8 @@ from onstep.config import ConfigContainer, config_to_args
 from onstep.config.lengths import batch_sizes
 from onstep.data import StepSource
 from onstep.distributed import World
-from onstep.events import Control, Request, RunInfo, TrainerState
+from onstep.events import CallbackManager, Control, Request, RunInfo, RunState
+from onstep.events.exportable_state import exported_states
 from onstep.models.heads import ModelHook
 from onstep.optim import LossScaler, TrainingOptimizer, build_loss_scaler
 from onstep.train_state import TrainState
@@ -125,6 +126,8 @@ class EvaluationRecord:
     last_metrics: Metrics = field(default_factory=dict)
     at_step: int | None = None
     """Step of `last_metrics`."""
+    is_being_logged: bool = False
+    """Whether the record that is being logged is that of an evaluation."""
     is_restartable: bool = True
     """Nothing of the current evaluation has been reported yet, so it may be aborted and repeated."""
 
@@ -151,6 +154,15 @@ class EntryPoint:
     """The forward step as the user passed it; its state is saved if it has one."""
     identify: Identify | None = None
     """Determines what a configuration trains on; None for data that is not configured."""
+    logs_skipped_losses: bool = False
+    """Whether the logged loss contains the steps that an anomaly skipped."""
+    log: Callable[[Metrics], None] | None = None
+    """The user's own `Trainer.log`, which every record passes through; None if there is none."""
+    store_flos: Callable[[], None] | None = None
+    """Adds the FLOPs since the last report, where the user's `Trainer` counts them; None: 6 per label and parameter.
+    Collective."""
+    save_checkpoint: Callable[[Callable[..., None]], None] | None = None
+    """The user's own `Trainer._save_checkpoint`, which is passed the function that saves; None if there is none."""
     process_groups: dict[str, object] = field(default_factory=dict)
     """Process groups by the name given in a `StateComponent` with the pattern PER_GROUP."""
 
@@ -172,7 +184,7 @@ class Checkpoints(Protocol):
     def load_progress(self, trained: Trained) -> None: ...
     def load_position(self, reader: StepSource, scheduler: UserScheduler | None = None) -> None: ...
     def restore(self, info: CheckpointInfo, trained: Trained) -> None: ...
-    def save(self, trained: Trained, reader: StepSource, persistent: bool = True) -> None: ...
+    def save(self, trained: Trained, reader: StepSource, persistent: bool = True, adopts: bool = False) -> None: ...
     def load_best_model(self, model: list[nn.Module]) -> None: ...
     def finalize_if_written(self) -> None: ...
     def finish(self) -> None: ...
@@ -193,7 +205,7 @@ def _logger_of(tracker: str) -> property:
 class Run:
     """A run. The state of a feature is kept in `features`, that of one step in its `Step`."""
 
-    cfg: ConfigContainer
+    cfg: ConfigContainer = field(default_factory=ConfigContainer)
     """The validated copy that the run uses."""
     world: World = field(default_factory=World)
     train_state: TrainState = field(default_factory=TrainState)
@@ -243,9 +255,14 @@ class Run:
         return self.entry_point.eval_dataloader
 
     @cached_property
-    def trainer_state(self) -> TrainerState:
+    def trainer_state(self) -> RunState:
         """Hugging Face's view of the progress."""
-        return TrainerState(self.train_state, self.info)
+        return RunState(self.train_state, self.info, lambda: self.control, self._exported_states)
+
+    def _exported_states(self) -> dict[str, Any]:
+        manager: CallbackManager | None = getattr(self.trainer, "callback_manager", None)
+        own = {"TrainerControl": self.control.state()}
+        return own if manager is None else exported_states(manager.callbacks) | own
 
     @cached_property
     def args(self) -> Any:

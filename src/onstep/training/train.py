@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -12,6 +14,7 @@ from onstep.data import Batch, IteratorReader, StepBatches, as_step_source
 from onstep.data.loaders.step_source import only_iterator
 from onstep.events import CallbackManager, Dispatcher
 from onstep.optim import ForeignOptimizer, TorchSchedulerAdapter
+from onstep.training.bridge.exits import checkpoint_and_decide_exit, save_checkpoint_and_time
 from onstep.training.bridge.global_state import GlobalState, TrainStepResult
 from onstep.training.bridge.housekeeping import _finish_train as _finish_train
 from onstep.training.bridge.housekeeping import post_training_step_callbacks
@@ -27,7 +30,6 @@ from onstep.training.loop import Loop
 from onstep.training.profiling.profilers import check_profilers
 from onstep.training.protocols import DataSource, ForwardStep, NonLossFunction, Trained, UserOptimizer, UserScheduler
 from onstep.training.stages.ending import Leave, exit_if_preempted
-from onstep.training.stages.exits import checkpoint_and_decide_exit, save_checkpoint_and_time
 from onstep.training.stages.forward_step import only_chunk, prepare_forward_step_func
 from onstep.training.stages.job import Evaluation, Job, drive, warn_of_parameters_left_out
 from onstep.training.stages.progress_log import (
@@ -76,7 +78,8 @@ def train(
             object whose `step()` returns `(successful, grad_norm, num_zeros)` and which clips by itself. For the last
             kind, loss and gradients are read once before each `step()`, so that it never sees non-finite values.
         scheduler: an object with `step(increment in samples)`, a torch scheduler, or None for a constant rate.
-        train_data_iterator: a loader of `onstep.data`, or an iterator of micro-batches, which forms one endless epoch.
+        train_data_iterator: a loader of `onstep.data`, or an iterator of micro-batches, which forms one endless epoch;
+            None for a forward step that needs no data.
         valid_data_iterator: an `EvalLoader` or iterator for evaluations inside the loop; None disables them.
         global_state: the run's state.
         checkpointing_context: kept for Megatron Bridge; the state's checkpoints are used.
@@ -111,7 +114,7 @@ def train(
             optimizer=driven,
             raw_optimizer=optimizer,
             scheduler=scheduler,
-            reader=as_step_source(train_data_iterator, run.world.size),
+            reader=as_step_source(data_or_nothing(train_data_iterator), run.world.size),
             notify=notify,
             start=RunStart.now(run),
             valid_data_iterator=valid_data_iterator,
@@ -132,7 +135,7 @@ def train(
 
 def train_step(
     forward_step_func: ForwardStep,
-    data_iterator: StepBatches | Iterator[Batch] | list[Iterator[Batch]],
+    data_iterator: StepBatches | Iterator[Batch] | list[Iterator[Batch]] | None,
     model: list[nn.Module],
     optimizer: UserOptimizer,
     scheduler: UserScheduler | None,
@@ -143,7 +146,8 @@ def train_step(
 
     Args:
         forward_step_func: called as `(iterator, model chunk)`, with its state already injected.
-        data_iterator: the step's `StepBatches`, or any iterator of micro-batches, of which `num_microbatches` are read.
+        data_iterator: the step's `StepBatches`, or any iterator of micro-batches, of which `num_microbatches` are read;
+            None for a forward step that needs no data, whose iterator yields None.
         model: list with one module.
         optimizer: a `TrainingOptimizer`, or any object whose `step()` returns `(successful, grad_norm, num_zeros)`.
         scheduler: stepped after a successful update, by the samples of a full step even if the tail of an epoch is
@@ -205,7 +209,9 @@ def _loop_of(
 
 
 def step_batches(
-    data_iterator: StepBatches | Iterator[Batch] | list[Iterator[Batch]], num_microbatches: int, world_size: int = 1
+    data_iterator: StepBatches | Iterator[Batch] | list[Iterator[Batch]] | None,
+    num_microbatches: int,
+    world_size: int = 1,
 ) -> StepBatches:
     """The step's micro-batches, read now if they come as an iterator; fewer if it ends within the step.
 
@@ -214,7 +220,13 @@ def step_batches(
     """
     if isinstance(data_iterator, StepBatches):
         return data_iterator
-    batches = IteratorReader(only_iterator(data_iterator), world_size=world_size).read(num_microbatches)
+    source = only_iterator(data_or_nothing(data_iterator))
+    batches = IteratorReader(source, world_size=world_size).read(num_microbatches)
     if batches is None:
         raise StopIteration
     return batches
+
+
+def data_or_nothing(data: Any) -> Any:
+    """The data; for None, an endless iterator of None, for a forward step that needs no data."""
+    return itertools.repeat(None) if data is None else data

@@ -68,9 +68,6 @@ TRAIN_UTILS = {
 DATA = ("MEMORY_KEYS", "ModelList", "ModelHook")
 """What the second page names beside them. Its `logger` is each module's own."""
 
-KEYWORD_ONLY = {"training_log": ("pg_collection", "log_max_attention_logit", "loaded_iteration", "seq_length")}
-"""Documented by position, by keyword alone in Bridge's present code and here."""
-
 TRAIN_STEP_RESULT = (
     "loss_dict",
     "skipped_iter",

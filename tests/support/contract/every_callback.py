@@ -40,6 +40,8 @@ MAKE: dict[str, Callable[[Path], list[Any]]] = {
     "TrackersCallback": lambda directory: [onstep.callbacks.TrackersCallback("csv")],
     "EarlyStopping": lambda directory: [onstep.callbacks.EarlyStopping(patience=50)],
     "DivergenceDetector": lambda directory: [onstep.callbacks.DivergenceDetector(threshold=50.0)],
+    "EMA": lambda directory: [onstep.callbacks.EMA(decay=0.5, apply_at_end=False)],
+    "WeightAverage": lambda directory: [onstep.callbacks.WeightAverage(apply_at_end=False)],
     "JsonLogger": lambda directory: [onstep.callbacks.JsonLogger(note="contract")],
     "ProgressCallback": lambda directory: [onstep.callbacks.ProgressCallback(use_tqdm=False)],
     "TraceMalloc": lambda directory: [onstep.callbacks.TraceMalloc(top_k=2, comprehensive_mode=False)],

@@ -75,6 +75,13 @@ class RecordFile(Sequence[Record]):
     def __len__(self) -> int:
         return self.columns.num_records
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or isinstance(other, (str, bytes)) or len(self) != len(other):
+            return NotImplemented if not isinstance(other, Sequence) else False
+        return all(mine == theirs for mine, theirs in zip(self, other, strict=True))
+
+    __hash__ = object.__hash__
+
     @overload
     def __getitem__(self, row: int) -> Record: ...
     @overload

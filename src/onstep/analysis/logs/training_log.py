@@ -39,7 +39,7 @@ class TrainingLog:
     """
 
     log_path: Path
-    records: Sequence[Record]
+    records: Sequence[Record] = field(default_factory=list)
     """Decoded lazily: iterating and indexing return dictionaries."""
     run_name: str | None = None
     model_name: str | None = None

@@ -46,22 +46,24 @@ SMOOTHING_SHARE = 25
 """An automatic window spans one in this many points."""
 
 
-def smooth_values(values: Sequence[float] | Values, window: int, left_out: NDArray[np.bool_] | None = None) -> Values:
-    """Centered moving mean of `values`, over `window // 2` neighbors on either side and fewer at the edges.
+def smooth_values(
+    values: Sequence[float] | Values, window_size: int, left_out: NDArray[np.bool_] | None = None
+) -> Values:
+    """Centered moving mean of `values`, over `window_size // 2` neighbors on either side and fewer at the edges.
 
     A window of 10 therefore averages 11 points. Values that are not finite are unchanged and excluded from all means.
 
     Args:
         values: Shape (num_points,).
-        window: The width in points; if it is at most 1 or longer than `values`, they are returned unchanged.
+        window_size: The width in points; if it is at most 1 or longer than `values`, they are returned unchanged.
         left_out: Points excluded from all means, same shape; they get the mean of their neighbors.
     """
     array = np.asarray(values, dtype=np.float64)
-    if window <= 1 or window > len(array):
+    if window_size <= 1 or window_size > len(array):
         return array
     is_finite = np.isfinite(array)
     counted = is_finite if left_out is None else is_finite & ~left_out
-    width = _width(window)
+    width = _width(window_size)
     sums = _window_sums(np.where(counted, array, 0.0), width)
     counts = _window_sums(counted.astype(np.float64), width)
     return np.where(is_finite & (counts > 0), sums / np.maximum(counts, 1.0), array)

@@ -201,7 +201,7 @@ def _extreme_row(values: Numbers, rows: Mask, best_of: Callable[[Numbers], Any])
 
 
 ONE_LINE_HEADER = f"{'run':<32} | steps | time | loss | eval | samp/s"
-"""Header for lines of `format_summary_one_line`."""
+"""Header for lines of `format_summary_oneline`."""
 
 _NAME_LENGTH = 30
 _MISSING = "N/A"
@@ -209,7 +209,7 @@ _MISSING = "N/A"
 
 def format_summary_text(summary: Summary) -> str:
     """Format a summary for a terminal, in sections, with notes; unknown values are omitted."""
-    lines = [f"Summary of {_name(summary)}", f"  {summary['log_path']}"]
+    lines = [f"Summary of {_name(summary)}", *(f"  {path}" for path in _place(summary))]
     for title, entries in _sections(summary):
         lines += ["", title, *(f"  {label + ':':<24} {text}{_at(step)}" for label, text, step in entries)]
     lines += _note_lines(summary)
@@ -218,7 +218,11 @@ def format_summary_text(summary: Summary) -> str:
 
 def format_summary_markdown(summary: Summary) -> str:
     """Format a summary as Markdown: a table of the losses with their steps, and a list of the rest."""
-    lines = [f"## Summary of {_name(summary)}", "", f"Log: `{summary['log_path']}`", ""]
+    lines = [
+        f"## Summary of {_name(summary)}",
+        "",
+        *(line for path in _place(summary) for line in (f"Log: `{path}`", "")),
+    ]
     sections = dict(_sections(summary))
     metrics = sections.pop("Metrics", [])
     if metrics:
@@ -237,7 +241,7 @@ def format_summary_json(summaries: Summary | Sequence[Summary]) -> str:
     return json.dumps(_strict(content), indent=2)
 
 
-def format_summary_one_line(summary: Summary) -> str:
+def format_summary_oneline(summary: Summary) -> str:
     """Format a summary in one line: name, steps, time, loss, evaluation loss, samples per second; N/A if unknown."""
     name = _name(summary)[:_NAME_LENGTH]
     steps, runtime = summary.get("total_steps"), summary.get("train_runtime")
@@ -340,7 +344,12 @@ def _number(value: Any, form: str) -> str:
 
 def _name(summary: Summary) -> str:
     """The run's name, or else the name of the log's file or directory."""
-    return str(summary.get("run_name") or name_of_place(Path(summary["log_path"])))
+    return str(summary.get("run_name") or "".join(name_of_place(Path(path)) for path in _place(summary)) or "a run")
+
+
+def _place(summary: Summary) -> list[str]:
+    """The path of the log; empty for a summary that was made by hand without one."""
+    return [str(summary["log_path"])] if summary.get("log_path") else []
 
 
 def _note_lines(summary: Summary) -> list[str]:

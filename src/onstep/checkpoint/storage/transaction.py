@@ -12,7 +12,7 @@ from pathlib import Path
 
 from filelock import lock_descriptor
 
-from onstep.checkpoint.storage.manifest import MANIFEST, Manifest, check_file, verify
+from onstep.checkpoint.storage.manifest import MANIFEST, Manifest, check_file, read_manifest, verify
 from onstep.checkpoint.storage.store import TEMPORARY, TRASH, FileStore
 from onstep.errors import CheckpointError
 from onstep.forking import release_in_forked_children
@@ -109,6 +109,7 @@ class SaveTransaction:
         self._store = store
         self._root = root
         self._lock: SaveLock | None = None
+        self._adopted: list[str] = []
         self._pick_name()
 
     def _pick_name(self) -> None:
@@ -124,18 +125,24 @@ class SaveTransaction:
         """The directory's final path as a checkpoint."""
         return self._root / f"checkpoint-{self.step}"
 
-    def prepare(self) -> None:
+    def prepare(self, *, adopts: bool = False) -> None:
         """Create and lock the directory.
+
+        Args:
+            adopts: move the files of other code that are in a directory with the target's name into it.
 
         Raises:
             CheckpointError: if something that is not a checkpoint has the target's name, or on an I/O error.
         """
-        self._check_not_foreign()
+        if not adopts or self.target.is_symlink() or not self.target.is_dir():
+            self._check_not_foreign()
         self._store.make_root(self._root)
         while (lock := SaveLock.take(self._store, self._root / f"{TEMPORARY}{self._unique}.lock")) is None:
             self._pick_name()
         self._lock = lock
         self._store.make_dir(self.directory)
+        if adopts:
+            self._adopt()
 
     def commit(self, manifest: Manifest, *, replace: bool = False) -> Path:
         """Turn the directory into a checkpoint and return its path; the checkpoint is durable on return.
@@ -177,6 +184,7 @@ class SaveTransaction:
             if os.path.lexists(self._superseded) and not os.path.lexists(self.target):
                 self._store.rename(self._superseded, self.target)
             self._store.remove_tree(self._superseded)
+            self._give_back()
             self._store.remove_tree(self.directory)
             self._store.unlink(self._pointer)
         except CheckpointError as error:
@@ -206,6 +214,31 @@ class SaveTransaction:
                 f"{target} exists and is not a checkpoint (it does not contain a {MANIFEST}); move it away, or save to "
                 f"another directory."
             )
+
+    def _adopt(self) -> None:
+        """Move what is in the target's directory into this one, except the files of a checkpoint that is there."""
+        target = self.target
+        if target.is_symlink() or not target.is_dir():
+            return
+        own = set()
+        if os.path.lexists(target / MANIFEST):
+            try:
+                own = {MANIFEST, *(Path(name).parts[0] for name in read_manifest(target).files)}
+            except CheckpointError:  # damaged: it is replaced as a whole
+                return
+        for name in sorted({path.name for path in target.iterdir()} - own):
+            self._store.rename(target / name, self.directory / name)
+            self._adopted.append(name)
+        if not own:
+            self._store.remove_tree(target)
+
+    def _give_back(self) -> None:
+        """Move what was adopted back to where it was."""
+        if self._adopted and not self.target.exists():
+            self._store.make_dir(self.target)
+        while self._adopted:
+            name = self._adopted.pop()
+            self._store.rename(self.directory / name, self.target / name)
 
     def _check_not_in_the_way(self) -> None:
         if not os.path.lexists(self.target):

@@ -21,7 +21,7 @@ from onstep.analysis.reports.summary import (
     compute_summary_statistics,
     format_summary_json,
     format_summary_markdown,
-    format_summary_one_line,
+    format_summary_oneline,
     format_summary_text,
 )
 from onstep.analysis.text_tables import table
@@ -96,7 +96,7 @@ def _shown(summaries: list[Summary], form: Format, *, with_header: bool) -> str:
         return format_summary_json(summaries[0] if len(summaries) == 1 else summaries)
     if form is Format.ONE_LINE:
         header = [ONE_LINE_HEADER] if with_header else []
-        return "\n".join([*header, *map(format_summary_one_line, summaries)])
+        return "\n".join([*header, *map(format_summary_oneline, summaries)])
     as_text = format_summary_markdown if form is Format.MARKDOWN else format_summary_text
     return "\n\n".join(map(as_text, summaries))
 

@@ -252,7 +252,17 @@ IDLE = (
 """The keys that another key can make meaningless. Not among them: keys that only several ranks or a GPU use, since one
 configuration serves many machines, and keys that a callback can use at run time."""
 
-_OF_TRAINER = ("label_names", "remove_unused_columns", "include_for_metrics", "prediction_loss_only")
+_OF_TRAINER = (
+    "label_names",
+    "remove_unused_columns",
+    "include_for_metrics",
+    "prediction_loss_only",
+    "eval_do_concat_batches",
+    "eval_use_gather_object",
+    "batch_eval_metrics",
+    "bf16_full_eval",
+    "fp16_full_eval",
+)
 """Entries of `trainer` that change what is computed."""
 
 _READ_BY_TRAINER = {

@@ -94,14 +94,10 @@ def check_phases(filled: ConfigContainer, iters: int, world_size: int) -> None:
             f"scheduler.lr_wsd_decay_{suffix}={wsd}: the WSD decay ({wsd} {unit}) is longer than what the schedule "
             f"({decay} {unit}) has after the warm-up ({warmup} {unit}); choose at most {room}, or a shorter warm-up."
         )
-    if warmup > decay:
-        raise ConfigError(
-            f"scheduler.lr_warmup_{suffix}={warmup} is longer than the learning-rate schedule of {decay} {unit}; "
-            f"choose at most {decay - 1}, or a longer run."
-        )
-    if warmup == decay:
+    if warmup >= decay:
         warnings.warn(
-            f"the warm-up ({warmup} {unit}) is as long as the learning-rate schedule; it is cut to {decay - 1}.",
+            f"the warm-up ({warmup} {unit}) is not shorter than the learning-rate schedule of {decay} {unit}; it is "
+            f"cut to {decay - 1}.",
             UserWarning,
             stacklevel=4,
         )

@@ -6,5 +6,6 @@ converted by hand in `conversion` and `schedules`.
 
 from onstep.config.hf.arguments import TrainingArguments, UnknownArgumentError
 from onstep.config.hf.conversion import args_to_config, config_to_args
+from onstep.config.hf.seq2seq import Seq2SeqTrainingArguments
 
-__all__ = ["TrainingArguments", "UnknownArgumentError", "args_to_config", "config_to_args"]
+__all__ = ["Seq2SeqTrainingArguments", "TrainingArguments", "UnknownArgumentError", "args_to_config", "config_to_args"]

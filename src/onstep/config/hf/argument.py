@@ -29,9 +29,6 @@ else:  # for transformers' HfArgumentParser, which reads the first type only, or
 LOG_LEVELS = {"passive": None, "detail": 10, "debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 """Hugging Face's names of log levels; 'passive' leaves the level unchanged."""
 
-OPTIMIZERS = {"adamw_torch_fused": "adam", "adamw_torch": "adam", "sgd": "sgd"}
-"""`optim` and the corresponding optimizer."""
-
 STYLES = {
     "linear": "linear",
     "cosine": "cosine",
@@ -43,15 +40,25 @@ STYLES = {
 }
 """`lr_scheduler_type` and the corresponding `lr_decay_style`."""
 
+SCHEDULES = (
+    *STYLES,
+    *("cosine_with_restarts", "polynomial", "cosine_warmup_with_min_lr", "reduce_lr_on_plateau", "greedy"),
+)
+"""`lr_scheduler_type`: all of transformers 5.23; those without a `lr_decay_style` are transformers' own schedulers."""
+
+FOLLOW_METRIC = ("reduce_lr_on_plateau", "greedy")
+"""Schedules that follow the metric of the evaluations."""
+
 RENAMED = {
     "warmup_ratio": "warmup_steps: below 1 it is a share of the run",
     "evaluation_strategy": "eval_strategy",
     "no_cuda": "use_cpu",
-    "group_by_length": "train_sampling_strategy ('group_by_length' is not supported yet)",
     "per_gpu_train_batch_size": "per_device_train_batch_size",
     "per_gpu_eval_batch_size": "per_device_eval_batch_size",
     "tpu_num_cores": "torchrun to start more than one process",
     "half_precision_backend": "bf16 or fp16",
+    "use_legacy_prediction_loop": "evaluation_loop: override it in place of prediction_loop",
+    "include_inputs_for_metrics": "include_for_metrics=['inputs']",
 }
 """Names of earlier versions of transformers, and their replacements."""
 

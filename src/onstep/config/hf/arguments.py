@@ -5,21 +5,23 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, fields
 from enum import Enum
 from typing import Any, TypeVar
 
-from onstep.bounded_reading import integer_from_environment, parse_json
+from onstep.bounded_reading import parse_json
 from onstep.config.field_types import coerce, field_types
+from onstep.config.hf.accelerator import settle_accelerator
 from onstep.config.hf.argument import (
+    FOLLOW_METRIC,
     RENAMED,
     Values,
     declares_arguments,
 )
 from onstep.config.hf.checks import check_arguments
+from onstep.config.hf.compute_rules import check_compute, settle_compute
 from onstep.config.hf.fields.compute import ComputeArguments
 from onstep.config.hf.fields.data import DataArguments
 from onstep.config.hf.fields.evaluation import EvaluationArguments
@@ -27,7 +29,9 @@ from onstep.config.hf.fields.length import LengthArguments
 from onstep.config.hf.fields.logging import LoggingArguments
 from onstep.config.hf.fields.optimization import OptimizationArguments
 from onstep.config.hf.fields.saving import SavingArguments
+from onstep.config.hf.process import ProcessArguments
 from onstep.config.hf.reserved import ReservedArguments, check_reserved, reserved_fields
+from onstep.config.hf.setters import SettingMethods
 from onstep.config.lengths import share_of
 from onstep.config.suggestions import nearest, shown
 from onstep.config.trackers import tracker_list
@@ -36,6 +40,14 @@ from onstep.errors import ConfigError
 Arguments = TypeVar("Arguments", bound=type)
 
 
+_DICTIONARIES = (
+    "lr_scheduler_kwargs",
+    "activation_checkpointing_kwargs",
+    "gradient_checkpointing_kwargs",
+    "liger_kernel_config",
+    "config_overrides",
+)
+"""Fields that also accept a dictionary as JSON."""
 _SWITCHES = {"true": True, "false": False}
 """Texts of `HfArgumentParser`, which passes on what is typed, that are meant as switches."""
 
@@ -49,7 +61,7 @@ def is_greater_better(metric: str) -> bool:
     return not metric.endswith(("loss", "perplexity"))
 
 
-def _names_unknown_keywords(cls: Arguments) -> Arguments:
+def names_unknown_keywords(cls: Arguments) -> Arguments:
     """Make the constructor of a dataclass name the nearest field for an unknown keyword."""
     generated: Callable[..., None] = vars(cls)["__init__"]
     known = [f.name for f in fields(cls) if f.init]
@@ -66,7 +78,15 @@ def _names_unknown_keywords(cls: Arguments) -> Arguments:
     return cls
 
 
-@_names_unknown_keywords
+@dataclass
+class _Directory:
+    """The one argument that may be passed by position, also where a subclass declares others again."""
+
+    output_dir: str | None = None
+    """Directory of the run: `<run.output_dir>/<run.name>`."""
+
+
+@names_unknown_keywords
 @declares_arguments
 @dataclass
 class TrainingArguments(
@@ -78,6 +98,9 @@ class TrainingArguments(
     EvaluationArguments,
     SavingArguments,
     ReservedArguments,
+    ProcessArguments,
+    SettingMethods,
+    _Directory,
 ):
     """A run in the words of Hugging Face's `TrainingArguments`.
 
@@ -90,11 +113,12 @@ class TrainingArguments(
         ConfigError: an unknown name, a value of another type or out of range, or one that is not supported.
     """
 
-    output_dir: str | None = None
-    """Directory of the run: `<run.output_dir>/<run.name>`."""
     _: KW_ONLY
     config_overrides: Values | None = None
     """Values of the `ConfigContainer` that have no name above, by section or dotted key; they win."""
+
+    use_legacy_prediction_loop = False
+    """For code of transformers 4 that reads it; True calls `prediction_loop` in place of `evaluation_loop`."""
 
     def __post_init__(self) -> None:
         self._settle()
@@ -112,6 +136,7 @@ class TrainingArguments(
         self.report_to = tracker_list(self.report_to, "TrainingArguments.report_to")
         check_reserved(self)
         check_arguments(self)
+        check_compute(self)
 
     def _settle(self) -> None:
         """Turn enum members into their values and fill in what Hugging Face fills in."""
@@ -122,13 +147,20 @@ class TrainingArguments(
             elif isinstance(value, list):
                 setattr(self, each.name, [v.value if isinstance(v, Enum) else v for v in value])
         self.output_dir = os.path.expanduser("trainer_output" if self.output_dir is None else self.output_dir)
-        for name in ("lr_scheduler_kwargs", "config_overrides"):
+        for name in _DICTIONARIES:
             value = getattr(self, name)
             if isinstance(value, str):
                 setattr(self, name, _dictionary(value, f"TrainingArguments.{name}"))
+        settle_compute(self)
         resume = self.resume_from_checkpoint
         if isinstance(resume, str) and resume.lower() in _SWITCHES and not os.path.exists(resume):
             self.resume_from_checkpoint = _SWITCHES[resume.lower()]
+        settle_accelerator(self)
+        self._settle_strategy()
+        counted = self.include_num_input_tokens_seen
+        counted = _SWITCHES.get(counted.lower(), counted) if isinstance(counted, str) else counted
+        if isinstance(counted, bool):
+            self.include_num_input_tokens_seen = "all" if counted else "no"
         if self.eval_strategy == "steps" and not self.eval_steps:
             self.eval_steps = self.logging_steps
         if self.eval_strategy != "no":
@@ -136,63 +168,25 @@ class TrainingArguments(
         # one metric chooses the best checkpoints, under whichever of its two names it was given
         if self.metric_for_best_model is None and self.preserve_best_model:
             self.metric_for_best_model = self.best_model_metric
-        if self.metric_for_best_model is None and self.load_best_model_at_end:
+        if self.metric_for_best_model is None and (
+            self.load_best_model_at_end or self.lr_scheduler_type in FOLLOW_METRIC
+        ):
             self.metric_for_best_model = "loss"
         if self.greater_is_better is None and self.preserve_best_model:
             self.greater_is_better = self.best_model_greater_is_better
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             self.greater_is_better = is_greater_better(self.metric_for_best_model)
 
-    @property
-    def train_batch_size(self) -> int:
-        """Samples of one forward pass on this rank."""
-        return self.per_device_train_batch_size
-
-    @property
-    def eval_batch_size(self) -> int:
-        """Samples of one evaluation batch on this rank."""
-        return self.per_device_eval_batch_size
-
-    @property
-    def world_size(self) -> int:
-        """Processes of the run (`WORLD_SIZE`)."""
-        return integer_from_environment("WORLD_SIZE", 1)
-
-    @property
-    def process_index(self) -> int:
-        """Rank of this process (`RANK`)."""
-        return integer_from_environment("RANK", 0)
-
-    @property
-    def local_process_index(self) -> int:
-        """Rank of this process on its machine (`LOCAL_RANK`)."""
-        return integer_from_environment("LOCAL_RANK", 0)
-
-    @property
-    def device(self) -> str:
-        """Where this rank trains, as text: 'cpu' or 'cuda:<local rank>'.
-
-        Asks torch only if it is imported already, so that reading arguments does not import it; before that, 'cpu'.
-        """
-        torch = sys.modules.get("torch")
-        if self.use_cpu or torch is None or not torch.cuda.is_available():
-            return "cpu"
-        return f"cuda:{self.local_process_index}"
-
-    @property
-    def n_gpu(self) -> int:
-        """GPUs of this process: 0 or 1."""
-        return 0 if self.device == "cpu" else 1
-
-    @property
-    def should_log(self) -> bool:
-        """Whether this process reports: the first of each machine, or of all with `log_on_each_node=False`."""
-        return (self.local_process_index if self.log_on_each_node else self.process_index) == 0
-
-    @property
-    def should_save(self) -> bool:
-        """Whether this process writes the weights."""
-        return self.process_index == 0
+    def _settle_strategy(self) -> None:
+        """`group_by_length` is another name for a value of `train_sampling_strategy`."""
+        if self.group_by_length and self.train_sampling_strategy not in ("random", "group_by_length"):
+            raise ConfigError(
+                f"TrainingArguments.group_by_length=True contradicts train_sampling_strategy="
+                f"{self.train_sampling_strategy!r}; drop one of them."
+            )
+        if self.group_by_length:
+            self.train_sampling_strategy = "group_by_length"
+        self.group_by_length = self.train_sampling_strategy == "group_by_length"
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Steps of the warm-up in a run of `num_training_steps`."""
@@ -208,6 +202,11 @@ class TrainingArguments(
     def to_json_string(self) -> str:
         """`to_dict()` as JSON."""
         return json.dumps(self.to_dict(), indent=2)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """`to_dict()` with the batch sizes, and text in place of what is not a number, switch or text: for trackers."""
+        values = {**self.to_dict(), "train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
+        return {name: one if type(one) in (bool, int, float, str) else str(one) for name, one in values.items()}
 
 
 def _dictionary(text: str, name: str) -> Any:

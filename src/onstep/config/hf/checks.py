@@ -6,7 +6,9 @@ import math
 from fractions import Fraction
 from typing import Any
 
-from onstep.config.hf.argument import rules_of
+from onstep.bounded_reading import integer_from_environment
+from onstep.config.hf.argument import FOLLOW_METRIC, rules_of
+from onstep.config.hf.optimizers import WITHOUT_BETAS, check_optimizer
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 
@@ -21,6 +23,12 @@ def check_arguments(args: Any) -> None:
             raise ConfigError(f"TrainingArguments.{name}={value!r} is not supported; use one of {spelled}.{hint}")
         if rule.bound and value is not None and not (rule.bound.holds(value) and value < math.inf):
             raise ConfigError(f"TrainingArguments.{name}={value} must be {rule.bound.text} and finite.")
+    check_optimizer(args)
+    if args.lr_scheduler_type in FOLLOW_METRIC and not evaluates(args):
+        raise ConfigError(
+            f"TrainingArguments.lr_scheduler_type={args.lr_scheduler_type!r} follows the metric of the evaluations; "
+            f"set eval_strategy."
+        )
     if args.max_steps <= 0 and not 0 < args.num_train_epochs < math.inf:
         raise ConfigError(
             f"TrainingArguments.num_train_epochs={args.num_train_epochs} must be > 0; for a length in steps set "
@@ -38,12 +46,19 @@ def check_arguments(args: Any) -> None:
     for what in ("logging", "eval", "save"):
         if getattr(args, f"{what}_strategy") == "steps":
             _check_interval(f"{what}_steps", getattr(args, f"{what}_steps"))
+    if args.save_on_each_node and args.world_size > integer_from_environment("LOCAL_WORLD_SIZE", 1):
+        raise ConfigError(
+            "TrainingArguments.save_on_each_node=True is not supported with ranks on several machines: rank 0 "
+            "completes a checkpoint whose files it sees; use an output_dir on storage that all machines share."
+        )
     given = {"bf16=True": "bf16"} if args.bf16 else {}
     given |= {"fp16=True": "fp16"} if args.fp16 else {}
     given |= {f"mixed_precision={args.mixed_precision!r}": args.mixed_precision} if args.mixed_precision else {}
     if len(set(given.values())) > 1:  # several arguments may say the precision, and must say the same
         first, second, *_ = given
         raise ConfigError(f"TrainingArguments: {first} contradicts {second}; drop one of them.")
+    if args.bf16_full_eval and args.fp16_full_eval:
+        raise ConfigError("TrainingArguments: bf16_full_eval=True contradicts fp16_full_eval=True; drop one of them.")
     if args.save_total_limit is not None and args.save_total_limit < 1:
         raise ConfigError(
             f"TrainingArguments.save_total_limit={args.save_total_limit} would keep no checkpoint; use None for all, "
@@ -104,8 +119,19 @@ def idle_arguments(args: Any) -> list[tuple[str, list[str]]]:
     rows = (
         (args.eval_strategy != "no", "an eval_strategy", {"eval_steps": None, "eval_delay": 0}),
         (args.max_steps < 1, "max_steps=-1, which else is the length", {"num_train_epochs": 3.0}),
-        (args.lr_scheduler_type != "constant", "lr_scheduler_type='constant_with_warmup'", {"warmup_steps": 0}),
+        (
+            args.lr_scheduler_type not in ("constant", *FOLLOW_METRIC),
+            "lr_scheduler_type='constant_with_warmup'",
+            {"warmup_steps": 0},
+        ),
+        (
+            args.optim not in WITHOUT_BETAS,
+            "an optim with betas",
+            {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8},
+        ),
         (args.preserve_best_model, "preserve_best_model=True", {"preserve_n_best": 1, "best_model_metric": "loss"}),
+        (args.activation_checkpointing, "activation_checkpointing=True", {"activation_checkpointing_kwargs": None}),
+        (args.use_liger_kernel, "use_liger_kernel=True", {"liger_kernel_config": None}),
         (args.dataloader_num_workers > 0, "dataloader_num_workers > 0", {"dataloader_persistent_workers": False}),
     )
     found = [

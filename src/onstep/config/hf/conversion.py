@@ -8,8 +8,9 @@ from typing import Any
 
 from onstep.config.container import ConfigContainer
 from onstep.config.field_types import accepts_none, field_types
-from onstep.config.hf.argument import KEY_OF, LOG_LEVELS, OPTIMIZERS
+from onstep.config.hf.argument import KEY_OF, LOG_LEVELS
 from onstep.config.hf.arguments import TrainingArguments, build_silently, is_greater_better
+from onstep.config.hf.optimizers import NATIVE
 from onstep.config.hf.schedules import named_schedule, set_schedule
 from onstep.config.keys import diff
 from onstep.config.lengths import share_of, steps_of_epochs
@@ -24,6 +25,7 @@ DDP_FIELDS = {
     "ddp_find_unused_parameters": "find_unused_parameters",
     "ddp_broadcast_buffers": "broadcast_buffers",
     "ddp_bucket_cap_mb": "bucket_cap_mb",
+    "ddp_static_graph": "static_graph",
 }
 """Arguments whose None is the default of a field of `config.ddp`."""
 
@@ -109,7 +111,7 @@ def _set_run(args: TrainingArguments, config: ConfigContainer, world_size: int) 
         config.train.num_epochs = args.num_train_epochs
     config.train.global_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size
     config.validation.eval_global_batch_size = args.per_device_eval_batch_size * world_size
-    config.dataset.shuffle = args.train_sampling_strategy == "random"
+    config.dataset.shuffle = args.train_sampling_strategy != "sequential"
 
 
 def _set_intervals(args: TrainingArguments, config: ConfigContainer, total_steps: int | None) -> None:
@@ -143,7 +145,7 @@ def _set_evaluation(args: TrainingArguments, config: ConfigContainer) -> None:
 
 def _set_optimizer(args: TrainingArguments, config: ConfigContainer) -> None:
     optimizer = config.optimizer
-    optimizer.optimizer = OPTIMIZERS[args.optim]
+    optimizer.optimizer = NATIVE.get(args.optim, "adam")
     if optimizer.optimizer == "sgd":
         optimizer.sgd_momentum = 0.0
     optimizer.clip_grad = args.max_grad_norm or None

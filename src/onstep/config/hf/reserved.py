@@ -5,23 +5,17 @@ from __future__ import annotations
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
 
-from onstep.config.hf.argument import DECLARED, KEY_OF, Choice, declares_arguments
+from onstep.config.hf.argument import DECLARED, KEY_OF, declares_arguments
 from onstep.errors import ConfigError
 
 T = TypeVar("T")
 
 _SHARDING = "sharded training comes with a later version"
-_HUB = "nothing is uploaded; push the directory of the final weights yourself"
-_COMPILE = "pass a compiled model instead"
-
-_DEFAULT_ACCELERATOR: dict[str, Any] = {
-    "split_batches": False,
-    "dispatch_batches": None,
-    "even_batches": True,
-    "use_seedable_sampler": True,
-    "non_blocking": False,
-    "gradient_accumulation_kwargs": None,
-}
+_WHOLE = (
+    f"{_SHARDING}; every rank holds the whole model: to save memory use bf16=True, activation_checkpointing=True, a "
+    f"smaller per_device_train_batch_size with gradient_accumulation_steps, or LoRA"
+)
+_HUB = "training uploads nothing; afterwards: hf upload REPO OUTPUT_DIR, or huggingface_hub.upload_folder"
 
 
 def reserved(default: T, reason: str = "", *, same: tuple[Any, ...] = ()) -> T:
@@ -37,64 +31,36 @@ def reserved(default: T, reason: str = "", *, same: tuple[Any, ...] = ()) -> T:
 class ReservedArguments:
     """Hugging Face's and Forgather's names that have no effect here; Hugging Face's first, in its order."""
 
-    optim_args: Any = reserved(
-        None, "set options of the optimizer in config_overrides, such as {'optimizer.sgd_momentum': 0.9}"
-    )
-    optim_target_modules: Any = None
     average_tokens_across_devices: bool = reserved(True, "the loss is the mean over the tokens of all ranks")
-    label_smoothing_factor: float = 0.0
-    bf16_full_eval: bool = False
-    fp16_full_eval: bool = False
-    tf32: bool | None = None
-    activation_checkpointing: bool | None = reserved(None, same=(False,))
-    activation_checkpointing_kwargs: Any = None
-    gradient_checkpointing: bool | None = reserved(None, same=(False,))
-    gradient_checkpointing_kwargs: Any = None
-    torch_compile: bool = reserved(False, _COMPILE)
-    torch_compile_backend: str | None = reserved(None, _COMPILE)
-    torch_compile_mode: str | None = reserved(None, _COMPILE)
-    use_liger_kernel: bool = False
-    liger_kernel_config: Any = None
-    use_cache: bool = False
-    neftune_noise_alpha: float | None = None
-    torch_empty_cache_steps: int | None = None
-    auto_find_batch_size: bool = False
-    logging_nan_inf_filter: bool = reserved(True, same=(False,))
-    include_num_input_tokens_seen: Choice = reserved("no", same=(False, "False", "false"))
-    log_level_replica: str = "warning"
-    trackio_static_space_id: Any = None
-    eval_do_concat_batches: bool = True
-    eval_use_gather_object: bool = False
-    batch_eval_metrics: bool = False
-    save_on_each_node: bool = reserved(False, "checkpoints are on storage that all nodes see")
+    trackio_static_space_id: Any = reserved(
+        None,
+        "a run is logged to the Space of trackio_space_id as it goes; to freeze that afterwards: trackio freeze",
+        same=(False,),
+    )
     push_to_hub: bool = reserved(False, _HUB)
     hub_token: str | None = reserved(None, _HUB, same=("<HUB_TOKEN>",))
-    hub_private_repo: bool | None = None
-    hub_model_id: str | None = None
-    hub_strategy: str = "every_save"
-    hub_always_push: bool = False
-    hub_revision: str | None = None
+    hub_private_repo: bool | None = reserved(None, _HUB)
+    hub_model_id: str | None = reserved(None, _HUB)
+    hub_strategy: str = reserved("every_save", _HUB)
+    hub_always_push: bool = reserved(False, _HUB)
+    hub_revision: str | None = reserved(None, _HUB)
     ignore_data_skip: bool = reserved(False, "a resumed run continues at the very sample where it stopped")
-    full_determinism: bool = False
-    accelerator_config: Any = reserved(None, same=(_DEFAULT_ACCELERATOR, {}))
-    parallelism_config: Any = reserved(None, _SHARDING)
-    dataloader_prefetch_factor: int | None = None
-    dataloader_multiprocessing_context: str | None = None
-    dataloader_in_order: bool = True
-    length_column_name: str = "length"
-    ddp_static_graph: bool | None = reserved(None, same=(False,))
-    fsdp: Any = reserved(None, _SHARDING, same=("", False, []))
-    fsdp_config: Any = reserved(None, _SHARDING, same=({},))
-    deepspeed: Any = reserved(None, _SHARDING)
-    debug: str = reserved("", same=(None, []))
-    skip_memory_metrics: bool = True
+    parallelism_config: Any = reserved(None, f"{_SHARDING}; start data parallelism with torchrun, without it")
+    dataloader_in_order: bool = reserved(
+        True, "batches are always trained on in their order, which a resumed run has again"
+    )
+    fsdp: Any = reserved(None, _WHOLE, same=("", False, []))
+    fsdp_config: Any = reserved(None, _WHOLE, same=({},))
+    deepspeed: Any = reserved(None, _WHOLE)
 
     overwrite_output_dir: bool = reserved(
         False, "config_overrides={'run.fresh': True} starts a new run beside the old one"
     )
     epoch_train_steps: int = reserved(100000, "give the length of a run over data without a length as max_steps")
     gc_threshold: float = 0.5
-    save_safetensors: bool = reserved(True, "checkpoints hold safetensors and JSON, never a pickle")
+    save_safetensors: bool = reserved(
+        True, "weights are safetensors, never a pickle; to convert: torch.save(safetensors.torch.load_file(...), ...)"
+    )
     fuse_optim_with_backward: bool = reserved(False, "the update follows the whole backward pass")
     speed_metrics_start_step: int = reserved(1, "the speed of a run is measured from the end of its first step")
     set_dataset_epoch: bool = reserved(True, "set_epoch of a dataset is called for every epoch")

@@ -13,29 +13,91 @@ from onstep.errors import ConfigError
 WSD_STYLES = {"linear": "linear", "cosine": "cosine", "1-sqrt": "minus_sqrt"}
 """`decay_type` of Hugging Face's warmup_stable_decay and our `lr_wsd_decay_style`."""
 
+_WITH_MINIMUM = ("num_cycles", "min_lr", "min_lr_rate")
+_OF_PLATEAU = ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lr", "eps")
 _KWARGS: dict[str, tuple[str, ...]] = {
     "cosine": ("num_cycles",),
-    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
+    "cosine_with_restarts": ("num_cycles",),
+    "cosine_with_min_lr": _WITH_MINIMUM,
+    "cosine_warmup_with_min_lr": (*_WITH_MINIMUM, "warmup_lr_rate"),
+    "polynomial": ("lr_end", "power"),
     "inverse_sqrt": ("timescale",),
-    "warmup_stable_decay": ("num_decay_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"),
+    "warmup_stable_decay": (
+        *("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"),
+    ),
+    "reduce_lr_on_plateau": _OF_PLATEAU,
+    "greedy": (*_OF_PLATEAU, "warmup", "max_lr", "verbose", "smooth", "window_size", "reset_start"),
 }
+"""The keywords of each schedule in transformers 5.23, but for `last_epoch`, which a resumed run restores."""
+
+
+def check_schedule(args: Any) -> None:
+    """Refuse (ConfigError) keywords that the schedule does not read, and a lack of those that it requires."""
+    name, kwargs = args.lr_scheduler_type, args.lr_scheduler_kwargs or {}
+    for key in kwargs:
+        if key not in _KWARGS.get(name, ()):
+            allowed = ", ".join(_KWARGS.get(name, ())) or "nothing"
+            raise ConfigError(
+                f"lr_scheduler_kwargs of {name!r} has {key!r}, which it does not read; it reads {allowed}."
+            )
+    given = [key for key in ("min_lr", "min_lr_rate") if kwargs.get(key) is not None]
+    if "min_lr_rate" in _KWARGS.get(name, ()) and len(given) != 1:
+        raise ConfigError(f"lr_scheduler_type={name!r} requires lr_scheduler_kwargs with one of min_lr, min_lr_rate.")
+    steps = kwargs.get("num_decay_steps")
+    if name == "warmup_stable_decay" and not (isinstance(steps, int) and steps > 0):
+        raise ConfigError(
+            "lr_scheduler_type='warmup_stable_decay' requires lr_scheduler_kwargs={'num_decay_steps': <steps>}."
+        )
+    if kwargs.get("decay_type", "cosine") not in WSD_STYLES:
+        raise ConfigError(f"lr_scheduler_kwargs decay_type={kwargs['decay_type']!r} must be {' | '.join(WSD_STYLES)}.")
+
+
+def is_native(args: Any, total_steps: int | None, *, scales_groups: bool = False) -> bool:
+    """Whether a schedule of the configuration has the curve of the one that the arguments name.
+
+    Args:
+        total_steps: steps of the run; None if they are not known yet.
+        scales_groups: whether each group has a learning rate of its own, of which a smallest rate is then a share.
+    """
+    name, kwargs = args.lr_scheduler_type, args.lr_scheduler_kwargs or {}
+    warmup = args.get_warmup_steps(total_steps or 0) if total_steps or args.warmup_steps >= 1 else None
+    if name not in STYLES or kwargs.get("num_cycles", 0.5) != 0.5:
+        return False
+    if name != "constant" and total_steps and warmup and warmup >= total_steps:
+        return False
+    if name == "inverse_sqrt":
+        return args.warmup_steps > 0 and kwargs.get("timescale") in (None, warmup)
+    if name == "warmup_stable_decay":
+        if kwargs.get("warmup_type", "linear") != "linear" or kwargs.get("num_stable_steps") is not None:
+            return False
+        has_room = total_steps is None or (warmup or 0) + kwargs["num_decay_steps"] <= total_steps
+        return has_room and not (scales_groups and kwargs.get("min_lr_ratio"))
+    return not (scales_groups and name == "cosine_with_min_lr")
 
 
 def set_schedule(args: TrainingArguments, config: ConfigContainer, total_steps: int | None) -> None:
-    """A warm-up that is a share of the run becomes a number of steps where `total_steps` is known.
+    """A schedule that only transformers has is 'constant' in the configuration.
+
+    A warm-up that is a share of the run becomes a number of steps where `total_steps` is known.
 
     Source: transformers 5.23, optimization.py; the curves of both are compared in the tests.
     """
-    kwargs = _checked_kwargs(args)
-    config.scheduler.lr_decay_style = STYLES[args.lr_scheduler_type]
-    if args.lr_scheduler_type != "constant":
+    check_schedule(args)
+    name, kwargs = args.lr_scheduler_type, args.lr_scheduler_kwargs or {}
+    assert isinstance(kwargs, dict)
+    if not is_native(args, total_steps):
+        config.scheduler.lr_decay_style = "constant"
+        return
+    config.scheduler.lr_decay_style = STYLES[name]
+    if name != "constant":
         if args.warmup_steps >= 1 or total_steps is not None:
             config.scheduler.lr_warmup_iters = args.get_warmup_steps(total_steps or 0)
         elif args.warmup_steps > 0:
             config.scheduler.lr_warmup_fraction = float(args.warmup_steps)
-    if args.lr_scheduler_type == "cosine_with_min_lr":
-        config.optimizer.min_lr = _min_lr(args.learning_rate, kwargs)
-    elif args.lr_scheduler_type == "warmup_stable_decay":
+    if name == "cosine_with_min_lr":
+        rate = kwargs.get("min_lr")
+        config.optimizer.min_lr = float(args.learning_rate * kwargs["min_lr_rate"] if rate is None else rate)
+    elif name == "warmup_stable_decay":
         _set_wsd(args, kwargs, config)
 
 
@@ -58,47 +120,9 @@ def named_schedule(scheduler: SchedulerConfig, optimizer: OptimizerConfig) -> di
     return {**named, "warmup_steps": warmup}
 
 
-def _checked_kwargs(args: TrainingArguments) -> dict[str, Any]:
-    kwargs = args.lr_scheduler_kwargs
-    assert not isinstance(kwargs, str)
-    kwargs = kwargs or {}
-    name = args.lr_scheduler_type
-    for key in kwargs:
-        if key not in _KWARGS.get(name, ()):
-            allowed = ", ".join(_KWARGS.get(name, ())) or "nothing"
-            raise ConfigError(f"lr_scheduler_kwargs of {name!r} has {key!r}; supported here: {allowed}.")
-    if kwargs.get("num_cycles", 0.5) != 0.5:
-        raise ConfigError(f"lr_scheduler_kwargs num_cycles={kwargs['num_cycles']} must be 0.5: one half of a cosine.")
-    if kwargs.get("warmup_type", "linear") != "linear":
-        raise ConfigError(f"lr_scheduler_kwargs warmup_type={kwargs['warmup_type']!r} must be 'linear'.")
-    if name == "inverse_sqrt":
-        timescale = kwargs.get("timescale")
-        if args.warmup_steps == 0:
-            raise ConfigError("lr_scheduler_type='inverse_sqrt' requires warmup_steps > 0, which is its time scale.")
-        if timescale is not None and timescale != args.warmup_steps:
-            raise ConfigError(f"lr_scheduler_kwargs timescale={timescale} must equal warmup_steps={args.warmup_steps}.")
-    return kwargs
-
-
-def _min_lr(lr: float, kwargs: dict[str, Any]) -> float:
-    given = [kwargs[key] for key in ("min_lr", "min_lr_rate") if kwargs.get(key) is not None]
-    if len(given) != 1:
-        raise ConfigError(
-            "lr_scheduler_type='cosine_with_min_lr' requires lr_scheduler_kwargs with one of min_lr, min_lr_rate."
-        )
-    return float(given[0]) if kwargs.get("min_lr") is not None else lr * float(given[0])
-
-
 def _set_wsd(args: TrainingArguments, kwargs: dict[str, Any], config: ConfigContainer) -> None:
-    steps, decay_type = kwargs.get("num_decay_steps"), kwargs.get("decay_type", "cosine")
-    if not isinstance(steps, int) or steps <= 0:
-        raise ConfigError(
-            "lr_scheduler_type='warmup_stable_decay' requires lr_scheduler_kwargs={'num_decay_steps': <steps>}."
-        )
-    if decay_type not in WSD_STYLES:
-        raise ConfigError(f"lr_scheduler_kwargs decay_type={decay_type!r} must be {' | '.join(WSD_STYLES)}.")
-    config.scheduler.lr_wsd_decay_iters = steps
-    config.scheduler.lr_wsd_decay_style = WSD_STYLES[decay_type]
+    config.scheduler.lr_wsd_decay_iters = kwargs["num_decay_steps"]
+    config.scheduler.lr_wsd_decay_style = WSD_STYLES[kwargs.get("decay_type", "cosine")]
     ratio = float(kwargs.get("min_lr_ratio", 0.0))
     if ratio:
         # Hugging Face's warm-up of this schedule starts at the minimum, not at 0.

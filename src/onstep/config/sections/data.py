@@ -140,6 +140,20 @@ class DatasetConfig(ConfigSection):
     persistent_workers: bool = option(
         True, SAFE, hf="dataloader_persistent_workers", help="Keep worker processes between epochs."
     )
+    prefetch_factor: int | None = option(
+        None,
+        SAFE,
+        bound="> 0",
+        hf="dataloader_prefetch_factor",
+        help="Micro-batches that each worker process reads ahead; None is torch's default, 2.",
+    )
+    multiprocessing_context: str | None = option(
+        None,
+        SAFE,
+        choices=("fork", "spawn", "forkserver"),
+        hf="dataloader_multiprocessing_context",
+        help="How worker processes are started: fork | spawn | forkserver; None is Python's default.",
+    )
 
 
 @dataclass

@@ -63,3 +63,6 @@ class DistributedDataParallelConfig(ConfigSection):
     find_unused_parameters: bool = option(False, SAFE, help="Search for parameters that a step does not use.")
     broadcast_buffers: bool = option(False, TRAJECTORY, help="Broadcast buffers from rank 0 at each forward pass.")
     gradient_as_bucket_view: bool = option(True, SAFE, help="Make gradients views of the buckets.")
+    static_graph: bool = option(
+        False, SAFE, help="Every step uses the same parameters in the same order, which torch then relies on."
+    )

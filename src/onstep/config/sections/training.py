@@ -82,6 +82,14 @@ class TrainingConfig(ConfigSection):
         help="When to release a GPU's unused memory: 0 never, 1 before each update and after each evaluation "
         "batch, 2 after each update too.",
     )
+    empty_unused_memory_interval: int | None = option(
+        None,
+        SAFE,
+        bound="> 0",
+        hf="torch_empty_cache_steps",
+        help="Steps between releases of a GPU's unused memory, before the backward passes of a step; None releases as "
+        "`empty_unused_memory_level` says.",
+    )
     check_weight_hash_across_dp_replicas_interval: int | None = option(
         None,
         SAFE,
@@ -140,6 +148,12 @@ class TrainingConfig(ConfigSection):
     )
     exit_signals: list[str] = option(
         ["SIGTERM", "SIGINT", "SIGUSR1"], SAFE, help="Names of the signals that ask a run to save and exit."
+    )
+    exit_signal: str | int | None = option(
+        None,
+        SAFE,
+        help="Name or number of the only signal that asks a run to save and exit, in place of `exit_signals` (Megatron "
+        "Bridge's name).",
     )
     data_timeout: float | None = option(
         None,

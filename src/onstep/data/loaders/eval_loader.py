@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 from onstep.data.loaders.collate import Collate, is_map_style, length_of, samples_in
+from onstep.data.loaders.epoch_orders import EpochBatches
 from onstep.data.loaders.iterable_loader import StreamReader
 from onstep.data.loaders.micro_batch_reader import MicroBatchReader
 from onstep.data.loaders.sample_order import MicroBatchLayout, SampleOrder, micro_batches_of_epoch
@@ -20,7 +21,8 @@ class EvalLoader:
     A global batch is `num_microbatches` rows (see `onstep.data.loaders.sample_order`); in the last one, a rank without
     a sample repeats one as a filler, so that every rank has the same number of micro-batches. Iterable datasets also
     work, and so do loaders of ready-made batches with ``already_batched=True``; they must restart each time they are
-    iterated. Random numbers drawn in workers are the same in each pass.
+    iterated. Random numbers drawn in workers are the same in each pass. `listed` gives the micro-batches of a map-style
+    dataset, which are dealt to the ranks in turn.
 
     Raises:
         DataError: for invalid sizes or an empty dataset.
@@ -38,6 +40,8 @@ class EvalLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
         already_batched: bool = False,
+        listed: EpochBatches | None = None,
+        **worker_options: Any,
     ) -> None:
         if num_microbatches < 1:
             raise DataError(f"num_microbatches must be >= 1, got {num_microbatches}")
@@ -45,24 +49,38 @@ class EvalLoader:
         self._num_microbatches = num_microbatches
         self._already_batched = already_batched
         self._dataset = dataset
+        self._listed = listed
         self._reader: MicroBatchReader | StreamReader
         if is_map_style(dataset) and not already_batched:
-            self._reader = MicroBatchReader(dataset, collate_fn, num_workers=num_workers, pin_memory=pin_memory)
+            self._reader = MicroBatchReader(
+                dataset, collate_fn, num_workers=num_workers, pin_memory=pin_memory, **worker_options
+            )
         else:
             self._reader = StreamReader(
-                dataset, self._layout, collate_fn, already_batched, num_workers=num_workers, pin_memory=pin_memory
+                dataset,
+                self._layout,
+                collate_fn,
+                already_batched,
+                num_workers=num_workers,
+                pin_memory=pin_memory,
+                **worker_options,
             )
-        if length_of(dataset) == 0:
+        if length_of(dataset) == 0 or (listed is not None and not listed.ends.size):
             raise DataError("the evaluation dataset is empty: it has 0 samples; give it data or disable evaluation")
 
     @property
     def num_samples(self) -> int | None:
         """Number of samples of the dataset over all ranks; None if it has no length."""
+        if self._listed is not None:
+            return int(self._listed.ends[-1])
         return samples_in(self._dataset, self._already_batched)
 
     @property
     def num_batches(self) -> int | None:
         """Number of global batches in the whole dataset; None if it has no length."""
+        if self._listed is not None:
+            num_rows = self._listed.row_ends(self._layout.world_size).size
+            return -(-num_rows // self._num_microbatches)
         length = length_of(self._dataset)
         if length is None:
             return None
@@ -93,5 +111,8 @@ class EvalLoader:
     def _open(self) -> Iterator[StepBatches]:
         if isinstance(self._reader, StreamReader):
             return self._reader.open()
+        if self._listed is not None:
+            rows = self._listed.rows(0, self._layout.rank, self._layout.world_size)
+            return self._reader.open(rows, epoch=0)
         order = SampleOrder(len(self._dataset), seed=0, epoch=0, shuffle=False)
         return self._reader.open(micro_batches_of_epoch(order, self._layout, start=0), epoch=0)

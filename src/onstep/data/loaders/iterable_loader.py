@@ -71,6 +71,7 @@ class StreamReader:
         num_workers: int = 0,
         pin_memory: bool = False,
         seed: int = 0,
+        **worker_options: Any,
     ) -> None:
         if num_workers < 0:
             raise DataError(f"num_workers must be >= 0, got {num_workers}; 0 reads in this process")
@@ -82,6 +83,7 @@ class StreamReader:
         self._pins_memory = should_pin(pin_memory)
         self._seed = seed
         self._generator = torch.Generator().manual_seed(seed % 2**63)
+        self._worker_options = {"worker_init_fn": outlive_the_group, **worker_options}
 
     def open(self, skip_samples: int = 0, *, epoch: int = 0) -> Iterator[StepBatches]:
         """The rows of a new pass, after reading and discarding its first `skip_samples` samples (over all ranks).
@@ -98,7 +100,7 @@ class StreamReader:
                     num_workers=1,
                     pin_memory=self._pins_memory,
                     generator=self._generator,
-                    worker_init_fn=outlive_the_group,
+                    **self._worker_options,
                 )
             )
         rows = self._rows_of_batches(skip_samples) if self._already_batched else self._rows_of_samples(skip_samples)
@@ -241,6 +243,7 @@ class IterableLoader(Unindexed):
         already_batched: bool = False,
         epoch: int = 0,
         samples_in_epoch: int = 0,
+        **worker_options: Any,
     ) -> None:
         self._layout = MicroBatchLayout(micro_batch_size, rank, world_size)
         if global_batch_size is not None and not already_batched:
@@ -256,6 +259,7 @@ class IterableLoader(Unindexed):
             num_workers=num_workers,
             pin_memory=pin_memory,
             seed=seed,
+            **worker_options,
         )
         self._seeding = EpochSeeding(source, seed, rank)
         self._stream: Iterator[StepBatches] | None = None

@@ -28,6 +28,9 @@ class TrainLoader:
     micro-batches, the last of which may be smaller; a rank without a sample repeats one as a filler, so that every rank
     has the same number of micro-batches.
 
+    Args:
+        worker_options: further options of torch's DataLoader for the workers, such as `prefetch_factor`.
+
     Raises:
         DataError: for inconsistent sizes, an empty dataset, or one smaller than a global batch.
     """
@@ -51,6 +54,7 @@ class TrainLoader:
         persistent_workers: bool = False,
         epoch: int = 0,
         samples_in_epoch: int = 0,
+        **worker_options: Any,
     ) -> None:
         self._layout = MicroBatchLayout(micro_batch_size, rank, world_size)
         self._layout.check_global_batch(global_batch_size)
@@ -70,6 +74,7 @@ class TrainLoader:
             pin_memory=pin_memory,
             persistent_workers=persistent_workers,
             seed=seed,
+            **worker_options,
         )
         self._stream: Iterator[StepBatches] | None = None
         self.seek(epoch, samples_in_epoch)

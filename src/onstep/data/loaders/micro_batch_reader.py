@@ -69,6 +69,9 @@ class MicroBatchReader:
     the random state of this process: what a worker draws for a row depends only on `seed`, the epoch and the row's
     position. Without workers, a dataset draws from this process's random state.
 
+    Args:
+        options: further options of torch's DataLoader for the workers, such as `prefetch_factor`.
+
     Raises:
         DataError: for a negative `num_workers`.
     """
@@ -82,6 +85,7 @@ class MicroBatchReader:
         pin_memory: bool = False,
         persistent_workers: bool = False,
         seed: int = 0,
+        **options: Any,
     ) -> None:
         if num_workers < 0:
             raise DataError(f"num_workers must be >= 0, got {num_workers}; 0 reads in this process")
@@ -99,7 +103,7 @@ class MicroBatchReader:
             pin_memory=self._pins_memory,
             persistent_workers=persistent_workers,
             generator=torch.Generator().manual_seed(seed % 2**63),
-            worker_init_fn=outlive_the_group,
+            **{"worker_init_fn": outlive_the_group, **options},
         )
         self._loader: DataLoader[Any] | None = None
 

@@ -183,6 +183,11 @@ class CometTracker(ServiceTracker):
         """Log the text, with its tag as metadata."""
         self._run.log_text(text, step=step, metadata={"tag": plain_name(tag)})
 
+    @property
+    def client(self) -> Any:
+        """Comet's experiment; None while it is closed."""
+        return self._run
+
     def local_files(self) -> list[Path]:
         """The recording of an offline run."""
         segment = self._segment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import os
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -105,6 +107,11 @@ class MlflowTracker(ServiceTracker):
         """Save the text as the artifact `text/<tag>/step-<step>.txt`."""
         self._client.log_text(self._id, text, f"text/{metric_name(tag).replace('/', '_')}/step-{step:08d}.txt")
 
+    @property
+    def client(self) -> Any:
+        """The methods of `MlflowClient`, with the tracker's run as their first argument; None while it is closed."""
+        return None if self._client is None or self._id is None else _OfRun(self._client, self._id)
+
     def close(self, status: str) -> None:
         """Send pending points and set the run's status: FINISHED, KILLED (preempted) or FAILED."""
         if self._client is None:
@@ -168,6 +175,18 @@ class MlflowTracker(ServiceTracker):
         self._client.log_batch(self._id, tags=[RunTag(key, value) for key, value in tags.items()])
         for batch in _batches(new, PARAMETERS_PER_BATCH):
             self._client.log_batch(self._id, params=batch)
+
+
+class _OfRun:
+    """Binds the methods of `MlflowClient` that begin with a run's id to one run."""
+
+    def __init__(self, client: Any, run_id: str) -> None:
+        self._client, self._run_id = client, run_id
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._client, name)
+        first = next(iter(inspect.signature(found).parameters), "") if callable(found) else ""
+        return partial(found, self._run_id) if first == "run_id" else found
 
 
 def remove_torn_metrics(uri: str, run_id: str) -> None:

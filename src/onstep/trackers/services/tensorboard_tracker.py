@@ -44,6 +44,9 @@ class TensorBoardTracker:
         self._log_dir = None if log_dir is None else Path(log_dir)
         self._part = part
         self._writer: Any = None
+        self._summary_writer: Any = None
+        self._second = 0
+        """The time in the name of the event file."""
         self.location: Path | None = None if self._log_dir is None else self._log_dir / part
         """The directory; None until the run's directory is known."""
 
@@ -60,7 +63,7 @@ class TensorBoardTracker:
         directory.mkdir(parents=True, exist_ok=True)
         # The name sorts after all existing files, regardless of the clocks of their machines: TensorBoard reads the
         # files of a directory in the order of their names, which begin with the time in seconds
-        seconds = max(int(time.time()), newest_second(directory) + 1)
+        self._second = seconds = max(int(time.time()), newest_second(directory) + 1)
         self._writer = RecordWriter(
             (directory / f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.onstep").open("xb")
         )
@@ -95,6 +98,20 @@ class TensorBoardTracker:
         value = Summary.Value(tag=tag, metadata=plugin, tensor=tensor)
         self._write(step=step, summary=Summary(value=[value]))
 
+    @property
+    def client(self) -> Any:
+        """A `SummaryWriter` with an event file of its own beside this one's; None while it is closed.
+
+        Its file must be read after this one's, whose first event masks points of earlier files.
+        """
+        if self._writer is not None and self._summary_writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            while time.time() < self._second + 1:
+                time.sleep(0.01)
+            self._summary_writer = SummaryWriter(str(self.location))
+        return self._summary_writer
+
     def local_files(self) -> list[Path]:
         """The event files."""
         return [] if self.location is None else sorted(self.location.glob(EVENT_FILES))
@@ -106,8 +123,10 @@ class TensorBoardTracker:
     def close(self, status: str) -> None:
         """Close the event file."""
         writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
+        summary_writer, self._summary_writer = self._summary_writer, None
+        for one in (writer, summary_writer):
+            if one is not None:
+                one.close()
 
     def _write_event(self, event: Any) -> None:
         """Append an event and flush it to the file."""

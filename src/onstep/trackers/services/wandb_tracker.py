@@ -99,6 +99,15 @@ class WandbTracker(ServiceTracker):
 
         self._run.log({plain_name(tag): wandb.Html(f"<pre>{html.escape(text)}</pre>"), STEP_NAME: step})
 
+    @property
+    def client(self) -> Any:
+        """The package `wandb`, whose functions act on the tracker's run; None while it is closed."""
+        if self._run is None:
+            return None
+        import wandb
+
+        return wandb
+
     def local_files(self) -> list[Path]:
         """The recording of an offline run."""
         return [] if self._segment is None else sorted(self._segment.glob("*.wandb"))

@@ -4,6 +4,7 @@ A method that is not overridden costs nothing: `onstep.trainer.overrides.overrid
 then calls it at its place; otherwise the loop does the same in its own, shorter way.
 """
 
+from onstep.trainer.methods.callbacks import CallbackMethods
 from onstep.trainer.methods.evaluating import EvaluatingMethods
 from onstep.trainer.methods.loading import LoadingMethods
 from onstep.trainer.methods.optimizing import OptimizingMethods
@@ -13,7 +14,13 @@ from onstep.trainer.methods.stepping import SteppingMethods
 
 
 class TrainerMethods(
-    LoadingMethods, OptimizingMethods, SteppingMethods, EvaluatingMethods, ReportingMethods, SavingMethods
+    LoadingMethods,
+    OptimizingMethods,
+    SteppingMethods,
+    EvaluatingMethods,
+    ReportingMethods,
+    SavingMethods,
+    CallbackMethods,
 ):
     """All of them."""
 

@@ -1,9 +1,374 @@
-"""Hugging Face's methods of an evaluation."""
+"""Hugging Face's methods of an evaluation: of one dataset, of one loop over batches, of one batch."""
 
 from __future__ import annotations
 
+import inspect
+import logging
+import math
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from onstep.errors import ConfigError, warn_once
 from onstep.trainer.base_trainer import BaseTrainer
+from onstep.trainer.dataloaders import as_eval_loader, evaluation_loader
+from onstep.trainer.full_eval import cast_weights
+from onstep.trainer.loss_convention import inner_module, label_parameters
+from onstep.trainer.model_step import call_model, find_loss
+from onstep.trainer.optimizers import step_on_metric
+from onstep.trainer.overrides import overrides
+from onstep.trainer.predictions import (
+    BatchMetrics,
+    Collected,
+    EvalLoopOutput,
+    EvalPrediction,
+    PredictionCollector,
+    PredictionOutput,
+    logits_of,
+)
+from onstep.training.compute.step import to_device
+from onstep.training.stages.best_metric import note_best_metric, save_best
+from onstep.training.stages.evaluation import (
+    evaluation_mode,
+    record_evaluation,
+    score,
+    until_interrupted,
+    write_evaluation,
+)
+from onstep.training.stages.record import publish_evaluation
+
+logger = logging.getLogger(__name__)
 
 
 class EvaluatingMethods(BaseTrainer):
     """Hugging Face's methods of an evaluation."""
+
+    model_preparation_time: float | None = None
+    """Seconds in which the model was placed for the first evaluation; None if a training placed it."""
+
+    @property
+    def label_names(self) -> list[str]:
+        """The keys of the labels: `args.label_names`, else the parameters of `forward` that are named like labels."""
+        if self.args.label_names is not None:
+            return list(self.args.label_names)
+        return [] if self.model is None else label_parameters(self.model)
+
+    @property
+    def is_in_train(self) -> bool:
+        """Whether `train()` is running."""
+        return self.session is not None and self.session.optimizer is not None
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, Any]:
+        """Compute the metrics of a dataset, or of each in a dict of them under `<prefix>_<name>`. Collective.
+
+        A callback may call it during training. `eval_dataset` may be a key of the dict passed to the constructor.
+        """
+        dataset = self.eval_dataset if eval_dataset is None else self._named(eval_dataset)
+        if dataset is None and not overrides(self, "get_eval_dataloader"):
+            raise ConfigError("Trainer.evaluate requires an eval_dataset; pass one here or to the constructor.")
+        if isinstance(eval_dataset, str):
+            metric_key_prefix = f"{metric_key_prefix}_{eval_dataset}"
+        with self._evaluation() as session:
+            if not isinstance(dataset, Mapping):
+                with self.memory.measured("eval") as memory:
+                    metrics = self._evaluate_one(session, dataset, ignore_keys, metric_key_prefix).metrics
+                return {**metrics, **memory}
+            metrics = {}
+            for name, one in dataset.items():
+                prefix = f"{metric_key_prefix}_{name}"
+                metrics |= self.evaluate(eval_dataset=one, ignore_keys=ignore_keys, metric_key_prefix=prefix)
+            return metrics
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Predictions, labels and metrics of a whole dataset, in its order. Collective.
+
+        A set without labels has no loss, and `compute_metrics` is not called. `prediction_loss_only` returns only the
+        loss.
+        """
+        with self.memory.measured("test") as memory, self._evaluation() as session:
+            output = self._evaluate_one(session, test_dataset, ignore_keys, metric_key_prefix, is_test=True)
+        return PredictionOutput(output.predictions, output.label_ids, {**output.metrics, **memory})
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Run the model over the batches of a loader; the metrics are returned, and nothing is logged. Collective.
+
+        Args:
+            dataloader: of `get_eval_dataloader`, or any iterable of batches of this rank; all ranks have equally many.
+            description: "Prediction" for data that may have no labels; such data is read completely.
+            prediction_loss_only: keep no predictions; None is `args.prediction_loss_only`.
+        """
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        is_test = description == "Prediction"
+        with self._evaluation() as session:
+            state, step = session.state, session.forward_step
+            loader = as_eval_loader(dataloader, self.args, state.cfg, state.world, is_test=is_test)
+            collector = None if loss_only else self._collector(session, is_test)
+            batches = None if loss_only else self._batch_metrics(session)
+
+            def predict(model: nn.Module, inputs: Any) -> Any:
+                loss, logits, labels = self.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
+                loss = _mean(loss)
+                if self.preprocess_logits_for_metrics is not None and logits is not None:
+                    logits = self.preprocess_logits_for_metrics(logits, labels)
+                for keeper in (collector, batches):
+                    if keeper is not None:
+                        keeper.add(inputs, logits, labels, loss, step.is_filler)
+                return loss
+
+            is_asked = not loss_only or overrides(self, "prediction_step")
+            before = state.entry_point.eval_dataloader, step.predict, session.is_test
+            state.entry_point.eval_dataloader, session.is_test = dataloader, is_test
+            step.predict = predict if is_asked else None
+            try:
+                with evaluation_mode(session.model), cast_weights(session.module, self._full_dtype()):
+                    means, metrics, num_samples = score(
+                        state,
+                        step,
+                        loader,
+                        session.model,
+                        session.notify,
+                        is_test=is_test,
+                        prefix=metric_key_prefix,
+                    )
+            finally:
+                state.entry_point.eval_dataloader, step.predict, session.is_test = before
+            collected = Collected() if collector is None else collector.gather(state.world)
+            computed = self._computed_metrics(collected) if batches is None else batches.result()
+            metrics |= _prefixed(computed, metric_key_prefix, measured=metrics)
+            if self._preparation_time(session) is not None:
+                metrics[f"{metric_key_prefix}_model_preparation_time"] = self.model_preparation_time
+            session.means = means
+            self._write_to_trackers(session, metric_key_prefix, is_test)
+        return EvalLoopOutput(collected.predictions, collected.label_ids, metrics, num_samples)
+
+    def prediction_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """`evaluation_loop` under its name in transformers 4; called if `args.use_legacy_prediction_loop` is set."""
+        return self.evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """The loss, logits and labels of one batch; None for those that it lacks or that are not asked for."""
+        with self._evaluation() as session, torch.no_grad(), session.state.autocast():
+            inputs = self._placed(inputs)
+            labels = session.labels.of(inputs)
+            if labels is None and (session.is_test or not self._computes_own_loss()):
+                outputs = call_model(model, inputs)
+                loss = find_loss(outputs)
+            else:
+                loss, outputs = session.forward_step.loss_and_outputs(model, inputs)
+        if prediction_loss_only:
+            return loss, None, None
+        # outputs, such as a key/value cache, that a `transformers` model declares not to be predictions
+        config: Any = getattr(inner_module(model), "config", None)
+        no_predictions = getattr(config, "keys_to_ignore_at_inference", None) or ["past_key_values"]
+        return (
+            loss,
+            logits_of(outputs, {"loss", *(ignore_keys or ()), *no_predictions}, has_loss=loss is not None),
+            labels,
+        )
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False) -> Any:
+        """The evaluation of a run, when one is due."""
+        metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        if not skip_scheduler:
+            step_on_metric(self, self.session.scheduler, metrics)
+        return metrics
+
+    def _determine_best_metric(self, metrics: dict[str, Any], trial: Any) -> bool:
+        """Remember the value of `metric_for_best_model` if it is the best so far; returns whether it is.
+
+        Raises:
+            ConfigError: if `metrics` lacks it.
+        """
+        return note_best_metric(self.global_state or self.session.state, metrics)
+
+    def check_evaluation(self) -> None:
+        """Refuse (ConfigError) metrics and overridden methods that an evaluation would not call as they are meant."""
+        compute = self.compute_metrics
+        if self.args.batch_eval_metrics and compute is not None:
+            parameters = inspect.signature(compute).parameters.values()
+            if not any(p.name == "compute_result" or p.kind is p.VAR_KEYWORD for p in parameters):
+                raise ConfigError(
+                    "TrainingArguments.batch_eval_metrics=True calls compute_metrics after every batch: it must have "
+                    "the parameter compute_result, which is True for the last batch, and then return the metrics."
+                )
+        others = ("evaluate", "evaluation_loop")
+        is_idle = not self.args.use_legacy_prediction_loop and not any(overrides(self, name) for name in others)
+        if is_idle and overrides(self, "prediction_loop"):
+            raise ConfigError(
+                f"{type(self).__name__} overrides prediction_loop, which transformers 5 never calls, and 4 only on "
+                f"request; override evaluation_loop instead, or set args.use_legacy_prediction_loop = True."
+            )
+
+    def evaluate_in_run(self, ignore_keys: list[str] | None) -> None:
+        """The evaluation of a run, and what follows from its metrics. Collective."""
+        state = self.session.state
+        has_data = self.eval_dataset is not None or overrides(self, "get_eval_dataloader")
+        if not has_data or state.cfg.validation.eval_iters == 0:
+            return
+        is_first = state.train_state.step == 0  # of eval_on_start, whose weights are not a result of the training
+        metrics = (
+            self._evaluate(None, ignore_keys, skip_scheduler=True) if is_first else self._evaluate(None, ignore_keys)
+        )
+        record_evaluation(state, metrics)
+        if not is_first and self._determine_best_metric(metrics=metrics, trial=None):
+            save_best(state)
+
+    def _evaluation(self) -> AbstractContextManager[Any]:
+        """The session of an evaluation; inside of a run, that of the run."""
+        raise NotImplementedError
+
+    def _evaluate_one(
+        self, session: Any, dataset: Any, ignore_keys: list[str] | None, prefix: str, *, is_test: bool = False
+    ) -> EvalLoopOutput:
+        """Evaluate one dataset, record its metrics, and fire the event of its end. Collective."""
+        self.check_evaluation()
+        state, started = session.state, time.perf_counter()
+        loop = self.prediction_loop if self.args.use_legacy_prediction_loop else self.evaluation_loop
+        output = EvalLoopOutput(None, None, {}, 0)
+        session.means = {}
+        with evaluation_mode(session.model), until_interrupted(state):
+            output = loop(
+                self._dataloader(session, dataset, is_test),
+                description="Prediction" if is_test else "Evaluation",
+                prediction_loss_only=None if is_test or self.compute_metrics is not None else True,
+                ignore_keys=ignore_keys,
+                metric_key_prefix=prefix,
+            )
+            self._complete(output, prefix, time.perf_counter() - started, state.trainer_state.epoch)
+            record_evaluation(state, output.metrics)
+            if is_test:
+                state.info.history.append({**output.metrics, "step": state.train_state.step})
+            else:
+                publish_evaluation(state, output.metrics, session.notify)
+            kind = "test" if is_test else "eval"
+            session.notify.fire(f"on_{kind}_end", total_loss_dict=session.means, metrics=output.metrics)
+        return output
+
+    def _complete(self, output: EvalLoopOutput, prefix: str, seconds: float, epoch: Any) -> None:
+        """Add the rates and the epoch to the metrics of an overridden `evaluation_loop`, which need not have them."""
+        metrics, samples = output.metrics, output.num_samples or 0
+        steps = math.ceil(samples / (self.args.eval_batch_size * self.args.world_size))
+        metrics.setdefault(f"{prefix}_runtime", round(seconds, 4))
+        metrics.setdefault(f"{prefix}_samples_per_second", round(samples / seconds, 3))
+        metrics.setdefault(f"{prefix}_steps_per_second", round(steps / seconds, 3))
+        metrics.setdefault("epoch", epoch)
+
+    def _dataloader(self, session: Any, dataset: Any, is_test: bool) -> Any:
+        """The loader of a dataset; an overridden loop gets one with Hugging Face's interface."""
+        if overrides(self, "evaluation_loop") or overrides(self, "prediction_loop"):
+            return getattr(self, "get_test_dataloader" if is_test else "get_eval_dataloader")(dataset)
+        return evaluation_loader(
+            self, dataset, session.collate, session.state.cfg, session.state.world, is_test=is_test
+        )
+
+    def _collector(self, session: Any, is_test: bool) -> PredictionCollector | None:
+        args = self.args
+        if args.batch_eval_metrics and not is_test:
+            return None
+        keeps_inputs = "inputs" in args.include_for_metrics
+        return PredictionCollector(
+            getattr(session.module, "main_input_name", "input_ids") if keeps_inputs else None,
+            joins_batches=args.eval_do_concat_batches,
+            joins_lists=args.eval_use_gather_object,
+        )
+
+    def _batch_metrics(self, session: Any) -> BatchMetrics | None:
+        if not self.args.batch_eval_metrics or self.compute_metrics is None:
+            return None
+        return BatchMetrics(self.compute_metrics, self.args.include_for_metrics, session.state.world)
+
+    def _computed_metrics(self, collected: Collected) -> dict[str, Any]:
+        predictions, label_ids, inputs, losses = collected
+        if self.compute_metrics is None or predictions is None:
+            return {}
+        if label_ids is None:
+            logger.warning("compute_metrics is not called: the evaluated samples have no labels; set label_names")
+            return {}
+        wanted_losses = losses if "loss" in self.args.include_for_metrics else None
+        return self.compute_metrics(EvalPrediction(predictions, label_ids, inputs, wanted_losses))
+
+    def _computes_own_loss(self) -> bool:
+        return self.compute_loss_func is not None or overrides(self, "compute_loss")
+
+    def _placed(self, inputs: Any) -> Any:
+        """The inputs on the device, prepared by the user's method if there is one."""
+        if overrides(self, "_prepare_inputs"):
+            return self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        return to_device(inputs, self.session.state.world.device)
+
+    def _full_dtype(self) -> torch.dtype | None:
+        """The precision of the weights in an evaluation outside of training; None leaves them as they are."""
+        if self.is_in_train:
+            return None
+        return torch.bfloat16 if self.args.bf16_full_eval else torch.float16 if self.args.fp16_full_eval else None
+
+    def _preparation_time(self, session: Any) -> float | None:
+        is_first = self.model_preparation_time is None and not session.state.train_state.do_train
+        if is_first and not self.is_in_train:
+            self.model_preparation_time = round(session.preparation_seconds, 4)
+        return self.model_preparation_time
+
+    def _write_to_trackers(self, session: Any, prefix: str, is_test: bool) -> None:
+        """Send the mean losses to trackers under Megatron Bridge's tags: `validation`, or `validation <name>`."""
+        state = session.state
+        if session.means and state.bridge_trackers.recipients:
+            kind, own = ("test", "test") if is_test else ("validation", "eval")
+            with state.bridge_trackers.held(lambda: state.ending.ended):
+                name = prefix.removeprefix(own).removeprefix("_")
+                write_evaluation(state, session.means, f"{kind} {name}".rstrip())
+
+    def _named(self, eval_dataset: Any) -> Any:
+        if not isinstance(eval_dataset, str):
+            return eval_dataset
+        known = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
+        if eval_dataset not in known:
+            names = ", ".join(known) or "the constructor was not passed a dict of them"
+            raise ConfigError(f"eval_dataset={eval_dataset!r} is not the name of an evaluation set; known: {names}.")
+        return known[eval_dataset]
+
+
+def _prefixed(computed: dict[str, Any], prefix: str, measured: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's metrics under the prefix, as Python numbers; one that replaces a measured one is named."""
+    start = f"{prefix}_"
+    metrics = {key if key.startswith(start) else start + key: _plain(value) for key, value in computed.items()}
+    replaced = sorted(measured.keys() & metrics.keys())
+    if replaced:
+        warn_once(logger, f"compute_metrics returns {', '.join(replaced)}, which replaces what was measured")
+    return metrics
+
+
+def _plain(value: Any) -> Any:
+    """A NumPy or torch scalar as a Python number."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
+
+
+def _mean(loss: Any) -> Any:
+    """A loss of `prediction_step`, 0-d and detached; None if there is none."""
+    if loss is None:
+        return None
+    values = torch.as_tensor(loss).detach()
+    return values.to(torch.promote_types(values.dtype, torch.float32)).mean()

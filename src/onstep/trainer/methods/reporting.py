@@ -2,24 +2,108 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
 
 from onstep.errors import ConfigError
+from onstep.events import Dispatcher
 from onstep.trainer.base_trainer import BaseTrainer
-from onstep.training.bridge.global_state import GlobalState
-from onstep.training.stages.record import publish
+from onstep.trainer.reporting.input_counts import InputCounts, num_input_flops
+from onstep.trainer.reporting.metric_files import formatted, lines, write_metrics
+from onstep.training.stages.record import record
 
 
 class ReportingMethods(BaseTrainer):
     """Hugging Face's methods that log and print, and those that tell the ranks apart."""
 
-    def log(self, logs: dict[str, Any]) -> None:
-        """Add your own record to the log, for example from `compute_loss`, and fire `on_log`.
+    current_flos: float = 0.0
+    """What an overridden `floating_point_ops` counted on this rank since the last report."""
+    input_counts: InputCounts | None = None
+    """Counts the input tokens, with `include_num_input_tokens_seen`."""
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Add a record to `state.log_history`, and fire `on_log`, from where metrics log and trackers have it.
+
+        The records of steps and evaluations and the final one pass through an override. You may also call it, for
+        example in `compute_loss`. `start_time` (Unix seconds) adds the rate of input tokens, if they are counted.
 
         Raises:
-            ConfigError: outside of a run.
+            ConfigError: before the first run.
         """
-        if self.session is None:
-            raise ConfigError("Trainer.log requires a run; call it during training or evaluation.")
-        state: GlobalState = self.session.state
-        publish(state, {"epoch": state.trainer_state.epoch, **logs}, self.session.notify)
+        if self.global_state is None:
+            raise ConfigError("Trainer.log requires a run; call it during training or evaluation, or after it.")
+        state = self.global_state
+        logs["epoch"] = state.trainer_state.epoch
+        counts = self.input_counts
+        if counts is not None:
+            logs["num_input_tokens_seen"] = counts.tokens
+            if start_time is not None:
+                logs["train_tokens_per_second"] = counts.rate_since(start_time)
+        if self.session is not None:
+            record(state, logs, self.session.notify)
+            return
+        notify = Dispatcher(self.callback_manager, state, [] if self.model is None else [self.model])
+        record(state, logs, notify)
+        notify.on_run_end(reason="completed")  # what opens a file for the record closes it
+
+    def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Metrics as `log_metrics` prints them."""
+        return formatted(metrics)
+
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        """Print metrics under a heading with the name of the split, on rank 0."""
+        if self.is_world_process_zero():
+            print("\n".join(lines(split, metrics)), flush=True)  # noqa: T201 - this output is what was asked for
+
+    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+        """Write `<split>_results.json` to `args.output_dir`, and add to `all_results.json` if `combined`, on rank 0."""
+        if self.is_world_process_zero():
+            write_metrics(Path(str(self.args.output_dir)), split, metrics, combined=combined)
+
+    def save_state(self) -> None:
+        """Write the progress to `trainer_state.json` in `args.output_dir`, on rank 0.
+
+        Raises:
+            ConfigError: before the first run.
+        """
+        if self.global_state is None:
+            raise ConfigError("Trainer.save_state requires a run; call train() or evaluate() first.")
+        if self.is_world_process_zero():
+            directory = Path(str(self.args.output_dir))
+            directory.mkdir(parents=True, exist_ok=True)
+            state: Any = self.global_state.trainer_state
+            state.save_to_json(os.fspath(directory / "trainer_state.json"))
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self.args.local_process_index == 0
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.args.process_index == 0
+
+    def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
+        """FLOPs of the forward and backward pass of a micro-batch; an override is what `total_flos` adds up."""
+        return num_input_flops(self.model, inputs)
+
+    def store_flos(self) -> None:
+        """Add `current_flos` of all ranks to `state.total_flos`, and reset it. Collective."""
+        if self.global_state is None:
+            return
+        counted, self.current_flos = self.current_flos, 0.0
+        state = self.global_state
+        state.train_state.floating_point_operations_so_far += sum(state.world.gather(counted))
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: there is no search here.
+
+        Raises:
+            ConfigError: always, with what to do instead.
+        """
+        raise ConfigError(
+            "Trainer.hyperparameter_search is not supported; in an objective of optuna or ray, or a loop, create a "
+            "Trainer with model_init and the trial's TrainingArguments (each with its own output_dir), call train() "
+            "and return evaluate()['eval_loss']."
+        )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from safetensors.torch import save_file
 from safetensors.torch import save_model as save_safetensors
 from torch import nn
 
@@ -12,13 +15,21 @@ from onstep.errors import ConfigError
 from onstep.events.context import unwrap
 from onstep.models import Transformer, hf_obstacle, save_hf
 from onstep.trainer.base_trainer import BaseTrainer
+from onstep.trainer.overrides import overrides
+from onstep.trainer.reporting.model_card import Words, model_card
 
 
 class SavingMethods(BaseTrainer):
     """Hugging Face's methods that write the model, the state and the model card."""
 
-    def save_model(self, output_dir: str | None = None) -> None:
+    write_checkpoint: Callable[[], None] | None = None
+    """Writes the checkpoint that is due, while `_save_checkpoint` runs."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the weights, and the processing class, to `output_dir` (default: `args.output_dir`), on rank 0.
+
+        An override, also of `_save`, is called for the final weights and, as in Hugging Face's Trainer, at each
+        checkpoint, with its directory.
 
         Raises:
             ConfigError: if `model_init` has not created a model yet.
@@ -27,22 +38,119 @@ class SavingMethods(BaseTrainer):
             raise ConfigError(
                 "Trainer has no model to save yet: model_init runs when training starts; call train() first."
             )
-        if self.global_state is None or self.global_state.world.is_main:
-            save_model(self.model, Path(output_dir or str(self.args.output_dir)), self.processing_class)
+        self._save(str(self.args.output_dir) if output_dir is None else output_dir)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Write the model, or the given weights, and the processing class or the collator's tokenizer, on rank 0."""
+        is_main = self.args.should_save if self.global_state is None else self.global_state.world.is_main
+        if is_main and self.model is not None:
+            of_collator = getattr(self.data_collator, "tokenizer", None)
+            tokenizer = of_collator if self.processing_class is None else self.processing_class
+            directory = Path(str(self.args.output_dir) if output_dir is None else output_dir)
+            save_model(self.model, directory, tokenizer, state_dict)
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        """The directory with the checkpoints, `checkpoint-<step>`."""
+        checkpoints = None if self.global_state is None else self.global_state.checkpoints
+        return str(self.args.output_dir) if checkpoints is None else str(checkpoints.root)
+
+    def _save_checkpoint(self, model: nn.Module | None, trial: Any = None, metrics: Any = None) -> None:
+        """Write the checkpoint that is due. Collective; an override is called at each save, on every rank.
+
+        What it writes to `checkpoint-<step>` in `_get_output_dir(trial)`, before or after calling `super()`, becomes
+        part of the checkpoint. Saves are then not asynchronous.
+
+        Raises:
+            ConfigError: if no checkpoint is due.
+        """
+        write, state = self.write_checkpoint, self.global_state
+        if write is None or state is None:
+            raise ConfigError(
+                "Trainer._save_checkpoint is called where a checkpoint is due; to save at another time, set "
+                "control.should_save = True in a callback; to write only the model, call save_model(directory)."
+            )
+        if overrides(self, "save_model") or overrides(self, "_save"):
+            directory = os.path.join(self._get_output_dir(trial), f"checkpoint-{state.train_state.step}")
+            self.save_model(directory, _internal_call=True)
+        write()
+
+    def create_model_card(
+        self,
+        language: Words = None,
+        license: Words = None,
+        tags: Words = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: Words = None,
+        dataset_tags: Words = None,
+        dataset: Words = None,
+        dataset_args: Words = None,
+    ) -> None:
+        """Write the facts of the run to `README.md` in `args.output_dir`, with metadata for model hubs, on rank 0."""
+        if self.args.process_index != 0:
+            return
+        directory = Path(str(self.args.output_dir))
+        directory.mkdir(parents=True, exist_ok=True)
+        given = {
+            "language": language,
+            "license": license,
+            "tags": tags,
+            "base_model": finetuned_from,
+            "pipeline_tag": tasks,
+            "datasets": dataset_tags,
+        }
+        card = model_card(
+            self.args,
+            self.model,
+            self.global_state,
+            given,
+            name=model_name,
+            dataset=dataset,
+            dataset_args=dataset_args,
+        )
+        (directory / "README.md").write_text(card, encoding="utf-8")
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: nothing is uploaded.
+
+        Raises:
+            ConfigError: always, with the command that uploads the directory.
+        """
+        raise ConfigError(
+            f"Trainer.push_to_hub is not supported: nothing is uploaded. Call save_model() and create_model_card(), "
+            f"then run: hf upload REPO {self.args.output_dir}; or in Python: "
+            f"huggingface_hub.upload_folder(repo_id=..., folder_path={str(self.args.output_dir)!r})."
+        )
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> NoReturn:
+        """Refused, as `push_to_hub`.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "Trainer.init_hf_repo is not supported: nothing is uploaded; create a repository with "
+            "huggingface_hub.create_repo, and upload the directory after training."
+        )
 
 
-def save_model(model: nn.Module, directory: Path, processing_class: Any = None) -> None:
+def save_model(
+    model: nn.Module, directory: Path, processing_class: Any = None, state_dict: dict[str, Any] | None = None
+) -> None:
     """Write `model` to `directory`: with its own `save_pretrained`, as a Hugging Face directory, or as safetensors.
 
     A plain module, and a `Transformer` without an architecture in `transformers`, can be loaded with
-    `safetensors.torch.load_model(module, directory / "model.safetensors")`.
+    `safetensors.torch.load_model(module, directory / "model.safetensors")`. `state_dict` is written in place of the
+    model's own weights.
     """
     directory.mkdir(parents=True, exist_ok=True)
     module: Any = unwrap(model)
-    if isinstance(module, Transformer) and hf_obstacle(module) is None:
+    if hasattr(module, "save_pretrained"):
+        module.save_pretrained(directory, **({} if state_dict is None else {"state_dict": dict(state_dict)}))
+    elif state_dict is not None:
+        save_file({name: tensor.contiguous() for name, tensor in state_dict.items()}, directory / "model.safetensors")
+    elif isinstance(module, Transformer) and hf_obstacle(module) is None:
         save_hf(module, directory)
-    elif hasattr(module, "save_pretrained"):
-        module.save_pretrained(directory)
     else:
         save_safetensors(module, str(directory / "model.safetensors"))
     if hasattr(processing_class, "save_pretrained"):

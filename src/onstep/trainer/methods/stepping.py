@@ -2,8 +2,180 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onstep.data.loaders.collate import mapping_like
+from onstep.errors import ConfigError
 from onstep.trainer.base_trainer import BaseTrainer
+from onstep.trainer.computing.accelerator import Accelerator
+from onstep.trainer.loss_convention import NUM_ITEMS, accepts_num_items, inner_module, of_model
+from onstep.training.compute.step import LastStep, to_device
 
 
 class SteppingMethods(BaseTrainer):
-    """Hugging Face's methods of one micro-batch: inputs, precision, loss and backward pass."""
+    """Hugging Face's methods of one micro-batch, and the attributes that they and subclasses read."""
+
+    place_model_on_device: bool = True
+    """Whether a run moves the model to its device."""
+
+    # ---- a micro-batch
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward pass of a micro-batch; returns its part of the step's loss, detached.
+
+        An override runs the backward pass itself, by `super().training_step`, `self.accelerator.backward(loss)` or
+        `loss.backward()`, any number of times. As in Hugging Face's Trainer, the returned values of a step are added
+        up, and losses and gradients are averaged over ranks.
+
+        Raises:
+            ConfigError: outside of a run.
+        """
+        step = self._running_step("training_step")
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            further = {NUM_ITEMS: num_items_in_batch} if accepts_num_items(self.compute_loss) else {}
+            loss: Tensor = step.part_of_step(self.compute_loss(model, inputs, **further))
+        del inputs
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    def compute_loss_context_manager(self) -> AbstractContextManager[object]:
+        """The context of `compute_loss`."""
+        stack = ExitStack()
+        stack.enter_context(self.autocast_smart_context_manager())
+        return stack
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[object]:
+        """Autocast in the run's precision."""
+        if self.session is None:
+            return nullcontext()
+        context: AbstractContextManager[object] = self.session.state.autocast()
+        return context
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """The inputs of a micro-batch, with every tensor on the device."""
+        return self._prepare_input(inputs)
+
+    def _prepare_input(self, data: Any) -> Any:
+        """A tensor on the device, or a nested structure of them."""
+        if isinstance(data, Mapping):
+            return mapping_like(data, {key: self._prepare_input(value) for key, value in data.items()})
+        if isinstance(data, (tuple, list)) and not hasattr(data, "_fields"):
+            return type(data)(self._prepare_input(value) for value in data)
+        return to_device(data, self.accelerator.device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """The number of labels in all micro-batches of a step, over all ranks; None for a loss that is a mean.
+
+        Collective in training.
+        """
+        step = self._running_step("_get_num_items_in_batch")
+        return step.count_items(batch_samples, over_ranks=self.session.model[0].training)
+
+    def _running_step(self, name: str) -> Any:
+        if self.session is None:
+            raise ConfigError(f"Trainer.{name} requires a run; it is called during training.")
+        return self.session.forward_step
+
+    # ---- the model
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A new model from `model_init`, which receives `trial` if it has a parameter."""
+        model_init: Any = self.model_init
+        parameters = inspect.signature(model_init).parameters.values()
+        accepts_trial = any(
+            p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters
+        )
+        model: nn.Module = model_init(trial) if accepts_trial else model_init()
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model_init must return a torch.nn.Module, got {type(model).__name__}.")
+        return model
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Move the model to the device of a run; one that is spread over several devices stays where it is."""
+        if getattr(model, "hf_device_map", None) is None and not getattr(model, "is_quantized", False):
+            model.to(device)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """The model as an override wraps it; returned unchanged, it is wrapped for data parallelism if needed."""
+        return model
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create `self.accelerator`; an override calls `super()` first."""
+        self.accelerator: Any = Accelerator(self)
+
+    @property
+    def model_wrapped(self) -> nn.Module | None:
+        """The model as the loop trains it, wrapped if there are several ranks."""
+        return self.model if self.session is None else self.session.model[0]
+
+    @property
+    def is_model_parallel(self) -> bool:
+        """Whether the layers of the model are on several devices."""
+        places = getattr(self.model, "hf_device_map", None) or {}
+        return len({str(place) for place in places.values()} - {"cpu", "disk"}) > 1
+
+    @property
+    def model_accepts_loss_kwargs(self) -> bool:
+        """Whether the model divides its loss by `num_items_in_batch`; assign it before training to state it."""
+        if self.stated_loss_kwargs is not None:
+            return self.stated_loss_kwargs
+        return self.model is not None and of_model(self.model) == "share"
+
+    @model_accepts_loss_kwargs.setter
+    def model_accepts_loss_kwargs(self, accepts: bool) -> None:
+        self.stated_loss_kwargs = accepts
+
+    @property
+    def can_return_loss(self) -> bool:
+        """Whether the model has a parameter `return_loss` that is True by default."""
+        return any(name == "return_loss" and one.default is True for name, one in self._forward_parameters().items())
+
+    @property
+    def label_names(self) -> list[str]:
+        """`args.label_names`, else the parameters of the model that are labels."""
+        if self.args.label_names is not None:
+            return self.args.label_names
+        names = list(self._forward_parameters())
+        answers = ("QuestionAnswering" in type(inner_module(self.model)).__name__) if self.model is not None else False
+        return [name for name in names if "label" in name or (answers and name in ("start_positions", "end_positions"))]
+
+    @property
+    def _signature_columns(self) -> list[str] | None:
+        """The names of the columns that the model accepts; None before there is a model."""
+        if self.model is None:
+            return None
+        return list(dict.fromkeys([*self._forward_parameters(), "label", "label_ids", *self.label_names]))
+
+    @property
+    def is_in_train(self) -> bool:
+        """Whether `train()` is running."""
+        return self.session is not None and self.session.trains
+
+    @property
+    def current_gradient_accumulation_steps(self) -> int:
+        """Micro-batches of the current step."""
+        step = None if self.session is None else self.session.state.features.room(LastStep).step
+        return self.args.gradient_accumulation_steps if step is None else len(step.batches.micro_batches)
+
+    def get_sp_size(self) -> int:
+        """1: sequences are not split over ranks."""
+        return 1
+
+    def get_cp_size(self) -> int:
+        """1: contexts are not split over ranks."""
+        return 1
+
+    def get_tp_size(self) -> int:
+        """1: tensors are not split over ranks."""
+        return 1
+
+    def _forward_parameters(self) -> Mapping[str, inspect.Parameter]:
+        return {} if self.model is None else inspect.signature(inner_module(self.model).forward).parameters

@@ -16,7 +16,7 @@ from torch import nn
 from onstep.distributed import no_sync
 from onstep.training.compute.losses import MicroLoss
 from onstep.training.compute.step import MicroBatches, Step
-from onstep.training.stages.forward_backward import backward_start_of, forward_of
+from onstep.training.stages.forward_backward import backward_of, backward_start_of, forward_of
 from onstep.training.stages.job import Job
 
 logger = logging.getLogger(__name__)
@@ -120,14 +120,14 @@ def _bad_gradients(job: Job, step: Step, sample_ids: list[list[int]] | None) -> 
 
 def _gradient_norms(job: Job, step: Step) -> Iterator[float]:
     """The gradient norm of each micro-batch on this rank."""
-    model, forward = job.model, forward_of(job)
+    model, forward, backward = job.model, forward_of(job), backward_of(job)
     iterator = MicroBatches(step.batches, job.run.world.device)
     for index in range(len(iterator)):
         _drop_gradients(model)
         batch = iterator.stage(index)
         with no_sync(model):
             micro = forward(iterator, batch, step.batches.is_filler[index])
-            micro.backward(backward_start_of(job, micro, len(iterator)))
+            backward(micro, backward_start_of(job, micro, len(iterator)))
         grads = [p.grad for chunk in model for p in chunk.parameters() if p.grad is not None]
         yield float(torch.stack(torch._foreach_norm(grads)).norm()) if grads else 0.0
 

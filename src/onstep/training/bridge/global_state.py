@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -48,13 +49,85 @@ class TrainStepResult(NamedTuple):
         return cls(step.loss_dict, int(not step.applied), False, False, 0, step.grad_norm, step.num_zeros)
 
 
+@dataclass
+class GivenHandler:
+    """The signal handler that was installed outside of a run."""
+
+    handler: DistributedSignalHandler | None = None
+
+
+@dataclass
+class GivenManager:
+    """The straggler detection of a user who drives training."""
+
+    manager: NVRxStragglerDetectionManager | None = None
+
+
+class AsyncCalls:
+    """Megatron Bridge's queue of asynchronous saves, over the checkpoints of a run; at most one is being written."""
+
+    def __init__(self, state: Run) -> None:
+        self._state = state
+
+    def get_num_unfinalized_calls(self) -> int:
+        """Number of saves that are not durable yet."""
+        checkpoints = self._state.checkpoints
+        return int(checkpoints is not None and checkpoints.manager.is_saving)
+
+    def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
+        """Make a save durable that is written; with `blocking`, wait for it. Collective.
+
+        Returns:
+            The steps of the saves that became durable.
+        """
+        checkpoints = self._state.checkpoints
+        if checkpoints is None or not checkpoints.manager.is_saving:
+            return []
+        if not blocking and self._state.world.agree([int(checkpoints.is_writing)]) != [0]:
+            return []
+        checkpoints.finish()
+        return [self._state.train_state.step]
+
+    def close(self) -> None:
+        """Wait for the save that is being written, and make it durable. Collective."""
+        self.maybe_finalize_async_calls(blocking=True)
+
+
+_KEPT = ("cfg", "world", "tokenizer", "run_dir", "checkpoints", "entry_point")
+"""The fields that `GlobalState.reset_for_restart` keeps."""
+
+
 class GlobalState(Run):
     """A run as Megatron Bridge's callbacks and functions see it; everything added here comes from features."""
 
     @property
     def signal_handler(self) -> DistributedSignalHandler | None:
-        """Turns signals into exit requests; None outside of a run."""
+        """Turns signals into exit requests; None without `train.exit_signal_handler`.
+
+        Outside of a run the first access installs it, until `reset_for_restart` or the start of a run.
+        """
+        train, given = self.cfg.train, self.features.room(GivenHandler)
+        if self.exits.handler is None and train.exit_signal_handler:
+            names = train.exit_signals if train.exit_signal is None else [train.exit_signal]
+            self.exits.handler = given.handler = DistributedSignalHandler(names, world=self.world)
+            given.handler.__enter__()
         return self.exits.handler
+
+    @property
+    def async_calls_queue(self) -> AsyncCalls:
+        """The checkpoints that are still being written in the background."""
+        return AsyncCalls(self)
+
+    def reset_for_restart(self) -> None:
+        """Begin again in this process: keep the configuration, the ranks and the checkpoints, and reset the rest."""
+        if "bridge_trackers" in self.__dict__:
+            self.bridge_trackers.close("stopped")
+        given = self.features.room(GivenHandler)
+        if given.handler is not None:
+            given.handler.release()
+        kept = {name: getattr(self, name) for name in _KEPT}
+        self.__dict__.clear()
+        self.__init__(**kept)  # type: ignore[misc]
 
     @property
     def fault_tolerance_state(self) -> FaultToleranceState:
@@ -113,7 +186,11 @@ class GlobalState(Run):
     def nvrx_straggler_manager(self) -> NVRxStragglerDetectionManager | None:
         """The straggler detection of `nvidia-resiliency-ext`; None unless `nvrx_straggler.enabled`."""
         feature = self.features.find(NvrxStragglers)
-        return None if feature is None else feature.manager
+        return self.features.room(GivenManager).manager if feature is None else feature.manager
+
+    @nvrx_straggler_manager.setter
+    def nvrx_straggler_manager(self, manager: NVRxStragglerDetectionManager | None) -> None:
+        self.features.room(GivenManager).manager = manager
 
     @property
     def experts(self) -> Experts | None:

@@ -66,7 +66,6 @@ def training_log(
     global_state: GlobalState,
     history_wct: Sequence[float],
     model: list[nn.Module],
-    *,
     pg_collection: object = None,
     log_max_attention_logit: Tensor | float | None = None,
     loaded_iteration: int = 0,

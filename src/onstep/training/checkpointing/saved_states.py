@@ -17,6 +17,7 @@ from onstep.durability import try_to_sync
 from onstep.errors import CheckpointError
 from onstep.events import CallbackManager, Dispatcher, Request
 from onstep.events.control import FLAGS
+from onstep.events.exportable_state import is_exportable
 from onstep.optim import OptimizerParamScheduler
 from onstep.optim.protocol import HasState
 from onstep.training.protocols import Metrics, StateDict, Trained, UserScheduler, has_state
@@ -258,8 +259,8 @@ def finite_numbers(metrics: Metrics) -> dict[str, float]:
 class CallbackStates:
     """Saves and loads every callback that has `state_dict` and `load_state_dict`, or `state` and `from_state`.
 
-    The latter is the convention of `transformers`, as in its EarlyStoppingCallback: the attributes that `state()` names
-    are saved and restored, while the arguments are the current ones.
+    The latter is Hugging Face's convention (`ExportableState`): what `state()` names is saved; its attributes are
+    restored, while its arguments are those that this run's callback was created with.
 
     The id of a callback is its class's full name with its `state_key` attribute, or else with a digest of the plain
     values that it was created with. Equal ids are numbered in order. The ids are fixed when the run starts, before
@@ -330,16 +331,20 @@ class CallbackStates:
 
 
 class _Exported:
-    """The state of an ExportableState of `transformers`, recognized without importing it."""
+    """The state of an `ExportableState`, that of `transformers` included, recognized by its methods."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
 
     def state_dict(self) -> StateDict:
-        return dict(self.owner.state()["attributes"])
+        state = self.owner.state()
+        return {"args": dict(state.get("args", {})), "attributes": dict(state.get("attributes", {}))}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        for name, value in state_dict.items():
+        attributes = (
+            state_dict["attributes"] if state_dict.keys() == {"args", "attributes"} else state_dict
+        )  # up to version 0.4
+        for name, value in attributes.items():
             setattr(self.owner, name, value)
 
 
@@ -349,8 +354,7 @@ def _state_of(callback: object) -> HasState | None:
         return None
     if has_state(callback):
         return callback
-    is_exportable = all(callable(getattr(type(callback), name, None)) for name in ("state", "from_state"))
-    return _Exported(callback) if is_exportable else None
+    return _Exported(callback) if is_exportable(callback) else None
 
 
 def _digest(state: HasState) -> str:

@@ -34,7 +34,7 @@ from onstep.training.checkpointing.starts import compare_identity, is_own
 from onstep.training.protocols import Trained, UserOptimizer, UserScheduler
 from onstep.training.run import Run
 from onstep.training.stages.agreement import write_decision
-from onstep.training.stages.evaluation import note_best_checkpoint
+from onstep.training.stages.best_metric import note_best_checkpoint
 from onstep.training.stages.progress_log import log_async_checkpoint_saved
 
 logger = logging.getLogger(__name__)
@@ -152,8 +152,10 @@ class RunCheckpoints:
         note_best_checkpoint(self.state, info.step, info.path)
         self.notify.on_checkpoint_load(checkpoint_step=info.step, checkpoint_path=str(info.path))
 
-    def save(self, trained: Trained, reader: StepSource, persistent: bool = True) -> None:
+    def save(self, trained: Trained, reader: StepSource, persistent: bool = True, adopts: bool = False) -> None:
         """Write a checkpoint of the current state. Collective; asynchronous with `checkpoint.async_save`.
+
+        With `adopts`, files that the user's code wrote where the checkpoint will be become part of it.
 
         Raises:
             CheckpointError: see `CheckpointManager.save`.
@@ -173,6 +175,7 @@ class RunCheckpoints:
                 metrics=finite_numbers(state.evaluated.last_metrics) if state.evaluated.at_step == step else {},
                 layout={"world_size": state.world.size, "num_microbatches": state.num_microbatches},
                 persistent=persistent,
+                adopts=adopts,
                 extra={"identity": dict(state.saving.identity)} if state.saving.identity else {},
             )
             self.manager.save(request)

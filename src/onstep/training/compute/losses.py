@@ -45,8 +45,8 @@ class LossShare(NamedTuple):
     """A micro-batch's share of the step's loss."""
 
     loss: Tensor
-    num_items: Scalar
-    """Number of items of this micro-batch on this rank."""
+    num_items: Scalar | None
+    """Number of items of this micro-batch on this rank; None if unknown."""
     report: Mapping[str, object]
 
 
@@ -125,7 +125,7 @@ def read_loss(result: object, batch: object, weighting: str, is_filler: bool) ->
     """
     if isinstance(result, LossShare):
         items = 0 if is_filler else result.num_items
-        return MicroLoss(result.loss, items, "share", result.report, items)
+        return MicroLoss(result.loss, 1.0 if items is None else items, "share", result.report, items)
     if isinstance(result, MeanLoss):
         loss, weight, tokens, report = result
         return MicroLoss(loss, 0 if is_filler else weight, "mean", report, 0 if is_filler else tokens)

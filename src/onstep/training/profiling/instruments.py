@@ -13,6 +13,7 @@ import torch
 
 from onstep.errors import warn_once
 from onstep.metrics.memory_reports import start_memory_history_recording
+from onstep.training.compute.losses import MicroLoss, Scalar
 from onstep.training.compute.step import Step
 from onstep.training.feature import Feature, Interruption, is_due
 from onstep.training.profiling.profilers import (
@@ -64,14 +65,25 @@ class MemoryRelease(Feature[Run]):
     """Releases the device's unused memory around updates, and in evaluations."""
 
     name = "memory_release"
-    when = "train.empty_unused_memory_level of 1 or more; 2 also releases after the update"
+    when = (
+        "train.empty_unused_memory_level of 1 or more; 2 also releases after the update; or "
+        "train.empty_unused_memory_interval"
+    )
 
     @classmethod
     def wanted(cls, host: Run) -> bool:
-        return host.cfg.train.empty_unused_memory_level >= 1
+        train = host.cfg.train
+        return train.empty_unused_memory_level >= 1 or train.empty_unused_memory_interval is not None
+
+    def before_backward(self, step: Step, micro: MicroLoss, start: Scalar | None) -> None:
+        """Release before the backward passes of every so many steps, the first one included."""
+        if is_due(step.number - 1, self.host.cfg.train.empty_unused_memory_interval):
+            empty_unused_memory()
 
     def wrap_update(self, update: Callable[[Step], None]) -> Callable[[Step], None]:
         """Release before the update, and at level 2 after it."""
+        if self.host.cfg.train.empty_unused_memory_level < 1:
+            return update
         after = self.host.cfg.train.empty_unused_memory_level >= 2
 
         def released(step: Step) -> None:
@@ -84,6 +96,8 @@ class MemoryRelease(Feature[Run]):
 
     def wrap_score(self, score: Callable[P, T]) -> Callable[P, T]:
         """Release after a batch of an evaluation."""
+        if self.host.cfg.train.empty_unused_memory_level < 1:
+            return score
 
         def released(*args: P.args, **kwargs: P.kwargs) -> T:
             result = score(*args, **kwargs)

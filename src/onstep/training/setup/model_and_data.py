@@ -184,6 +184,8 @@ def train_loader(config: ConfigContainer, world: World, dataset: object) -> Trai
         num_workers=data.num_workers,
         pin_memory=data.pin_memory and world.device.type == "cuda",
         persistent_workers=data.persistent_workers,
+        prefetch_factor=data.prefetch_factor,
+        multiprocessing_context=data.multiprocessing_context,
     )
 
 

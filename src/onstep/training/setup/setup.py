@@ -169,7 +169,7 @@ def count_steps(state: Run, train_data: TrainLoader | None) -> None:
         else:
             _name_dropped_tail(state, sizes.last)
     info.logging_steps = config.logger.log_interval
-    info.eval_steps = validation.eval_interval or 0
+    info.eval_steps, info.save_steps = validation.eval_interval or 0, config.checkpoint.save_interval or 0
     info.train_batch_size = train.micro_batch_size
     info.max_eval_steps = -1 if validation.eval_iters is None else validation.eval_iters
     info.num_processes, info.rank, info.local_rank = world.size, world.rank, world.local_rank

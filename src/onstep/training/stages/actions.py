@@ -11,8 +11,9 @@ from onstep.train_state import TrainState
 from onstep.training.reporting.timers import INTERVAL_TIME
 from onstep.training.run import Run
 from onstep.training.stages.agreement import agree, shorten_ids, write_decision
+from onstep.training.stages.best_metric import note_best_metric, save_best
 from onstep.training.stages.data_position import apply_overrides, leave_out_skipped
-from onstep.training.stages.evaluation import evaluate_and_print_results, note_best_metric
+from onstep.training.stages.evaluation import evaluate_and_print_results
 from onstep.training.stages.exits import (
     EvaluationInterrupted,
     checkpoint_and_decide_exit,
@@ -147,7 +148,8 @@ def run_evaluation(job: Job) -> None:
                 non_loss_data_func=job.non_loss_data_func,
                 notify=job.notify,
             )
-            note_best_metric(run, run.evaluated.last_metrics)
+            if note_best_metric(run, run.evaluated.last_metrics):
+                save_best(run)
     run.evaluated.at_step = run.train_state.step
 
 

@@ -63,7 +63,8 @@ def update_batch_size(run: Run) -> None:
 def count(job: Job, step: Step) -> None:
     """Add the step to the log interval, and count it and its samples."""
     run, samples = job.run, step.batches.num_samples
-    job.accumulator.add(None if step.left_out else step.total, step.grad_norm, step.applied, step.num_zeros)
+    is_logged = not step.left_out or run.entry_point.logs_skipped_losses
+    job.accumulator.add(step.total if is_logged else None, step.grad_norm, step.applied, step.num_zeros)
     advance(run, job.samples_of(step.batches) if samples is None else samples)
     run.stage.has_stepped = True
     if job.start.is_first:

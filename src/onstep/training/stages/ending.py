@@ -84,6 +84,7 @@ def publish_final_metrics(job: Job) -> None:
         advance_tokens(run, rest)
     metrics = final_metrics(run, job.start)
     job.notify.on_final_metrics(logs=metrics)
+    run.info.history.final_metrics = metrics  # also where the user's own `log` drops the record
     publish(run, metrics, job.notify)
     run.stage.final_metrics_logged = run.saving.is_unsaved = True
 

@@ -7,9 +7,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from onstep.data import Batch, EvalLoader, IteratorReader, StepBatches
 from onstep.data.loaders.step_source import only_iterator
 from onstep.distributed import World
-from onstep.errors import warn_once
-from onstep.events import CallbackManager, Dispatcher, Request
+from onstep.events import CallbackManager, Dispatcher
 from onstep.models.generation.generate import preserve_modes
 from onstep.training.compute.losses import MicroLoss, evaluation_sums, read_loss
 from onstep.training.compute.step import MicroBatches
@@ -44,8 +43,6 @@ def evaluate(
     callback_manager: CallbackManager | None = None,
     is_test: bool = False,
     notify: Dispatcher | None = None,
-    metric_key_prefix: str | None = None,
-    extra_metrics: Callable[[], Metrics] | None = None,
 ) -> tuple[dict[str, Tensor] | None, Any, bool]:
     """Average the losses over an evaluation set. Collective.
 
@@ -58,8 +55,6 @@ def evaluate(
         verbose: print the number of samples and the progress, on rank 0.
         non_loss_data_func: called with the model after the evaluation; its return value is the collected data.
         is_test: fire `on_test_*` instead of `on_eval_*`.
-        metric_key_prefix: prefix of the metrics' names; `eval` or `test`.
-        extra_metrics: called after the loop; its return value is added to the metrics.
 
     Returns:
         The token-weighted means by name (0-d tensors), the collected non-loss data, and whether
@@ -72,54 +67,111 @@ def evaluate(
     """
     only_chunk(model)  # before any event
     notify = notify or Dispatcher(callback_manager, state, model)
+    collected: object = None
+
+    def collect() -> None:
+        nonlocal collected
+        if non_loss_data_func is not None:
+            collected = non_loss_data_func(model)
+        elif process_non_loss_data_func is not None:
+            step_func = prepare_forward_step_func(forward_step_func, state)
+            collected = _collect_non_loss_data(state, step_func, data_iterator, model)
+
+    with evaluation_mode(model), until_interrupted(state) as interruption:
+        kind = "test" if is_test else "eval"
+        means, metrics, _ = score(
+            state, forward_step_func, data_iterator, model, notify, is_test=is_test, verbose=verbose, afterwards=collect
+        )
+        record_evaluation(state, metrics)
+        state.info.history.append({**metrics, "step": state.train_state.step})
+        notify.fire(f"on_{kind}_end", total_loss_dict=means, metrics=metrics)
+    return (None, None, True) if interruption.is_over else (means, collected, False)
+
+
+class Scores(NamedTuple):
+    """The result of one pass over an evaluation set."""
+
+    means: dict[str, Tensor]
+    """The token-weighted means by name, 0-d, as Megatron Bridge reports them."""
+    metrics: Metrics
+    """The same and the rates, under Hugging Face's names."""
+    num_samples: int
+
+
+def score(
+    state: Run,
+    forward_step_func: ForwardStep,
+    data_iterator: DataSource,
+    model: list[nn.Module],
+    notify: Dispatcher,
+    *,
+    is_test: bool = False,
+    prefix: str | None = None,
+    verbose: bool = False,
+    afterwards: Callable[[], None] = lambda: None,
+) -> Scores:
+    """Run the forward steps of an evaluation, with its events up to the last batch; nothing is recorded. Collective.
+
+    Args:
+        prefix: prefix of the metrics' names, default `eval` or `test`.
+        afterwards: called after the last batch, within the time of the evaluation.
+    """
     kind = "test" if is_test else "eval"
     forward_step_func = prepare_forward_step_func(forward_step_func, state)
-    collected: object = None
+    with state.features.pause("score"), state.timers("evaluate").measure(barrier=True):
+        notify.fire(f"on_{kind}_start")
+        started = time.perf_counter()
+        totals = _sum_batches(state, forward_step_func, data_iterator, model, notify, kind, verbose)
+        afterwards()
+    state.print_timers(["evaluate"])
+    if totals.batches == 0 and state.cfg.validation.eval_iters != 0 and state.world.is_main:
+        logger.warning(
+            "the %s data has no batches left at step %d, so there is no loss: an iterator is read only once; "
+            "pass an EvalLoader, which starts over",
+            kind,
+            state.train_state.step,
+        )
+    losses = {key: top / bottom.clamp(min=1) for key, (top, bottom) in totals.sums.items()}
+    reported = {key: value for key, value in losses.items() if key != "loss"}
+    means = reported or ({"lm loss": losses["loss"]} if losses else {})
+    metrics = _metrics(prefix or kind, losses, totals, time.perf_counter() - started)
+    metrics["epoch"] = state.trainer_state.epoch
+    return Scores(means, metrics, totals.samples)
+
+
+def record_evaluation(state: Run, metrics: Metrics) -> None:
+    """Keep the metrics of the most recent evaluation, which is about to be reported."""
+    state.evaluated.last_metrics = metrics
+    state.evaluated.is_restartable = False
+
+
+@contextmanager
+def evaluation_mode(model: list[nn.Module]) -> Iterator[None]:
+    """Set the model to evaluation; on exit every submodule has its own mode again."""
     with preserve_modes(model):
         for chunk in model:
             chunk.eval()
-        try:
-            with state.features.pause("score"), state.timers("evaluate").measure(barrier=True):
-                notify.fire(f"on_{kind}_start")
-                started = time.perf_counter()
-                totals = _sum_batches(state, forward_step_func, data_iterator, model, notify, kind, verbose)
-                if non_loss_data_func is not None:
-                    collected = non_loss_data_func(model)
-                elif process_non_loss_data_func is not None:
-                    collected = _collect_non_loss_data(state, forward_step_func, data_iterator, model)
-            state.print_timers(["evaluate"])
-            if totals.batches == 0 and state.cfg.validation.eval_iters != 0 and state.world.is_main:
-                logger.warning(
-                    "the %s data has no batches left at step %d, so there is no loss: an iterator is read only once; "
-                    "pass an EvalLoader, which starts over",
-                    kind,
-                    state.train_state.step,
-                )
-            losses = {key: top / bottom.clamp(min=1) for key, (top, bottom) in totals.sums.items()}
-            reported = {key: value for key, value in losses.items() if key != "loss"}
-            means = reported or ({"lm loss": losses["loss"]} if losses else {})
-            prefix = metric_key_prefix or kind
-            metrics = _metrics(prefix, losses, totals, time.perf_counter() - started)
-            metrics |= _further_metrics(metrics, extra_metrics)
-            metrics["epoch"] = state.trainer_state.epoch
-            state.evaluated.last_metrics = metrics
-            state.evaluated.is_restartable = False
-            state.info.history.append({**metrics, "step": state.train_state.step})
-            notify.fire(f"on_{kind}_end", total_loss_dict=means, metrics=metrics)
-        except EvaluationInterrupted:
-            if not _is_over_in_time(state):
-                raise
-            return None, None, True
-    return means, collected, False
+        yield
 
 
-def _further_metrics(measured: Metrics, extra_metrics: Callable[[], Metrics] | None) -> Metrics:
-    """The metrics that the user computes; one that replaces a measured one is named."""
-    further = extra_metrics() if extra_metrics is not None else {}
-    replaced = sorted(measured.keys() & further.keys())
-    if replaced:
-        warn_once(logger, f"compute_metrics returns {', '.join(replaced)}, which replaces what was measured")
-    return further
+@dataclass
+class Interruption:
+    """How an evaluation ended."""
+
+    is_over: bool = False
+    """Whether a time limit cut it short."""
+
+
+@contextmanager
+def until_interrupted(state: Run) -> Iterator[Interruption]:
+    """Outside of the training loop, end the block at a time limit without an error; see `Interruption`."""
+    interruption = Interruption()
+    try:
+        yield interruption
+    except EvaluationInterrupted:
+        if not _is_over_in_time(state):
+            raise
+        interruption.is_over = True
 
 
 @dataclass
@@ -158,7 +210,7 @@ def _sum_batches(
         with torch.no_grad():
             results = zip(_results(state, forward_step_func, step, model), step.is_filler, strict=True)
             micros = [
-                read_loss(result, batch, weighting, is_filler)
+                _in_full(read_loss(result, batch, weighting, is_filler))
                 for (batch, result), is_filler in results
                 if result is not None
             ]
@@ -178,6 +230,12 @@ def _sum_batches(
         totals.batches += 1
     state.train_state.consumed_valid_samples += totals.samples
     return totals
+
+
+def _in_full(micro: MicroLoss) -> MicroLoss:
+    """The loss in float32 if it has less, so that weighting it costs no precision."""
+    micro.loss = micro.loss.to(torch.promote_types(micro.loss.dtype, torch.float32))
+    return micro
 
 
 def _is_over_in_time(state: Run) -> bool:
@@ -323,48 +381,3 @@ def result_block(prefix: str, means: dict[str, Tensor]) -> str:
         line += f"{key} value: {mean.item():.6E} | {key} PPL: {perplexity(mean.item()):.6E} | "
     rule = "-" * (len(line) + 1)
     return f"{rule}\n{line}\n{rule}"
-
-
-def note_best_metric(state: Run, metrics: Metrics) -> None:
-    """Remember the value of `validation.metric_for_best_model` if it is the best so far.
-
-    Called after `on_evaluate`, so that early stopping compares with the best of the earlier evaluations. For a metric
-    whose name ends in `loss` or `perplexity`, smaller is better, unless `validation.greater_is_better` says otherwise.
-    With `checkpoint.save_on_best` a checkpoint is requested. All ranks have the same metrics.
-    """
-    name = state.cfg.validation.metric_for_best_model
-    if name is None:
-        return
-    key = name if name in metrics else f"eval_{name}"
-    if key not in metrics:
-        known = ", ".join(sorted(metrics))
-        logger.warning("validation.metric_for_best_model=%s is not among the metrics: %s", name, known)
-        return
-    greater = state.cfg.validation.greater_is_better
-    if greater is None:
-        greater = not name.endswith(("loss", "perplexity"))
-    value, progress = float(metrics[key]), state.train_state
-    best = progress.best_metric
-    if best is None or (value > best if greater else value < best):
-        progress.best_metric, progress.best_step = value, progress.step
-        if state.cfg.checkpoint.save_on_best and progress.step > 0:
-            _request_save(state, f"best {key} so far: {value:.6g}")
-
-
-def note_best_checkpoint(state: Run, step: int, path: str | Path) -> None:
-    """Remember where the weights of the best step are, if `path` is that step's checkpoint; change nothing else.
-
-    Called on every rank when a checkpoint is durable, and again after loading one: it was written before its own
-    location was known. As in `transformers`, the location of an earlier best remains until the best step has a
-    checkpoint.
-    """
-    if step == state.train_state.best_step:
-        state.train_state.best_model_checkpoint = str(path)
-
-
-def _request_save(state: Run, reason: str) -> None:
-    """Request a save on every rank; rank 0's request is recorded."""
-    if state.world.is_main:
-        state.control.add_request(Request("should_save", "save_on_best", "", reason, state.world.rank))
-    else:
-        state.control.set_flag("should_save")

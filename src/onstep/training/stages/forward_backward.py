@@ -35,6 +35,15 @@ def forward_of(job: Job) -> ForwardPass:
     return forward if run.cfg.mixed_precision is None else forward_in_autocast
 
 
+def backward_of(job: Job) -> Callable[[MicroLoss, Scalar | None], None]:
+    """The backward pass of one micro-batch; empty for a forward step with `runs_backward`, which has run it."""
+    return _nothing if getattr(job.forward_step_func, "runs_backward", False) else MicroLoss.backward
+
+
+def _nothing(micro: MicroLoss, start: Scalar | None) -> None:
+    pass
+
+
 def backward_start_of(job: Job, micro: MicroLoss, num_micro_batches: int) -> Scalar | None:
     """The value that a micro-batch's backward pass starts from, including the loss scale of float16; None means 1.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import time
@@ -11,9 +12,11 @@ import torch
 
 from onstep.errors import warn_once
 from onstep.events import Dispatcher
+from onstep.events.manager import Listeners
+from onstep.optim import RecallsRates
 from onstep.train_state import TrainState
 from onstep.training.compute.losses import Scalar
-from onstep.training.compute.step import Step
+from onstep.training.compute.step import LastStep, Step
 from onstep.training.protocols import Metrics, UserOptimizer
 from onstep.training.reporting.loss_accumulator import IntervalReport, LossAccumulator
 from onstep.training.run import Run
@@ -39,6 +42,8 @@ def log_step(state: Run, accumulator: LossAccumulator, optimizer: UserOptimizer,
     state.features.after_read()
     advance_tokens(state, report)
     logs = build_logs(state, report, optimizer, extras=tuple(unread))
+    if state.entry_point.trainer is not None:
+        logs["learning_rate"] = used_learning_rate(state, optimizer, notify.scheduler)
     warn_if_all_skipped(state, report)
     warn_if_unlabelled(state, report)
     notify.on_log_step(logs=logs)
@@ -74,20 +79,65 @@ def warn_if_unlabelled(state: Run, report: IntervalReport) -> None:
 
 
 def publish(state: Run, logs: Metrics, notify: Dispatcher) -> None:
-    """Append a record with its step to `log_history`, and fire `on_log`; Megatron Bridge's tags are written with it."""
-    state.info.history.append({**logs, "step": state.train_state.step})
-    notify.on_log(logs=logs)
+    """Publish a record, through the user's own `Trainer.log` if there is one; Megatron Bridge's tags belong to it."""
+    _hand_over(state, logs, notify)
     state.bridge_trackers.record.clear()
 
 
+def publish_evaluation(state: Run, metrics: Metrics, notify: Dispatcher) -> None:
+    """Publish an evaluation of a `Trainer`; Megatron Bridge's tags wait for the record of a step."""
+    tags, state.info.bridge_tags, state.evaluated.is_being_logged = state.info.bridge_tags, None, True
+    try:
+        _hand_over(state, metrics, notify)
+    finally:
+        state.info.bridge_tags, state.evaluated.is_being_logged = tags, False
+
+
+def _hand_over(state: Run, logs: Metrics, notify: Dispatcher) -> None:
+    log = state.entry_point.log
+    if log is None:
+        record(state, logs, notify)
+    else:
+        log(logs)
+
+
+def record(state: Run, logs: Metrics, notify: Dispatcher) -> None:
+    """Append a record with its step to `log_history`, and fire `on_log`.
+
+    Evaluations reach the callbacks of Hugging Face's convention there; others have them at `on_eval_end` only.
+    """
+    state.info.history.append({**logs, "step": state.train_state.step})
+    if state.evaluated.is_being_logged:
+        notify = _to_those_that_log_evaluations(notify)
+    notify.on_log(logs=logs)
+
+
+def _to_those_that_log_evaluations(notify: Dispatcher) -> Dispatcher:
+    some, listeners = copy.copy(notify), Listeners()
+    some.on, its_own = listeners, tuple(one for one in notify.on.on_log if _logs_evaluations(one.owner))
+    setattr(listeners, "on_log", its_own)  # noqa: B010 - slots are named after events
+    return some
+
+
+def _logs_evaluations(callback: object) -> bool:
+    """Whether it says so, or has Hugging Face's base class; Forgather reports evaluations at `on_evaluate` alone."""
+    of_base = [cls.__module__ for cls in type(callback).__mro__ if cls.__name__ == "TrainerCallback"]
+    follows_hugging_face = bool(of_base) and not any(module.startswith("forgather") for module in of_base)
+    return bool(getattr(callback, "logs_evaluations", follows_hugging_face))
+
+
 def advance_tokens(state: Run, report: IntervalReport) -> None:
-    """Update the counters of tokens and FLOPs, and the mean loss."""
+    """Update the counters of tokens and FLOPs, and the mean loss. Collective if the user counts FLOPs."""
     tokens = report.tokens or 0
     state.train_state.consumed_tokens += tokens
     if report.num_losses:
         state.sums.loss_sum += report.loss * report.num_losses
         state.sums.loss_steps += report.num_losses
-    state.train_state.floating_point_operations_so_far += tokens * state.sums.flops_per_token
+    store_flos = state.entry_point.store_flos
+    if store_flos is None:
+        state.train_state.floating_point_operations_so_far += tokens * state.sums.flops_per_token
+    else:
+        store_flos()
 
 
 def build_logs(state: Run, report: IntervalReport, optimizer: UserOptimizer, extras: tuple[str, ...] = ()) -> Metrics:
@@ -131,6 +181,16 @@ def learning_rate(optimizer: UserOptimizer) -> float | None:
     """
     rate = _rate_of_last(optimizer, is_decoupled=False)
     return _rate_of_last(optimizer, is_decoupled=True) if rate is None else rate
+
+
+def used_learning_rate(state: Run, optimizer: UserOptimizer, scheduler: object) -> float:
+    """The rate of the last step's update, of the first parameter group, as in Hugging Face's records."""
+    step = state.features.room(LastStep).step
+    if isinstance(scheduler, RecallsRates) and step is not None and step.applied:
+        rates = scheduler.rates_before_last_step()
+    else:
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+    return rates[0]
 
 
 def decoupled_learning_rate(optimizer: UserOptimizer) -> float | None:
@@ -214,5 +274,7 @@ def final_metrics(state: Run, start: RunStart) -> Metrics:
         "total_tokens": progress.consumed_tokens,
         "tokens_per_second": round(tokens * per_second, 2),
         "total_flops": progress.floating_point_operations_so_far,
+        "total_flos": progress.floating_point_operations_so_far,
+        "train_loss": state.mean_loss(),
         "flops_per_second": flops * per_second,
     }

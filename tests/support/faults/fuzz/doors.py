@@ -241,7 +241,7 @@ def training_log(path: str) -> Door:
         log.get_points("loss")
         analysis.smooth_values(log.column("loss"), 3)
         summary = analysis.compute_summary_statistics(log)
-        for form in (analysis.format_summary_text, analysis.format_summary_markdown, analysis.format_summary_one_line):
+        for form in (analysis.format_summary_text, analysis.format_summary_markdown, analysis.format_summary_oneline):
             form(summary)
         analysis.format_summary_json(summary)
 

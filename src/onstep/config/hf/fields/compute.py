@@ -1,16 +1,16 @@
-"""Declares the arguments for devices, precision and data parallelism."""
+"""Declares the arguments for devices, precision, data parallelism and how the model computes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onstep.config.hf.argument import argument, declares_arguments
+from onstep.config.hf.argument import Texts, Values, argument, declares_arguments
 
 
 @declares_arguments
 @dataclass(kw_only=True)
 class ComputeArguments:
-    """Devices, precision and data parallelism."""
+    """Devices, precision, data parallelism, and how the model computes."""
 
     bf16: bool = False
     """bfloat16 autocast over float32 weights."""
@@ -30,3 +30,38 @@ class ComputeArguments:
     ddp_backend: str | None = None
     ddp_timeout: int = argument(1800, bound="> 0")
     """Seconds."""
+    ddp_static_graph: bool | None = None
+    """None is False."""
+    tf32: bool | None = None
+    """TensorFloat-32 for float32 products on a GPU during a run; None leaves torch's setting."""
+    full_determinism: bool = False
+    """Only deterministic algorithms of torch during a run."""
+    torch_compile: bool = False
+    """Compile the model; its weights keep their names."""
+    torch_compile_backend: str | None = None
+    """Backend of `torch.compile`; None is inductor. Sets `torch_compile`, and so does the mode."""
+    torch_compile_mode: str | None = None
+    activation_checkpointing: bool | None = None
+    """Recompute activations in the backward pass, by the model's own `activation_checkpointing_enable` or
+    `gradient_checkpointing_enable`. None is False."""
+    activation_checkpointing_kwargs: Values | None = None
+    """Passed on; also `every_n_layers` and `offload`, for models of `transformers`."""
+    gradient_checkpointing: bool | None = None
+    """The earlier name of `activation_checkpointing`."""
+    gradient_checkpointing_kwargs: Values | None = None
+    use_cache: bool = False
+    """The model's `config.use_cache`."""
+    use_liger_kernel: bool = False
+    """Replace layers of a `transformers` model by those of the package liger-kernel."""
+    liger_kernel_config: Values | None = None
+    """Which of them, as keywords of liger-kernel."""
+    label_smoothing_factor: float = argument(0.0, bound=">= 0")
+    """Share of the loss that is spread evenly over all classes; 0 uses the model's own loss."""
+    neftune_noise_alpha: float | None = None
+    """Size of the noise that is added to embeddings in training (NEFTune); None adds none."""
+    torch_empty_cache_steps: int | None = None
+    """Steps between releases of a GPU's unused memory, before a backward pass; None never releases it."""
+    auto_find_batch_size: bool = False
+    """On running out of memory, start again with nine tenths of `per_device_train_batch_size`. One process only."""
+    debug: Texts = ""
+    """underflow_overflow: end the run at the first infinite or NaN value in a layer. Becomes a list."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from onstep.config.hf.argument import argument, declares_arguments
+
+STRATEGIES = ("random", "sequential", "group_by_length", "batch_rebalance")
 
 
 @declares_arguments
@@ -12,8 +15,12 @@ from onstep.config.hf.argument import argument, declares_arguments
 class DataArguments:
     """How samples are read, ordered and collated."""
 
-    train_sampling_strategy: str = argument("random", choices=("random", "sequential"))
-    """random | sequential"""
+    train_sampling_strategy: str = argument("random", choices=STRATEGIES)
+    """random | sequential | group_by_length | batch_rebalance; the last two with the samplers of `transformers`."""
+    group_by_length: bool = False
+    """The name of `train_sampling_strategy='group_by_length'` in transformers 4."""
+    length_column_name: str = "length"
+    """The column of a `datasets.Dataset` with the lengths to group by; without it the samples are measured."""
     remove_unused_columns: bool = True
     label_names: list[str] | None = None
     dataloader_drop_last: bool = False
@@ -21,3 +28,11 @@ class DataArguments:
     dataloader_num_workers: int = 0
     dataloader_pin_memory: bool = True
     dataloader_persistent_workers: bool = False
+    dataloader_prefetch_factor: int | None = None
+    """Micro-batches that each worker reads ahead; None is torch's default, 2."""
+    dataloader_multiprocessing_context: str | None = None
+    """fork | spawn | forkserver: how workers are started; None is Python's default."""
+    accelerator_config: Any = None
+    """A dictionary, the path of a JSON file with one, or an `AcceleratorConfig`. `use_seedable_sampler=False` shuffles
+    as torch's `RandomSampler` does; `gradient_accumulation_kwargs={'num_steps': n}` sets
+    `gradient_accumulation_steps`."""

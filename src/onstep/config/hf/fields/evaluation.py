@@ -27,8 +27,19 @@ class EvaluationArguments:
     """Global batches of one evaluation; -1 is the whole set."""
     prediction_loss_only: bool = False
     eval_accumulation_steps: int | None = argument(None, bound="> 0")
-    """Accepted without effect: predictions are moved off the device after every batch."""
+    """At most so many batches of predictions are on the device; they are moved off it after each one."""
+    eval_do_concat_batches: bool = True
+    """Join the predictions of all batches; False gives a list with an item for each."""
+    eval_use_gather_object: bool = False
+    """Predictions and labels that are lists, with an object for each sample, are continued from rank to rank."""
+    batch_eval_metrics: bool = False
+    """Call `compute_metrics` after every batch, with `compute_result=True` after the last; no predictions are kept."""
+    bf16_full_eval: bool = False
+    """Cast the weights to bfloat16 for an evaluation outside of training; they are unchanged after it."""
+    fp16_full_eval: bool = False
+    """The same for float16."""
     include_for_metrics: list[str] = field(default_factory=list)
+    """What `compute_metrics` receives besides predictions and labels: inputs | loss."""
     metric_for_best_model: str | None = None
     """The metric that `best_metric`, early stopping and the choice of the best checkpoints follow; None becomes 'loss'
     with `load_best_model_at_end`."""

@@ -22,4 +22,5 @@ class LengthArguments:
     seed: int = 42
     data_seed: int | None = argument(None)
     do_train: bool = False
+    """For your own script, like `do_eval` and `do_predict`: a Trainer does what its methods are called for."""
     do_predict: bool = False

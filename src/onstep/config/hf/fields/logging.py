@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onstep.config.hf.argument import LOG_LEVELS, Steps, Texts, argument, declares_arguments
+from onstep.config.hf.argument import LOG_LEVELS, Choice, Steps, Texts, argument, declares_arguments
 from onstep.config.trackers import DEFAULT_PROJECT
 
 
@@ -20,8 +20,19 @@ class LoggingArguments:
     logging_first_step: bool = False
     logging_dir: str | None = None
     """Where the metrics log is written; None is `output_dir`."""
+    logging_nan_inf_filter: bool = True
+    """Leave out of the logged loss the steps that `train.on_nonfinite` = skip left out; False logs NaN for them. By
+    default a non-finite loss ends the run."""
+    include_num_input_tokens_seen: Choice = argument("no", choices=("no", "all", "non_padding"))
+    """Count the input tokens, in `state.num_input_tokens_seen` and every record: no | all | non_padding. True is all,
+    False is no."""
+    skip_memory_metrics: bool = True
+    """False adds how much memory `train`, `evaluate` and `predict` took to their metrics; it requires psutil."""
     log_on_each_node: bool = True
     log_level: str = argument("passive", choices=tuple(LOG_LEVELS))
+    """Level of Onstep's messages on the first rank of each machine (of all with `log_on_each_node=False`)."""
+    log_level_replica: str = argument("warning", choices=tuple(LOG_LEVELS))
+    """Level of Onstep's messages on the other ranks."""
     disable_tqdm: bool | None = None
     report_to: Texts = "none"
     """Trackers to report to: none | all (that are installed) | one or a list of csv, tensorboard, wandb,

@@ -21,6 +21,8 @@ class SavingArguments:
     """Number of newest checkpoints to keep, beside the best ones; None keeps all."""
     save_only_model: bool = False
     """Save checkpoints without optimizer, scheduler and random generators."""
+    save_on_each_node: bool = False
+    """Accepted for ranks on one machine, where it makes no difference; several save to storage that all of them see."""
     checkpoint_components: list[str] | None = None
     """Parts to save: model, optimizer, scheduler, trainer, dataset, rng, callbacks; None is all."""
     load_best_model_at_end: bool = False

@@ -1,0 +1,224 @@
+"""Averages the weights over the steps: `EMA` exponentially, `WeightAverage` with equal weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+from onstep.checkpoint import SharingPattern, StateComponent
+from onstep.config.field_types import is_integer_from, is_number
+from onstep.errors import require
+from onstep.events import TrainerCallback
+
+Update = Callable[[list[Tensor], list[Tensor], int], None]
+"""torch's update of averages: (averages, weights, number of weights averaged so far)."""
+
+
+class _Averaging(TrainerCallback):
+    """What both callbacks share: the averages, and where they stand in for the weights."""
+
+    def __init__(self, start_step: int, every: int, evaluate: bool, apply_at_end: bool) -> None:
+        is_step = is_integer_from(start_step, 0)
+        require(is_step, "start_step", "an integer >= 0", start_step, "; 0 averages from the first step on.")
+        require(is_integer_from(every, 1), "every", "an integer >= 1", every, "; 1 averages every step.")
+        self.start_step, self.every = start_step, every
+        self.evaluate, self.apply_at_end = evaluate, apply_at_end
+        self._averages = _Averages()
+
+    def _update(self) -> Update:
+        """The way in which weights enter the averages."""
+        raise NotImplementedError
+
+    @property
+    def averages(self) -> dict[str, Tensor]:
+        """The averaged weights by name; empty until the first step that counts."""
+        return self._averages.by_name
+
+    @property
+    def num_averaged(self) -> int:
+        """Number of steps whose weights are averaged."""
+        return self._averages.count
+
+    def state_components(self) -> list[StateComponent]:
+        """The averages, which every checkpoint holds once for all ranks."""
+        key = f"average_{type(self).__name__.lower()}"
+        return [StateComponent(key, self._averages, SharingPattern.REPLICATED, required=False)]
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Begin with new averages, unless the run is resumed."""
+        if state.global_step == 0 and not self._averages.is_loaded:
+            self._averages.clear()
+        self._averages.is_loaded, self._averages.is_training = False, True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Add the weights to the averages."""
+        self._averages.put_back(model)
+        if state.global_step > self.start_step and (state.global_step - self.start_step) % self.every == 0:
+            self._averages.add(model, self._update())
+
+    def on_eval_start(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Put the averages in place of the weights."""
+        if self.evaluate:
+            self._averages.put_in(model)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Put the weights back."""
+        self._averages.put_back(model)
+
+    def on_save_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Put the weights back after an evaluation that was interrupted: a checkpoint holds both."""
+        self._averages.put_back(model)
+
+    def on_exception(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Likewise after an evaluation that failed."""
+        self._averages.put_back(model)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Give the model the averages, once the last checkpoint is saved."""
+        is_training, self._averages.is_training = self._averages.is_training, False
+        if is_training:
+            self._averages.put_back(model)
+        if is_training and self.apply_at_end:
+            self._averages.give_to(model)
+
+
+class EMA(_Averaging):
+    """Keeps an exponential moving average of the weights: after each step, ``decay * average + (1 - decay) * weight``.
+
+    The average begins with the weights of the first step that counts. Evaluations during training use it, and the model
+    has it when training ends, so that the exported weights are averaged ones. Checkpoints hold the weights and the
+    average, so a resumed run continues both exactly. Buffers, such as the statistics of batch norms, are not averaged.
+
+    Args:
+        decay: Weight of the past, in [0, 1); the average spans about ``1 / (1 - decay)`` steps.
+        start_step: The first steps that are not averaged.
+        every: Average the weights of each n-th step only.
+        evaluate: Whether evaluations use the average.
+        apply_at_end: Whether the model gets the average when training ends.
+
+    Raises:
+        ConfigError: for an invalid value.
+    """
+
+    def __init__(
+        self,
+        decay: float = 0.999,
+        start_step: int = 0,
+        every: int = 1,
+        *,
+        evaluate: bool = True,
+        apply_at_end: bool = True,
+    ) -> None:
+        super().__init__(start_step, every, evaluate, apply_at_end)
+        is_share = is_number(decay) and 0 <= decay < 1
+        require(is_share, "decay", "in [0, 1)", decay, "; 0.999 averages about 1,000 steps.")
+        self.decay = decay
+
+    def _update(self) -> Update:
+        update: Update = get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]
+        return update
+
+
+class WeightAverage(_Averaging):
+    """Keeps the mean of the weights of all steps from `start_step` on: stochastic weight averaging.
+
+    Everything else is as with `EMA`. Usually the mean begins in the last quarter of a run, with a learning rate that
+    stays high; steps in a row are much alike, so that `every` saves time.
+
+    Args:
+        start_step: The first steps that are not averaged.
+        every: Average the weights of each n-th step only.
+        evaluate: Whether evaluations use the average.
+        apply_at_end: Whether the model gets the average when training ends.
+
+    Raises:
+        ConfigError: for an invalid value.
+
+    Source: Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and Better Generalization".
+    """
+
+    def __init__(
+        self, start_step: int = 0, every: int = 1, *, evaluate: bool = True, apply_at_end: bool = True
+    ) -> None:
+        super().__init__(start_step, every, evaluate, apply_at_end)
+
+    def _update(self) -> Update:
+        update: Update = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
+        return update
+
+
+class _Averages:
+    """The averages of a model's trainable weights, and the weights that they stand in for during an evaluation."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Tensor] = {}
+        self.count = 0
+        self.is_loaded = False
+        """Whether a checkpoint has set them since the last start of a training."""
+        self.is_training = False
+        self._weights: list[Tensor] = []
+        """Copies of the weights while the averages are in their place."""
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.by_name, self.count, self._weights = {}, 0, []
+
+    @torch.no_grad()
+    def add(self, model: nn.Module, update: Update) -> None:
+        """Average the current weights in."""
+        weights = _trainable(model)
+        if not self.by_name:
+            self.by_name = {name: weight.detach().clone() for name, weight in weights.items()}
+        else:
+            averages = self._of(weights)
+            for dtype in {weight.dtype for weight in weights.values()}:
+                pairs = [(a, w.detach()) for a, w in zip(averages, weights.values(), strict=True) if w.dtype == dtype]
+                update([a for a, _ in pairs], [w for _, w in pairs], self.count)
+        self.count += 1
+
+    @torch.no_grad()
+    def put_in(self, model: nn.Module) -> None:
+        """Put the averages in place of the weights, which are kept."""
+        if not self.by_name or self._weights:
+            return
+        weights = _trainable(model)
+        self._weights = [weight.detach().clone() for weight in weights.values()]
+        torch._foreach_copy_(list(weights.values()), self._of(weights))
+
+    @torch.no_grad()
+    def put_back(self, model: nn.Module) -> None:
+        """Put the kept weights back, if any."""
+        if self._weights:
+            torch._foreach_copy_(list(_trainable(model).values()), self._weights)
+            self._weights = []
+
+    @torch.no_grad()
+    def give_to(self, model: nn.Module) -> None:
+        """Copy the averages into the weights."""
+        if self.by_name:
+            weights = _trainable(model)
+            torch._foreach_copy_(list(weights.values()), self._of(weights))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages by name, and their count."""
+        return {"averages": dict(self.by_name), "count": self.count}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue with these."""
+        self.by_name, self.count = dict(state_dict["averages"]), int(state_dict["count"])
+        self._weights, self.is_loaded = [], True
+
+    def _of(self, weights: Mapping[str, Tensor]) -> list[Tensor]:
+        """The averages in the order of the weights, and on their devices."""
+        for name, weight in weights.items():
+            if self.by_name[name].device != weight.device:
+                self.by_name[name] = self.by_name[name].to(weight.device)
+        return [self.by_name[name] for name in weights]
+
+
+def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}

@@ -1,0 +1,87 @@
+"""Adapts a torch scheduler to the loop, which steps it after updates, or after evaluations if it follows a metric."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from onstep.errors import ConfigError
+
+
+def follows_metric(scheduler: object) -> bool:
+    """Whether `scheduler.step` requires a metric, as `ReduceLROnPlateau` and transformers' `GreedyLR` do."""
+    step = getattr(scheduler, "step", None)
+    metrics = inspect.signature(step).parameters.get("metrics") if callable(step) else None
+    return metrics is not None and metrics.default is metrics.empty
+
+
+class TorchSchedulerAdapter:
+    """Steps a torch `LRScheduler` once after each applied update; its state is passed through unchanged.
+
+    Its other attributes, such as `get_last_lr` and `last_epoch`, are those of the torch scheduler.
+
+    Raises:
+        ConfigError: if the scheduler requires a metric, which an optimizer step does not have.
+    """
+
+    def __init__(self, torch_scheduler: LRScheduler) -> None:
+        if follows_metric(torch_scheduler):
+            raise ConfigError(
+                f"{type(torch_scheduler).__name__} requires a metric, which an optimizer step does not have; "
+                f"step it in a callback after evaluation and pass no scheduler, or use onstep.Trainer, which does so"
+            )
+        self.torch_scheduler: Any = torch_scheduler
+        self.num_steps = 0
+        """Number of samples trained on since this adapter was created."""
+        self._rates: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "torch_scheduler":  # of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.torch_scheduler, name)
+
+    def step(self, increment: int) -> None:
+        """Step the torch scheduler once, regardless of the number of samples."""
+        self._note_step(increment)
+        self.torch_scheduler.step()
+
+    def rates_before_last_step(self) -> list[float]:
+        """The learning rates before the last `step`, by group: those of the last update."""
+        return self._rates
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """The learning rate that the torch scheduler wrote into `param_group`."""
+        return float(param_group["lr"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The torch scheduler's own state."""
+        state: dict[str, Any] = self.torch_scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Pass `state_dict` to the torch scheduler."""
+        self.torch_scheduler.load_state_dict(state_dict)
+
+    def _note_step(self, increment: int) -> None:
+        self.num_steps += increment
+        groups = getattr(getattr(self.torch_scheduler, "optimizer", None), "param_groups", [])
+        self._rates = [float(group["lr"]) for group in groups]
+
+
+class MetricSchedulerAdapter(TorchSchedulerAdapter):
+    """Steps a scheduler that follows a metric after evaluations (`observe`), and not after updates."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.torch_scheduler = scheduler
+        self.num_steps = 0
+        self._rates = []
+
+    def step(self, increment: int) -> None:
+        """Leave the learning rates as they are."""
+        self._note_step(increment)
+
+    def observe(self, metric: float) -> None:
+        """Step the scheduler with the metric of an evaluation; the same on all ranks."""
+        self.torch_scheduler.step(metric)

@@ -1,0 +1,347 @@
+"""`trainer.accelerator`: what scripts use of Hugging Face's `Accelerator`, on top of the run's ranks and precision."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from onstep.config import DistributedInitConfig
+from onstep.distributed import World, open_world
+from onstep.optim import LossScaler, TrainingOptimizer
+from onstep.trainer.computing.gathering import gather, gather_rows, pad_to_longest, reduce
+from onstep.training.compute.step import LastStep, Step
+from onstep.training.profiling.instruments import empty_unused_memory
+
+_REMEDIES = {
+    "init_trackers": "set report_to in TrainingArguments",
+    "get_tracker": "set report_to in TrainingArguments, and log with trainer.log",
+    "trackers": "set report_to in TrainingArguments, and log with trainer.log",
+    "save_state": "the Trainer saves checkpoints by save_strategy; a callback can set control.should_save",
+    "load_state": "pass resume_from_checkpoint to trainer.train",
+    "save_model": "call trainer.save_model",
+    "register_for_checkpointing": "give a callback state_dict and load_state_dict",
+}
+_OTHERWISE = "use torch itself, or accelerate's own Accelerator outside of the Trainer"
+
+
+class ScaledLoss:
+    """float16's loss scale with the methods of torch's `GradScaler` that a training step uses."""
+
+    def __init__(self, scaler: LossScaler) -> None:
+        self._scaler = scaler
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the scale."""
+        return loss * self._scaler.scale
+
+    def get_scale(self) -> float:
+        """The scale."""
+        return self._scaler.scale
+
+    def is_enabled(self) -> bool:
+        """True."""
+        return True
+
+
+class Accelerator:
+    """The ranks, device and precision of a Trainer under the names of `accelerate.Accelerator`.
+
+    Available before, during and after a run. Methods marked collective must be called on all ranks. Whatever is
+    missing raises an AttributeError that names the alternative.
+
+    Args:
+        trainer: its arguments say where it will train, until a run has begun.
+    """
+
+    deepspeed_plugin = fsdp_plugin = parallelism_config = None
+    gradient_accumulation_steps = 1
+    """1, as under Hugging Face's Trainer, which accumulates gradients itself; see
+    `trainer.current_gradient_accumulation_steps`."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._opened: World | None = None
+        self._prepared: WeakSet[Any] = WeakSet()
+
+    def __getattr__(self, name: str) -> Any:
+        remedy = _REMEDIES.get(name, _OTHERWISE)
+        raise AttributeError(f"trainer.accelerator is Onstep's and has no {name!r}; {remedy}.")
+
+    # ---- ranks
+
+    @property
+    def state(self) -> Accelerator:
+        """Itself, since its attributes are those of `AcceleratorState` too."""
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank trains."""
+        world = self._known_world()
+        return torch.device(str(self._trainer.args.device)) if world is None else world.device
+
+    @property
+    def num_processes(self) -> int:
+        """Number of ranks."""
+        return int(self._trainer.args.world_size)
+
+    @property
+    def process_index(self) -> int:
+        """This rank."""
+        return int(self._trainer.args.process_index)
+
+    @property
+    def local_process_index(self) -> int:
+        """This rank on its machine."""
+        return int(self._trainer.args.local_process_index)
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank."""
+        return self.process_index == self.num_processes - 1
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several ranks."""
+        return self.num_processes > 1
+
+    @property
+    def distributed_type(self) -> str:
+        """NO, MULTI_CPU or MULTI_GPU: equal to that member of accelerate's `DistributedType`."""
+        if not self.use_distributed:
+            return "NO"
+        return "MULTI_GPU" if self.device.type == "cuda" else "MULTI_CPU"
+
+    def wait_for_everyone(self) -> None:
+        """Wait for all ranks. Collective."""
+        self._world().barrier()
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Context that rank 0 runs before the others. Collective."""
+        yield from self._first(self.is_main_process)
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Context that the first rank of each machine runs before the others. Collective."""
+        yield from self._first(self.is_local_main_process)
+
+    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a function that only rank 0 runs; None on the others."""
+        return lambda *args, **kwargs: function(*args, **kwargs) if self.is_main_process else None
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the first rank of each machine."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)  # noqa: T201 - what the method is for
+
+    def _first(self, goes_first: bool) -> Iterator[None]:
+        if not goes_first:
+            self.wait_for_everyone()
+        yield
+        if goes_first:
+            self.wait_for_everyone()
+
+    # ---- values of all ranks
+
+    def gather(self, tensor: Any) -> Any:
+        """Every rank's tensors, joined along the first axis, on every rank; numbers become a vector. Collective.
+
+        They must have the same shape on all ranks; see `pad_across_processes`. One rank returns its own, unchanged.
+        """
+        return gather(tensor, self._world())
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """`gather` for the rows of an evaluation: any number on each rank, and none of a filler. Collective.
+
+        Anything but tensors is joined as lists.
+        """
+        step = self._session_step()
+        is_filler = step is not None and step.is_filler
+        return gather_rows(input_data, self._world(), is_filler=is_filler, as_objects=use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum or mean over all ranks, in new tensors; `scale` has no effect, as in accelerate. Collective."""
+        return reduce(tensor, self._world(), reduction)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Tensors padded to the longest of all ranks along an axis. Collective."""
+        return pad_to_longest(tensor, self._world(), dim=dim, value=pad_index, first=pad_first)
+
+    # ---- objects of a run
+
+    def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
+        """The same objects: the Trainer wraps models and optimizers itself. Loaders are noted: see `is_prepared`."""
+        self._prepared.update(one for one in objects if isinstance(one, DataLoader))
+        return objects[0] if len(objects) == 1 else objects
+
+    def is_prepared(self, loader: Any) -> bool:
+        """Whether a loader was passed to `prepare`, so that its batches are to be distributed over the ranks."""
+        return loader in self._prepared
+
+    def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> nn.Module:
+        """The model on this rank's device."""
+        return model.to(self.device)
+
+    def prepare_data_loader(self, data_loader: Any, device_placement: Any = None) -> Any:
+        """`prepare` for one loader."""
+        return self.prepare(data_loader)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
+        """The same optimizer."""
+        return optimizer
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """The same scheduler."""
+        return scheduler
+
+    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """The model without its data-parallel wrapper, and without that of `torch.compile` if asked."""
+        compiled = model if isinstance(getattr(model, "_modules", {}).get("_orig_mod"), nn.Module) else None
+        inner = model if compiled is None else compiled._orig_mod
+        if compiled is not None and keep_torch_compile and not isinstance(inner, DistributedDataParallel):
+            return compiled
+        while isinstance(inner, (DistributedDataParallel, nn.DataParallel)):
+            inner = inner.module
+        return inner
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
+        """The weights of a model, under the names of the unwrapped module."""
+        inner = self.unwrap_model(model, keep_torch_compile=False) if unwrap else model
+        weights: dict[str, Any] = inner.state_dict()
+        return weights
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Collect garbage and release the device's unused memory; returns a None for each object."""
+        gc.collect()
+        empty_unused_memory()
+        return [None] * len(objects)
+
+    clear = free_memory
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write an object on rank 0: with `torch.save`, or a dictionary of tensors as safetensors."""
+        if not self.is_main_process:
+            return
+        if safe_serialization:
+            save_file(obj, f)
+        else:
+            torch.save(obj, f)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
+        """`trainer.log`: add a record to the log and the trackers, at the current step."""
+        self._trainer.log(dict(values))
+
+    # ---- a training step
+
+    @property
+    def mixed_precision(self) -> str:
+        """no, bf16 or fp16."""
+        args = self._trainer.args
+        return "bf16" if args.bf16 else "fp16" if args.fp16 else args.mixed_precision or "no"
+
+    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[object]:
+        """Context of a forward pass in the run's precision."""
+        if self.mixed_precision == "no":
+            return nullcontext()
+        dtype = torch.bfloat16 if self.mixed_precision == "bf16" else torch.float16
+        return torch.autocast(self.device.type, dtype=dtype)
+
+    @property
+    def scaler(self) -> ScaledLoss | None:
+        """float16's loss scale; None in any other precision, and outside of a run."""
+        scaler = self._loss_scaler()
+        return None if scaler is None else ScaledLoss(scaler)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run `loss.backward(**kwargs)`, with float16's loss scale."""
+        scaler = self._loss_scaler()
+        with torch.autocast(loss.device.type, enabled=False):  # the loop computes a whole training_step in autocast
+            (loss if scaler is None else loss * scaler.scale).backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch is the last of its step, after which the weights are updated."""
+        step = self._step()
+        return step is None or len(step.micros) >= len(step.batches.micro_batches) - 1
+
+    def accumulate(self, *models: Any) -> AbstractContextManager[object]:
+        """An empty context: the Trainer accumulates gradients itself."""
+        return nullcontext()
+
+    def no_sync(self, model: Any) -> AbstractContextManager[object]:
+        """Context in which backward passes do not exchange gradients."""
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Clip the global norm of gradients, and return it as it was; float16's loss scale does not count."""
+        scaler, step = self._loss_scaler(), self._step()
+        is_scaled = scaler is not None and step is not None and not hasattr(step, "total")
+        scale = scaler.scale if scaler is not None and is_scaled else 1.0
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm * scale, norm_type=norm_type)
+        return norm / scale
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip each value of the gradients."""
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last update was skipped because float16 gradients overflowed."""
+        optimizer = None if self._trainer.session is None else self._trainer.session.optimizer
+        return isinstance(optimizer, TrainingOptimizer) and optimizer.overflowed
+
+    def _loss_scaler(self) -> LossScaler | None:
+        session = self._trainer.session
+        if session is None or session.optimizer is None:
+            return None
+        scaler: LossScaler | None = session.state.loss_scaler(session.optimizer)
+        return scaler
+
+    def _session_step(self) -> Any:
+        return None if self._trainer.session is None else self._trainer.session.forward_step
+
+    def _step(self) -> Step | None:
+        session = self._trainer.session
+        return None if session is None else session.state.features.room(LastStep).step
+
+    def _known_world(self) -> World | None:
+        state = self._trainer.global_state
+        if self._trainer.session is not None:
+            state = self._trainer.session.state
+        world: World | None = None if state is None else state.world
+        return self._opened if world is None else world
+
+    def _world(self) -> World:
+        """The ranks; joined now if no run has done so."""
+        world = self._known_world()
+        is_usable = world is not None and (world.size == 1 or dist.is_initialized())
+        if world is None or not is_usable:
+            if self.num_processes == 1:
+                return World(device=self.device)
+            world = self._opened = open_world(
+                DistributedInitConfig(device=self.device.type, distributed_backend=self._trainer.args.ddp_backend)
+            )
+            atexit.register(world.close)
+        return world

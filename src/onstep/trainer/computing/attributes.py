@@ -1,0 +1,39 @@
+"""Sets what Hugging Face's Trainer exposes as attributes and subclasses read."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from onstep.errors import ConfigError
+from onstep.trainer.computing.accelerator import Accelerator
+from onstep.trainer.computing.label_smoothing import LabelSmoother
+
+logger = logging.getLogger(__name__)
+
+
+def set_attributes(trainer: Any) -> None:
+    """Create the accelerator, and set the attributes that depend on nothing but the constructor's arguments.
+
+    Raises:
+        ConfigError: if `create_accelerator_and_postprocess` is overridden with another kind of accelerator.
+    """
+    trainer.create_accelerator_and_postprocess()
+    if not isinstance(getattr(trainer, "accelerator", None), Accelerator):
+        raise ConfigError(
+            f"{type(trainer).__name__}.create_accelerator_and_postprocess must leave Onstep's own self.accelerator, "
+            f"whose ranks and precision are those of the run; call super(), and configure with TrainingArguments."
+        )
+    trainer.is_deepspeed_enabled = trainer.is_fsdp_enabled = trainer.is_tp_enabled = False
+    trainer.deepspeed = trainer.hp_name = trainer.hp_search_backend = None
+    trainer.neftune_noise_alpha = trainer.args.neftune_noise_alpha
+    trainer.label_smoother = _label_smoother(trainer)
+
+
+def _label_smoother(trainer: Any) -> LabelSmoother | None:
+    if not trainer.args.label_smoothing_factor:
+        return None
+    if getattr(getattr(trainer.model, "config", None), "problem_type", None) == "multi_label_classification":
+        logger.warning("label_smoothing_factor has no effect on multi-label classification")
+        return None
+    return LabelSmoother(epsilon=trainer.args.label_smoothing_factor)

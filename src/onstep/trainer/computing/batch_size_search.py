@@ -1,0 +1,68 @@
+"""Trains again with a smaller batch when memory runs out: `auto_find_batch_size`."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from onstep.training.profiling.instruments import empty_unused_memory
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_SIGNS = (
+    "out of memory",
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.",
+    "DefaultCPUAllocator: can't allocate memory",
+)
+"""Texts of errors by which memory runs out, on GPUs and the CPU. Source: accelerate's `should_reduce_batch_size`."""
+
+
+def with_largest_batch(trainer: Any, train: Callable[[bool], T]) -> T:
+    """The result of a training whose micro-batches fit into memory: each attempt has nine tenths of the last size.
+
+    An attempt starts from the first step with the weights as they are, like Hugging Face's Trainer.
+
+    Args:
+        train: called with whether it is the first attempt.
+
+    Raises:
+        RuntimeError: the last error, if not even one sample fits.
+    """
+    given, is_first = trainer.args, True
+    try:
+        while True:
+            size = trainer.args.per_device_train_batch_size
+            try:
+                return train(is_first)
+            except RuntimeError as error:
+                smaller = int(size * 0.9)
+                if not is_out_of_memory(error):
+                    raise
+                if smaller == 0:
+                    error.add_note("auto_find_batch_size has tried every batch size down to 1 sample.")
+                    raise
+            # outside of the handler, whose error keeps the tensors of its frames alive
+            _release(trainer)
+            logger.warning("out of memory with micro-batches of %d samples; starting again with %d", size, smaller)
+            trainer.args = copy.copy(trainer.args)
+            trainer.args.per_device_train_batch_size, is_first = smaller, False
+    finally:
+        trainer.args = given
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an error says that a device's memory did not suffice."""
+    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in _SIGNS)
+
+
+def _release(trainer: Any) -> None:
+    if trainer.model is not None:
+        trainer.model.zero_grad()
+    gc.collect()
+    empty_unused_memory()

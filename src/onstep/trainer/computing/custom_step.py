@@ -1,0 +1,149 @@
+"""The forward step of a Trainer that overrides one of Hugging Face's methods of a micro-batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onstep.errors import ConfigError
+from onstep.models.generation.generate import inner_transformer
+from onstep.trainer.loss_convention import NUM_ITEMS
+from onstep.trainer.model_step import ModelStep, counted_micro_batches
+from onstep.trainer.overrides import overrides
+from onstep.training.compute.losses import LossShare, MeanLoss, mean_weight
+from onstep.training.compute.step import MicroBatches
+
+METHODS = (
+    "training_step",
+    "compute_loss_context_manager",
+    "autocast_smart_context_manager",
+    "_prepare_inputs",
+    "_prepare_input",
+    "_get_num_items_in_batch",
+)
+"""The methods that this step calls."""
+
+
+class CustomStep(ModelStep):
+    """A `ModelStep` that calls the methods of a micro-batch, at the places where Hugging Face's Trainer does.
+
+    An overridden `training_step` has run its backward pass when it returns, so the loop runs none. Its losses and
+    gradients are averaged over ranks, as in Hugging Face's Trainer; what is a share of the step's loss is multiplied by
+    the number of ranks before.
+
+    Raises:
+        ConfigError: for a `training_step` and a model whose experts have auxiliary losses.
+    """
+
+    def __init__(self, trainer: Any, *args: Any, scales_shares: bool, **options: Any) -> None:
+        super().__init__(trainer.compute_loss, *args, **options)
+        self._trainer = trainer
+        self._scales_shares = scales_shares
+        """Whether the Trainer's own `compute_loss` gives the share, and multiplies it by the number of ranks itself."""
+        self.runs_backward = overrides(trainer, "training_step")
+        self._weight: Any = 1.0
+        self._total_weight: Any = None
+        transformer = inner_transformer(trainer.model)
+        if self.runs_backward and transformer is not None and transformer.config.num_moe_experts:
+            raise ConfigError(
+                f"{type(trainer).__name__} overrides training_step, whose backward pass cannot weight the auxiliary "
+                f"losses of experts; override compute_loss instead."
+            )
+
+    def __call__(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
+        """Run one micro-batch, and its backward pass if `training_step` is overridden."""
+        inputs = next(data_iterator)
+        step = data_iterator if model.training and isinstance(data_iterator, MicroBatches) else None
+        self.is_filler = isinstance(data_iterator, MicroBatches) and data_iterator.is_filler()
+        num_items = self._items_in(step, inputs)
+        if step is not None and self.runs_backward:
+            return self._trained(step, model, inputs, num_items)
+        if self.predict is None:  # prediction_step prepares its inputs itself
+            inputs = self._trainer._prepare_inputs(inputs)
+        num_labels, are_tokens = self._labels.measure(inputs)
+        with self._trainer.compute_loss_context_manager():
+            loss = self._loss(data_iterator, model, inputs, num_items)
+        if loss is None:
+            return None, lambda loss: None
+        if self._gives_shares and num_items is not None and step is not None:
+            return loss, lambda loss: LossShare(loss, num_labels, {})
+        weight = mean_weight(inputs, num_labels, self._weighting)
+        tokens = num_labels if are_tokens else None
+        return loss, lambda loss: MeanLoss(loss, weight, tokens, {})
+
+    def part_of_step(self, loss: Tensor) -> Tensor:
+        """The part of a loss from `compute_loss` in the loss of its step, as it is averaged over ranks."""
+        size = self._world.size
+        if self._gives_shares:
+            return loss if size == 1 or self._scales_shares else loss * size
+        if self._total_weight is None:
+            return loss
+        factor = self._weight * size / self._total_weight
+        return loss * (factor.to(loss) if isinstance(factor, Tensor) else factor)
+
+    def _items_in(self, step: MicroBatches | None, inputs: Any) -> Any:
+        """The result of `_get_num_items_in_batch`, once for a step."""
+        device = self._world.device
+        if step is None:
+            return self._trainer._get_num_items_in_batch([inputs], device)
+        if NUM_ITEMS not in step.items:
+            counted = counted_micro_batches(step)
+            step.items[NUM_ITEMS] = self._trainer._get_num_items_in_batch(counted, device)
+            if self.runs_backward and not self._gives_shares:
+                self._total_weight = self._weigh(step, counted)
+        return step.items[NUM_ITEMS]
+
+    def _weigh(self, step: MicroBatches, counted: list[Any]) -> Any:
+        """The weight of all means of a step over all ranks; None for the only one. Collective."""
+        if self._world.size == 1 and len(step) == 1:
+            return None
+        total = sum(float(self._weight_of(batch)) for batch in counted)
+        if self._world.size == 1:
+            return max(total, 1.0)
+        return self._world.sum(torch.tensor(total, dtype=torch.float64, device=self._world.device)).clamp(min=1)
+
+    def _weight_of(self, batch: Any) -> Any:
+        return mean_weight(batch, self._labels.count(batch), self._weighting)
+
+    def _trained(
+        self, step: MicroBatches, model: nn.Module, inputs: Any, num_items: Any
+    ) -> tuple[Tensor, Callable[..., Any]]:
+        trainer, size = self._trainer, self._world.size
+        if not self._gives_shares:
+            self._weight = self._weight_of(inputs)
+        given = copy.copy(inputs) if isinstance(inputs, Mapping) else inputs
+        trainer.num_averaged_ranks = size if self._gives_shares and self._scales_shares else 1
+        try:
+            if self.is_filler:
+                with _without_gradients(model):
+                    loss = trainer.training_step(model, given, num_items)
+            else:
+                loss = trainer.training_step(model, given, num_items)
+        finally:
+            trainer.num_averaged_ranks = 1
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ConfigError(
+                f"{type(trainer).__name__}.training_step must return the loss of the micro-batch, a detached tensor of "
+                f"one element, got {type(loss).__name__}."
+            )
+        loss = loss.detach().reshape(())
+        loss = torch.zeros_like(loss) if self.is_filler else loss if size == 1 else loss / size
+        num_labels, are_tokens = self._labels.measure(inputs)
+        return loss, lambda loss: LossShare(loss, num_labels if self._gives_shares or are_tokens else None, {})
+
+
+@contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[None]:
+    """Backward passes in this context add zeros to the gradients, and take part in their exchange."""
+    parameters: list[Any] = [one for one in model.parameters() if one.requires_grad]
+    hooks = [one.register_hook(torch.zeros_like) for one in parameters]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,65 @@
+"""Label smoothing, for any model that returns logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onstep.errors import ConfigError
+from onstep.trainer.loss_convention import MAPPING, shifts_labels
+from onstep.training.compute.losses import IGNORE_INDEX
+
+
+@dataclass(frozen=True)
+class LabelSmoother:
+    """The mean cross-entropy with `epsilon` of each label's probability spread evenly over all classes.
+
+    Source: Szegedy et al. 2016, "Rethinking the Inception Architecture" (arXiv:1512.00567), section 7.
+    """
+
+    epsilon: float = 0.1
+    ignore_index: int = IGNORE_INDEX
+
+    def __call__(
+        self, model_output: Any, labels: Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """The loss, 0-d.
+
+        Args:
+            model_output: with logits (..., classes), under `logits` or as the first element.
+            labels: class ids (...); those equal to `ignore_index` are not trained on.
+            shift_labels: position t predicts the label of position t + 1.
+            num_items_in_batch: what the sum is divided by; None is the number of labels trained on.
+        """
+        logits = model_output["logits"] if isinstance(model_output, MAPPING) else model_output[0]
+        if shift_labels:
+            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        costs = -nn.functional.log_softmax(logits, dim=-1)
+        is_counted = labels.ne(self.ignore_index)
+        own = costs.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        even = costs.sum(dim=-1, dtype=torch.float32)
+        items = is_counted.sum() if num_items_in_batch is None else num_items_in_batch
+        items = items.to(own.device) if isinstance(items, Tensor) else items
+        sums = [torch.where(is_counted, one, 0.0).sum() for one in (own, even)]
+        return (1 - self.epsilon) * sums[0] / items + self.epsilon * sums[1] / (items * costs.shape[-1])
+
+
+def smoothed_loss(
+    smoother: Callable[..., Tensor], model: nn.Module, inputs: Mapping[str, Any], further: dict[str, Any]
+) -> tuple[Tensor, Any]:
+    """The smoothed loss of a model that is not passed the labels, and its outputs.
+
+    Raises:
+        ConfigError: for labels that are not class ids.
+    """
+    inputs = dict(inputs)
+    labels = inputs.pop("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        kind = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+        raise ConfigError(f"label_smoothing_factor requires labels that are class ids (integers), got {kind}; use 0.")
+    outputs = model(**inputs)
+    return smoother(outputs, labels, shift_labels=shifts_labels(model), **further), outputs

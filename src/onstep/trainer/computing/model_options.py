@@ -1,0 +1,222 @@
+"""Applies the arguments that change how the user's model computes, and how torch does, for the time of a session."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onstep.config import TrainingArguments
+from onstep.distributed import world_size_from_environment
+from onstep.errors import ConfigError
+from onstep.models import Transformer
+from onstep.trainer.loss_convention import inner_module
+
+_DETERMINISTIC = {
+    "CUDA_LAUNCH_BLOCKING": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+    "FLASH_ATTENTION_DETERMINISTIC": "1",
+}
+"""Environment variables by which libraries choose deterministic algorithms."""
+_OWN_CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+_OF_THE_MODEL = ("every_n_layers", "offload")
+"""Entries of `activation_checkpointing_kwargs` that are not passed to `torch.utils.checkpoint`."""
+
+
+def check_options(args: TrainingArguments) -> None:
+    """Refuse (ConfigError) what this machine, its packages or the number of ranks cannot do."""
+    if args.debug and find_spec("transformers") is None:
+        raise ConfigError(
+            f"TrainingArguments.debug={args.debug!r} requires the package transformers; install it, or use ''."
+        )
+    if args.use_liger_kernel and find_spec("liger_kernel") is None:
+        raise ConfigError(
+            "TrainingArguments.use_liger_kernel=True requires the package liger-kernel; install it with `pip install "
+            "liger-kernel`, or use False."
+        )
+    if args.tf32 and not _has_tf32():
+        raise ConfigError(
+            "TrainingArguments.tf32=True requires a CUDA GPU of the Ampere generation or newer; use None."
+        )
+    if args.auto_find_batch_size and world_size_from_environment() > 1:
+        raise ConfigError(
+            "TrainingArguments.auto_find_batch_size=True requires a single process, because one rank that runs out of "
+            "memory leaves the others waiting; set per_device_train_batch_size instead."
+        )
+    if args.torch_compile and args.torch_compile_backend not in torch._dynamo.list_backends(exclude_tags=()):
+        known = ", ".join(torch._dynamo.list_backends())
+        raise ConfigError(
+            f"TrainingArguments.torch_compile_backend={args.torch_compile_backend!r} is not known; use one of {known}."
+        )
+
+
+@contextmanager
+def torch_options(args: TrainingArguments) -> Iterator[None]:
+    """Context with the precision of float32 products and the determinism that the arguments ask for."""
+    with ExitStack() as stack:
+        wanted = args.tf32
+        if args.torch_compile and _has_tf32() and ((wanted is None and not args.fp16) or args.bf16):
+            wanted = True  # as transformers: the compiler expects it
+        if wanted is not None and _has_tf32():
+            stack.enter_context(float32_precision("tf32" if wanted else "ieee"))
+        if args.full_determinism:
+            stack.enter_context(only_deterministic())
+        yield
+
+
+@contextmanager
+def float32_precision(precision: str) -> Iterator[None]:
+    """Context in which float32 products are computed as 'tf32' or 'ieee' on a GPU."""
+    backends: Any = torch.backends
+    before, backends.fp32_precision = backends.fp32_precision, precision
+    try:
+        yield
+    finally:
+        backends.fp32_precision = before
+
+
+@contextmanager
+def only_deterministic() -> Iterator[None]:
+    """Context in which torch uses deterministic algorithms only, or raises.
+
+    Source: `enable_full_determinism` of transformers 5.23, which never goes back.
+    """
+    cudnn = torch.backends.cudnn
+    before = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
+    variables = {name: os.environ.get(name) for name in _DETERMINISTIC}
+    os.environ.update(_DETERMINISTIC)
+    torch.use_deterministic_algorithms(True)
+    cudnn.deterministic, cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        cudnn.deterministic, cudnn.benchmark = before[1:]
+        for name, value in variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def model_options(trainer: Any, module: nn.Module, *, trains: bool) -> Iterator[None]:
+    """Context in which a model has the options of the arguments.
+
+    Kernels, activation checkpointing, `use_cache` and debugging stay, as in Hugging Face's Trainer; noise on embeddings
+    ends with the training.
+
+    Raises:
+        ConfigError: for a model that lacks what an option requires.
+    """
+    args = trainer.args
+    config: Any = getattr(inner_module(module), "config", None)
+    if hasattr(config, "use_cache"):
+        config.use_cache = args.use_cache
+    if not trains:
+        yield
+        return
+    if args.use_liger_kernel:
+        _use_liger_kernel(inner_module(module), args.liger_kernel_config or {})
+    if args.activation_checkpointing:
+        checkpoint_activations(module, dict(args.activation_checkpointing_kwargs or {}))
+    if args.debug:
+        importlib.import_module("transformers.debug_utils").DebugUnderflowOverflow(module)
+    alpha = trainer.neftune_noise_alpha
+    noise = None if alpha is None else _embeddings(module).register_forward_hook(Noise(alpha))
+    try:
+        yield
+    finally:
+        if noise is not None:
+            noise.remove()
+
+
+class Noise:
+    """A forward hook that adds uniform noise of up to `alpha / sqrt(seq * hidden)` to embeddings in training.
+
+    Source: Jain et al. 2023, "NEFTune: Noisy Embeddings Improve Instruction Finetuning" (arXiv:2310.05914).
+    """
+
+    def __init__(self, alpha: float) -> None:
+        self._alpha = alpha
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        """The output (batch, seq, hidden) with noise."""
+        if not module.training:
+            return output
+        size = float(self._alpha / torch.sqrt(torch.tensor(output.size(1) * output.size(2))))
+        return output + torch.zeros_like(output).uniform_(-size, size)
+
+
+def checkpoint_activations(module: nn.Module, options: dict[str, Any]) -> None:
+    """Make a model recompute its activations in the backward pass, by its own method.
+
+    Raises:
+        ConfigError: for a model without one, or options that it does not have.
+    """
+    inner = inner_module(module)
+    if isinstance(inner, Transformer):
+        if options:
+            raise ConfigError(
+                f"activation_checkpointing_kwargs={options} is only for models of transformers; use None: Onstep's "
+                f"Transformer recomputes every layer."
+            )
+        inner.config.recompute_granularity = "full"
+        return
+    name = next((one for one in _OWN_CHECKPOINTING if callable(getattr(inner, one, None))), None)
+    if name is None:
+        raise ConfigError(
+            f"activation_checkpointing=True requires a model with a method activation_checkpointing_enable or "
+            f"gradient_checkpointing_enable, which {type(inner).__name__} does not have; call "
+            f"torch.utils.checkpoint.checkpoint in its forward, and use False."
+        )
+    own = {key: options.pop(key) for key in _OF_THE_MODEL if key in options}
+    keyword = name.replace("_enable", "_kwargs")
+    getattr(inner, name)(**{keyword: options or None}, **own)
+
+
+@contextmanager
+def compiled(args: TrainingArguments, model: nn.Module) -> Iterator[None]:
+    """Context in which calls of a model run its compiled code. The module stays the same, with its names of weights."""
+    if not args.torch_compile or "_orig_mod" in model._modules:
+        yield
+        return
+    before = model._compiled_call_impl
+    model.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
+    try:
+        yield
+    finally:
+        model._compiled_call_impl = before
+
+
+def _use_liger_kernel(model: nn.Module, options: dict[str, Any]) -> None:
+    if not hasattr(model, "config"):
+        warnings.warn(
+            f"{type(model).__name__} is not a model of transformers: no Liger kernel is applied", stacklevel=2
+        )
+        return
+    importlib.import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(model=model, **options)
+
+
+def _embeddings(module: nn.Module) -> nn.Module:
+    inner: Any = inner_module(module)
+    found = inner.embedding if isinstance(inner, Transformer) else None
+    if found is None and callable(getattr(inner, "get_input_embeddings", None)):
+        found = inner.get_input_embeddings()
+    if not isinstance(found, nn.Module):
+        raise ConfigError(
+            f"neftune_noise_alpha requires a model with a method get_input_embeddings, which {type(inner).__name__} "
+            f"does not have; add one that returns its embedding, or use None."
+        )
+    return found
+
+
+def _has_tf32() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8

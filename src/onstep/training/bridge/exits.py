@@ -1,0 +1,124 @@
+"""Provides Megatron Bridge's saving and exit decisions for users who drive training themselves.
+
+The loop marks what is due, and lets the ranks agree, before it saves; here a single call does it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from onstep.data import as_step_source
+from onstep.events import Dispatcher
+from onstep.training.bridge.global_state import GlobalState
+from onstep.training.checkpointing.writing import RunCheckpoints
+from onstep.training.feature import is_due
+from onstep.training.protocols import UserOptimizer, UserScheduler
+from onstep.training.stages import exits
+from onstep.training.stages.agreement import agree
+from onstep.training.stragglers.nvrx import check_nvrx_straggler_detection
+
+
+def checkpoint_and_decide_exit(
+    state: GlobalState,
+    model: list[nn.Module],
+    optimizer: UserOptimizer,
+    opt_param_scheduler: UserScheduler | None,
+    num_floating_point_operations_so_far: float,
+    checkpointing_context: Mapping[str, object] | None,
+    train_data_iterator: Any,
+) -> bool:
+    """Save what is due, and decide whether training ends after the step that was just counted. Collective.
+
+    A checkpoint is due every `checkpoint.save_interval` steps, on request (`state.control`), and before an exit: after
+    a signal on any rank (`train.exit_signal_handler`), `train.exit_duration_in_mins`, `train.exit_interval`, or a slow
+    GPU (`nvrx_straggler.stop_if_detected`).
+
+    Args:
+        state: the run's state. Checkpoints go to `checkpoint.save`, unless it is a run with checkpoints of its own.
+        model: list of model chunks.
+        optimizer: the optimizer that trains.
+        opt_param_scheduler: the learning-rate schedule, or None.
+        num_floating_point_operations_so_far: of the whole run; for the progress log.
+        checkpointing_context: accepted for compatibility with Megatron Bridge, and ignored.
+        train_data_iterator: its position is saved; None saves none.
+
+    Returns:
+        True if training should end here; `state.exits.decided` says why.
+
+    Raises:
+        CheckpointError: if a checkpoint cannot be written and `checkpoint.on_save_error` is stop.
+    """
+    _open_checkpoints(state)
+    train, step = state.cfg.train, state.train_state.step
+    state.stage.has_stepped = state.saving.is_unsaved = True
+    if state.checkpoints is not None and is_due(step, state.cfg.checkpoint.save_interval):
+        state.control.set_due(log=False, evaluate=False, save=True)
+    state.signal_handler  # noqa: B018 - installs it
+    state.exits.start(train.exit_duration_in_mins, state.start_time)
+    agree(state)
+    manager = state.nvrx_straggler_manager
+    if state.exits.decided is None and check_nvrx_straggler_detection(manager):
+        state.exits.decided, state.exits.straggler = "straggler", getattr(manager, "found", "")
+    return exits.checkpoint_and_decide_exit(
+        state,
+        model,
+        optimizer,
+        opt_param_scheduler,
+        num_floating_point_operations_so_far,
+        checkpointing_context,
+        _source(train_data_iterator, state),
+    )
+
+
+def save_checkpoint_and_time(
+    state: GlobalState,
+    model: list[nn.Module],
+    optimizer: UserOptimizer,
+    opt_param_scheduler: UserScheduler | None,
+    num_floating_point_operations_so_far: float,
+    checkpointing_context: Mapping[str, object] | None,
+    non_persistent_ckpt: bool = False,
+    train_data_iterator: Any = None,
+) -> None:
+    """Save a checkpoint now and print the time it took. Collective.
+
+    A run without a directory for checkpoints warns once.
+
+    Args:
+        state: the run's state; see `checkpoint_and_decide_exit`, also for the other arguments.
+        model: list of model chunks.
+        optimizer: the optimizer that trains.
+        opt_param_scheduler: the learning-rate schedule, or None.
+        num_floating_point_operations_so_far: of the whole run; for the progress log.
+        checkpointing_context: accepted for compatibility with Megatron Bridge, and ignored.
+        non_persistent_ckpt: whether only the newest checkpoint of this kind is kept.
+        train_data_iterator: its position is saved; None saves none.
+
+    Raises:
+        CheckpointError: if it cannot be written and `checkpoint.on_save_error` is stop; on all ranks alike.
+    """
+    _open_checkpoints(state)
+    exits.save_checkpoint_and_time(
+        state,
+        model,
+        optimizer,
+        opt_param_scheduler,
+        num_floating_point_operations_so_far,
+        checkpointing_context,
+        non_persistent_ckpt,
+        _source(train_data_iterator, state),
+    )
+
+
+def _open_checkpoints(state: GlobalState) -> None:
+    """Open `checkpoint.save` for a state that is not a run's."""
+    if state.checkpoints is None and state.cfg.checkpoint.save is not None:
+        state.checkpoints = RunCheckpoints(state, Dispatcher(None, state), Path(state.cfg.checkpoint.save))
+
+
+def _source(train_data_iterator: Any, state: GlobalState) -> Any:
+    return None if train_data_iterator is None else as_step_source(train_data_iterator, state.world.size)

@@ -1,0 +1,110 @@
+"""Trainers with a step of their own, and what the ranks of their tests run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from onstep import Trainer
+from tests.support.small_models import TokenModel, arguments, causal_rows, losses_of, qwen, ragged_rows
+
+SHARED: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "num_train_epochs": 1,
+    "learning_rate": 0.01,
+    "optim": "adamw_torch",
+    "logging_steps": 1,
+    "train_sampling_strategy": "sequential",
+    "use_cpu": True,
+}
+
+
+def adversarial(base: Any) -> Any:
+    """Two backward passes: of the batch, and of the batch with embeddings moved along their gradient."""
+
+    class Adversarial(base):  # type: ignore[misc]
+        def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+            weight = self.accelerator.unwrap_model(model).get_input_embeddings().weight
+            moved = 0.1 * torch.ones_like(weight) / weight.numel() ** 0.5
+            weight.data.add_(moved)
+            inputs = self._prepare_inputs(inputs)
+            with self.compute_loss_context_manager():
+                again = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            self.accelerator.backward(again)
+            weight.data.sub_(moved)
+            return loss
+
+    return Adversarial
+
+
+def by_hand(base: Any) -> Any:
+    """A step as written for transformers 4: everything by hand."""
+
+    class ByHand(base):  # type: ignore[misc]
+        def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            model.train()
+            inputs = self._prepare_inputs(inputs)
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(model, inputs)
+            loss = loss / self.args.gradient_accumulation_steps
+            loss.backward()
+            return loss.detach()
+
+    return ByHand
+
+
+def unchanged(base: Any) -> Any:
+    """A step that only calls the base class's."""
+
+    class Unchanged(base):  # type: ignore[misc]
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            loss: Tensor = super().training_step(*args, **kwargs)
+            return loss
+
+    return Unchanged
+
+
+def losses_of_transformers(subclass: Any, model: nn.Module, rows: Any, directory: Path, **options: Any) -> list[float]:
+    args = transformers.TrainingArguments(
+        str(directory / "theirs"), report_to="none", save_strategy="no", disable_tqdm=True, **{**SHARED, **options}
+    )
+    trainer = subclass(transformers.Trainer)(model, args, train_dataset=rows)
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    return losses_of(trainer)
+
+
+def trained(subclass: Any, model: nn.Module, rows: Any, directory: Path, **options: Any) -> Any:
+    args = arguments(directory, **{**SHARED, **options})
+    trainer = subclass(Trainer)(model, args, train_dataset=rows, default_callbacks=False)
+    trainer.train()
+    return trainer
+
+
+def job_compared(settings: dict[str, Any]) -> dict[str, Any]:
+    """The losses under Onstep and under transformers, of two ranks."""
+    found: dict[str, Any] = {}
+    for name, subclass in {"adversarial": adversarial, "by_hand": by_hand}.items():
+        options = {"gradient_accumulation_steps": 2, "num_train_epochs": 2}
+        ours = trained(subclass, qwen(), causal_rows(16), Path(name), **options)
+        theirs = losses_of_transformers(subclass, qwen(), causal_rows(16), Path(name), **options)
+        found[name] = [losses_of(ours), theirs]
+    return found
+
+
+def job_with_fillers(settings: dict[str, Any]) -> dict[str, Any]:
+    """Losses and weights of rows that leave the second rank without a sample in the last step."""
+    found: dict[str, Any] = {}
+    for name, model in {"share": qwen, "mean": TokenModel}.items():
+        rows: Any = causal_rows(10) if name == "share" else ragged_rows(10)
+        runs = []
+        for kind in (lambda base: base, unchanged):
+            trainer = trained(kind, model(), rows, Path(f"{name}-{len(runs)}"))
+            runs.append((losses_of(trainer), [float(one.sum()) for one in trainer.model.parameters()]))
+        found[name] = runs
+    return found

@@ -1,0 +1,35 @@
+"""The reporting and saving methods of a Trainer on two ranks: totals are those of one, rank 0 writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from onstep.checkpoint.storage.manifest import verify
+from tests.support.torchrun import finish, job
+
+JOBS = "tests.support.jobs.trainer_method_jobs"
+
+pytestmark = pytest.mark.process
+
+
+def test_overridden_methods_on_two_ranks_count_and_save_as_on_one(tmp_path: Path) -> None:
+    found = {}
+    for ranks in (1, 2):
+        directory = tmp_path / str(ranks)
+        code, said = finish(job(JOBS, "overrides", {"batch": 4 // ranks}), directory, ranks=ranks)
+        assert code == 0, said
+        results = [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+        found[ranks] = results[0]
+        assert all({**one, "root": ""} == {**results[0], "root": ""} for one in results)
+        checkpoint = directory / results[0]["root"] / "checkpoint-3"
+        verify(checkpoint)
+        assert (checkpoint / "adapter.txt").read_text() == "mine"
+        assert (directory / "runs" / "run" / "train_results.json").exists()
+        assert (directory / "runs" / "run" / "README.md").exists()
+    one, two = ({key: value for key, value in found[ranks].items() if key != "root"} for ranks in (1, 2))
+    assert one == two
+    assert one["marks"] == [1.0] * 4
+    assert one["flos"] == 10 * 10 * (4 + 4 + 2)

@@ -1,0 +1,225 @@
+"""What callbacks set on `state` and `control` in a run, what checkpoints keep of it, and which keywords they get."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from onstep import ExportableState, Trainer, TrainerCallback, TrainerState
+from tests.support.small_models import Regression, arguments, quiet, regression_rows
+
+
+class At(TrainerCallback):
+    """Calls a function at the end of one step."""
+
+    def __init__(self, step: int, act: Any) -> None:
+        self.step, self.act = step, act
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.act(state, control)
+
+
+def setting(name: str, value: Any) -> Any:
+    return lambda state, control: setattr(state, name, value)
+
+
+def trained(tmp_path: Path, *callbacks: Any, resume: Any = None, **options: Any) -> Any:
+    rows = regression_rows(12)
+    trainer = quiet(Regression(), arguments(tmp_path, **options), rows, eval_dataset=rows, callbacks=list(callbacks))
+    with suppress(Interruption):
+        trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+class Interruption(RuntimeError):
+    """Ends a run as a crash does."""
+
+
+def crash(state: Any, control: Any) -> None:
+    raise Interruption
+
+
+def test_a_number_of_steps_set_by_a_callback_ends_the_run_there(tmp_path: Path) -> None:
+    def steps_of(trainer_class: Any, args: Any, base: type) -> tuple[int, int]:
+        class Ends(base):  # type: ignore[misc, valid-type]
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if state.global_step == 1:
+                    state.max_steps = 2
+
+        trainer = trainer_class(Regression(), args, train_dataset=regression_rows(12), callbacks=[Ends()])
+        trainer.train()
+        return int(trainer.state.global_step), int(trainer.state.max_steps)
+
+    theirs = transformers.TrainingArguments(
+        str(tmp_path / "theirs"), use_cpu=True, report_to="none", save_strategy="no", per_device_train_batch_size=2
+    )
+    ours = arguments(tmp_path, per_device_train_batch_size=2)
+    reference = steps_of(transformers.Trainer, theirs, transformers.TrainerCallback)
+    assert steps_of(Trainer, ours, TrainerCallback) == reference == (2, 2)
+
+
+def test_an_interval_set_by_a_callback_holds_from_then_on(tmp_path: Path) -> None:
+    logged: list[int] = []
+
+    class Logs(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
+            logged.append(state.global_step)
+
+    options = {"max_steps": 8, "logging_steps": 1}
+    trained(tmp_path, At(2, setting("logging_steps", 3)), Logs(), **options)
+
+    assert logged == [1, 2, 3, 6, 8]
+
+
+def test_the_intervals_are_those_of_the_arguments(tmp_path: Path) -> None:
+    trainer = trained(
+        tmp_path, logging_steps=2, eval_strategy="steps", eval_steps=3, save_strategy="steps", save_steps=6, max_steps=3
+    )
+
+    state = trainer.state
+    assert (state.logging_steps, state.eval_steps, state.save_steps) == (2, 3, 6)
+    assert state.num_train_epochs == 1
+    assert isinstance(state.num_train_epochs, int)
+
+
+def test_attributes_of_a_state_live_and_continue_with_the_checkpoint(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Counts(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            state.my_count = getattr(state, "my_count", 0) + 1
+            seen.append(state.my_count)
+            control.should_foo = seen[-1]
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(("saved", state.my_count, control.should_foo))
+
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    trained(tmp_path, Counts(), At(3, crash), **options)
+    first, seen[:] = list(seen), []
+    trained(tmp_path, Counts(), resume=True, **options)
+
+    assert first == [1, 2, ("saved", 2, 2), 3]
+    assert seen == [3, 4, ("saved", 4, 4)]
+
+
+class Bare(TrainerCallback, ExportableState):
+    """Its state has no attributes."""
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"size": self.size}}
+
+
+class Counting(Bare):
+    def __init__(self, size: int = 1) -> None:
+        super().__init__(size)
+        self.count = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.count += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"size": self.size}, "attributes": {"count": self.count}}
+
+
+def test_exportable_states_are_saved_shown_and_restored(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    first = trained(tmp_path, Bare(7), Counting(5), At(3, crash), **options)
+
+    assert first.state.stateful_callbacks == {
+        "Bare": {"args": {"size": 7}},
+        "Counting": {"args": {"size": 5}, "attributes": {"count": 3}},
+        "TrainerControl": {"args": first.control.state()["args"], "attributes": {}},
+    }
+    again = Counting(5)
+    trainer = trained(tmp_path, Bare(7), again, resume=True, **options)
+    assert again.count == 4
+    trainer.state.save_to_json(str(tmp_path / "trainer_state.json"))
+    saved = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
+    assert saved.stateful_callbacks["Counting"] == {"args": {"size": 5}, "attributes": {"count": 4}}
+    assert dataclasses.asdict(saved) == json.loads((tmp_path / "trainer_state.json").read_text())
+    assert dataclasses.asdict(saved) == dataclasses.asdict(trainer.state)
+
+
+def keywords_of(trainer_class: Any, args: Any, base: type, **options: Any) -> dict[str, set[str]]:
+    """The keywords that each event brings in a run with an evaluation, a save and a prediction."""
+    seen: dict[str, set[str]] = {}
+
+    def noting(event: str) -> Any:
+        def note(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            given = {name for name, value in kwargs.items() if value is not None}
+            seen[event] = seen.get(event, given) & given
+
+        return note
+
+    events = [name for name in dir(transformers.TrainerCallback) if name.startswith("on_")]
+    recorder = type("Recorder", (base,), {name: noting(name) for name in events})()
+    rows = regression_rows(12)
+    trainer = trainer_class(Regression(), args, train_dataset=rows, eval_dataset=rows, callbacks=[recorder], **options)
+    trainer.train()
+    trainer.predict(rows)
+    return seen
+
+
+def test_every_event_brings_the_keywords_that_it_has_in_transformers(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "num_train_epochs": 1,
+        "logging_steps": 1,
+    }
+    theirs = transformers.TrainingArguments(
+        str(tmp_path / "theirs"), use_cpu=True, report_to="none", disable_tqdm=True, **options
+    )
+    ours = arguments(tmp_path, **options)
+    processor = {"processing_class": Processor()}
+    reference = keywords_of(transformers.Trainer, theirs, transformers.TrainerCallback, **processor)
+    got = keywords_of(Trainer, ours, TrainerCallback, **processor, default_callbacks=False)
+
+    assert reference.keys() == got.keys()
+    missing = {event: sorted(names - got[event]) for event, names in reference.items() if names - got[event]}
+    assert missing == {}
+    further = set[str]().union(*(got[event] - names for event, names in reference.items()))
+    known = {"trainer", "tokenizer", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"}
+    own = {"grad_norm", "checkpoint_step", "checkpoint_path", "total_loss_dict"}
+    assert further <= known | own
+
+
+class Processor:
+    """Saves itself as nothing."""
+
+    def save_pretrained(self, directory: str) -> None:
+        """Nothing to save."""
+
+
+@pytest.mark.parametrize("name", ["EarlyStoppingCallback", "PrinterCallback", "ProgressCallback"])
+def test_callbacks_that_derive_from_those_of_transformers_run(tmp_path: Path, name: str, capsys: Any) -> None:
+    base: Any = getattr(transformers, name)
+
+    class Mine(base):  # type: ignore[misc]
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            super().on_train_end(args, state, control, **kwargs)
+            state.ended = True
+
+    trainer = trained(
+        tmp_path,
+        Mine(),
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        metric_for_best_model="loss",
+        load_best_model_at_end=True,
+    )
+
+    assert trainer.state.ended

@@ -51,7 +51,8 @@ def observed(directory: Path, model_class: str, base: str) -> dict[str, Any]:
     from transformers.trainer_utils import get_last_checkpoint
 
     state = json.loads((directory / "trainer_state.json").read_text())
-    last = Path(str(get_last_checkpoint(str(directory))))
+    found = get_last_checkpoint(str(directory))
+    last = directory if found is None else Path(found)
     best = last if state["best_model_checkpoint"] is None else directory / Path(state["best_model_checkpoint"]).name
     loaded = {place: _weights(model_class, place, base) for place in {directory, last, best}}
     return {

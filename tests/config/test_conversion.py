@@ -209,6 +209,7 @@ OTHER_VALUES: dict[str, Any] = {
     "batch_eval_metrics": True,
     "bf16_full_eval": True,
     "fp16_full_eval": True,
+    "overwrite_output_dir": True,
     "save_only_model": True,
     "save_strategy": "epoch",
     "save_steps": 17,

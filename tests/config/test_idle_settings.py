@@ -10,7 +10,7 @@ import pytest
 from onstep import Trainer, TrainingArguments, pretrain
 from onstep.config import ConfigContainer, apply_overrides, from_dict
 from onstep.config.checks import idle_line, idle_settings
-from onstep.config.checks.idle import IDLE
+from onstep.config.checks.idle import IDLE, idle_without_trainer
 from onstep.config.keys import KEYS
 from onstep.errors import ConfigError
 from onstep.recipes import tiny_gpt_pretrain_config
@@ -95,6 +95,16 @@ def test_pretrain_names_them_in_one_line(tiny_config: ConfigContainer, caplog: p
     [line] = [record.message for record in caplog.records if LINE in record.message]
     for part in ("checkpoint.save_interval=2", "optimizer.sgd_momentum=0.5", "trainer.label_names=['y']"):
         assert part in line
+
+
+def test_pretrain_names_an_optimizer_and_a_schedule_that_only_the_trainer_has(tiny_config: ConfigContainer) -> None:
+    options = ["trainer.optim=adafactor", "trainer.lr_scheduler_type=polynomial", "trainer.warmup_steps=2"]
+    apply_overrides(tiny_config, options)
+    [(need, settings)] = idle_without_trainer(tiny_config)
+    assert need == "onstep.Trainer, which alone reads them"
+    assert settings == ["trainer.optim=adafactor", "trainer.lr_scheduler_type=polynomial"]
+    tiny_config.trainer = {"optim": "adamw_torch"}
+    assert idle_without_trainer(tiny_config) == []
 
 
 def test_a_trainer_names_settings_of_a_model_that_it_does_not_build(

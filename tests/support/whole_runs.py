@@ -10,6 +10,7 @@ from typing import Any
 
 from onstep.checkpoint import checkpoints, newest_verified
 from onstep.metrics_log import read_records, without_wall_clock
+from onstep.training.runs.run_dir import RunDir
 from tests.support.forked_processes import Processes, output_of
 
 JOBS = "tests.support.jobs.resume_jobs"
@@ -39,7 +40,7 @@ class Ranks:
 
     def root(self, name: str) -> Path:
         """The directory of a run's checkpoints."""
-        return self.directory / name / "runs" / "run" / "checkpoints"
+        return RunDir(self.directory / name / "runs" / "run").checkpoints
 
     def steps(self, name: str) -> list[int]:
         """The steps of the complete checkpoints, in order."""
@@ -69,11 +70,11 @@ def outcome(directory: Path) -> dict[str, Any]:
 
 def left_by(run: Path) -> dict[str, Any]:
     """What a finished run leaves in its directory, without what a clock has written."""
-    newest = newest_verified(run / "checkpoints")
+    newest = newest_verified(RunDir(run).checkpoints)
     assert newest is not None
     files = newest.manifest.files
     exact = {path: entry.blake3 for path, entry in files.items() if path.startswith(("model/", "optimizer/", "rng/"))}
-    weights = run / "model" / "model.safetensors"
+    weights = RunDir(run).model / "model.safetensors"
     return {
         "step": newest.step,
         "files": exact,
@@ -86,7 +87,7 @@ def left_by(run: Path) -> dict[str, Any]:
 def check_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Check part by part, so that a failure names the first."""
     for part, value in expected.items():
-        assert found[part] == value, part
+        assert found[part] == value, (part, found[part], value)
 
 
 def taken(directory: Path) -> dict[int, dict[str, Any]]:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from onstep import Trainer
 from onstep.errors import ConfigError
 from onstep.trainer.computing.accelerator import Accelerator
+from tests.support.forked_processes import Processes
 from tests.support.small_models import Regression, arguments, quiet, recorder, regression_rows
 from tests.support.torchrun import finish
 
@@ -154,3 +155,9 @@ def test_two_ranks_gather_and_reduce_as_accelerate_does(tmp_path: Path) -> None:
         assert found["rows"] == [0.0, 1.0, 2.0, 10.0]
         assert found["objects"] == ["a0", "b0", "a1", "b1"]
         assert found["type"] == "MULTI_CPU"
+
+
+def test_two_ranks_gather_each_sample_once(processes: Processes, tmp_path: Path) -> None:
+    """The last global batch of 4 samples has 1, so the second rank repeats it."""
+    for found in processes.results("tests.support.jobs.step_jobs", "gathered", tmp_path):
+        assert found == {"train": [4, 4, 1], "eval": [4, 1]}

@@ -12,7 +12,7 @@ import transformers
 from torch.utils.data import DataLoader, TensorDataset
 
 from onstep import Trainer, TrainerCallback, TrainingArguments
-from onstep.errors import CheckpointError, ConfigError, DataError, RunExistsError
+from onstep.errors import CheckpointError, ConfigError, DataError
 from tests.support.small_models import LogitsModel, Regression, Stream, arguments, quiet, ragged_rows, regression_rows
 
 
@@ -267,35 +267,6 @@ def test_a_model_without_a_loss_is_named_with_what_it_gave(tmp_path: Path, cls: 
     )
     with pytest.raises(ConfigError, match=message):
         make(tmp_path, model=model, train_dataset=dropped).train()
-
-
-def test_a_directory_that_holds_another_run_is_not_touched(tmp_path: Path) -> None:
-    make(tmp_path).train()
-    record = (tmp_path / "run" / "run.json").read_text()
-    with pytest.raises(RunExistsError, match=r"holds another run.*In TrainingArguments: another output_dir"):
-        make(tmp_path, args=arguments(tmp_path, learning_rate=0.1)).train()
-    assert (tmp_path / "run" / "run.json").read_text() == record
-
-
-def test_a_completed_run_is_taken_as_it_is(tmp_path: Path) -> None:
-    first = make(tmp_path)
-    first.train()
-    steps: list[int] = []
-
-    class Steps(TrainerCallback):
-        def on_step_end(self, **kwargs: Any) -> None:
-            steps.append(1)
-
-    again = make(tmp_path, callbacks=[Steps])
-    assert again.train().global_step == 3
-    assert steps == []
-    torch.testing.assert_close(again.model.state_dict(), first.model.state_dict(), rtol=0, atol=0)
-
-
-def test_a_completed_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
-    make(tmp_path, args=arguments(tmp_path, save_strategy="no")).train()
-    with pytest.raises(RunExistsError, match=r"completed run with the same arguments.*'run.fresh': True"):
-        make(tmp_path, args=arguments(tmp_path, save_strategy="no")).train()
 
 
 def test_a_trainer_may_train_again_into_its_own_directory(tmp_path: Path) -> None:

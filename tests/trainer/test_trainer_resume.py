@@ -45,6 +45,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "epochs": {"arguments": {"save_strategy": "epoch", "eval_strategy": "epoch", "logging_strategy": "epoch"}},
     "best": {"arguments": {"save_strategy": "best", "metric_for_best_model": "loss", "eval_steps": 2}},
     "eval-on-save": {"overrides": {"validation.eval_on_save": True}},
+    "own-methods": {"own_methods": True},
+    "plateau": {"arguments": {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0}}},
     "clipping": {"arguments": {"max_grad_norm": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2}},
 }
 
@@ -58,6 +60,21 @@ def test_a_killed_run_ends_as_the_one_that_nobody_touched(runs: Ranks, kind: str
     found = runs.finish(kind, "train", ranks=1, **settings)
     check_same(found, expected)
     assert len(expected["certificates"][0]) == 14, "7 steps an epoch, the last one a tail"
+
+
+def test_two_ranks_with_methods_of_their_own_end_as_ones_that_nobody_touched(runs: Ranks) -> None:
+    overrides = {"train.check_weight_hash_across_dp_replicas_interval": 1}
+    settings: dict[str, Any] = {"own_methods": True, "overrides": overrides, "arguments": {"eval_steps": 1}}
+    expected = runs.finish("whole-own-ranks", "train", **settings)
+    strikes = [{**KILLED, "event": "on_step_end", "number": 5, "rank": 0}]
+    assert -9 in runs.start("own-ranks", "train", strikes=strikes, **settings)
+    check_same(runs.finish("own-ranks", "train", **settings), expected)
+    rates = [record["learning_rate"] for record in json.loads(log_of(runs, "own-ranks")) if "loss" in record]
+    assert rates[-1] < rates[0], "the metric must have changed the rate"
+
+
+def log_of(runs: Ranks, name: str) -> str:
+    return (runs.directory / name / "runs" / "run" / "trainer_logs.json").read_text()
 
 
 def test_save_strategy_best_saves_at_the_evaluations_that_are_the_best_so_far(runs: Ranks) -> None:
@@ -83,7 +100,7 @@ def test_eval_on_save_evaluates_at_every_save(runs: Ranks) -> None:
     assert {record["global_step"] for record in log if "eval_loss" in record} >= {3, 6, 9, 12}
 
 
-def test_save_strategy_no_saves_nothing_and_a_killed_run_starts_anew(runs: Ranks) -> None:
+def test_save_strategy_no_saves_nothing_and_a_killed_run_starts_from_scratch(runs: Ranks) -> None:
     arguments = {"save_strategy": "no"}
     settings = {"arguments": arguments}
     assert runs.start("whole-unsaved", "train", ranks=1, **settings) == [0]
@@ -109,8 +126,8 @@ def test_the_limit_keeps_the_newest_and_the_best_is_loaded_at_the_end(runs: Rank
     assert runs.steps("whole-limit") == sorted({best, newest})
     assert best < newest
     directory = runs.directory / "whole-limit" / "runs" / "run"
-    of_best = load_file(directory / "checkpoints" / f"checkpoint-{best}" / "model" / "model.safetensors")
-    final = load_file(next((directory / "model").glob("*.safetensors")))
+    of_best = load_file(directory / f"checkpoint-{best}" / "model.safetensors")
+    final = load_file(next(directory.glob("*.safetensors")))
     assert all((of_best[name] == value).all() for name, value in final.items())
     kill(runs, "limit", "on_step_end", 7, **settings)
     check_same(runs.finish("limit", "train", ranks=1, **settings), expected)
@@ -138,19 +155,92 @@ def test_a_checkpoint_may_be_named_and_a_mistyped_one_is_an_error(runs: Ranks) -
     check_same(runs.finish("named", "train", ranks=1, resume=str(newest)), expected)
 
 
-def test_resume_true_continues_and_false_refuses_a_run_that_is_there(runs: Ranks) -> None:
+def test_resume_true_continues_and_false_starts_from_scratch(runs: Ranks) -> None:
     expected = runs.finish("true-whole", "train", ranks=1)
     kill(runs, "true", "on_step_end", 8)
-    assert runs.start("true", "train", ranks=1, resume=False) == [1]
-    assert "checkpoint.resume=false" in runs.output("true")
     check_same(runs.finish("true", "train", ranks=1, resume=True), expected)
+    kill(runs, "false", "on_step_end", 8)
+    check_same(runs.finish("false", "train", ranks=1, resume=False), expected)
+    assert (runs.root("false") / "checkpoints-1" / "checkpoint-6").is_dir()
+
+
+def test_resume_true_without_a_checkpoint_is_an_error(runs: Ranks) -> None:
+    assert runs.start("nothing", "train", ranks=1, resume=True) == [1]
+    assert "has no checkpoint to continue from; drop the argument" in runs.output("nothing")
+
+
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "rate": ({"arguments": {"learning_rate": 2e-2}}, "learning_rate was 0.01 and is 0.02"),
+    "labels": ({"flips": True}, "the training data has changed: labels was changed"),
+    "loss": ({"loss": "halved"}, "the code of loss, model or data has changed: compute_loss_func was added"),
+    "weights": ({"model_seed": 1}, "the initial weights have changed: "),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_killed_run_that_has_changed_starts_anew_and_names_what_differs(runs: Ranks, change: str) -> None:
+    settings, line = CHANGES[change]
+    expected = runs.finish(f"new-{change}", "train", ranks=1, **settings)
+    name = f"changed-{change}"
+    kill(runs, name, "on_step_end", 8)
+    runs.forget_output(name)
+    check_same(runs.finish(name, "train", ranks=1, **settings), expected)
+    assert line in runs.output(name)
+    aside = runs.root(name) / "checkpoints-1"
+    assert f"resume_from_checkpoint='runs/run/{aside.name}'" in runs.output(name)
+    assert [info.step for info in checkpoints(aside)] == [6, 3]
+
+
+def test_what_was_changed_can_be_continued_all_the_same(runs: Ranks) -> None:
+    kill(runs, "all-the-same", "on_step_end", 8)
+    assert runs.start("all-the-same", "train", ranks=1, flips=True, resume=True) == [0], runs.output("all-the-same")
+    assert "the training data has changed: labels was changed" in runs.output("all-the-same")
+    assert result(runs, "all-the-same")["begins"] == 6
+    kill(runs, "from-aside", "on_step_end", 8)
+    kill(runs, "from-aside", "on_step_end", 4, flips=True)
+    settings = {"flips": True, "resume": "runs/run/checkpoints-1"}
+    assert runs.start("from-aside", "train", ranks=1, **settings) == [0], runs.output("from-aside")
+    assert result(runs, "from-aside")["begins"] == 6
+
+
+def test_a_completed_run_trains_again_and_ends_as_before(runs: Ranks) -> None:
+    first = runs.finish("again", "train", ranks=1)
+    check_same(runs.finish("again", "train", ranks=1), first)
+    assert result(runs, "again")["begins"] == 0
+    assert "a run that is finished (14 steps). Training starts from scratch" in runs.output("again")
+    assert max(info.step for info in checkpoints(runs.root("again") / "checkpoints-1")) == 14
+
+
+def test_a_completed_run_with_resume_true_has_nothing_left_to_do(runs: Ranks) -> None:
+    first = runs.finish("nothing-left", "train", ranks=1)
+    check_same(runs.finish("nothing-left", "train", ranks=1, resume=True), first)
+    assert "is finished: 14 steps, nothing left to do. To train longer, raise max_steps" in runs.output("nothing-left")
+    assert not (runs.root("nothing-left") / "checkpoints-1").exists()
+
+
+def test_a_completed_run_can_be_trained_longer(runs: Ranks) -> None:
+    constant = {"lr_scheduler_type": "constant"}
+    expected = runs.finish("long", "train", ranks=1, arguments={**constant, "num_train_epochs": 3})
+    runs.finish("longer", "train", ranks=1, arguments=constant)
+    found = runs.finish("longer", "train", ranks=1, arguments={**constant, "num_train_epochs": 3}, resume=True)
+    assert "num_train_epochs was 2.0 and is 3.0" in runs.output("longer")
+    assert (found["step"], found["weights"]) == (21, expected["weights"])
+
+
+def test_two_ranks_decide_together(runs: Ranks) -> None:
+    expected = runs.finish("two-whole", "train")
+    strikes = [{**KILLED, "event": "on_step_end", "number": 5, "rank": 1}]
+    assert -9 in runs.start("two", "train", strikes=strikes)
+    check_same(runs.finish("two", "train"), expected)
+    assert -9 in runs.start("two-changed", "train", strikes=strikes)
+    flipped = runs.finish("two-flipped", "train", flips=True)
+    check_same(runs.finish("two-changed", "train", flips=True), flipped)
+    assert runs.output("two-changed").count("the training data has changed") == 1
 
 
 def test_a_second_train_of_one_trainer_is_a_run_of_its_own(runs: Ranks) -> None:
     assert runs.start("second", "train", ranks=1, again=True) == [0], runs.output("second")
     run = runs.directory / "second" / "runs" / "run"
     assert result(runs, "second")["first"] == result(runs, "second")["step"] == 14
-    for directory in ("checkpoints", "checkpoints-1"):
-        assert max(info.step for info in checkpoints(run / directory)) == 14
-    assert runs.start("second", "train", ranks=1) == [0], "another process takes the completed run as it is"
-    assert result(runs, "second")["step"] == 14
+    for directory in (run, run / "checkpoints-1"):
+        assert max(info.step for info in checkpoints(directory)) == 14

@@ -52,8 +52,8 @@ def test_a_transformers_model_is_read_by_from_pretrained(tmp_path: Path) -> None
     args = arguments(tmp_path, max_steps=1, config_overrides=None)
     trainer = quiet(qwen(), args, causal_rows(4), processing_class=Tokens())
     trainer.train()
-    trainer.save_model()
-    for directory in (tmp_path / "run", tmp_path / "run" / "model"):
+    trainer.save_model(str(tmp_path / "out"))
+    for directory in (tmp_path / "run", tmp_path / "out"):
         again = transformers.AutoModelForCausalLM.from_pretrained(directory)
         torch.testing.assert_close(again.state_dict(), trainer.model.state_dict(), rtol=0, atol=0)
         assert (directory / "tokens.json").exists()
@@ -90,7 +90,7 @@ def test_a_run_keeps_its_record_and_its_final_weights(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (record["status"], record["step"]) == ("completed", 3)
     again = Regression(seed=5)
-    load_model(again, str(tmp_path / "run" / "model" / "model.safetensors"))
+    load_model(again, str(tmp_path / "run" / "model.safetensors"))
     torch.testing.assert_close(again.state_dict(), trainer.model.state_dict(), rtol=0, atol=0)
 
 

@@ -89,6 +89,29 @@ def test_the_intervals_are_those_of_the_arguments(tmp_path: Path) -> None:
     assert isinstance(state.num_train_epochs, int)
 
 
+def test_intervals_without_effect_are_shown_as_in_transformers(tmp_path: Path) -> None:
+    """So that `state.global_step % state.save_steps` is no division by zero."""
+    strategies = {"logging_strategy": "epoch", "save_strategy": "no", "eval_strategy": "epoch"}
+    options = {**strategies, "save_steps": 0.5, "per_device_train_batch_size": 4, "num_train_epochs": 1}
+    seen: list[Any] = []
+
+    def noting(base: type) -> Any:
+        class Notes(base):  # type: ignore[misc, valid-type]
+            def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                seen.append((state.logging_steps, state.eval_steps, state.save_steps, state.num_train_epochs))
+
+        return Notes()
+
+    rows = regression_rows(12)
+    theirs = transformers.TrainingArguments(str(tmp_path / "theirs"), use_cpu=True, report_to="none", **options)
+    transformers.Trainer(
+        Regression(), theirs, train_dataset=rows, eval_dataset=rows, callbacks=[noting(transformers.TrainerCallback)]
+    ).train()
+    trained(tmp_path, noting(TrainerCallback), **options)
+
+    assert seen == [(500, 500, 2, 1)] * 2
+
+
 def test_attributes_of_a_state_live_and_continue_with_the_checkpoint(tmp_path: Path) -> None:
     seen: list[Any] = []
 

@@ -85,6 +85,8 @@ def test_a_training_step_assigned_to_the_trainer_is_called_and_every_event_fires
     trainer = quiet(Regression(), args, regression_rows(8), callbacks=manager)
 
     def training_step(model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        assert trainer.current_gradient_accumulation_steps == 2
+        assert trainer.is_in_train
         seen.append("step, last" if trainer.accelerator.sync_gradients else "step")
         loss = model(**inputs)["loss"]
         loss.backward()
@@ -94,6 +96,37 @@ def test_a_training_step_assigned_to_the_trainer_is_called_and_every_event_fires
     trainer.train()
     start, end = "on_forward_backward_start", "on_forward_backward_end"
     assert seen == [start, "step", end, "on_substep_end", start, "step, last", end, "on_pre_optimizer_step"]
+
+
+def test_a_training_step_of_earlier_versions_has_two_parameters(tmp_path: Path) -> None:
+    class Earlier(Trainer):
+        def training_step(self, model: nn.Module, inputs: Any) -> Tensor:  # type: ignore[override]
+            return super().training_step(model, inputs)
+
+    trainer = Earlier(Regression(), arguments(tmp_path), train_dataset=regression_rows(), default_callbacks=False)
+    expected = quiet(Regression(), arguments(tmp_path / "plain"), regression_rows())
+    assert trainer.train().training_loss == expected.train().training_loss
+
+
+def test_a_step_whose_gradient_is_not_finite_is_skipped_and_its_samples_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The gradients of the micro-batches are computed again to find the one at fault."""
+
+    class Cliff(Regression):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            found = super().forward(x, labels)
+            if bool((x == rows[5]["x"]).all(-1).any()):
+                found["loss"] = found["loss"] + (0 * self.layer.weight.sum()).sqrt()
+            return found
+
+    rows = regression_rows(12)
+    overrides = {"train.on_nonfinite": "skip", "run.save_weights": False}
+    args = arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, config_overrides=overrides)
+    unchanged(Trainer)(Cliff(), args, train_dataset=rows, default_callbacks=False).train()
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert "sample ids [4, 5]" in said
+    assert "could not be recomputed" not in said
 
 
 def test_a_training_step_that_returns_no_loss_is_refused(tmp_path: Path) -> None:
@@ -280,6 +313,7 @@ def test_the_attributes_that_subclasses_read_are_there(tmp_path: Path) -> None:
     assert [trainer.get_sp_size(), trainer.get_cp_size(), trainer.get_tp_size()] == [1, 1, 1]
     assert trainer.model_wrapped is trainer.model
     theirs._set_signature_columns_if_needed()
+    trainer._set_signature_columns_if_needed()
     assert set(theirs._signature_columns) == set(trainer._signature_columns or ())
 
 
@@ -299,3 +333,12 @@ def test_a_rank_without_a_sample_adds_nothing_in_an_own_step(processes: Processe
             assert len(native[0]) == 3
             assert stepped[0] == pytest.approx(native[0], rel=1e-5)
             assert stepped[1] == pytest.approx(native[1], rel=1e-4, abs=1e-4)
+
+
+def test_a_static_graph_and_compiled_code_on_two_ranks_change_no_loss(processes: Processes, tmp_path: Path) -> None:
+    for found in processes.results(JOBS, "with_options", tmp_path):
+        plain, *others = found.values()
+        assert [one[1] for one in found.values()] == [False, True, False]
+        for losses, _, has_plain_names in others:
+            assert losses == pytest.approx(plain[0], rel=1e-6)
+            assert has_plain_names

@@ -16,7 +16,7 @@ from onstep import CallbackManager, JsonLogger, pretrain
 from onstep.config import ConfigContainer, from_dict, validate
 from onstep.errors import ConfigError, DataError, RunExistsError
 from onstep.training import GlobalState
-from onstep.training.runs.run_dir import acquire_run_dir
+from onstep.training.runs.claims import acquire_run_dir
 
 Change = Callable[[ConfigContainer], Any]
 

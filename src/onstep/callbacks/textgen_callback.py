@@ -102,7 +102,9 @@ class TextgenCallback(TrainerCallback):
         step = state.global_step
         if step < self.next_gen_step:
             return
-        configured = self.generation_steps or getattr(state, "eval_steps", None) or getattr(args, "eval_steps", None)
+        is_by_steps = getattr(args, "eval_strategy", "steps") == "steps"
+        configured = self.generation_steps or (getattr(state, "eval_steps", None) if is_by_steps else 1)
+        configured = configured or getattr(args, "eval_steps", None)
         every = max(1, int(configured or 1))
         self.next_gen_step = (step // every + 1) * every
         tokenizer, trainer = kwargs.get("processing_class"), kwargs.get("trainer")

@@ -26,6 +26,7 @@ from onstep.checkpoint.saving import (
     check_replicas,
     check_visible,
     collect_states,
+    files_beside,
     write_states,
 )
 from onstep.checkpoint.storage.memory_copies import Snapshot, WarmBuffers
@@ -60,6 +61,7 @@ class CheckpointManager:
         store: FileStore | None = None,
         groups: Mapping[str, Any] | None = None,
         validate_free_space: bool = True,
+        is_shared: bool = False,
     ) -> None:
         """
         Args:
@@ -73,6 +75,7 @@ class CheckpointManager:
             store: performs the file operations.
             groups: process groups by name, for PER_GROUP; a group of None means all ranks.
             validate_free_space: check for free space before writing anything, and refuse a save that does not fit.
+            is_shared: the directory holds other files too; nothing but checkpoints is written there.
         """
         self.root = root
         self.world = world
@@ -84,6 +87,7 @@ class CheckpointManager:
         self._store = store or FileStore()
         self._groups = groups or {}
         self._validate_free_space = validate_free_space
+        self._is_shared = is_shared
         self._pending: PendingSave | None = None
         self._buffers = WarmBuffers()
         self._writer: ThreadPoolExecutor | None = None
@@ -238,7 +242,7 @@ class CheckpointManager:
         self._sweep_once()
         if self._validate_free_space:
             check_free_space(self.root, total_bytes)
-        transaction = SaveTransaction(self._store, self.root, request.step)
+        transaction = SaveTransaction(self._store, self.root, request.step, names_latest=not self._is_shared)
         try:
             transaction.prepare(adopts=request.adopts)
         except CheckpointError:
@@ -286,7 +290,11 @@ class CheckpointManager:
     def _commit(self, pending: PendingSave, everyone: list[list[WrittenFile]]) -> Path:
         """Commit the written files as a checkpoint and delete surplus checkpoints; on rank 0."""
         assert pending.transaction is not None
-        check_visible(pending.transaction.directory, everyone)
+        directory = pending.transaction.directory
+        check_visible(directory, everyone)
+        if pending.request.write_beside is not None:
+            pending.request.write_beside(directory)
+            everyone = [*everyone, files_beside(self._store, directory, everyone)]
         manifest = build_manifest(pending.request, self._run_id, self.world.size, everyone)
         path = pending.transaction.commit(manifest, replace=True)
         if self._writer is None:

@@ -77,6 +77,8 @@ class StateComponent:
     validation_level: str = "tensor"
     """none | quick (structure and the first values of each tensor) | tensor (all tensors) | full (everything)"""
     metadata: dict[str, Any] = field(default_factory=dict)
+    at_root: bool = False
+    """Write the tensors to `<key>.safetensors` in the checkpoint itself, where other programs look for weights."""
 
     def __post_init__(self) -> None:
         self.sharing_pattern = SharingPattern(self.sharing_pattern)
@@ -103,6 +105,11 @@ class ComponentFiles:
     """Absent if the state has no tensors."""
     document: str
     """The rest of the state, as typed JSON."""
+
+
+def tensors_at(key: str, at_root: bool) -> str:
+    """The tensor file of a component whose state all ranks share, relative to the checkpoint."""
+    return f"{key}.safetensors" if at_root else f"{key}/{key}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,7 @@ class Placement:
         """
         key, (instance, _) = component.key, self._instance(component, pattern or component.sharing_pattern)
         if instance is None:
-            return ComponentFiles(f"{key}/{key}.safetensors", f"{key}/state.json")
+            return ComponentFiles(tensors_at(key, component.at_root), f"{key}/state.json")
         return ComponentFiles(f"{key}/{instance}.safetensors", f"{key}/{instance}.json")
 
     def writes(self, component: StateComponent) -> bool:

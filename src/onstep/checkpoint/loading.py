@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onstep.bounded_reading import read_bytes
 from onstep.checkpoint.catalog.discovery import CheckpointInfo
-from onstep.checkpoint.components import ComponentFiles, Placement, SharingPattern, StateComponent
+from onstep.checkpoint.components import ComponentFiles, Placement, SharingPattern, StateComponent, tensors_at
 from onstep.checkpoint.format.codec import MAX_DOCUMENT_BYTES, decode_state, document_from_bytes
 from onstep.checkpoint.format.tensor_file import read_header, read_tensor, read_tensors
 from onstep.checkpoint.format.tensor_header import TensorInfo
@@ -72,7 +72,9 @@ def _read(placement: Placement, info: CheckpointInfo, component: StateComponent,
     pattern = SharingPattern(entry.sharing_pattern)
     files = placement.files(component, pattern)
     if files.document in entry.files:
-        return read_state(info.path, files, entry.files)
+        there = [tensors_at(component.key, at_root) for at_root in (True, False)]
+        tensors = next((name for name in there if name in entry.files), files.tensors)
+        return read_state(info.path, replace(files, tensors=tensors), entry.files)
     # With a different number of ranks, a PER_RANK file may legitimately be missing; that of a group must exist.
     if component.required and pattern is not SharingPattern.PER_RANK:
         raise CheckpointError(
@@ -183,7 +185,7 @@ def _states_of(key: str, files: list[str]) -> list[StoredState]:
         stem = document.removesuffix(".json")
         label, tensors = stem, f"{stem}.safetensors"
         if document == f"{key}/state.json":
-            label, tensors = key, f"{key}/{key}.safetensors"
+            label, tensors = key, tensors_at(key, tensors_at(key, True) in files)
         listed = frozenset({document, tensors} & set(files))
         found.append(StoredState(label, ComponentFiles(tensors, document), listed))
     return found

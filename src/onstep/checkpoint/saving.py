@@ -7,7 +7,7 @@ import json
 import platform
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -59,6 +59,8 @@ class SaveRequest:
     """Anything else for the manifest, as plain JSON."""
     adopts: bool = False
     """Whether files that other code wrote to a directory with the checkpoint's name become part of the checkpoint."""
+    write_beside: Callable[[Path], None] | None = None
+    """Writes files for other programs into the checkpoint, on rank 0. The manifest lists them; nothing loads them."""
 
     def frozen(self) -> SaveRequest:
         """A copy that later changes to this request do not affect."""
@@ -110,7 +112,7 @@ def write_states(store: FileStore, directory: Path, states: Sequence[EncodedStat
         store.make_dir(directory / key)
         if state.tensors:
             with store.open(directory / files.tensors) as file:
-                write_tensors(file, state.tensors)
+                write_tensors(file, state.tensors, {} if "/" in files.tensors else {"format": "pt"})
             written.append(WrittenFile(key, files.tensors, file.digest))
         content = document_to_bytes(state.document, key)
         written.append(WrittenFile(key, files.document, store.write_file(directory / files.document, content)))
@@ -148,6 +150,18 @@ def versions() -> Mapping[str, str]:
         except PackageNotFoundError:  # running from a source tree
             found[name] = "not installed"
     return found
+
+
+def files_beside(store: FileStore, directory: Path, everyone: list[list[WrittenFile]]) -> list[WrittenFile]:
+    """Make the files durable that no component has written.
+
+    Raises:
+        CheckpointError: if the file system refuses an operation.
+    """
+    known = {written.path for one in everyone for written in one}
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    names = [path.relative_to(directory).as_posix() for path in paths]
+    return [WrittenFile("", name, store.adopt(directory / name)) for name in names if name not in known]
 
 
 def build_manifest(request: SaveRequest, run_id: str, world_size: int, everyone: list[list[WrittenFile]]) -> Manifest:
@@ -213,7 +227,7 @@ def check_free_space(root: Path, tensor_bytes: int) -> None:
     if needed > free:
         raise CheckpointError(
             f"{root} has {free} bytes free, but the checkpoint needs {needed}; free up space or keep fewer checkpoints "
-            f"(checkpoint.most_recent_k)."
+            f"(checkpoint.most_recent_k, save_total_limit)."
         )
 
 

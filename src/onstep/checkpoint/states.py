@@ -20,8 +20,8 @@ NAMES_SHOWN = 5
 _REMEDY = (
     "Build the model that the checkpoint was saved from: if the configuration builds the model, set model.vocab_size, "
     "model.hidden_size, model.num_layers and the other sizes (or the tokenizer) to those in `config` of the "
-    "checkpoint's manifest.json. Or load a matching checkpoint (checkpoint.load=PATH), or start a new run "
-    "(run.fresh=true)."
+    "checkpoint's manifest.json. Or load a matching checkpoint (checkpoint.load=PATH, resume_from_checkpoint), or "
+    "start a new run (run.fresh=true, resume_from_checkpoint=False)."
 )
 
 

@@ -77,15 +77,16 @@ def _record(path: Path) -> dict[str, Any]:
 def _model(directory: Path) -> Transformer:
     """The model with the final weights of a run, or else with those of its newest checkpoint."""
     from onstep.models import load_hf
+    from onstep.training.runs.run_dir import RunDir
     from onstep.training.setup.pretrained import model_of_checkpoint
 
-    if (directory / "model" / "config.json").is_file():
-        return load_hf(directory / "model")
-    if not any((directory / "checkpoints").glob("checkpoint-*")):
+    run = RunDir(directory)
+    if (run.model / "config.json").is_file():
+        return load_hf(run.model)
+    if not run.has_checkpoints:
         raise OnstepError(
-            f"{directory} has no weights: there is neither {directory / 'model'} nor a checkpoint; train until the end "
-            "or "
-            f"the first checkpoint, or name another run."
+            f"{directory} has no weights: there is neither {run.path / 'model'} nor a checkpoint; train until the end "
+            f"or the first checkpoint, or name another run."
         )
     return model_of_checkpoint(directory)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from onstep.config.section import SAFE, TRAJECTORY, ConfigSection, option
+from onstep.config.section import INCOMPATIBLE, SAFE, TRAJECTORY, ConfigSection, option
 from onstep.config.sections import (
     AnomalyConfig,
     CheckpointConfig,
@@ -75,9 +75,13 @@ class ConfigContainer(ConfigSection):
     trainer: dict[str, Any] = option(
         {},
         SAFE,
-        entries=dict.fromkeys(
-            ("label_names", "label_smoothing_factor", "neftune_noise_alpha", "remove_unused_columns"), TRAJECTORY
-        ),
+        entries={
+            **dict.fromkeys(
+                ("label_names", "label_smoothing_factor", "neftune_noise_alpha", "remove_unused_columns"), TRAJECTORY
+            ),
+            **dict.fromkeys(("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"), TRAJECTORY),
+            **dict.fromkeys(("optim", "optim_args", "optim_target_modules"), INCOMPATIBLE),
+        },
         help="Fields of `TrainingArguments` that have no key above (`label_names`, `disable_tqdm`, ...), where "
         "they differ from their default. Only `Trainer` reads them.",
     )

@@ -26,6 +26,7 @@ from onstep.config.checks import validate
 from onstep.config.checks.single_values import check_values
 from onstep.config.container import ConfigContainer
 from onstep.config.derived import fill
+from onstep.config.hf.optimizers import NATIVE
 from onstep.config.keys import KEYS, keys_of, leaves, to_flat, typed_copy
 from onstep.config.load import merge
 from onstep.config.section import ChangeClass, ConfigSection
@@ -100,7 +101,7 @@ def changes(stored: ConfigContainer | Mapping[str, Any], current: ConfigContaine
     before, missing, gone = _read(stored, type(current))
     old, new = _flat(before), _flat(current)
     found = [
-        Change(key, old.get(key, ABSENT), new.get(key, ABSENT), classify(key, type(current)))
+        Change(key, old.get(key, ABSENT), new.get(key, ABSENT), _kind(key, old, new, type(current)))
         for key in new | old
         if old.get(key, ABSENT) != new.get(key, ABSENT)
     ]
@@ -108,6 +109,13 @@ def changes(stored: ConfigContainer | Mapping[str, Any], current: ConfigContaine
     added = [Change(key, ABSENT, new[key], ChangeClass.SAFE) for key in missing if key in new and key not in differing]
     dropped = [Change(key, value, ABSENT, ChangeClass.SAFE) for key, value in gone.items()]
     return found + added + dropped
+
+
+def _kind(key: str, old: Mapping[str, Any], new: Mapping[str, Any], container: type[ConfigSection]) -> ChangeClass:
+    """As `classify`; AdamW is the same optimizer under each of its names."""
+    if key == "trainer.optim" and {old.get(key, "adamw_torch"), new.get(key, "adamw_torch")} <= NATIVE.keys():
+        return ChangeClass.SAFE
+    return classify(key, container)
 
 
 def of_kind(found: Iterable[Change], kind: ChangeClass) -> list[Change]:

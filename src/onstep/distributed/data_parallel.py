@@ -41,8 +41,11 @@ def data_parallel(chunks: list[nn.Module], world: World, config: DistributedData
 
 
 def no_sync(chunks: list[nn.Module]) -> AbstractContextManager[object]:
-    """Backward passes in this context keep their gradients local; the next one outside averages the sum."""
-    wrapped = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
+    """Backward passes in this context keep their gradients local; the next one outside averages the sum.
+
+    With a static graph, which torch cannot combine with that, each of them averages the sum.
+    """
+    wrapped = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel) and not chunk.static_graph]
     if not wrapped:
         return nullcontext()
     stack = ExitStack()

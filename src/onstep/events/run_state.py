@@ -32,6 +32,8 @@ class RunInfo:
     logging_steps: int = 0
     eval_steps: int = 0
     save_steps: int = 0
+    shown_steps: dict[str, int] = field(default_factory=dict)
+    """What callbacks see where the three are 0: as in Hugging Face, the intervals of the arguments, without effect."""
     train_batch_size: int = 0
     """Samples per micro-batch and rank."""
     max_eval_steps: int = -1
@@ -80,7 +82,8 @@ def _requested(name: str, key: str, words: str) -> Any:
     """
 
     def get(self: RunState) -> int:
-        configured: int = self._progress.user_attributes.get(name, getattr(self._info, name))
+        configured = getattr(self._info, name) or self._info.shown_steps.get(name, 0)
+        configured = self._progress.user_attributes.get(name, configured)
         for request in reversed(self._control().requests):
             if request.flag == "set" and request.details["key"] == key:
                 return int(request.details["value"])

@@ -63,7 +63,10 @@ def optimizer_class(args: Any, model: nn.Module | None = None) -> tuple[Any, dic
     from transformers import Trainer
 
     named: Any = Trainer.get_optimizer_cls_and_kwargs
-    cls, keywords = named(args, model)
+    try:
+        cls, keywords = named(args, model)
+    except ImportError as error:  # of what the package itself imports
+        raise ConfigError(f"TrainingArguments.optim={args.optim!r} cannot be used: {error}.") from error
     return cls, keywords
 
 

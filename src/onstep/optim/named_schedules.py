@@ -24,12 +24,13 @@ def named_schedule(args: Any, optimizer: torch.optim.Optimizer, num_training_ste
         )
     from transformers import get_scheduler
 
+    has_length = "num_stable_steps" in (kwargs or {})  # which transformers then warns about, and ignores the run's
     try:
         return get_scheduler(
             name,
             optimizer,
             num_warmup_steps=args.get_warmup_steps(num_training_steps),
-            num_training_steps=num_training_steps,
+            num_training_steps=None if has_length else num_training_steps,
             scheduler_specific_kwargs=kwargs,
         )
     except (TypeError, ValueError) as error:

@@ -61,7 +61,16 @@ class TorchSchedulerAdapter:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Pass `state_dict` to the torch scheduler."""
+        """Pass `state_dict` to the torch scheduler.
+
+        Raises:
+            ConfigError: for the state of `OptimizerParamScheduler`, which has another form.
+        """
+        if "lr_decay_style" in state_dict:
+            raise ConfigError(
+                f"the checkpoint has Onstep's own schedule, {state_dict['lr_decay_style']}, which cannot continue as "
+                f"torch's {type(self.torch_scheduler).__name__}; keep the schedule, or start a new run from the weights"
+            )
         self.torch_scheduler.load_state_dict(state_dict)
 
     def _note_step(self, increment: int) -> None:

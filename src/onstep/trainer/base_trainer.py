@@ -23,6 +23,7 @@ from onstep.trainer.own_arguments import own_arguments
 from onstep.trainer.predictions import EvalPrediction
 from onstep.trainer.reporting.memory_metrics import MemoryMetrics
 from onstep.training.bridge.global_state import GlobalState
+from onstep.training.runs.identity import Identity
 from onstep.training.runs.run_dir import RunDir
 
 Collate = Callable[[Sequence[Any]], Any]
@@ -53,6 +54,7 @@ class BaseTrainer:
         *,
         default_callbacks: bool = True,
     ) -> None:
+        before = set(vars(self))
         check_overrides(type(self))
         _check_model(model, model_init)
         self.args = own_arguments(args)
@@ -87,8 +89,8 @@ class BaseTrainer:
         """State of the current or most recent run."""
         self.session: Any = None
         """The session of the current run; None outside of one."""
-        self.owned_dirs: dict[Path, RunDir] = {}
-        """Run directories that this Trainer claimed, by requested path; it may train into them again."""
+        self.owned_dirs: dict[Path, tuple[RunDir, Identity]] = {}
+        """Run directories that this Trainer claimed, by requested path, and what it learned from there."""
         self.num_averaged_ranks = 1
         """Ranks that a share of the step's loss is averaged over, in an overridden `training_step`."""
         self.stated_loss_kwargs: bool | None = None
@@ -96,6 +98,8 @@ class BaseTrainer:
         self.label_smoother: Any = None
         """The loss with `label_smoothing_factor`; None without it."""
         set_attributes(self)
+        self.library_attributes = frozenset(vars(self)) - before
+        """Names of the attributes that are not a user's own."""
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

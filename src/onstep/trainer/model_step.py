@@ -39,12 +39,13 @@ class ModelStep:
         self.predict: Callable[[nn.Module, Any], Any] | None = None
         """In an evaluation that keeps predictions, called with the model and the inputs; returns the loss."""
         self.is_filler = False
-        """Whether the current micro-batch counts as zero, as far as noted: in evaluations that keep predictions, and by
-        a `CustomStep`."""
+        """Whether the current micro-batch counts as zero, as far as noted: in evaluations, and by a `CustomStep`."""
 
     def __call__(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
         """Run one micro-batch; returns `(loss, loss function)`. The loss is None for a test without labels."""
         inputs = next(data_iterator)
+        if not model.training:
+            self.is_filler = isinstance(data_iterator, MicroBatches) and data_iterator.is_filler()
         num_labels, are_tokens = self._labels.measure(inputs)
         shared_labels = num_labels if self._gives_shares else None
         num_items = None if shared_labels is None else self._num_items(data_iterator, model, shared_labels)
@@ -59,7 +60,6 @@ class ModelStep:
 
     def _loss(self, data_iterator: Iterator[Any], model: nn.Module, inputs: Any, num_items: Any) -> Any:
         if self.predict is not None:
-            self.is_filler = isinstance(data_iterator, MicroBatches) and data_iterator.is_filler()
             return self.predict(model, inputs)
         keywords = {NUM_ITEMS: num_items} if self._accepts_num_items else {}
         return self._compute_loss(model, _copied(inputs), **keywords)

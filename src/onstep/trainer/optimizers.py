@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from onstep.config import ConfigContainer
+from onstep.config import ConfigContainer, merge
 from onstep.config.hf.argument import STYLES
 from onstep.config.hf.checks import evaluates
 from onstep.config.hf.schedules import is_native as has_native_schedule
+from onstep.config.keys import diff
 from onstep.distributed import world_size_from_environment
 from onstep.errors import ConfigError
 from onstep.events import TrainerCallback
@@ -52,6 +53,7 @@ def check_optimizers(trainer: BaseTrainer) -> None:
         )
     if optimizer is None and trainer.optimizer_cls_and_kwargs is None and not _creates_optimizer(trainer):
         check_installed(trainer.args)
+        _check_options_are_free(trainer)
     if is_object(scheduler):
         _check_evaluates(trainer, scheduler)
 
@@ -177,6 +179,20 @@ def step_on_metric(trainer: BaseTrainer, scheduler: Any, metrics: dict[str, Any]
     scheduler.observe(metrics[key])
 
 
+class OptimizerModes(TrainerCallback):
+    """Switches an optimizer that has other weights for evaluations, such as a schedule-free one, back for each step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Switch to the weights that are trained."""
+        getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"]).train()
+
+
+def use_evaluation_weights(optimizer: Any) -> None:
+    """Switch an optimizer that has other weights for evaluations to these; as in Hugging Face, until the next step."""
+    if is_object(optimizer) and callable(getattr(optimizer, "eval", None)):
+        optimizer.eval()
+
+
 def is_object(given: Any) -> bool:
     """Whether `given` is an optimizer or scheduler, rather than a factory or nothing."""
     return given is not None and not isinstance(given, type) and hasattr(given, "step")
@@ -246,6 +262,9 @@ def _call_create_scheduler(trainer: BaseTrainer, iters: int | None) -> None:
 
 def _as_loop_scheduler(trainer: BaseTrainer) -> Any:
     scheduler, known = trainer.lr_scheduler, trainer.callback_manager.callbacks
+    has_modes = callable(getattr(trainer.optimizer, "train", None))
+    if has_modes and not any(isinstance(callback, OptimizerModes) for callback in known):
+        trainer.callback_manager.add(OptimizerModes())
     if isinstance(scheduler, TrainerCallback) and all(callback is not scheduler for callback in known):
         trainer.callback_manager.add(scheduler)
     if isinstance(scheduler, OptimizerParamScheduler):
@@ -256,8 +275,14 @@ def _as_loop_scheduler(trainer: BaseTrainer) -> Any:
 
 def _sets_schedule(trainer: BaseTrainer) -> list[str]:
     """Keys of `config_overrides` that shape the configuration's own schedule."""
-    found = [str(key) for key in trainer.args.config_overrides or {}]
-    return [key for key in found if key.startswith("scheduler") or key == "optimizer.min_lr"]
+    return [key for key in _overridden(trainer) if key.startswith("scheduler.") or key == "optimizer.min_lr"]
+
+
+def _overridden(trainer: BaseTrainer) -> list[str]:
+    """Keys that `config_overrides` sets to something other than their default."""
+    config = ConfigContainer()
+    merge(config, trainer.args.config_overrides or {})
+    return [key for key, _, _ in diff(ConfigContainer(), config)]
 
 
 def _check_schedule_is_free(trainer: BaseTrainer) -> None:
@@ -309,6 +334,17 @@ def _check_parameters(optimizer: Any, module: nn.Module) -> None:
         f"The optimizer has no parameter of {type(module).__name__}, so it would train nothing; build it from the "
         f"parameters of the Trainer's model, or pass a factory: optimizers=(lambda parameters: ..., None)."
     )
+
+
+def _check_options_are_free(trainer: BaseTrainer) -> None:
+    """Reject settings of the configured optimizer that the one of the arguments would not read."""
+    args, kinds = trainer.args, ("optimizer.sgd_", "optimizer.adam_", "optimizer.muon_", "optimizer.optimizer")
+    found = [] if is_native(args) else [key for key in _overridden(trainer) if key.startswith(kinds)]
+    if found:
+        raise ConfigError(
+            f"config_overrides sets {', '.join(found)}, which optim={args.optim!r} with optim_args={args.optim_args!r} "
+            f"does not read; use optim_args, or drop one of them."
+        )
 
 
 def _check_groups_are_free(config: ConfigContainer) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Iterable
 
 from onstep.errors import ConfigError
 
-_STEP = "override compute_loss, or use a callback (on_forward_backward_end, on_pre_optimizer_step, on_step_end)"
+_STEP = "override training_step, or use a callback (on_forward_backward_end, on_pre_optimizer_step, on_step_end)"
 _SAVE = "set save_only_model=True to save none of it, or override _save_checkpoint, to write files beside it"
 _AFTER_A_STEP = "override log, _evaluate or _determine_best_metric, or set what is due in a callback's on_step_end"
 _LOAD = "load other weights before passing the model, or in a callback's on_checkpoint_load"
 _HUB = "upload the directory after training: hf upload REPO OUTPUT_DIR"
 _SEARCH = "run each trial with a Trainer of its own"
+_SHARDED = "remove it: models and sequences are not sharded"
 
 _INSTEAD = {
     "get_batch_samples": "override get_train_dataloader with a loader of those batches, or pass a data_collator",
@@ -40,19 +41,20 @@ _INSTEAD = {
     "_report_to_hp_search": _SEARCH,
     "_tune_save_checkpoint": _SEARCH,
     "_track_num_input_tokens": "set include_num_input_tokens_seen, or count in a callback's on_train_step_start",
+    "_build_accelerator_args": "configure with TrainingArguments",
+    "_defer_fsdp_gradient_reduction": _SHARDED,
+    "_prepare_context_parallel_inputs": _SHARDED,
+    "_sync_replicated_trainable_parameters": _SHARDED,
+    "_update_auto_batch_size": "set per_device_train_batch_size, or auto_find_batch_size",
+    "get_total_train_batch_size": "set per_device_train_batch_size and gradient_accumulation_steps",
 }
 """Methods of `transformers.Trainer` (5.x, and names of 4.x) that Onstep never calls, and what to do instead."""
 _INTERNAL = (
-    "_build_accelerator_args",
-    "_defer_fsdp_gradient_reduction",
     "_finalize_training",
     "_has_mixed_mesh_grads",
     "_init_training_state",
     "_mixed_mesh_grad_norm",
-    "_prepare_context_parallel_inputs",
     "_prepare_for_training",
-    "_sync_replicated_trainable_parameters",
-    "_update_auto_batch_size",
     "_validate_args",
     "set_initial_training_values",
 )

@@ -15,7 +15,8 @@ from onstep.config import (
     args_to_config,
     resolve,
 )
-from onstep.config.hf.checks import check_best_model
+from onstep.config.hf.checks import check_best_model, check_schedule_metric
+from onstep.config.hf.optimizers import check_options
 from onstep.errors import ConfigError
 
 
@@ -42,6 +43,8 @@ def own_arguments(args: Any) -> TrainingArguments:
             f"args must be onstep.TrainingArguments or transformers.TrainingArguments, got {type(args).__name__}."
         )
     check_best_model(own)
+    check_schedule_metric(own)
+    check_options(own)
     return own
 
 

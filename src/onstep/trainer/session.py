@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import NoneType
 from typing import Any
 
@@ -30,18 +31,22 @@ from onstep.trainer.base_trainer import BaseTrainer, Collate
 from onstep.trainer.computing.custom_step import METHODS, CustomStep
 from onstep.trainer.computing.model_options import check_options, compiled, model_options, torch_options
 from onstep.trainer.dataloaders import ColumnFilter, collator, num_samples_of, train_loader
-from onstep.trainer.directories import acquire_dir
 from onstep.trainer.loaders.users_data import UsersData, count_examples, decides_data, users_data, whole_epochs
 from onstep.trainer.loss_convention import Convention, Labels, label_parameters, shifts_labels
 from onstep.trainer.methods import TrainerMethods
+from onstep.trainer.methods.callbacks import shown_steps
 from onstep.trainer.model_step import ModelStep
 from onstep.trainer.optimizers import (
     Length,
     check_optimizers,
     known_optimizers,
     make_optimizers,
+    use_evaluation_weights,
     withdraw_optimizers,
 )
+from onstep.trainer.output_dir.claim import acquire_dir
+from onstep.trainer.output_dir.files import files_of_checkpoint
+from onstep.trainer.output_dir.identity import trainer_identity
 from onstep.trainer.overrides import overrides
 from onstep.trainer.own_arguments import config_of, shown_arguments
 from onstep.trainer.reporting.special_tokens import align_special_tokens
@@ -51,7 +56,8 @@ from onstep.training.features import SETUP
 from onstep.training.lifecycle.endings import Endings
 from onstep.training.opening import open_run
 from onstep.training.run import EntryPoint
-from onstep.training.runs.run_dir import Claim, RunLock
+from onstep.training.runs.claims import Claim
+from onstep.training.runs.run_dir import RunLock
 from onstep.training.setup.model_and_data import idle_parameters
 from onstep.training.setup.setup import (
     DATA_TIMER,
@@ -144,14 +150,22 @@ def training_session(trainer: TrainerMethods, resume_from_checkpoint: Any = None
     num_samples = num_samples_of(trainer.train_dataset) if data is None else data.num_samples
     args = trainer.args if data is None else whole_epochs(trainer.args)
     config = config_of(args, num_samples=num_samples, world_size=size, for_training=True)
-    if resume_from_checkpoint is False:
-        config.checkpoint.resume = False
-    elif isinstance(resume_from_checkpoint, (str, os.PathLike)):
-        config.checkpoint.load, config.checkpoint.exit_on_missing_checkpoint = os.fspath(resume_from_checkpoint), True
+    resume = resume_from_checkpoint
+    if resume is None:
+        resume = trainer.args.resume_from_checkpoint
+    elif isinstance(resume, bool):
+        config.checkpoint.resume, config.checkpoint.load = resume, None
+    else:
+        config.checkpoint.load, config.checkpoint.exit_on_missing_checkpoint = os.fspath(resume), True
     entry_point = EntryPoint(trainer=trainer, processing_class=trainer.processing_class)
 
     def claim_run(config: ConfigContainer, world: World) -> tuple[Claim | None, RunLock | None]:
-        claim, lock = acquire_dir(trainer, config, world)
+        if trainer.model is None:
+            seed_everything(config.rng.seed)
+            trainer.model = trainer.call_model_init()
+        claim, lock = acquire_dir(trainer, config, world, resume)
+        entry_point.identify = lambda _: trainer_identity(trainer)
+        entry_point.prepare_files = partial(files_of_checkpoint, trainer)
         entry_point.given_args = shown_arguments(trainer.args, None if claim is None else str(claim.directory.path))
         return claim, lock
 
@@ -166,6 +180,7 @@ def training_session(trainer: TrainerMethods, resume_from_checkpoint: Any = None
 @contextmanager
 def evaluation_session(trainer: TrainerMethods) -> Iterator[Session]:
     """Set up an evaluation; inside a run, for a callback that evaluates, reuse that run's objects. Collective."""
+    use_evaluation_weights(trainer.optimizer)
     if trainer.session is not None:
         yield trainer.session
         return
@@ -330,6 +345,7 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
     )
     count_steps(state, session.train_data)
     count_examples(trainer, state, data)
+    state.info.shown_steps = shown_steps(trainer.args, state.info.max_steps)
     seed_everything(config.rng.seed + state.world.rank)
 
 

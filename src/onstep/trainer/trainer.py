@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from onstep.trainer.computing.batch_size_search import with_largest_batch
 from onstep.trainer.methods import TrainerMethods
+from onstep.trainer.output_dir.files import write_final_files
 from onstep.trainer.overrides import check_overrides
 from onstep.trainer.predictions import TrainOutput
 from onstep.trainer.session import Session, check_training, evaluation_session, training_session
@@ -74,7 +76,7 @@ class Trainer(TrainerMethods):
                 evaluation=lambda: self.evaluate_in_run(ignore_keys_for_eval),
             )
             load_best_model(session.state, session.model)
-            write_final_weights(session.state, lambda directory: self.save_model(str(directory.model)))
+            write_final_weights(session.state, partial(write_final_files, self))
             return _train_output(session.state)
 
     def _evaluation(self) -> AbstractContextManager[Session]:

@@ -22,8 +22,9 @@ from onstep.training.checkpointing.writing import open_checkpoints
 from onstep.training.features import RUN, SECTIONS, SETUP
 from onstep.training.reporting.bridge_trackers import check_trackers
 from onstep.training.run import EntryPoint
+from onstep.training.runs.claims import Claim, acquire_run_dir
 from onstep.training.runs.identity import Identify, Identity, remembered
-from onstep.training.runs.run_dir import Claim, RunLock, Status, acquire_run_dir
+from onstep.training.runs.run_dir import RunLock, Status
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +151,10 @@ def _record_end(run: GlobalState) -> None:
 
 
 def claim_for_all(
-    config: ConfigContainer, world: World, identify: Identify | None = None
+    config: ConfigContainer,
+    world: World,
+    identify: Identify | None = None,
+    acquire: Callable[[ConfigContainer, Identify | None], tuple[Claim, RunLock | None]] = acquire_run_dir,
 ) -> tuple[Claim | None, RunLock | None]:
     """Claim the run's directory on rank 0 and share the result; None for a run without a name. Collective.
 
@@ -158,6 +162,7 @@ def claim_for_all(
         config: the run's configuration.
         world: the ranks.
         identify: see `acquire_run_dir`.
+        acquire: claims it on rank 0.
 
     Returns:
         The claim, and on rank 0 the lock that keeps a second process out of an unfinished run.
@@ -171,7 +176,7 @@ def claim_for_all(
     if identify is not None:
         identify = remembered(identify)
         _check_same_data(identify(config), world)
-    claimed, error = attempt(lambda: acquire_run_dir(config, identify)) if world.is_main else (None, None)
+    claimed, error = attempt(lambda: acquire(config, identify)) if world.is_main else (None, None)
     claim, lock = claimed if claimed is not None else (None, None)
     claim, error = world.share((claim, error))
     if error is not None:
@@ -185,14 +190,16 @@ def _check_same_data(own: Identity, world: World) -> None:
     Raises:
         DataError: on all ranks alike.
     """
-    first, *others = world.gather((own.digests, own.problem))
+    first, *others = world.gather((own.read_by_all, own.problem))
     for rank, (digests, problem) in enumerate(others, start=1):
         if (digests, problem) != first:
             different = [name for name in {**first[0], **digests} if first[0].get(name) != digests.get(name)]
-            reason = problem or first[1] or f"its files of the {' and the '.join(different)} differ"
+            is_files = "data" in digests or "tokenizer" in digests
+            reason = problem or first[1] or f"{'its files of ' * is_files}the {' and the '.join(different)} differ"
+            remedy = "Copy the same files to all machines, or use a shared file system"
             raise DataError(
-                f"rank {rank} does not read what rank 0 reads: {reason}. Copy the same files to all machines, or use a "
-                f"shared file system."
+                f"rank {rank} does not read what rank 0 reads: {reason}. "
+                f"{remedy if is_files or problem else 'Pass the same dataset on all ranks'}."
             )
 
 

@@ -163,6 +163,8 @@ class EntryPoint:
     Collective."""
     save_checkpoint: Callable[[Callable[..., None]], None] | None = None
     """The user's own `Trainer._save_checkpoint`, which is passed the function that saves; None if there is none."""
+    prepare_files: Callable[[], Callable[[Path], None] | None] = lambda: None
+    """Gives what writes the files that Hugging Face's tools look for into a checkpoint, as of now."""
     process_groups: dict[str, object] = field(default_factory=dict)
     """Process groups by the name given in a `StateComponent` with the pattern PER_GROUP."""
 

@@ -39,6 +39,7 @@ MAKE: dict[str, Callable[[Path], list[Any]]] = {
     ],
     "TrackersCallback": lambda directory: [onstep.callbacks.TrackersCallback("csv")],
     "EarlyStopping": lambda directory: [onstep.callbacks.EarlyStopping(patience=50)],
+    "EarlyStoppingCallback": lambda directory: [onstep.callbacks.EarlyStoppingCallback(early_stopping_patience=50)],
     "DivergenceDetector": lambda directory: [onstep.callbacks.DivergenceDetector(threshold=50.0)],
     "EMA": lambda directory: [onstep.callbacks.EMA(decay=0.5, apply_at_end=False)],
     "WeightAverage": lambda directory: [onstep.callbacks.WeightAverage(apply_at_end=False)],

@@ -32,6 +32,7 @@ from onstep.data.corpus.tokenizers import build_tokenizer
 from onstep.events import VALID_EVENTS, Callback
 from onstep.models import build_transformer
 from onstep.training.runs.identity import IDENTITY_FILE
+from onstep.training.runs.run_dir import RunDir
 from tests.support.tracker_files import scalars
 
 SOURCE = Path(onstep.__file__).parent
@@ -118,6 +119,10 @@ class Outcome:
 
 
 OBSERVED = ("ended", "features", "events", "counters", "logs", "files", "decisions", "surroundings", "printed", "tags")
+
+
+OF_ONE_DOOR = (IDENTITY_FILE, "latest", "trainer_state.json", "training_args.json")
+"""Files of `pretrain` or of Trainer alone."""
 
 
 class Witness(Callback):
@@ -207,15 +212,19 @@ def _witnessed(config: ConfigContainer, start: Callable[[CallbackManager], Any])
     directory = Path(config.run.output_dir)
     outcome.printed = [" ".join(line.split()[:2]) for line in printed.getvalue().splitlines() if line.strip()]
     files = [path.relative_to(directory) for path in directory.rglob("*") if path.is_file()]
-    outcome.files = sorted({_stable(path) for path in files if path.name != IDENTITY_FILE})  # only of configured data
     run = directory / str(config.run.name)
+    layouts = {path.parts[0]: RunDir(directory / path.parts[0]).layout for path in files}
+    shared = {name for name, layout in layouts.items() if layout == "hugging_face"}
+    outcome.files = sorted({_stable(_as_in_pretrain(path, shared)) for path in files if path.name not in OF_ONE_DOOR})
     if (run / "run.json").is_file():
         outcome.ended += f", {json.loads((run / 'run.json').read_text())['status']}"
     if (run / "decisions.jsonl").is_file():
         lines = (run / "decisions.jsonl").read_text().splitlines()
-        outcome.decisions = [json.loads(line.replace(str(directory), "")) for line in lines]
-    if (run / "model" / "model.safetensors").is_file():
-        outcome.weights = load_file(run / "model" / "model.safetensors")
+        outcome.decisions = [
+            json.loads(line.replace(str(directory), "").replace("/checkpoints/", "/")) for line in lines
+        ]
+    if (RunDir(run).model / "model.safetensors").is_file():
+        outcome.weights = load_file(RunDir(run).model / "model.safetensors")
     for board in {path.parent for path in directory.rglob("*tfevents*")}:
         outcome.tags |= {f"{board.name}/{tag}": [step for step, _ in points] for tag, points in scalars(board).items()}
     return outcome
@@ -304,6 +313,15 @@ def _is_close(one: Any, other: Any) -> bool:
 
 def _is_ours(handler: Any) -> bool:
     return getattr(handler, "__module__", "").startswith("onstep") or "onstep" in repr(handler)
+
+
+def _as_in_pretrain(path: Path, shared: set[str]) -> Path:
+    """Where `pretrain` puts a file of a run whose directory is `shared`: one of a Trainer, which has no rooms."""
+    if path.parts[0] not in shared:
+        return path
+    if re.fullmatch(r"checkpoint-\d+|aside|ft_state.json|progress.txt", path.parts[1]):
+        return Path(path.parts[0], "checkpoints", *path.parts[1:])
+    return Path(path.parts[0], "model", path.name) if path.name in ("config.json", "model.safetensors") else path
 
 
 def _stable(path: Path) -> str:

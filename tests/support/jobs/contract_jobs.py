@@ -22,6 +22,7 @@ def contract_config(settings: dict[str, Any]) -> Any:
     """11 steps with logs, evaluations and saves between."""
     config = small_config(settings)
     config.checkpoint.save_interval = SAVE_INTERVAL
+    config.validation.metric_for_best_model = "loss"  # which EarlyStoppingCallback requires
     return config
 
 
@@ -101,6 +102,7 @@ def _trainer(settings: dict[str, Any]) -> Trainer:
         logging_steps=2,
         eval_strategy="steps",
         eval_steps=4,
+        metric_for_best_model="loss",
         save_strategy="no",
         use_cpu=True,
         report_to="none",

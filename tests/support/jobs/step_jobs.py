@@ -10,7 +10,16 @@ import transformers
 from torch import Tensor, nn
 
 from onstep import Trainer
-from tests.support.small_models import TokenModel, arguments, causal_rows, losses_of, qwen, ragged_rows
+from tests.support.small_models import (
+    TokenModel,
+    arguments,
+    causal_rows,
+    losses_of,
+    quiet,
+    qwen,
+    ragged_rows,
+    recorder,
+)
 
 SHARED: dict[str, Any] = {
     "per_device_train_batch_size": 2,
@@ -108,3 +117,44 @@ def job_with_fillers(settings: dict[str, Any]) -> dict[str, Any]:
             runs.append((losses_of(trainer), [float(one.sum()) for one in trainer.model.parameters()]))
         found[name] = runs
     return found
+
+
+def job_with_options(settings: dict[str, Any]) -> dict[str, Any]:
+    """The losses of two ranks with the arguments that wrap a model, and whether the wrapper has them."""
+    wrappers: list[Any] = []
+    found: dict[str, Any] = {}
+    for name, options in {
+        "plain": {},
+        "static": {"ddp_static_graph": True},
+        "compiled": {"torch_compile_backend": "eager", "config_overrides": {}},
+    }.items():
+        callbacks = recorder("on_step_begin", lambda context: wrappers.append(context.model[0]))
+        values: dict[str, Any] = {**SHARED, "gradient_accumulation_steps": 2, **options}
+        trainer = quiet(qwen(), arguments(Path(name), **values), causal_rows(16), callbacks=callbacks)
+        trainer.train()
+        wrapper = wrappers[-1]
+        found[name] = [
+            losses_of(trainer),
+            wrapper.static_graph,
+            sorted(trainer.model.state_dict()) == sorted(qwen().state_dict()),
+        ]
+    return found
+
+
+def job_gathered(settings: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of rows that a `compute_loss` gathers in training and in evaluation."""
+    counts: dict[str, list[int]] = {"train": [], "eval": []}
+
+    class Gathers(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            rows = self.accelerator.gather_for_metrics(inputs["input_ids"])
+            counts["train" if model.training else "eval"].append(len(rows))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    args = arguments(Path("gathered"), **{**SHARED, "per_device_eval_batch_size": 2})
+    trainer = Gathers(
+        TokenModel(), args, train_dataset=ragged_rows(9), eval_dataset=ragged_rows(5), default_callbacks=False
+    )
+    trainer.train()
+    trainer.evaluate()
+    return counts

@@ -35,12 +35,46 @@ def optimizers_of(kind: str, model: torch.nn.Module) -> Any:
     return None, None
 
 
+class OwnMethods(Trainer):
+    """Two groups of different rates, and a schedule that follows the evaluations."""
+
+    def create_optimizer(self) -> Any:
+        if self.optimizer is None:
+            vectors = [p for p in self.model.parameters() if p.ndim == 1]
+            groups = [{"params": [p for p in self.model.parameters() if p.ndim > 1]}, {"params": vectors, "lr": 1e-3}]
+            cls, keywords = self.get_optimizer_cls_and_kwargs(self.args)
+            self.optimizer = cls(groups, **keywords)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any) -> Any:  # required, as in scripts for 4.x
+        self.lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", factor=0.5, patience=0)
+        return self.lr_scheduler
+
+
+def halved(outputs: Any, labels: Any) -> Any:
+    return torch.nn.functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten()) / 2
+
+
+class Begins(TrainerCallback):
+    """Notes the step that training begins at."""
+
+    step = -1
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.step = state.global_step
+
+
 def job_train(settings: dict[str, Any]) -> None:
     manager, counting = observed(settings)
     is_causal = settings.get("model", "qwen") == "qwen"
-    model = qwen(attention_dropout=0.1) if is_causal else Regression()
+    seed = settings.get("model_seed", 0)
+    model = qwen(seed, attention_dropout=0.1) if is_causal else Regression()
     rows = causal_rows(26) if is_causal else regression_rows(26)
+    if settings.get("flips"):
+        rows = [{**row, "labels": row["labels"][::-1]} for row in rows]
+    begins = Begins()
     manager.add(Saves())
+    manager.add(begins)
     if "patience" in settings:
         manager.add(EarlyStoppingCallback(settings["patience"]))
     values: dict[str, Any] = {
@@ -59,7 +93,7 @@ def job_train(settings: dict[str, Any]) -> None:
         **settings.get("arguments", {}),
     }
     values["config_overrides"] = {"checkpoint.certify": True, **settings.get("overrides", {})}
-    trainer = Trainer(
+    trainer = (OwnMethods if settings.get("own_methods") else Trainer)(
         model,
         TrainingArguments(**values),
         train_dataset=rows,
@@ -67,6 +101,7 @@ def job_train(settings: dict[str, Any]) -> None:
         callbacks=manager,
         default_callbacks=False,
         optimizers=optimizers_of(settings.get("optimizers", ""), model),
+        compute_loss_func=halved if settings.get("loss") == "halved" else None,
     )
     trainer.train(resume_from_checkpoint=settings.get("resume"))
     first = trainer.state.global_step
@@ -74,4 +109,5 @@ def job_train(settings: dict[str, Any]) -> None:
         trainer.train()
     weights = {name: value.tolist() for name, value in list(model.state_dict().items())[-1:]}
     best = [trainer.state.best_metric, trainer.state.best_global_step]
-    report(settings, trainer.global_state, counting, first=first, weights=json.dumps(weights), best=best)
+    further = {"weights": json.dumps(weights), "best": best, "begins": begins.step}
+    report(settings, trainer.global_state, counting, first=first, **further)

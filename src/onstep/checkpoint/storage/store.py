@@ -92,6 +92,19 @@ class FileStore:
             file.write(content)
         return file.digest
 
+    def adopt(self, path: Path) -> FileDigest:
+        """Make a file durable that others have written (except for its directory entry)."""
+
+        def sync() -> FileDigest:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                hasher = blake3(max_threads=HASH_THREADS)
+                while block := file.read(HASH_ASIDE_BYTES):
+                    hasher.update(block)
+                return FileDigest(file.tell(), hasher.hexdigest())
+
+        return self._do(Operation("fsync", path), sync)
+
     def rename(self, source: Path, target: Path) -> None:
         """Rename within a file system; atomic."""
         self._do(Operation("rename", source, target), lambda: os.rename(source, target))

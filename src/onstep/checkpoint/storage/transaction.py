@@ -104,8 +104,10 @@ class SaveTransaction:
     A lock file next to the directory keeps sweeps of other processes away from it.
     """
 
-    def __init__(self, store: FileStore, root: Path, step: int) -> None:
+    def __init__(self, store: FileStore, root: Path, step: int, *, names_latest: bool = True) -> None:
+        """`names_latest`: write the hint `latest`, in a directory that belongs to checkpoints alone."""
         self.step = step
+        self._names_latest = names_latest
         self._store = store
         self._root = root
         self._lock: SaveLock | None = None
@@ -171,9 +173,10 @@ class SaveTransaction:
             self._store.rename(self.target, self._superseded)
         self._store.rename(self.directory, self.target)
         self._store.sync_dir(self._root)  # from here on, the checkpoint is durable
-        self._store.write_file(self._pointer, f"{self.target.name}\n".encode())
-        self._store.rename(self._pointer, self._root / LATEST)
-        self._store.sync_dir(self._root)
+        if self._names_latest:
+            self._store.write_file(self._pointer, f"{self.target.name}\n".encode())
+            self._store.rename(self._pointer, self._root / LATEST)
+            self._store.sync_dir(self._root)
         self._store.remove_tree(self._superseded)
         self._release()
         return self.target

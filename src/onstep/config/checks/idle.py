@@ -14,6 +14,8 @@ from typing import Any
 from onstep.config.checks.data import parse_split
 from onstep.config.checks.run import has_dir
 from onstep.config.container import ConfigContainer
+from onstep.config.hf.argument import STYLES
+from onstep.config.hf.optimizers import NATIVE
 from onstep.config.keys import KEYS
 from onstep.config.sections import ModelConfig
 from onstep.config.trackers import ALL, BRIDGE_FIELDS, TRACKERS, name_list, tracker_list
@@ -302,7 +304,11 @@ def idle_settings(
 
 def idle_without_trainer(config: ConfigContainer) -> list[tuple[str, list[str]]]:
     """The entries of `trainer` that only the Trainer reads."""
-    found = [f"trainer.{name}={config.trainer[name]}" for name in _OF_TRAINER if name in config.trainer]
+    names = [name for name in _OF_TRAINER if name in config.trainer]
+    names += ["optim"] if config.trainer.get("optim", "sgd") not in NATIVE else []
+    schedule = config.trainer.get("lr_scheduler_type")
+    names += ["lr_scheduler_type"] if schedule and STYLES.get(schedule) != config.scheduler.lr_decay_style else []
+    found = [f"trainer.{name}={config.trainer[name]}" for name in names]
     return [("onstep.Trainer, which alone reads them", found)] if found else []
 
 

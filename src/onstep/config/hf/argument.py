@@ -65,6 +65,28 @@ RENAMED = {
 KEY_OF = {one.option.hf: one for one in KEYS.values() if one.option.hf}
 """The key of the configuration that has the same value as an argument, as the key itself declares (`hf=`)."""
 
+_ARGUMENT_OF = {
+    "train.train_iters": "max_steps",
+    "train.num_epochs": "num_train_epochs",
+    "train.global_batch_size": "per_device_train_batch_size * gradient_accumulation_steps * processes",
+    "dataset.shuffle": "train_sampling_strategy",
+    "optimizer.optimizer": "optim",
+    "optimizer.clip_grad": "max_grad_norm",
+    "mixed_precision": "bf16 or fp16",
+    "rng.data_seed": "seed or data_seed",
+    "scheduler.lr_warmup_iters": "warmup_steps",
+    "scheduler.lr_decay_style": "lr_scheduler_type",
+    **{key.name: name for name, key in KEY_OF.items()},
+}
+
+
+def argument_of(key: str) -> str:
+    """What a key of the configuration is called in `TrainingArguments`."""
+    section, _, name = key.partition(".")
+    if section == "trainer":
+        return name
+    return _ARGUMENT_OF.get(key, f"config_overrides[{key!r}]")
+
 
 @dataclass(frozen=True)
 class Argument:

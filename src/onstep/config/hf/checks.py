@@ -24,11 +24,6 @@ def check_arguments(args: Any) -> None:
         if rule.bound and value is not None and not (rule.bound.holds(value) and value < math.inf):
             raise ConfigError(f"TrainingArguments.{name}={value} must be {rule.bound.text} and finite.")
     check_optimizer(args)
-    if args.lr_scheduler_type in FOLLOW_METRIC and not evaluates(args):
-        raise ConfigError(
-            f"TrainingArguments.lr_scheduler_type={args.lr_scheduler_type!r} follows the metric of the evaluations; "
-            f"set eval_strategy."
-        )
     if args.max_steps <= 0 and not 0 < args.num_train_epochs < math.inf:
         raise ConfigError(
             f"TrainingArguments.num_train_epochs={args.num_train_epochs} must be > 0; for a length in steps set "
@@ -76,6 +71,15 @@ def _check_interval(name: str, value: float | None) -> None:
         )
     if value > 1 and value != int(value):
         raise ConfigError(f"TrainingArguments.{name}={value} must be an integer (steps), or below 1 (a share).")
+
+
+def check_schedule_metric(args: Any) -> None:
+    """Refuse (ConfigError) a schedule that follows the metric of the evaluations in a run without evaluations."""
+    if args.lr_scheduler_type in FOLLOW_METRIC and not evaluates(args):
+        raise ConfigError(
+            f"TrainingArguments.lr_scheduler_type={args.lr_scheduler_type!r} follows the metric of the evaluations; "
+            f"set eval_strategy."
+        )
 
 
 def check_best_model(args: Any) -> None:

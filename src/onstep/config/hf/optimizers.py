@@ -95,10 +95,16 @@ WITHOUT_BETAS = ("sgd", "adagrad", "rmsprop", "adafactor", "schedule_free_sgd", 
 
 
 def check_optimizer(args: Any) -> None:
-    """Refuse (ConfigError) an optimizer that is not supported, and options that it does not read."""
+    """Refuse (ConfigError) an optimizer that is not supported, and options without a form."""
+    refusal = OPTIMIZERS[args.optim].refusal
+    if refusal:
+        raise ConfigError(f"TrainingArguments.optim={args.optim!r} is not supported: {refusal}.")
+    parse_options(args.optim_args)
+
+
+def check_options(args: Any) -> None:
+    """Refuse (ConfigError) options that the optimizer does not read, and a lack of those that it requires."""
     named = OPTIMIZERS[args.optim]
-    if named.refusal:
-        raise ConfigError(f"TrainingArguments.optim={args.optim!r} is not supported: {named.refusal}.")
     for key in parse_options(args.optim_args):
         if key not in named.options:
             allowed = ", ".join(named.options) or "nothing; adam_beta1, weight_decay and others are arguments"

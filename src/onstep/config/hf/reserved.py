@@ -53,9 +53,6 @@ class ReservedArguments:
     fsdp_config: Any = reserved(None, _WHOLE, same=({},))
     deepspeed: Any = reserved(None, _WHOLE)
 
-    overwrite_output_dir: bool = reserved(
-        False, "config_overrides={'run.fresh': True} starts a new run beside the old one"
-    )
     epoch_train_steps: int = reserved(100000, "give the length of a run over data without a length as max_steps")
     gc_threshold: float = 0.5
     save_safetensors: bool = reserved(

@@ -64,5 +64,8 @@ class DistributedDataParallelConfig(ConfigSection):
     broadcast_buffers: bool = option(False, TRAJECTORY, help="Broadcast buffers from rank 0 at each forward pass.")
     gradient_as_bucket_view: bool = option(True, SAFE, help="Make gradients views of the buckets.")
     static_graph: bool = option(
-        False, SAFE, help="Every step uses the same parameters in the same order, which torch then relies on."
+        False,
+        SAFE,
+        help="Every step uses the same parameters in the same order, which torch then relies on; ranks exchange "
+        "gradients after each micro-batch.",
     )

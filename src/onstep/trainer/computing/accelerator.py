@@ -177,9 +177,7 @@ class Accelerator:
 
         Anything but tensors is joined as lists.
         """
-        step = self._session_step()
-        is_filler = step is not None and step.is_filler
-        return gather_rows(input_data, self._world(), is_filler=is_filler, as_objects=use_gather_object)
+        return gather_rows(input_data, self._world(), is_filler=self._is_filler(), as_objects=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum or mean over all ranks, in new tensors; `scale` has no effect, as in accelerate. Collective."""
@@ -319,8 +317,15 @@ class Accelerator:
         scaler: LossScaler | None = session.state.loss_scaler(session.optimizer)
         return scaler
 
-    def _session_step(self) -> Any:
-        return None if self._trainer.session is None else self._trainer.session.forward_step
+    def _is_filler(self) -> bool:
+        """Whether the current micro-batch repeats a sample, so that this rank has one too."""
+        session, step = self._trainer.session, self._step()
+        if session is None:
+            return False
+        if not session.model[0].training:
+            return bool(session.forward_step.is_filler)
+        fillers = [] if step is None else step.batches.is_filler[len(step.micros) :]
+        return bool(fillers and fillers[0])
 
     def _step(self) -> Step | None:
         session = self._trainer.session

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +47,9 @@ class CustomStep(ModelStep):
         self._scales_shares = scales_shares
         """Whether the Trainer's own `compute_loss` gives the share, and multiplies it by the number of ranks itself."""
         self.runs_backward = overrides(trainer, "training_step")
+        parameters = inspect.signature(trainer.training_step).parameters.values()
+        self._passes_items = len(parameters) > 2 or any(one.kind is one.VAR_POSITIONAL for one in parameters)
+        """Whether `training_step` has a third parameter, which transformers 4.45 and earlier did not pass."""
         self._weight: Any = 1.0
         self._total_weight: Any = None
         transformer = inner_transformer(trainer.model)
@@ -116,14 +120,15 @@ class CustomStep(ModelStep):
         trainer, size = self._trainer, self._world.size
         if not self._gives_shares:
             self._weight = self._weight_of(inputs)
-        given = copy.copy(inputs) if isinstance(inputs, Mapping) else inputs
+        given = [copy.copy(inputs) if isinstance(inputs, Mapping) else inputs]
+        given += [num_items] if self._passes_items else []
         trainer.num_averaged_ranks = size if self._gives_shares and self._scales_shares else 1
         try:
             if self.is_filler:
                 with _without_gradients(model):
-                    loss = trainer.training_step(model, given, num_items)
+                    loss = trainer.training_step(model, *given)
             else:
-                loss = trainer.training_step(model, given, num_items)
+                loss = trainer.training_step(model, *given)
         finally:
             trainer.num_averaged_ranks = 1
         if not isinstance(loss, Tensor) or loss.numel() != 1:

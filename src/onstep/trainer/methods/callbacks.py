@@ -87,3 +87,10 @@ class CallbackMethods(BaseTrainer):
     def remove_callback(self, callback: Any) -> None:
         """Remove the first callback that is this instance, or exactly of this class; does nothing without a match."""
         self.pop_callback(callback)
+
+
+def shown_steps(args: Any, max_steps: int) -> dict[str, int]:
+    """The intervals that Hugging Face's state has, also where the strategy is not 'steps' and they have no effect."""
+    state = TrainerState()
+    state.compute_steps(args, max_steps)
+    return {name: getattr(state, name) for name in ("logging_steps", "eval_steps", "save_steps")}

@@ -60,7 +60,7 @@ class EvaluatingMethods(BaseTrainer):
     @property
     def is_in_train(self) -> bool:
         """Whether `train()` is running."""
-        return self.session is not None and self.session.optimizer is not None
+        return self.session is not None and self.session.trains
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -131,7 +131,8 @@ class EvaluatingMethods(BaseTrainer):
                 return loss
 
             is_asked = not loss_only or overrides(self, "prediction_step")
-            before = state.entry_point.eval_dataloader, step.predict, session.is_test
+            before = step.predict, session.is_test
+            # it stays what callbacks get as eval_dataloader, as in Hugging Face's Trainer
             state.entry_point.eval_dataloader, session.is_test = dataloader, is_test
             step.predict = predict if is_asked else None
             try:
@@ -146,7 +147,7 @@ class EvaluatingMethods(BaseTrainer):
                         prefix=metric_key_prefix,
                     )
             finally:
-                state.entry_point.eval_dataloader, step.predict, session.is_test = before
+                step.predict, session.is_test = before
             collected = Collected() if collector is None else collector.gather(state.world)
             computed = self._computed_metrics(collected) if batches is None else batches.result()
             metrics |= _prefixed(computed, metric_key_prefix, measured=metrics)

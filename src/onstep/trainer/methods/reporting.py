@@ -68,12 +68,12 @@ class ReportingMethods(BaseTrainer):
         Raises:
             ConfigError: before the first run.
         """
-        if self.global_state is None:
+        state: Any = getattr(self, "state", None)
+        if state is None:
             raise ConfigError("Trainer.save_state requires a run; call train() or evaluate() first.")
         if self.is_world_process_zero():
             directory = Path(str(self.args.output_dir))
             directory.mkdir(parents=True, exist_ok=True)
-            state: Any = self.global_state.trainer_state
             state.save_to_json(os.fspath(directory / "trainer_state.json"))
 
     def is_local_process_zero(self) -> bool:

@@ -99,8 +99,9 @@ class SteppingMethods(BaseTrainer):
         return model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Move the model to the device of a run; one that is spread over several devices stays where it is."""
-        if getattr(model, "hf_device_map", None) is None and not getattr(model, "is_quantized", False):
+        """Move the model to the device of a run; one that is on several devices, or of bitsandbytes, stays there."""
+        is_placed = getattr(model, "quantization_method", None) == "bitsandbytes"
+        if getattr(model, "hf_device_map", None) is None and not is_placed:
             model.to(device)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
@@ -137,27 +138,6 @@ class SteppingMethods(BaseTrainer):
     def can_return_loss(self) -> bool:
         """Whether the model has a parameter `return_loss` that is True by default."""
         return any(name == "return_loss" and one.default is True for name, one in self._forward_parameters().items())
-
-    @property
-    def label_names(self) -> list[str]:
-        """`args.label_names`, else the parameters of the model that are labels."""
-        if self.args.label_names is not None:
-            return self.args.label_names
-        names = list(self._forward_parameters())
-        answers = ("QuestionAnswering" in type(inner_module(self.model)).__name__) if self.model is not None else False
-        return [name for name in names if "label" in name or (answers and name in ("start_positions", "end_positions"))]
-
-    @property
-    def _signature_columns(self) -> list[str] | None:
-        """The names of the columns that the model accepts; None before there is a model."""
-        if self.model is None:
-            return None
-        return list(dict.fromkeys([*self._forward_parameters(), "label", "label_ids", *self.label_names]))
-
-    @property
-    def is_in_train(self) -> bool:
-        """Whether `train()` is running."""
-        return self.session is not None and self.session.trains
 
     @property
     def current_gradient_accumulation_steps(self) -> int:

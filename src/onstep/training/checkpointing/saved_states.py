@@ -55,6 +55,8 @@ class RunComponents:
             return _replicated(key, part, required=selected, validate_replication=config.validate_replication)
 
         parts = [compared("model", ModelState(trained.model))]
+        run_dir = self.state.run_dir
+        parts[0].at_root = run_dir is not None and run_dir.layout == "hugging_face"
         has_optimizer = (config.load_optim or not self.is_chosen_start) if loads else config.save_optim
         if trained.optimizer is not None and has_optimizer:
             parts.append(compared("optimizer", trained.optimizer))

@@ -49,8 +49,10 @@ def _compared(state: Run, start: CheckpointInfo | None, root: Path, current: Ide
     """The digests of the current files."""
     if start is not None:
         policy = state.cfg.checkpoint.on_config_change
-        result = compare(start.manifest.extra.get("identity"), current, *start.path.parents[:2])
-        if result.changed and policy != "apply":
+        # the checkpoint's weights replace those that a Trainer was given
+        recorded, without = start.manifest.extra.get("identity"), ("weights",)
+        result = compare(recorded, current, *start.path.parents[:2], without=without)
+        if result.changed and policy != "apply" and state.trainer is None:
             raise CheckpointError(
                 f"{start.path} was trained on other files: {result.changed}. {ways_to_continue(policy)}"
             )

@@ -20,10 +20,11 @@ from onstep.checkpoint import (
     StateComponent,
     resolve,
 )
-from onstep.config import ConfigContainer
+from onstep.checkpoint.catalog.discovery import named_dirs
+from onstep.config import ChangeClass, ConfigContainer
 from onstep.config.checks.optimizer import GROUP_SETTINGS
 from onstep.config.derived import fill
-from onstep.config.differences import changes, configured_schedule_holds, decide, describe
+from onstep.config.differences import changes, configured_schedule_holds, decide, describe, of_kind
 from onstep.config.lengths import schedule_samples
 from onstep.data import StepSource
 from onstep.errors import CheckpointError, ConfigError
@@ -65,6 +66,7 @@ class RunCheckpoints:
             on_durable=self._notify_durable,
             on_save_error="continue" if config.on_save_error == "continue" else "stop",
             groups=state.entry_point.process_groups,
+            is_shared=state.run_dir is not None and root == state.run_dir.path,
         )
 
     @property
@@ -178,6 +180,8 @@ class RunCheckpoints:
                 adopts=adopts,
                 extra={"identity": dict(state.saving.identity)} if state.saving.identity else {},
             )
+            if state.run_dir is not None and state.run_dir.layout == "hugging_face":
+                request.write_beside = state.entry_point.prepare_files()
             self.manager.save(request)
 
     def finalize_if_written(self) -> None:
@@ -218,8 +222,9 @@ class RunCheckpoints:
             try:
                 outcome = resolve(Path(config.load) if config.load else self.root, step=config.ckpt_step)
             except CheckpointError as error:
-                is_new = config.load is not None and Path(config.load).resolve() == self.root.resolve()
-                is_new = is_new and config.ckpt_step is None and not any(self.root.glob("checkpoint-*"))
+                own = self.root if self.state.run_dir is None else self.state.run_dir.path
+                is_new = config.load is not None and Path(config.load).resolve() in (self.root.resolve(), own.resolve())
+                is_new = is_new and config.ckpt_step is None and not named_dirs(self.root)
                 outcome = None if is_new and not config.exit_on_missing_checkpoint else error
         outcome = world.share(outcome)
         if isinstance(outcome, CheckpointError):
@@ -268,6 +273,9 @@ class RunCheckpoints:
         try:
             # how a run starts is not compared
             found = [one for one in changes(info.manifest.config, current) if not one.key.startswith("checkpoint.")]
+            if state.trainer is not None and policy == "error" and of_kind(found, ChangeClass.TRAJECTORY):
+                policy = current.checkpoint.on_config_change = "apply"  # as in Hugging Face: the user has named it
+                state.cfg.checkpoint.on_config_change = "apply"
             decided = decide(found, current, policy, state.world.size)
         except ConfigError as error:
             raise CheckpointError(f"{info.path} was saved with a different configuration: {error}") from None
@@ -278,11 +286,13 @@ class RunCheckpoints:
 
     def _check_not_all_damaged(self) -> None:
         """Refuse to start from scratch if checkpoints exist but none is usable; each reason has been logged."""
-        there = self.state.world.share(sorted(path.name for path in self.root.glob("checkpoint-*")))
+        there = self.state.world.share([path.name for _, kind, path in reversed(named_dirs(self.root)) if not kind])
         if self.start is None and there:
+            instead = "run.fresh=true or another run.name"
             raise CheckpointError(
                 f"none of the checkpoints in {self.root} can be used ({', '.join(there)}), and starting from scratch "
-                f"would hide that. Restore one of them, or start a new run with run.fresh=true or another run.name."
+                f"would hide that. Restore one of them, or start a new run with "
+                f"{instead if self.state.trainer is None else 'resume_from_checkpoint=False or another output_dir'}."
             )
 
     def _leave_branch(self, info: CheckpointInfo) -> None:
@@ -296,9 +306,13 @@ class RunCheckpoints:
         lacking = [one.key for one in components if one.key not in known]
         required = [one.key for one in components if one.key not in known and one.required]
         if required:
+            without = f"checkpoint.load={info.path} with checkpoint.load_optim=false"
+            if self.state.trainer is not None:
+                option = "config_overrides={'checkpoint.load_optim': False}"
+                without = f"resume_from_checkpoint={str(info.path)!r} with {option}"
             raise CheckpointError(
-                f"{info.path} has no {', '.join(required)}; continue from another checkpoint (checkpoint.ckpt_step), "
-                f"or continue without them: checkpoint.load={info.path} with checkpoint.load_optim=false."
+                f"{info.path} has no {', '.join(required)}; continue from another checkpoint, or continue without: "
+                f"{without}."
             )
         if lacking and self.state.world.is_main:
             logger.warning("%s has no %s; keeping their current state", info.path, ", ".join(lacking))

@@ -7,7 +7,7 @@ a changed one is named, are in `identity.json`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,22 @@ IDENTITY_FILE = "identity.json"
 _NAMED_FILES = 5
 """Changed files of one part that a message names."""
 
+_SUBJECTS = {
+    "train_data": "training data has",
+    "eval_data": "evaluation data has",
+    "code": "code of loss, model or data has",
+    "weights": "initial weights have",
+}
+"""Parts of a Trainer's identity, in words."""
+
 
 @dataclass(frozen=True)
 class Identity:
     """The parts of what a run learns from that its configuration only names."""
 
     parts: Mapping[str, InputFiles] = field(default_factory=dict)
-    """By name: `data`, `tokenizer`. A part without files is absent."""
+    """By name: `data`, `tokenizer`; of a Trainer `train_data`, `eval_data`, `code`, `weights`, where values stand for
+    files. A part without files is absent."""
     problem: str = ""
     """Why the parts could not be determined; the set-up of the run will meet the same obstacle."""
 
@@ -39,6 +48,18 @@ class Identity:
     def digests(self) -> dict[str, str]:
         """The digest of each part, as `run.json` and checkpoints record it."""
         return {name: part.digest for name, part in self.parts.items()}
+
+    @property
+    def read_by_all(self) -> dict[str, str]:
+        """The digests that must be the same on all ranks: those of the data and the tokenizer.
+
+        Ranks may differ in an attribute of a dataset that is a number or a name, whose entry begins with a dot.
+        """
+        digests = {name: part.digest for name, part in self.parts.items() if name in ("data", "tokenizer")}
+        for name in ("train_data", "eval_data"):
+            files = self.parts[name].files if name in self.parts else {}
+            digests |= {f"{name}: {file}": digest for file, digest in files.items() if file[0] != "."}
+        return digests
 
     def write(self, directory: Path) -> None:
         """Replace `identity.json` atomically."""
@@ -93,12 +114,13 @@ class Comparison:
         return tuple(note for note in (changed, self.unknown) if note)
 
 
-def compare(recorded: object, current: Identity, *directories: Path) -> Comparison:
+def compare(recorded: object, current: Identity, *directories: Path, without: Collection[str] = ()) -> Comparison:
     """Compare the digests that `run.json` or a manifest recorded with the current identity.
 
     Args:
         recorded: as found there; anything but digests by part counts as no record.
         directories: where to look for the `identity.json` that belongs to the record.
+        without: parts that do not matter.
     """
     if current.problem:
         return Comparison(current, unknown=f"its data could not be compared with what it trained on: {current.problem}")
@@ -106,11 +128,12 @@ def compare(recorded: object, current: Identity, *directories: Path) -> Comparis
     changed = [
         _change(name, current.parts.get(name), _files_of(name, before[name], directories))
         for name in before
-        if before[name] != current.digests.get(name)
+        if name not in without and before[name] != current.digests.get(name)
     ]
     missing = [] if before else list(current.parts)  # a part without a record had no files: that it has is configured
+    words = " and ".join(subject(name).rpartition(" ")[0] for name in missing)
     unknown = (
-        f"this run has no record of its {' and '.join(missing)} (an earlier version started it), so it could not be "
+        f"this run has no record of its {words} (an earlier version started it), so it could not be "
         f"compared with what it trained on"
     )
     return Comparison(current, "; ".join(changed), unknown if missing else "")
@@ -157,16 +180,21 @@ def _files_of(name: str, digest: str, directories: tuple[Path, ...]) -> dict[str
 def _change(name: str, current: InputFiles | None, before: dict[str, str] | None) -> str:
     now: Mapping[str, Any] = {} if current is None else current.files
     if before is None:
-        return f"the {name} has changed ({IDENTITY_FILE}, which would tell the files, is missing or damaged)"
+        return f"the {subject(name)} changed ({IDENTITY_FILE}, which would tell the files, is missing or damaged)"
     words = [
         *(f"{file} was changed" for file in now if file in before and now[file] != before[file]),
         *(f"{file} was added" for file in now if file not in before),
         *(f"{file} was removed" for file in before if file not in now),
     ]
     if not words:
-        return f"the {name} has changed: its files are read in another order"
+        return f"the {subject(name)} changed: its files are read in another order"
     more = f", and {len(words) - _NAMED_FILES} more" if len(words) > _NAMED_FILES else ""
-    return f"the {name} has changed: {', '.join(words[:_NAMED_FILES])}{more}"
+    return f"the {subject(name)} changed: {', '.join(words[:_NAMED_FILES])}{more}"
+
+
+def subject(name: str) -> str:
+    """A part of the identity in words, with its verb: "data has"."""
+    return _SUBJECTS.get(name, f"{name} has")
 
 
 def ways_to_continue(policy: str) -> str:

@@ -171,12 +171,13 @@ def find_pretrained(config: ConfigContainer) -> PretrainedSource | None:
         raise MissingWeightsError(
             f"{_key(config)}={path} does not exist; pass a Hugging Face directory, a run or a checkpoint."
         )
-    tokenizer, recorded, directory = None, None, path
-    if not (path / CONFIG_FILE).is_file():
-        directory = path / "model"
-        if step is not None or not (path / "run.json").is_file() or not (directory / CONFIG_FILE).is_file():
-            return _of_checkpoints(path, step, config)
-        record = RunDir(path).read()
+    run = RunDir(path) if (path / "run.json").is_file() else None
+    directory = path if run is None or (path / CONFIG_FILE).is_file() else run.model
+    if (run is not None and step is not None) or not (directory / CONFIG_FILE).is_file():
+        return _of_checkpoints(path, step, config)
+    tokenizer, recorded = None, None
+    if run is not None and run.layout == "onstep":
+        record = run.read()
         tokenizer = tokenizer_in_run(from_dict(record["config"]).tokenizer, path)
         recorded = record.get("identity")
     model = load_hf_config(directory)
@@ -321,7 +322,7 @@ def _started_with(config: ConfigContainer) -> ConfigContainer | None:
     if config.run.name is None or config.run.fresh:
         return None
     directory = RunDir(Path(config.run.output_dir) / config.run.name)
-    if not any(directory.checkpoints.glob("checkpoint-*")):
+    if not directory.has_checkpoints:
         return None
     try:
         stored = _stored_config(directory.path)

@@ -32,8 +32,10 @@ class SavingArguments:
     preserve_n_best: int = argument(1, bound="> 0")
     """How many best checkpoints to keep."""
     resume_from_checkpoint: Choice | None = None
-    """A checkpoint, or a directory of checkpoints, to start from; None and True continue the run in `output_dir` from
-    its newest checkpoint, if any; False does not continue it."""
+    """A checkpoint, or a directory of checkpoints, to start from. True continues the run in `output_dir` from its
+    newest checkpoint, which must exist. None continues it only if it was interrupted and is the same; False never."""
+    overwrite_output_dir: bool = False
+    """Start from scratch even if the run in `output_dir` was interrupted; its checkpoints move to `checkpoints-<n>`."""
     restore_callback_states_from_checkpoint: bool = False
     """Accepted without effect: the states of callbacks are always restored."""
     enable_jit_checkpoint: bool = False

@@ -1,0 +1,284 @@
+"""Claims the directory of a Trainer's run: continues the run that is there, or starts a new one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from onstep.bounded_reading import integer_from_environment
+from onstep.checkpoint import resolve
+from onstep.config import ChangeClass, ConfigContainer
+from onstep.config.differences import Change, changes, decide
+from onstep.config.hf.argument import argument_of
+from onstep.config.keys import typed_copy
+from onstep.config.suggestions import listed, shown
+from onstep.distributed import World
+from onstep.errors import CheckpointError, ConfigError
+from onstep.trainer.base_trainer import BaseTrainer
+from onstep.trainer.output_dir.identity import trainer_identity
+from onstep.training.opening import claim_for_all
+from onstep.training.protocols import StateDict
+from onstep.training.runs.claims import Claim, go_on, make_writable, named_dir, not_writable, start
+from onstep.training.runs.identity import Identify, Identity, compare
+from onstep.training.runs.run_dir import FINISHED, RunDir, RunLock
+
+logger = logging.getLogger(__name__)
+
+_ARGUMENTS_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user asks for, and what this Trainer knows of the directory."""
+
+    resume: Any
+    """`resume_from_checkpoint`: a path, True, False or None."""
+    overwrites: bool = False
+    """`overwrite_output_dir` of transformers 4."""
+    owned: Identity | None = None
+    """The identity of this Trainer's own run in the directory, if that is unfinished: its weights are those of its
+    start, not those that it has reached."""
+
+
+def acquire_dir(
+    trainer: BaseTrainer, config: ConfigContainer, world: World, resume: Any
+) -> tuple[Claim | None, RunLock | None]:
+    """Claim the run's directory; rank 0 decides for all. Collective.
+
+    A run that completed or was stopped is over: the next process starts from scratch, unless `resume` asks to continue.
+    One that was killed, preempted or failed is continued if its arguments, data, code and initial weights are the same.
+    Starting from scratch moves the earlier checkpoints to `checkpoints-<n>` and says so; other files stay as they are.
+
+    Raises:
+        RunExistsError: if a live process works on the directory.
+        CheckpointError: if there is nothing to continue from, and `resume` is True.
+        ConfigError: if it cannot be written, or the stored state does not fit the arguments.
+    """
+    if config.run.name is None:
+        return None, None
+    asked = Path(config.run.output_dir).absolute() / config.run.name
+    identity = as_owned = trainer_identity(trainer)
+    owned = trainer.owned_dirs.get(asked)
+    if owned is not None:
+        config.run.fresh, config.run.name = False, owned[0].path.name
+        as_owned = Identity({**identity.parts, **{k: v for k, v in owned[1].parts.items() if k == "weights"}})
+    wish = Wish(resume, trainer.args.overwrite_output_dir, None if owned is None else as_owned)
+    claim, lock = claim_for_all(config, world, lambda _: identity, partial(_acquire, wish=wish))
+    assert claim is not None
+    is_same = claim.identity == as_owned.digests
+    trainer.owned_dirs[asked] = claim.directory, as_owned if is_same else identity
+    return claim, lock
+
+
+def _acquire(config: ConfigContainer, identify: Identify | None, *, wish: Wish) -> tuple[Claim, RunLock | None]:
+    assert identify is not None
+    directory = named_dir(config)
+    try:
+        if not directory.run_json.exists():
+            make_writable(directory, shares=True)
+        lock = RunLock(directory.lock)
+    except OSError as error:
+        raise not_writable(directory, error, "another output_dir") from None
+    try:
+        return _Arrival(directory, typed_copy(config), identify(config), wish).claim(), lock
+    except OSError as error:
+        lock.release()
+        raise not_writable(directory, error, "another output_dir") from None
+    except BaseException:
+        lock.release()
+        raise
+
+
+@dataclass
+class _Arrival:
+    """A Trainer at the directory of its run, whose lock it holds, on rank 0."""
+
+    directory: RunDir
+    config: ConfigContainer
+    identity: Identity
+    wish: Wish
+
+    def claim(self) -> Claim:
+        """Continue the run that is there, or start a new one."""
+        if not self.directory.run_json.exists():
+            return self._without_record()
+        stored = self.directory.read()
+        is_finished, is_asked = stored.get("status") in FINISHED, self._names_own()
+        if not is_asked and (self._is_unwanted(stored) or stored.get("status") == "again"):
+            return self._from_scratch(_ended(stored) if is_finished else "", stored)
+        if is_asked:
+            return self._continued(stored, is_finished)
+        if self._started_elsewhere() or is_finished:
+            return self._from_scratch(_ended(stored), stored)
+        reason = "" if _is_restart(stored) else self._difference(stored)
+        if reason:
+            return self._from_scratch(f"an unfinished run that differs from this one ({reason})", stored)
+        return self._go_on(stored, self.config, ())
+
+    def _without_record(self) -> Claim:
+        """Claim a directory without run.json, which may hold the files of others."""
+        if not self._names_own():
+            return self._from_scratch("", {})
+        if self.wish.resume is True and not RunDir(self.directory.path, "hugging_face").has_checkpoints:
+            raise _nothing_there(self.directory)
+        self.directory = RunDir(self.directory.path, "hugging_face")
+        return start(self.directory, self.config, self.identity, layout=self.directory.layout, launch=_launch())
+
+    def _names_own(self) -> bool:
+        """Whether the user asks to continue the run that is in this directory."""
+        load = self.config.checkpoint.load
+        if load is None or self.wish.resume is True:
+            return self.wish.resume is True
+        path = Path(os.path.expanduser(load)).resolve()
+        own = [RunDir(self.directory.path, layout).checkpoints.resolve() for layout in ("onstep", "hugging_face")]
+        return path in own or (path.parent in own and path.name.startswith("checkpoint-"))
+
+    def _started_elsewhere(self) -> bool:
+        """Whether the user names another run's checkpoint, from which the run that is here has not started."""
+        load = self.config.checkpoint.load
+        return load is not None and not self.directory.has_started_from(str(Path(load).absolute()))
+
+    def _is_unwanted(self, stored: StateDict) -> bool:
+        """Whether the user asks for a new run; a restart by torchrun still continues its own."""
+        if self.wish.resume is False or not self.config.checkpoint.resume:
+            return True
+        return self.wish.overwrites and not _is_restart(stored)
+
+    def _continued(self, stored: StateDict, is_finished: bool) -> Claim:
+        """Continue because the user says so, whatever has changed."""
+        if self.wish.resume is True and not self.directory.has_checkpoints:
+            raise _nothing_there(self.directory)
+        try:
+            found = changes(stored["config"], self.config)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{self.directory.path} cannot be continued, its arguments cannot be read: {error}"
+            ) from None
+        moved = [one for one in found if one.kind is not ChangeClass.SAFE]
+        try:
+            config = _decided(found, self.config)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{self.directory.path} cannot be continued: {in_words(moved)}; its stored state does not fit. Use the "
+                f"earlier value, or train from scratch without resume_from_checkpoint."
+            ) from error
+        notes = [f"it continues with other arguments: {in_words(moved)}"] if moved else []
+        notes += compare(stored.get("identity"), self.identity, self.directory.path, without=("weights",)).notes
+        if is_finished and not moved and self._is_at_end():
+            steps = stored.get("step", 0)
+            logger.warning(
+                "%s is finished: %d steps, nothing left to do. To train longer, raise max_steps or num_train_epochs; "
+                "to train again from the given weights, drop resume_from_checkpoint.",
+                self.directory.path,
+                steps,
+            )
+            return Claim(self.directory, config, is_finished=True, identity=stored.get("identity", {}))
+        if is_finished and "started_from" in stored:
+            self.directory.write({key: value for key, value in stored.items() if key != "started_from"})
+        return self._go_on(stored, config, [f"{self.directory.path}: {note}" for note in notes])
+
+    def _is_at_end(self) -> bool:
+        """Whether the newest checkpoint is asked for."""
+        return self.config.checkpoint.load is None or not Path(self.config.checkpoint.load).name.startswith(
+            "checkpoint-"
+        )
+
+    def _go_on(self, stored: StateDict, config: ConfigContainer, notes: Sequence[str]) -> Claim:
+        identity = self.wish.owned or self.identity
+        claim = Claim(self.directory, config, identity=identity.digests, notes=tuple(notes))
+        go_on(claim, identity, launch=_launch())
+        return claim
+
+    def _from_scratch(self, what: str, stored: StateDict) -> Claim:
+        """Start a new run; the checkpoints that are there are moved aside."""
+        path = self.directory.path
+        load = self.config.checkpoint.load
+        if load is not None and not Path(os.path.expanduser(load)).exists():
+            resolve(load)  # raises
+        before = self.directory if stored else RunDir(path, "hugging_face")
+        aside = before.set_checkpoints_aside()
+        self.directory = RunDir(path, "hugging_face")
+        if aside is not None and not stored:
+            logger.warning("%s held checkpoints of other runs, which are now in %s.", path, aside)
+        elif aside is not None:
+            logger.warning(
+                "%s held %s. Training starts from scratch, and the earlier checkpoints are now in %s; to continue from "
+                "them instead: resume_from_checkpoint=%r.",
+                path,
+                what or "an earlier run",
+                aside,
+                str(aside),
+            )
+        elif what and stored and stored.get("status") not in FINISHED:
+            logger.warning("%s held %s; it has no checkpoints, so training starts from scratch.", path, what)
+        return start(self.directory, self.config, self.identity, layout=self.directory.layout, launch=_launch())
+
+    def _difference(self, stored: StateDict) -> str:
+        """What of an unfinished run differs from this one, in words; empty if it is the same."""
+        policy, other = self.config.checkpoint.on_config_change, ""
+        try:
+            found = changes(stored["config"], self.config)
+        except ConfigError as error:
+            return f"its arguments cannot be read: {error}"
+        try:
+            self.config = decide(found, self.config, policy)
+        except ConfigError:
+            other = in_words([one for one in found if one.kind is not ChangeClass.SAFE])
+        inputs = compare(stored.get("identity"), self.wish.owned or self.identity, self.directory.path)
+        has_paused = self.wish.owned is not None and stored.get("status") in ("paused", "preempted")
+        changed = "" if policy == "apply" or has_paused else inputs.changed
+        return "; ".join(text for text in (other, changed) if text)
+
+
+def _decided(found: Sequence[Change], config: ConfigContainer) -> ConfigContainer:
+    """The configuration to continue with, because the user says so: the current one, unless its policy is another."""
+    policy = config.checkpoint.on_config_change
+    if policy == "error":
+        try:
+            return decide(found, config, policy)
+        except ConfigError:
+            config.checkpoint.on_config_change = policy = "apply"
+    return decide(found, config, policy)
+
+
+def in_words(found: Sequence[Change]) -> str:
+    """Changed arguments, with both values."""
+    by_name = {argument_of(one.key): one for one in reversed(found)}
+    texts = [f"{name} was {shown(one.old)} and is {shown(one.new)}" for name, one in reversed(by_name.items())]
+    return listed(texts, _ARGUMENTS_SHOWN)
+
+
+def _ended(stored: StateDict) -> str:
+    how = {"completed": "is finished", "stopped": "was stopped"}.get(str(stored.get("status")), "was interrupted")
+    return f"a run that {how} ({stored.get('step', 0)} steps)"
+
+
+def _nothing_there(directory: RunDir) -> CheckpointError:
+    return CheckpointError(
+        f"resume_from_checkpoint=True, but {directory.path} has no checkpoint to continue from; drop the argument to "
+        f"train from the given weights, or name a checkpoint."
+    )
+
+
+def _launch() -> dict[str, Any]:
+    """The launch by torchrun that started this process, and its attempt; empty without torchrun."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return {}
+    name = f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()}"
+    return {"id": name, "attempt": integer_from_environment("TORCHELASTIC_RESTART_COUNT", 0)}
+
+
+def _is_restart(stored: StateDict) -> bool:
+    """Whether torchrun has restarted this process, whose earlier attempt worked on the run."""
+    before, now = stored.get("launch"), _launch()
+    if not isinstance(before, dict) or not now:
+        return False
+    return (
+        before.get("id") == now["id"] and isinstance(before.get("attempt"), int) and before["attempt"] < now["attempt"]
+    )

@@ -1,0 +1,262 @@
+"""Claims the directory of a run: decides whether it is new, continued, finished or another run's, and locks it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from onstep.config import ChangeClass, ConfigContainer
+from onstep.config.differences import Change, changes, decide, of_kind
+from onstep.errors import ConfigError, RunExistsError
+from onstep.training.protocols import StateDict
+from onstep.training.runs.identity import IDENTITY_FILE, Comparison, Identify, Identity, compare, ways_to_continue
+from onstep.training.runs.run_dir import FINISHED, RunDir, RunLock, next_free
+
+EVENT_FILES = "events.out.tfevents.*"
+"""Files of TensorBoard's writers, in a directory with any name."""
+
+REPORTS = (
+    "trainer_logs*.json",
+    "gradient_norms*.json",
+    "parameter_norms*.json",
+    "metrics*.csv",
+    EVENT_FILES,
+    "tensorboard",
+    "wandb",
+    "mlruns",
+    "comet",
+)
+"""What metrics logs and trackers write into a run's directory, perhaps before it becomes one."""
+
+LEFTOVERS = (
+    "run.json.tmp",
+    IDENTITY_FILE,
+    f"{IDENTITY_FILE}.tmp",
+    ".write-test-*",
+    ".trainer_logs*.json.*.tmp",
+    ".metrics*.csv.*.tmp",
+)
+"""Files of ours that a process leaves behind if it is killed before it has written run.json, or while replacing one."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The outcome of claiming a run's directory."""
+
+    directory: RunDir
+    config: ConfigContainer
+    """The configuration to run with: the current one, or with `checkpoint.on_config_change=keep` the stored values."""
+    is_finished: bool = False
+    """The same run was already completed here; nothing was changed."""
+    changes: tuple[Change, ...] = ()
+    """Keys whose value differs from that at the start of the run."""
+    identity: Mapping[str, str] = field(default_factory=dict)
+    """Digests of what the run is trained on."""
+    notes: tuple[str, ...] = ()
+    """What the user should know about the data of a run that exists: it has changed, or could not be compared."""
+
+
+def acquire_run_dir(config: ConfigContainer, identify: Identify | None = None) -> tuple[Claim, RunLock | None]:
+    """Claim the directory of the run that `config` names, on rank 0: a new one, or one to continue.
+
+    Args:
+        config: the run's configuration.
+        identify: determines what the run is trained on; None records and compares nothing but the configuration.
+
+    Returns:
+        The claim, and the lock that keeps other processes out; None for a finished run.
+
+    Raises:
+        RunExistsError: if the directory holds another run, other files, or one that a live process works on; also if
+            the data of the run has changed, unless `checkpoint.on_config_change` is apply.
+        ConfigError: if it cannot be written.
+    """
+    directory = named_dir(config)
+    try:
+        return _acquired(directory, config, identify)
+    except OSError as error:
+        raise not_writable(directory, error) from None
+
+
+def named_dir(config: ConfigContainer) -> RunDir:
+    """The directory that a configuration names; with `run.fresh` one beside it that does not exist yet."""
+    assert config.run.name is not None
+    directory = RunDir(Path(config.run.output_dir) / config.run.name)
+    is_taken = config.run.fresh and directory.path.exists()
+    return RunDir(next_free(directory.path, 2)) if is_taken else directory
+
+
+def _acquired(directory: RunDir, config: ConfigContainer, identify: Identify | None) -> tuple[Claim, RunLock | None]:
+    """What `acquire_run_dir` returns, for this directory."""
+    if not directory.run_json.exists():
+        make_writable(directory)
+    elif not may_be_replaced(directory):
+        claim, _ = _inspect(directory, config, identify)
+        if claim.is_finished:
+            return claim, None
+    lock = RunLock(directory.lock)
+    try:
+        return _start_or_continue(directory, config, identify), lock
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _start_or_continue(directory: RunDir, config: ConfigContainer, identify: Identify | None) -> Claim:
+    """Start a run, or continue the existing one; no other process can by now."""
+    if not directory.run_json.exists() or may_be_replaced(directory):
+        directory = RunDir(directory.path, "onstep")
+        return start(directory, config, Identity() if identify is None else identify(config))
+    claim, identity = _inspect(directory, config, identify)
+    go_on(claim, identity)
+    return claim
+
+
+def start(directory: RunDir, config: ConfigContainer, identity: Identity, **further: object) -> Claim:
+    """Record a new run in its directory.
+
+    Args:
+        directory: where; this process holds its lock.
+        config: the run's configuration.
+        identity: what it is trained on.
+        further: entries of run.json.
+    """
+    content: StateDict = {
+        "format": 1,
+        "run_id": uuid.uuid4().hex,
+        "name": directory.path.name,
+        "recipe": config.run.recipe,
+        "status": "running",
+        "step": 0,
+        "started_at": time.time(),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        **further,
+        "config": config.to_dict(),
+    }
+    directory.write(_with_identity(directory, content, identity))
+    return Claim(directory, config, identity=identity.digests)
+
+
+def go_on(claim: Claim, identity: Identity, **further: object) -> None:
+    """Record that this process continues a run; see `start`."""
+    content = {**claim.directory.read(), "status": "running", "config": claim.config.to_dict()}
+    content |= {"continued_at": time.time(), **further}
+    claim.directory.write(_with_identity(claim.directory, content, identity))
+
+
+def _with_identity(directory: RunDir, content: StateDict, identity: Identity) -> StateDict:
+    """The content of run.json with the digests of what the run is trained on; what is unknown is not replaced."""
+    if not identity.parts:
+        return content
+    if content.get("identity") != identity.digests or not identity.is_written(directory.path):
+        identity.write(directory.path)
+    return {**content, "identity": identity.digests}
+
+
+def _inspect(directory: RunDir, config: ConfigContainer, identify: Identify | None) -> tuple[Claim, Identity]:
+    """Determine whether the existing run is finished, may continue, or differs from the one in `config`.
+
+    Returns:
+        The claim, and what the run is trained on now.
+    """
+    content = directory.read()
+    policy = config.checkpoint.on_config_change
+    try:
+        found = changes(content["config"], config)
+    except ConfigError as error:
+        raise RunExistsError(f"The stored configuration cannot be read: {error} {_ways_out(directory)}.") from None
+    try:
+        decided = decide(found, config, policy)
+    except ConfigError as error:
+        raise RunExistsError(
+            f"{directory.path} holds another run: {error} Nothing was touched; {_ways_out(directory)}."
+        ) from None
+    inputs = Comparison() if identify is None else compare(content.get("identity"), identify(decided), directory.path)
+    if inputs.changed and policy != "apply":
+        raise RunExistsError(
+            f"{directory.path} holds a run that was started on other files: {inputs.changed}. "
+            f"{ways_to_continue(policy)} Nothing was touched; you can also {_ways_out(directory)}."
+        )
+    is_extended = policy == "apply" and bool(of_kind(found, ChangeClass.TRAJECTORY))
+    status = content.get("status")
+    if status in FINISHED and not is_extended:
+        return Claim(directory, decided, is_finished=True, notes=inputs.notes), inputs.current
+    if not config.checkpoint.resume:
+        raise RunExistsError(
+            f"{directory.path} holds an unfinished run (status {status!r}, step {content.get('step', 0)}), and "
+            f"checkpoint.resume=false says not to continue it. Nothing was touched; {_ways_out(directory)}."
+        )
+    claim = Claim(directory, decided, changes=tuple(found), identity=inputs.current.digests, notes=inputs.notes)
+    return claim, inputs.current
+
+
+def _ways_out(directory: RunDir) -> str:
+    return (
+        f"choose another name (run.name={directory.path.name}-new), start {directory.path.name}-2 beside it "
+        f"(run.fresh=true), or delete the directory"
+    )
+
+
+def may_be_replaced(directory: RunDir) -> bool:
+    """Whether the run there never trained (a fixed configuration may replace it), or its owner starts again."""
+    content = directory.read()
+    if content.get("status") == "again":
+        return True
+    if directory.has_checkpoints:
+        return False
+    return content.get("status") == "failed" and not content.get("step") and not directory.metrics_log.exists()
+
+
+def make_writable(directory: RunDir, *, shares: bool = False) -> None:
+    """Create the directory of a new run, and check that it can be written.
+
+    Raises:
+        RunExistsError: if it holds other files, unless it `shares` its place with them.
+        ConfigError: if it cannot be written.
+    """
+    there = [one for one in directory.path.iterdir() if one != directory.lock] if directory.path.is_dir() else []
+    if not shares and not all(map(_is_ours, there)):
+        raise RunExistsError(
+            f"{directory.path} contains files but no run.json, so it is not a run's directory. Nothing was touched; "
+            "choose "
+            f"another run.name or run.output_dir, or run.fresh=true."
+        )
+    try:
+        directory.path.mkdir(parents=True, exist_ok=True)
+        (directory.path / f".write-test-{os.getpid()}").touch()
+        for probe in directory.path.glob(".write-test-*"):  # this one, and those of killed processes
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise not_writable(directory, error) from None
+
+
+def not_writable(directory: RunDir, error: OSError, elsewhere: str = "another run.output_dir") -> ConfigError:
+    """The error for a directory that cannot be written, with its cause and remedy."""
+    file = "" if error.filename in (None, str(directory.path)) else f"{error.filename}: "
+    reason = f"{file}{error.strerror or error}"
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "free space on its disk" if is_full else f"choose {elsewhere}, or make it writable"
+    return ConfigError(f"The run's directory {directory.path} cannot be written ({reason}); {remedy}.")
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file in a directory without run.json is a leftover, or a report of an evaluation before training."""
+    if any(path.match(pattern) for pattern in LEFTOVERS):
+        return path.is_file() and not path.is_symlink()
+    return any(path.match(pattern) for pattern in REPORTS) or _holds_only_events(path)
+
+
+def _holds_only_events(path: Path) -> bool:
+    """Whether a directory contains only event files of TensorBoard, including in subdirectories."""
+    if not path.is_dir() or path.is_symlink():
+        return False
+    is_all = all(one.is_dir() or one.match(EVENT_FILES) for one in path.rglob("*"))
+    return is_all and any(path.rglob(EVENT_FILES))

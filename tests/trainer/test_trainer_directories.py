@@ -1,0 +1,229 @@
+"""A Trainer's output_dir: trained into again, shared with other files, and in use."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from onstep import Trainer
+from onstep.checkpoint import checkpoints
+from onstep.errors import CheckpointError, RunExistsError
+from onstep.training.runs.run_dir import RunLock
+from tests.support.small_models import Regression, arguments, regression_rows
+
+
+def trained(tmp_path: Path, rows: Any = None, *, model: Any = None, resume: Any = None, **options: Any) -> Trainer:
+    """A Trainer that has trained 3 steps, with a checkpoint of each."""
+    own = {name: options.pop(name) for name in ("compute_loss_func", "callbacks", "data_collator") if name in options}
+    values: dict[str, Any] = {"save_steps": 1, **options}
+    cls = own.pop("cls", Trainer)
+    trainer = cls(
+        Regression() if model is None else model,
+        arguments(tmp_path, **values),
+        train_dataset=regression_rows() if rows is None else rows,
+        default_callbacks=False,
+        **own,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def weights(trainer: Trainer) -> list[Any]:
+    return [value.tolist() for value in trainer.model.state_dict().values()]
+
+
+def steps(directory: Path) -> list[int]:
+    return sorted(info.step for info in checkpoints(directory))
+
+
+def fail_at(step: int) -> Callable[..., None]:
+    class Fails:
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == step:
+                raise RuntimeError("the disk of the tracker is full")
+
+    return Fails  # type: ignore[return-value]
+
+
+def interrupted(tmp_path: Path, **options: Any) -> None:
+    with pytest.raises(RuntimeError, match="tracker"):
+        trained(tmp_path, callbacks=[fail_at(2)], **options)
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> str:
+    return "\n".join(record.message for record in caplog.records if record.levelno >= logging.WARNING)
+
+
+def test_a_script_that_is_run_twice_trains_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = trained(tmp_path)
+    again = trained(tmp_path)
+    assert (again.state.global_step, weights(again)) == (3, weights(first))
+    assert steps(tmp_path / "run") == steps(tmp_path / "run" / "checkpoints-1") == [1, 2, 3]
+    [line] = [line for line in warned(caplog).splitlines() if "from scratch" in line]
+    aside = tmp_path / "run" / "checkpoints-1"
+    assert line == (
+        f"{tmp_path / 'run'} held a run that is finished (3 steps). Training starts from scratch, and the earlier "
+        f"checkpoints are now in {aside}; to continue from them instead: resume_from_checkpoint='{aside}'."
+    )
+
+
+def test_a_cell_without_checkpoints_is_run_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = trained(tmp_path, save_strategy="no")
+    again = trained(tmp_path, save_strategy="no")
+    assert (again.state.global_step, weights(again)) == (3, weights(first))
+    assert warned(caplog) == ""
+    assert not (tmp_path / "run" / "checkpoints-1").exists()
+
+
+def test_other_arguments_start_a_new_run(tmp_path: Path) -> None:
+    trained(tmp_path)
+    assert trained(tmp_path, learning_rate=0.5).state.global_step == 3
+    assert trained(tmp_path, max_steps=5).state.global_step == 5
+    assert steps(tmp_path / "run" / "checkpoints-2") == [1, 2, 3]
+
+
+def test_more_steps_continue_with_resume_true(tmp_path: Path) -> None:
+    constant = {"lr_scheduler_type": "constant"}
+    expected = trained(tmp_path / "whole", max_steps=5, **constant)
+    trained(tmp_path, **constant)
+    longer = trained(tmp_path, model=Regression(seed=9), max_steps=5, resume=True, **constant)
+    assert (longer.state.global_step, weights(longer)) == (5, weights(expected))
+    assert steps(tmp_path / "run") == [1, 2, 3, 4, 5]
+
+
+def test_a_finished_run_goes_back_to_the_checkpoint_that_is_named(tmp_path: Path) -> None:
+    first = trained(tmp_path)
+    for _ in range(2):
+        named = trained(tmp_path, model=Regression(seed=9), resume=str(tmp_path / "run" / "checkpoint-2"))
+        assert (named.state.global_step, weights(named)) == (3, weights(first))
+    assert steps(tmp_path / "run" / "aside" / "branch-2") == [3]
+
+
+def test_a_checkpoint_of_another_run_is_a_start_with_other_arguments(tmp_path: Path) -> None:
+    trained(tmp_path / "other")
+    start = str(tmp_path / "other" / "run" / "checkpoint-3")
+    longer = trained(tmp_path, max_steps=5, learning_rate=0.5, resume=start)
+    assert longer.state.global_step == 5
+    assert steps(tmp_path / "run") == [4, 5]
+
+
+def test_resume_true_requires_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"resume_from_checkpoint=True, but .*run has no checkpoint"):
+        trained(tmp_path, resume=True)
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_a_mistyped_path_moves_nothing(tmp_path: Path) -> None:
+    trained(tmp_path)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        trained(tmp_path, resume=str(tmp_path / "runn" / "checkpoint-3"))
+    assert steps(tmp_path / "run") == [1, 2, 3]
+
+
+def test_a_failed_run_is_continued(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    expected = trained(tmp_path / "whole")
+    interrupted(tmp_path)
+    again = trained(tmp_path)
+    assert weights(again) == weights(expected)
+    assert "from scratch" not in warned(caplog)
+    assert not (tmp_path / "run" / "checkpoints-1").exists()
+
+
+def doubled(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    return 2 * nn.functional.mse_loss(outputs["logits"], labels)
+
+
+def test_a_failed_run_with_another_loss_starts_from_scratch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    expected = trained(tmp_path / "whole", compute_loss_func=doubled)
+    interrupted(tmp_path)
+    again = trained(tmp_path, compute_loss_func=doubled)
+    assert weights(again) == weights(expected)
+    assert "the code of loss, model or data has changed: compute_loss_func was added" in warned(caplog)
+    assert steps(tmp_path / "run" / "checkpoints-1") == [1]
+
+
+def test_overwrite_output_dir_starts_from_scratch(tmp_path: Path) -> None:
+    interrupted(tmp_path)
+    trained(tmp_path, overwrite_output_dir=True)
+    assert steps(tmp_path / "run" / "checkpoints-1") == [1]
+
+
+def test_files_of_others_stay_untouched(tmp_path: Path) -> None:
+    foreign = tmp_path / "run" / "checkpoint-2"
+    foreign.mkdir(parents=True)
+    (foreign / "pytorch_model.bin").write_bytes(b"theirs")
+    for name in ("notes.txt", "latest", "identity.txt"):
+        (tmp_path / "run" / name).write_text("mine")
+    trained(tmp_path)
+    assert steps(tmp_path / "run") == [1, 2, 3]
+    assert (tmp_path / "run" / "checkpoints-1" / "checkpoint-2" / "pytorch_model.bin").read_bytes() == b"theirs"
+    for name in ("notes.txt", "latest", "identity.txt"):
+        assert (tmp_path / "run" / name).read_text() == "mine"
+
+
+def test_a_directory_in_use_is_refused_in_the_words_of_python(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    lock = RunLock(tmp_path / "run" / ".run.lock")
+    try:
+        with pytest.raises(RunExistsError, match="in use by a live process") as error:
+            trained(tmp_path)
+    finally:
+        lock.release()
+    assert "run.name" not in str(error.value)
+
+
+def test_a_run_of_an_earlier_version_is_continued_where_it_is(tmp_path: Path) -> None:
+    expected = trained(tmp_path / "whole")
+    interrupted(tmp_path)
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir()
+    (run / "checkpoint-1").rename(run / "checkpoints" / "checkpoint-1")
+    record = json.loads((run / "run.json").read_text())
+    for key in ("layout", "launch", "identity"):
+        record.pop(key, None)
+    (run / "run.json").write_text(json.dumps(record))
+    again = trained(tmp_path)
+    assert weights(again) == weights(expected)
+    assert steps(run / "checkpoints") == [1, 2, 3]
+
+
+def test_a_restart_by_torchrun_continues_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even with weights that are initialized without a seed."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    interrupted(tmp_path, overwrite_output_dir=True)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    trained(tmp_path, model=Regression(seed=5), overwrite_output_dir=True)
+    assert not (tmp_path / "run" / "checkpoints-1").exists()
+    trained(tmp_path, overwrite_output_dir=True)
+    assert steps(tmp_path / "run" / "checkpoints-1") == [1, 2, 3]
+
+
+def test_model_init_is_compared_by_what_it_makes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def run(seed: int, callbacks: Any = None) -> None:
+        def model_init() -> nn.Module:
+            model = Regression()
+            nn.init.normal_(next(model.parameters()), std=seed)
+            return model
+
+        args, rows = arguments(tmp_path, save_steps=1), regression_rows()
+        options = {"train_dataset": rows, "callbacks": callbacks, "default_callbacks": False}
+        Trainer(None, args, model_init=model_init, **options).train()
+
+    with pytest.raises(RuntimeError, match="tracker"):
+        run(1, [fail_at(2)])
+    run(1)
+    assert "from scratch" not in warned(caplog)
+    with pytest.raises(RuntimeError, match="tracker"):
+        run(1, [fail_at(2)])
+    caplog.clear()
+    run(2)
+    assert "the initial weights have changed" in warned(caplog)
+    assert torch.is_grad_enabled()

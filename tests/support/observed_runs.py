@@ -55,6 +55,7 @@ def observe(
     tokens: bool = False,
     model: nn.Module | None = None,
     rows: Any = None,
+    model_init: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Train, evaluate and predict with a Trainer of `make` and these arguments; what can be seen, by name.
@@ -64,7 +65,9 @@ def observe(
     """
     if rows is None:
         rows = causal_rows(12) if tokens else regression_rows(12)
-    if model is None:
+    if model_init is not None:
+        model = model_init()
+    elif model is None:
         model = qwen() if tokens else NotedRegression()
     notes, metrics = _Notes(model), _Metrics()
     printed, logged = io.StringIO(), _Records()
@@ -73,7 +76,12 @@ def observe(
         args = arguments(directory, **options)
         held_out = [rows[number] for number in range(6)]
         trainer = make(
-            model, args, train_dataset=rows, eval_dataset=held_out, compute_metrics=None if tokens else metrics
+            None if model_init else model,
+            args,
+            train_dataset=rows,
+            eval_dataset=held_out,
+            compute_metrics=None if tokens else metrics,
+            model_init=model_init,
         )
         output = trainer.train()
         state = trainer.state

@@ -354,16 +354,25 @@ class DieAt(Callback):
 def test_a_trainer_that_is_resumed_reads_its_history_when_somebody_looks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def trainer(die_at: int) -> Trainer:
+    """Or when a checkpoint is written, whose `trainer_state.json` holds the history."""
+
+    def trainer(die_at: int, save_strategy: str = "steps") -> Trainer:
         arguments = TrainingArguments(
-            str(tmp_path), max_steps=8, logging_steps=1, save_steps=4, disable_tqdm=True, report_to=["csv"]
+            str(tmp_path),
+            max_steps=8,
+            logging_steps=1,
+            save_strategy=save_strategy,
+            save_steps=4,
+            disable_tqdm=True,
+            report_to=["csv"],
+            config_overrides={"run.save_weights": False},
         )
         return Trainer(Model(), arguments, train_dataset=Rows(), callbacks=[JsonLogger(), DieAt(die_at)])
 
     with pytest.raises(Interrupted):
         trainer(6).train()
     monkeypatch.setattr(saved_log, "MOST_UNSYNCED", 2)
-    steps, resumed_trainer = Steps(monkeypatch), trainer(-1)
+    steps, resumed_trainer = Steps(monkeypatch), trainer(-1, "no")
     output = resumed_trainer.train(resume_from_checkpoint=True)
     assert not steps.seen & {2}
     assert "train_runtime" in output.metrics

@@ -143,12 +143,12 @@ def emptied(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("emptied")
 def test_files_beside_a_checkpoint_are_named_and_not_read(attacked: Attacked) -> None:
     for path in attacked.checkpoints:
-        sparse(path / "model.safetensors")
+        sparse(path / "extra.safetensors")
         sparse(path / "model" / "extra.json")
         _make_deep(path, 1_500)
     code, text = attacked.said("verify")
     assert code == 0
-    assert "extra files: model.safetensors, model/extra.json; not in the manifest, never read" in text
+    assert "extra files: extra.safetensors, model/extra.json; not in the manifest, never read" in text
     for words in (["list"], ["list", "--json"], ["export", str(attacked.runs[0] / "out.safetensors")]):
         assert attacked.said(*words)[0] == 0
     assert attacked.resumed() == ["", ""]

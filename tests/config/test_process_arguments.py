@@ -183,6 +183,18 @@ def test_the_argument_parser_of_transformers_makes_them(tmp_path: Path, cls: Any
         assert trainer.train().global_step == 2
 
 
+def test_the_annotations_of_a_subclass_need_not_be_known_elsewhere() -> None:
+    Lengths = list[int]
+
+    @dataclass
+    class Own(TrainingArguments):
+        lengths: Lengths | None = None
+
+    assert Own("out", lengths=[3]).lengths == [3]
+    with pytest.raises(ConfigError, match="max_steps"):
+        Own("out", max_steps="many")  # type: ignore[arg-type]
+
+
 def test_a_model_stays_where_it_is_if_a_subclass_says_so(tmp_path: Path) -> None:
     class Stays(Regression):
         def to(self, *args: Any, **kwargs: Any) -> Any:

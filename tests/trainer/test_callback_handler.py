@@ -201,6 +201,25 @@ def test_a_state_that_is_assigned_counts_until_the_next_run(tmp_path: Path) -> N
     assert trainer.state.stateful_callbacks["TrainerControl"]["args"]["should_training_stop"] is False
 
 
+def test_an_evaluation_goes_on_from_the_state_that_is_assigned(tmp_path: Path) -> None:
+    saved = TrainerState(global_step=15, epoch=1.5, max_steps=20, num_train_epochs=2, best_metric=0.5)
+    saved.log_history.append({"loss": 1.0, "step": 15})
+    saved.save_to_json(str(tmp_path / "trainer_state.json"))
+
+    def evaluated(trainer: Any, state_class: Any) -> Any:
+        trainer.state = state_class.load_from_json(str(tmp_path / "trainer_state.json"))
+        trainer.state.mine = 3
+        metrics = trainer.evaluate(regression_rows(6))
+        state = trainer.state
+        first = state.log_history[0]
+        return metrics["epoch"], state.global_step, state.epoch, state.best_metric, state.max_steps, state.mine, first
+
+    args = transformers.TrainingArguments(str(tmp_path / "theirs"), use_cpu=True, report_to="none")
+    reference = evaluated(transformers.Trainer(Regression(), args), theirs.TrainerState)
+
+    assert evaluated(quiet(Regression(), arguments(tmp_path)), TrainerState) == reference
+
+
 def test_the_defaults_of_hugging_face_stand_for_those_in_their_place(tmp_path: Path) -> None:
     def kinds(removed: Any, **options: Any) -> list[str]:
         trainer = Trainer(Regression(), arguments(tmp_path, **options))

@@ -298,3 +298,61 @@ def test_an_evaluation_without_labels_has_no_loss_where_predictions_are_asked_fo
     tokens = [{"input_ids": row["input_ids"]} for row in ragged_rows(2)]
     trainer = quiet(LogitsModel(), arguments(tmp_path), compute_metrics=lambda p: pytest.fail("there are no labels"))
     assert not [name for name in trainer.evaluate(tokens) if name.endswith("loss")]
+
+
+def test_a_prediction_step_copied_from_transformers_gives_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("onstep.trainer.computing", reason="has the methods that it calls")
+
+    class Copied(Trainer):
+        prediction_step = transformers.Trainer.prediction_step
+
+    seen: list[Any] = []
+    for kind in (Copied, Trainer):
+        trainer = make(kind, evaluated(tmp_path / kind.__name__), compute_metrics=lambda p: seen.append(tuple(p)) or {})
+        trainer.train()
+        seen.append(trainer.evaluate()["eval_loss"])
+    half = len(seen) // 2
+    assert seen[half - 1] == pytest.approx(seen[-1])
+    for one, other in zip(seen[: half - 1], seen[half:-1], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_an_evaluation_loop_like_that_of_transformers_4_gives_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("onstep.trainer.computing", reason="has the accelerator")
+
+    class Loops(Trainer):
+        def evaluation_loop(
+            self,
+            dataloader: Any,
+            description: str,
+            prediction_loss_only: Any = None,
+            ignore_keys: Any = None,
+            metric_key_prefix: str = "eval",
+        ) -> Any:
+            model = self._wrap_model(self.model, training=False, dataloader=dataloader)
+            model.eval()
+            self.callback_handler.eval_dataloader = dataloader
+            losses, all_logits, all_labels = [], [], []
+            for inputs in dataloader:
+                loss, logits, labels = self.prediction_step(model, inputs, False, ignore_keys=ignore_keys)
+                losses.append(self.gather_function(loss.repeat(len(labels))))
+                all_logits.append(self.gather_function(self.accelerator.pad_across_processes(logits, dim=1)))
+                all_labels.append(self.gather_function(labels))
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+            self.gather_function = self.accelerator.gather_for_metrics
+            logits, labels = torch.cat(all_logits).numpy(), torch.cat(all_labels).numpy()
+            metrics = self.compute_metrics(transformers.EvalPrediction(predictions=logits, label_ids=labels))
+            metrics["loss"] = torch.cat(losses).mean().item()
+            prefixed = {f"{metric_key_prefix}_{key}": value for key, value in metrics.items()}
+            return EvalLoopOutput(logits, labels, prefixed, len(labels))
+
+    def compute(prediction: Any) -> dict[str, float]:
+        return {"error": float(np.abs(prediction.predictions - prediction.label_ids).mean())}
+
+    found = []
+    for kind in (Loops, Trainer):
+        trainer = make(kind, evaluated(tmp_path / kind.__name__), compute_metrics=compute)
+        trainer.train()
+        found.append([(r["eval_loss"], r["eval_error"]) for r in trainer.state.log_history if "eval_loss" in r])
+    assert len(found[0]) == 2
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-6)

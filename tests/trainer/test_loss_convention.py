@@ -128,6 +128,35 @@ def test_what_a_function_gives(function: Any, convention: str) -> None:
     assert loss_convention.of_function(function) == convention
 
 
+class Losses:
+    """Ways to write a `compute_loss`."""
+
+    accelerator: Any
+    args: Any
+
+    def of_trl(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = model(**inputs).sum() / num_items_in_batch
+        return loss * (self.accelerator.num_processes // 1)
+
+    def by_a_name(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = model(**inputs).sum() / num_items_in_batch
+        ranks = self.args.world_size
+        loss *= ranks
+        return loss
+
+    def for_another_purpose(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        if self.accelerator.num_processes > 1:
+            self.accelerator.wait_for_everyone()
+        return 0.5 * model(**inputs).sum() / num_items_in_batch
+
+
+def test_a_loss_for_gradients_that_are_averaged_over_ranks_is_recognized() -> None:
+    assert loss_convention.multiplies_by_ranks(Losses().of_trl)
+    assert loss_convention.multiplies_by_ranks(Losses().by_a_name)
+    assert not loss_convention.multiplies_by_ranks(Losses().for_another_purpose)
+    assert not loss_convention.multiplies_by_ranks(len)
+
+
 def test_labels_are_counted_as_the_model_sees_them() -> None:
     labels = torch.tensor([[-100, 1, 2, -100], [3, 4, 5, 6]])
     assert Labels().count({"labels": labels}) == 6

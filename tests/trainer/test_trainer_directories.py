@@ -66,6 +66,7 @@ def test_a_script_that_is_run_twice_trains_twice(tmp_path: Path, caplog: pytest.
     again = trained(tmp_path)
     assert (again.state.global_step, weights(again)) == (3, weights(first))
     assert steps(tmp_path / "run") == steps(tmp_path / "run" / "checkpoints-1") == [1, 2, 3]
+    assert len((tmp_path / "run" / "decisions.jsonl").read_text().splitlines()) == 3, "those of the second run"
     [line] = [line for line in warned(caplog).splitlines() if "from scratch" in line]
     aside = tmp_path / "run" / "checkpoints-1"
     assert line == (

@@ -112,9 +112,30 @@ def test_the_commands_read_a_trainers_directory(run: tuple[Path, Trainer], tmp_p
         ["checkpoint", "verify", directory],
         ["checkpoint", "diff", f"{directory}@2", f"{directory}@2"],
         ["checkpoint", "export", f"{directory}@2", str(tmp_path / "weights.safetensors")],
+        ["checkpoint", "export", f"{directory}@2", str(tmp_path / "exported")],
         ["why", directory],
     ):
         assert main(command) == 0, (command, capsys.readouterr())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    at_step_2 = AutoModelForCausalLM.from_pretrained(run[0] / "checkpoint-2")
+    torch.testing.assert_close(again.state_dict(), at_step_2.state_dict(), rtol=0, atol=0)
+
+
+def test_an_overridden_save_model_adds_its_files_to_checkpoints(tmp_path: Path) -> None:
+    class Notes(Trainer):
+        def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+            super().save_model(output_dir)
+            Path(str(output_dir), "note.txt").write_text(Path(str(output_dir)).name)
+
+    args = arguments(tmp_path, max_steps=2, save_steps=1)
+    Notes(qwen(), args, train_dataset=causal_rows(8), default_callbacks=False).train()
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    assert (checkpoint / "note.txt").read_text() == "checkpoint-2"
+    assert unlisted_files(checkpoint, verify(checkpoint)) == []
+    assert sorted(path.name for path in checkpoint.iterdir() if path.name.startswith((".", "model"))) == [
+        "model",
+        "model.safetensors",
+    ]
 
 
 def test_rotation_and_the_best_model(tmp_path: Path) -> None:

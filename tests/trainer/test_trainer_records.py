@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import transformers
 from transformers.trainer_pt_utils import metrics_format
 
 from onstep import JsonLogger, Trainer, TrainerCallback, TrainingArguments
-from onstep.errors import ConfigError
+from onstep.errors import ConfigError, MissingExtraError
+from onstep.events import TrainerState
 from tests.support.small_models import Regression, arguments, causal_rows, quiet, qwen, regression_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
@@ -195,6 +197,15 @@ def test_metrics_are_printed_and_saved_as_by_transformers(tmp_path: Path, capsys
         assert (tmp_path / "run" / file).read_text() == (tmp_path / "theirs" / file).read_text()
 
 
+@pytest.mark.skipif(not hasattr(TrainerState, "save_to_json"), reason="requires TrainerState.save_to_json")
+def test_the_state_is_saved_where_transformers_reads_it(tmp_path: Path) -> None:
+    trainer = trained(Trainer, tmp_path)
+    trainer.save_state()
+    state = transformers.TrainerState.load_from_json(str(tmp_path / "run" / "trainer_state.json"))
+    assert (state.global_step, state.epoch, state.max_steps) == (4, 2.0, 4)
+    assert [kind(one) for one in state.log_history] == ORDER
+
+
 def test_only_rank_0_prints_and_writes_metrics(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = quiet(Regression(), arguments(tmp_path))
     monkeypatch.setenv("RANK", "1")
@@ -292,6 +303,12 @@ def test_memory_is_measured_under_the_names_of_transformers(tmp_path: Path) -> N
     assert memory(ours.predict(rows).metrics) == memory(theirs.predict(rows).metrics)
     assert all(found.metrics[name] >= 0 for name in memory(found.metrics) if name.endswith("peaked_delta"))
     assert found.metrics["before_init_mem_cpu"] > 1 << 20
+
+
+def test_memory_metrics_without_psutil_are_refused_with_the_command(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    with pytest.raises(MissingExtraError, match=r"skip_memory_metrics=False requires psutil.*pip install"):
+        quiet(Regression(), arguments(tmp_path, skip_memory_metrics=False))
 
 
 def test_memory_is_not_measured_by_default(tmp_path: Path) -> None:

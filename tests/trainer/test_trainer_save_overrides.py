@@ -58,7 +58,7 @@ def test_files_of_an_overridden_save_checkpoint_are_beside_ours(tmp_path: Path, 
     found = checkpoints(trainer)
     assert set(found) == {"checkpoint-2", "checkpoint-4"}
     assert all({"adapter.bin", "manifest.json"} <= names for names in found.values())
-    assert cls.calls >= 2
+    assert cls.calls == 2, "once for each step, though the last one is saved again with the final record"
 
 
 def test_with_asynchronous_saves_the_checkpoint_is_there_when_super_returns(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_without_super_what_the_override_wrote_is_the_save(tmp_path: Path) -> No
         "checkpoint-2": ["adapter.bin"],
         "checkpoint-4": ["adapter.bin"],
     }
-    assert steps[:2] == [2, 4]
+    assert steps == [2, 4]
 
 
 def test_an_assigned_save_checkpoint_is_called(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_an_assigned_save_checkpoint_is_called(tmp_path: Path) -> None:
 
     trainer._save_checkpoint = save  # type: ignore[method-assign,assignment]
     trainer.train()
-    assert set(steps) == {2, 4}
+    assert steps == [2, 4]
     assert set(checkpoints(trainer)) == {"checkpoint-2", "checkpoint-4"}
 
 

@@ -12,6 +12,7 @@ import pytest
 import transformers
 
 from onstep import ExportableState, Trainer, TrainerCallback, TrainerState
+from tests.support import torchrun
 from tests.support.small_models import Regression, arguments, quiet, regression_rows
 
 
@@ -220,6 +221,50 @@ def test_every_event_brings_the_keywords_that_it_has_in_transformers(tmp_path: P
     assert further <= known | own
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_callbacks_read_the_loaders_as_in_transformers(tmp_path: Path, workers: int) -> None:
+    def seen_by(trainer_class: Any, args: Any, base: type) -> list[Any]:
+        seen: list[Any] = []
+
+        def note(loader: Any) -> None:
+            batches = [batch["x"].tolist() for batch in loader]
+            seen.append((len(loader), len(loader.dataset), batches))
+
+        class Reads(base):  # type: ignore[misc, valid-type]
+            def on_step_end(self, args: Any, state: Any, control: Any, train_dataloader: Any, **kwargs: Any) -> None:
+                note(train_dataloader)
+
+            def on_prediction_step(
+                self, args: Any, state: Any, control: Any, eval_dataloader: Any, **kwargs: Any
+            ) -> None:
+                note(eval_dataloader)
+
+            def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
+                if "loss" in logs:
+                    seen.append(round(logs["loss"], 5))
+
+        rows = regression_rows(10)
+        trainer_class(Regression(), args, train_dataset=rows, eval_dataset=rows[:6], callbacks=[Reads()]).train()
+        return seen
+
+    options: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "num_train_epochs": 1,
+        "eval_strategy": "epoch",
+        "logging_steps": 1,
+        "learning_rate": 0.05,
+        "train_sampling_strategy": "sequential",
+        "dataloader_num_workers": workers,
+        "save_strategy": "no",
+    }
+    theirs = transformers.TrainingArguments(str(tmp_path / "theirs"), use_cpu=True, report_to="none", **options)
+    reference = seen_by(transformers.Trainer, theirs, transformers.TrainerCallback)
+
+    assert seen_by(Trainer, arguments(tmp_path, **options), TrainerCallback) == reference
+    assert len(reference) == 3 + 3 + 2
+
+
 class Processor:
     """Saves itself as nothing."""
 
@@ -246,3 +291,50 @@ def test_callbacks_that_derive_from_those_of_transformers_run(tmp_path: Path, na
     )
 
     assert trainer.state.ended
+
+
+def test_the_tensorboard_callback_of_transformers_writes_its_file(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+
+    trained(tmp_path, transformers.integrations.TensorBoardCallback, logging_steps=1)
+
+    assert list((tmp_path / "events").rglob("events.out.tfevents.*"))
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from onstep import Trainer, TrainerCallback
+from tests.support import torchrun
+from tests.support.small_models import Regression, arguments, regression_rows
+
+out = Path(sys.argv[1])
+
+
+class OneRank(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if args.process_index == 0 and state.global_step == 1:
+            state.max_steps = 3
+
+
+args = arguments(out, max_steps=6, per_device_train_batch_size=2)
+trainer = Trainer(Regression(), args, train_dataset=regression_rows(24), callbacks=[OneRank()], default_callbacks=False)
+trainer.train()
+state = trainer.state
+told = (state.global_step, state.max_steps, state.is_world_process_zero, state.is_local_process_zero)
+(out / f"{args.process_index}.txt").write_text(repr(told))
+"""
+
+
+@pytest.mark.process
+def test_what_one_rank_sets_holds_on_all(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    root = str(Path(__file__).parents[2])
+
+    code, said = torchrun.finish(["script.py", str(tmp_path)], tmp_path, PYTHONPATH=f"{root}:{root}/src")
+
+    assert code == 0, said
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)] == [
+        "(3, 3, True, True)",
+        "(3, 3, False, False)",
+    ]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from onstep import CallbackManager, TrainerCallback, pretrain
+from onstep import CallbackManager, ExportableState, TrainerCallback, pretrain
 from onstep.checkpoint import SharingPattern, StateComponent, decode_state, encode_state
 from onstep.config import ConfigContainer
 from onstep.errors import CheckpointError, UnsupportedStateError
@@ -356,3 +356,21 @@ def test_a_loop_that_is_called_by_itself_continues_too(tmp_path: Path) -> None:
     again, steps = trained("killed")
     assert steps == [3, 4, 5, 6]
     torch.testing.assert_close(again.state_dict(), whole.state_dict(), rtol=0, atol=0)
+
+
+def test_an_exportable_state_saved_by_version_0_4_still_loads() -> None:
+    class Counts(TrainerCallback, ExportableState):
+        count = 0
+
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": {"count": self.count}}
+
+    manager, counts = CallbackManager(), Counts()
+    manager.add(counts)
+    states = CallbackStates(manager)
+    (key,) = states.state_dict()
+
+    states.load_state_dict({key: {"count": 5}})
+    assert counts.count == 5
+    states.load_state_dict({key: {"args": {}, "attributes": {"count": 6}}})
+    assert states.state_dict() == {key: {"args": {}, "attributes": {"count": 6}}}

@@ -19,7 +19,7 @@ Update = Callable[[list[Tensor], list[Tensor], int], None]
 
 
 class _Averaging(TrainerCallback):
-    """What both callbacks share: the averages, and where they stand in for the weights."""
+    """What both callbacks share: the averages, and when they replace the weights."""
 
     def __init__(self, start_step: int, every: int, evaluate: bool, apply_at_end: bool) -> None:
         is_step = is_integer_from(start_step, 0)
@@ -152,7 +152,7 @@ class WeightAverage(_Averaging):
 
 
 class _Averages:
-    """The averages of a model's trainable weights, and the weights that they stand in for during an evaluation."""
+    """The averages of a model's trainable weights, and the weights that they replace during an evaluation."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Tensor] = {}

@@ -231,11 +231,11 @@ class CheckpointManager:
         if world.is_main:
             _report_left_out([left_out for _, left_out in everywhere])
         total_bytes = sum(size for size, _ in everywhere)
-        transaction = together(world, lambda: self._prepare(request, total_bytes), doing)
+        transaction = together(world, lambda: self._prepare(request, taken.encoded, total_bytes), doing)
         directory = world.share(transaction.directory if transaction else None)
         return PendingSave(request.frozen(), self._start_writing(directory, taken.encoded, request), transaction)
 
-    def _prepare(self, request: SaveRequest, total_bytes: int) -> SaveTransaction | None:
+    def _prepare(self, request: SaveRequest, states: list[EncodedState], total_bytes: int) -> SaveTransaction | None:
         """Start the transaction on rank 0, after checking for free space."""
         if not self.world.is_main:
             return None
@@ -244,7 +244,8 @@ class CheckpointManager:
             check_free_space(self.root, total_bytes)
         transaction = SaveTransaction(self._store, self.root, request.step, names_latest=not self._is_shared)
         try:
-            transaction.prepare(adopts=request.adopts)
+            files = [name for state in states for name in (state.files.tensors, state.files.document)]
+            transaction.prepare(adopts=request.adopts, own={Path(name).parts[0] for name in files})
         except CheckpointError:
             transaction.abandon()
             raise

@@ -81,6 +81,7 @@ class ConfigContainer(ConfigSection):
             ),
             **dict.fromkeys(("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"), TRAJECTORY),
             **dict.fromkeys(("optim", "optim_args", "optim_target_modules"), INCOMPATIBLE),
+            **dict.fromkeys(("train_sampling_strategy", "length_column_name", "accelerator_config"), TRAJECTORY),
         },
         help="Fields of `TrainingArguments` that have no key above (`label_names`, `disable_tqdm`, ...), where "
         "they differ from their default. Only `Trainer` reads them.",

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 
 from onstep.config import ConfigContainer, TrainingArguments
 from onstep.config.lengths import sizes_of
-from onstep.data import EvalLoader, IterableLoader, TrainLoader, is_map_style
+from onstep.data import EvalLoader, IterableLoader, StepSource, TrainLoader, is_map_style
+from onstep.data.loaders.hf_streams import SplitStreamLoader, check_split, node_split
 from onstep.distributed import World
 from onstep.errors import ConfigError, DataError
 from onstep.trainer.base_trainer import BaseTrainer, Collate
@@ -57,7 +58,7 @@ class WholeLoader(EvalLoader):
         return super().batches(None)
 
 
-def train_loader(dataset: Any, collate: Collate, config: ConfigContainer, world: World) -> TrainLoader | IterableLoader:
+def train_loader(dataset: Any, collate: Collate, config: ConfigContainer, world: World) -> StepSource:
     """The loader of the training set.
 
     Raises:
@@ -73,9 +74,20 @@ def train_loader(dataset: Any, collate: Collate, config: ConfigContainer, world:
         **_reading(collate, config, world),
     }
     if not is_map_style(dataset):
+        check_split(dataset, world.rank, world.size)
+        if world.size > 1 and node_split(dataset) is not None:
+            return _split_stream(dataset, world, common)
         return IterableLoader(dataset, already_batched=isinstance(dataset, DataLoader), **common)
     persistent = options.persistent_workers and options.num_workers > 0
     return SetEpochLoader(dataset, shuffle=options.shuffle, persistent_workers=persistent, **common)
+
+
+def _split_stream(dataset: Any, world: World, options: dict[str, Any]) -> SplitStreamLoader:
+    alone = {**options, "rank": 0, "world_size": 1, "global_batch_size": None, "drop_last": False}
+    micro, drop_last = options["micro_batch_size"], options["drop_last"]
+    return SplitStreamLoader(
+        IterableLoader(dataset, **alone), world.gather_numbers, micro_batch_size=micro, drop_last=drop_last
+    )
 
 
 def eval_loader(
@@ -94,6 +106,11 @@ def eval_loader(
     micro, batch = config.validation.eval_micro_batch_size, config.validation.eval_global_batch_size
     assert micro is not None
     assert batch is not None
+    if world.size > 1 and node_split(dataset) is not None:
+        raise DataError(
+            "an evaluation stream must not be split by split_dataset_by_node: pass the whole, of which each rank reads "
+            "its share"
+        )
     kind = WholeLoader if is_test else EvalLoader
     return kind(
         dataset,

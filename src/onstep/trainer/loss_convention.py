@@ -67,6 +67,34 @@ def hands_on(compute_loss: Callable[..., Any]) -> bool:
     return any(_loads(code, name) for name in (NUM_ITEMS, *keywords))
 
 
+def multiplies_by_ranks(compute_loss: Callable[..., Any]) -> bool:
+    """Whether an overridden `compute_loss` multiplies by the number of ranks, as Hugging Face's own does for a share.
+
+    Its loss is then to be averaged over ranks, not added up.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(_plain(compute_loss))))
+    except (OSError, SyntaxError, TypeError):  # no source to inspect
+        return False
+    named = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and _reads_ranks(node.value, set())
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    products = [node for node in ast.walk(tree) if isinstance(getattr(node, "op", None), ast.Mult)]
+    return any(_reads_ranks(node, named) for node in products)
+
+
+def _reads_ranks(node: ast.AST, names: set[str]) -> bool:
+    return any(
+        (isinstance(one, ast.Attribute) and one.attr in ("num_processes", "world_size"))
+        or (isinstance(one, ast.Name) and one.id in names)
+        for one in ast.walk(node)
+    )
+
+
 def accepts_num_items(function: Callable[..., Any]) -> bool:
     """Whether a function can be called with `num_items_in_batch`."""
     return NUM_ITEMS in inspect.signature(function).parameters or _accepts_keywords(function)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,10 +25,18 @@ class ModelStep:
     Args:
         convention: the kind of loss that `compute_loss` returns; for a mean it never receives `num_items_in_batch`.
         weighting: `train.loss_weighting`, for means.
+        num_averaged_ranks: what `compute_loss` has multiplied a share by, for gradients that are averaged over ranks.
     """
 
     def __init__(
-        self, compute_loss: Callable[..., Any], labels: Labels, *, convention: Convention, weighting: str, world: World
+        self,
+        compute_loss: Callable[..., Any],
+        labels: Labels,
+        *,
+        convention: Convention,
+        weighting: str,
+        world: World,
+        num_averaged_ranks: int = 1,
     ) -> None:
         self._compute_loss = compute_loss
         self._accepts_num_items = accepts_num_items(compute_loss)
@@ -36,6 +44,7 @@ class ModelStep:
         self._gives_shares = convention == "share"
         self._weighting = weighting
         self._world = world
+        self._num_averaged_ranks = num_averaged_ranks
         self.predict: Callable[[nn.Module, Any], Any] | None = None
         """In an evaluation that keeps predictions, called with the model and the inputs; returns the loss."""
         self.is_filler = False
@@ -52,6 +61,8 @@ class ModelStep:
         loss = self._loss(data_iterator, model, inputs, num_items)
         if loss is None:
             return None, lambda loss: None
+        if self._num_averaged_ranks > 1:
+            loss = loss / self._num_averaged_ranks
         if shared_labels is not None and model.training:
             return loss, lambda loss: LossShare(loss, shared_labels, {})
         weight = mean_weight(inputs, num_labels, self._weighting)
@@ -62,7 +73,8 @@ class ModelStep:
         if self.predict is not None:
             return self.predict(model, inputs)
         keywords = {NUM_ITEMS: num_items} if self._accepts_num_items else {}
-        return self._compute_loss(model, _copied(inputs), **keywords)
+        given = inputs.copy() if type(inputs) is dict else _copied(inputs)
+        return self._compute_loss(model, given, **keywords)
 
     def loss_and_outputs(self, model: nn.Module, inputs: Any) -> tuple[Any, Any]:
         """The loss of a micro-batch of an evaluation, and the model's outputs.
@@ -115,7 +127,7 @@ def counted_micro_batches(micro_batches: MicroBatches) -> list[Any]:
 
 def _copied(inputs: Any) -> Any:
     """A copy, since a `compute_loss` may pop the labels."""
-    return inputs.copy() if type(inputs) is dict else copy.copy(inputs) if isinstance(inputs, Mapping) else inputs
+    return copy.copy(inputs) if isinstance(inputs, MAPPING) else inputs
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from onstep.data.loaders.iterable_loader import count_samples
 from onstep.distributed import World
+from onstep.errors import warn_once
+
+logger = logging.getLogger(__name__)
 
 
 class TrainOutput(NamedTuple):
@@ -160,6 +164,29 @@ def logits_of(outputs: Any, ignore_keys: set[str], *, has_loss: bool) -> Any:
     else:
         return outputs
     return values[0] if len(values) == 1 else values
+
+
+def prefixed(computed: dict[str, Any], prefix: str, measured: Mapping[str, Any]) -> dict[str, Any]:
+    """A user's metrics under the prefix, as Python numbers; one that replaces a measured one is named."""
+    start = f"{prefix}_"
+    metrics = {key if key.startswith(start) else start + key: _plain(value) for key, value in computed.items()}
+    replaced = sorted(measured.keys() & metrics.keys())
+    if replaced:
+        warn_once(logger, f"compute_metrics returns {', '.join(replaced)}, which replaces what was measured")
+    return metrics
+
+
+def _plain(value: Any) -> Any:
+    """A NumPy or torch scalar as a Python number."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
+
+
+def mean_of(loss: Any) -> Any:
+    """The loss that a `prediction_step` returned, 0-d and detached; None if there is none."""
+    if loss is None:
+        return None
+    values = torch.as_tensor(loss).detach()
+    return values.to(torch.promote_types(values.dtype, torch.float32)).mean()
 
 
 def _to_numpy(value: Any) -> Any:

@@ -32,9 +32,9 @@ from onstep.trainer.computing.custom_step import METHODS, CustomStep
 from onstep.trainer.computing.model_options import check_options, compiled, model_options, torch_options
 from onstep.trainer.dataloaders import ColumnFilter, collator, num_samples_of, train_loader
 from onstep.trainer.loaders.users_data import UsersData, count_examples, decides_data, users_data, whole_epochs
-from onstep.trainer.loss_convention import Convention, Labels, label_parameters, shifts_labels
+from onstep.trainer.loss_convention import Convention, Labels, label_parameters, multiplies_by_ranks, shifts_labels
 from onstep.trainer.methods import TrainerMethods
-from onstep.trainer.methods.callbacks import shown_steps
+from onstep.trainer.methods.callbacks import adopt_state, shown_steps
 from onstep.trainer.model_step import ModelStep
 from onstep.trainer.optimizers import (
     Length,
@@ -206,6 +206,7 @@ def evaluation_session(trainer: TrainerMethods) -> Iterator[Session]:
                 before.info,
                 before.bridge_trackers,
             )
+        adopt_state(trainer.given_state, state)
         rows = (Watching, Endings)
         with (
             state.features.open(rows, state, world),
@@ -277,6 +278,8 @@ def _forward_step(trainer: TrainerMethods, module: nn.Module, labels: Labels, st
         means = f"means of micro-batches, weighted by their {unit} (train.loss_weighting)"
         logger.info("loss: %s returns %s", source, "a share of the step's loss" if convention == "share" else means)
     options: dict[str, Any] = {"convention": convention, "weighting": weighting, "world": state.world}
+    if convention == "share" and _has_own_loss(trainer) and multiplies_by_ranks(trainer.compute_loss):
+        options["num_averaged_ranks"] = state.world.size
     if any(overrides(trainer, name) for name in METHODS):
         return CustomStep(trainer, labels, scales_shares=not _has_own_loss(trainer), **options)
     return ModelStep(trainer.compute_loss, labels, **options)
@@ -322,7 +325,8 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
     state, config, notify = session.state, session.state.cfg, session.notify
     if state.world.is_main:
         _name_idle_arguments(trainer, session)
-    if isinstance(session.collate, ColumnFilter) and trainer.train_dataset is not None:
+    collates_itself = overrides(trainer, "get_train_dataloader") or overrides(trainer, "_get_dataloader")
+    if isinstance(session.collate, ColumnFilter) and not collates_itself:
         session.collate.check(trainer.train_dataset)
     with state.timers(MODEL_TIMER).measure(barrier=True):
         session.model = notify.model = [_wrapped(trainer, session)]

@@ -58,28 +58,37 @@ def _log(trainer: TrainerMethods) -> Callable[[dict[str, Any]], None]:
 
 
 def _save(trainer: TrainerMethods, run: Run, notify: Dispatcher) -> Callable[[Callable[..., None]], None]:
-    """A save through `trainer._save_checkpoint`; where it does not call `super()`, what it wrote is the save."""
+    """A save through `trainer._save_checkpoint`; where it does not call `super()`, what it wrote is the save.
+
+    It is called once for a step, as by Hugging Face's Trainer. The end of training saves the last step again, since it
+    adds a record: what was written beside the first checkpoint is kept.
+    """
+    written: dict[int, bool] = {}
+    """Whether the user's method called `super()`, by step."""
 
     def save(write: Callable[..., None]) -> None:
-        is_written = False
+        step = run.train_state.step
 
         def write_for_user() -> None:
-            nonlocal is_written
-            is_written = True
+            written[step] = True
             write(adopts=True)
             if run.checkpoints is not None:
                 run.checkpoints.finish()  # the user's code may add files to the checkpoint
 
-        trainer.write_checkpoint = write_for_user
-        try:
-            trainer._save_checkpoint(trainer.model, None)
-        finally:
-            trainer.write_checkpoint = None
-        if not is_written:
-            run.saving.is_unsaved = False
-            step = run.train_state.step
-            path = os.path.join(trainer._get_output_dir(None), f"checkpoint-{step}")
-            notify.on_checkpoint_save(checkpoint_step=step, checkpoint_path=path)
+        if written.get(step):
+            write_for_user()
+            return
+        if step not in written:
+            written[step] = False
+            trainer.write_checkpoint = write_for_user
+            try:
+                trainer._save_checkpoint(trainer.model, None)
+            finally:
+                trainer.write_checkpoint = None
+            if not written[step]:
+                path = os.path.join(trainer._get_output_dir(None), f"checkpoint-{step}")
+                notify.on_checkpoint_save(checkpoint_step=step, checkpoint_path=path)
+        run.saving.is_unsaved = False
 
     return save
 

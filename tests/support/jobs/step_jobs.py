@@ -78,6 +78,22 @@ def unchanged(base: Any) -> Any:
     return Unchanged
 
 
+def multiplied(base: Any) -> Any:
+    """A loss as transformers' own and TRL's trainers compute it, for gradients that are averaged over ranks."""
+
+    class Multiplied(base):  # type: ignore[misc]
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            outputs = model(**{key: value for key, value in inputs.items() if key != "labels"})
+            labels, logits = inputs["labels"][:, 1:].flatten(), outputs.logits[:, :-1].flatten(0, 1)
+            loss = nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+            loss = loss * self.accelerator.num_processes
+            return (loss, outputs) if return_outputs else loss
+
+    return Multiplied
+
+
 def losses_of_transformers(subclass: Any, model: nn.Module, rows: Any, directory: Path, **options: Any) -> list[float]:
     args = transformers.TrainingArguments(
         str(directory / "theirs"), report_to="none", save_strategy="no", disable_tqdm=True, **{**SHARED, **options}
@@ -98,7 +114,7 @@ def trained(subclass: Any, model: nn.Module, rows: Any, directory: Path, **optio
 def job_compared(settings: dict[str, Any]) -> dict[str, Any]:
     """The losses under Onstep and under transformers, of two ranks."""
     found: dict[str, Any] = {}
-    for name, subclass in {"adversarial": adversarial, "by_hand": by_hand}.items():
+    for name, subclass in {"adversarial": adversarial, "by_hand": by_hand, "multiplied": multiplied}.items():
         options = {"gradient_accumulation_steps": 2, "num_train_epochs": 2}
         ours = trained(subclass, qwen(), causal_rows(16), Path(name), **options)
         theirs = losses_of_transformers(subclass, qwen(), causal_rows(16), Path(name), **options)

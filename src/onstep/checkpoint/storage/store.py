@@ -37,10 +37,10 @@ TEMPORARY = ".tmp-"
 class Operation:
     """One change of the file system, passed to `on_operation` just before it is made."""
 
-    kind: Literal["mkdir", "open", "write", "fsync", "fsync_dir", "rename", "unlink", "rmdir"]
+    kind: Literal["mkdir", "open", "write", "fsync", "fsync_dir", "copy", "rename", "unlink", "rmdir"]
     path: Path
     target: Path | None = None
-    """The new name, for a rename."""
+    """The new name, for a rename or a copy."""
     data: memoryview = field(default=memoryview(b""), repr=False, compare=False)
     """The bytes to write; valid only during the call of `on_operation`."""
 
@@ -104,6 +104,14 @@ class FileStore:
                 return FileDigest(file.tell(), hasher.hexdigest())
 
         return self._do(Operation("fsync", path), sync)
+
+    def copy(self, source: Path, target: Path) -> None:
+        """Copy a file or a directory; a link is copied as such. Not durable by itself."""
+        operation = Operation("copy", source, target)
+        if _is_dir(source):
+            self._do(operation, lambda: shutil.copytree(source, target, symlinks=True))
+        else:
+            self._do(operation, lambda: shutil.copy2(source, target, follow_symlinks=False))
 
     def rename(self, source: Path, target: Path) -> None:
         """Rename within a file system; atomic."""

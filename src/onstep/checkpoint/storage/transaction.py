@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from filelock import lock_descriptor
@@ -127,11 +127,12 @@ class SaveTransaction:
         """The directory's final path as a checkpoint."""
         return self._root / f"checkpoint-{self.step}"
 
-    def prepare(self, *, adopts: bool = False) -> None:
+    def prepare(self, *, adopts: bool = False, own: Collection[str] = ()) -> None:
         """Create and lock the directory.
 
         Args:
-            adopts: move the files of other code that are in a directory with the target's name into it.
+            adopts: take over the files of other code that are in a directory with the target's name.
+            own: names that the save itself will write, which are not taken over.
 
         Raises:
             CheckpointError: if something that is not a checkpoint has the target's name, or on an I/O error.
@@ -144,7 +145,7 @@ class SaveTransaction:
         self._lock = lock
         self._store.make_dir(self.directory)
         if adopts:
-            self._adopt()
+            self._adopt(own)
 
     def commit(self, manifest: Manifest, *, replace: bool = False) -> Path:
         """Turn the directory into a checkpoint and return its path; the checkpoint is durable on return.
@@ -218,22 +219,25 @@ class SaveTransaction:
                 f"another directory."
             )
 
-    def _adopt(self) -> None:
-        """Move what is in the target's directory into this one, except the files of a checkpoint that is there."""
+    def _adopt(self, own: Collection[str]) -> None:
+        """Move what is in the target's directory into this one; copy it if a checkpoint is there, which stays whole."""
         target = self.target
         if target.is_symlink() or not target.is_dir():
             return
-        own = set()
+        names = {path.name for path in target.iterdir()} - set(own)
         if os.path.lexists(target / MANIFEST):
             try:
-                own = {MANIFEST, *(Path(name).parts[0] for name in read_manifest(target).files)}
+                components = read_manifest(target).components.values()
             except CheckpointError:  # damaged: it is replaced as a whole
                 return
-        for name in sorted({path.name for path in target.iterdir()} - own):
+            of_components = {Path(name).parts[0] for entry in components for name in entry.files}
+            for name in sorted(names - of_components - {MANIFEST}):
+                self._store.copy(target / name, self.directory / name)
+            return
+        for name in sorted(names):
             self._store.rename(target / name, self.directory / name)
             self._adopted.append(name)
-        if not own:
-            self._store.remove_tree(target)
+        self._store.remove_tree(target)
 
     def _give_back(self) -> None:
         """Move what was adopted back to where it was."""

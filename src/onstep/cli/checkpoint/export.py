@@ -61,10 +61,22 @@ def export_hf(info: CheckpointInfo, out: Path, *, force: bool) -> list[str]:
     if out.exists() and not out.is_dir():
         raise CheckpointError(f"{out} is a file; name a directory, or use --format safetensors.")
     _check_target(out, force)
+    store = FileStore()
+    ready = [name for name in info.manifest.files if "/" not in name]
+    if {"config.json", "model.safetensors"} <= set(ready):  # of a Trainer with a `transformers` model
+
+        def copy(temporary: Path) -> None:
+            temporary.mkdir()
+            for name in ready:
+                shutil.copyfile(info.path / name, temporary / name)
+                store.adopt(temporary / name)
+            store.sync_dir(temporary)
+
+        _put_in_place(store, out, copy)
+        return [f"{len(ready)} files, as they are in the checkpoint"]
     config = _stored_config(info)
     model = _model(info, config)
     tokenizer, notes = _tokenizer(config.tokenizer, info)
-    store = FileStore()
 
     def write(temporary: Path) -> None:
         save_hf(model, temporary, eos_id=None if tokenizer is None else tokenizer.eos_id)

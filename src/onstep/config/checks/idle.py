@@ -94,6 +94,11 @@ IDLE = (
         _DIRECTORY,
         has_dir,
     ),
+    Idle(
+        _keys("train", "torch_compile_backend torch_compile_mode"),
+        "train.torch_compile=true",
+        lambda config: config.train.torch_compile,
+    ),
     Idle(("run.output_dir", "run.fresh"), "run.name", lambda config: config.run.name is not None),
     Idle(("checkpoint.load_optim", "checkpoint.load_rng"), _LOADS, _is_chosen_start),
     Idle(("checkpoint.exit_on_missing_checkpoint",), "checkpoint.load", lambda config: bool(config.checkpoint.load)),
@@ -270,6 +275,7 @@ _OF_TRAINER = (
 _READ_BY_TRAINER = {
     *_keys("model", "seq_length ffn_hidden_size num_query_groups kv_channels"),
     *_keys("dataset", "seq_length shuffle num_workers pin_memory persistent_workers"),
+    *_keys("dataset", "prefetch_factor multiprocessing_context"),
 }
 """Lengths, with which tokens are counted; sizes that are filled in; and how any dataset is read."""
 

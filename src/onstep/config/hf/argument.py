@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     Choice = str | bool
     Texts = str | list[str] | None
     Values = dict[str, Any]
+    Anything = Any
 else:  # for transformers' HfArgumentParser, which reads the first type only, or text
     Steps = Annotated[float, int]
     """An integer number of steps, or a share below 1."""
@@ -25,6 +26,8 @@ else:  # for transformers' HfArgumentParser, which reads the first type only, or
     Texts = Annotated[str, list[str]] | None
     Values = dict[str, Any] | str
     """A dictionary, or the same as JSON."""
+    Anything = str | None
+    """Any value, which a command line gives as text."""
 
 LOG_LEVELS = {"passive": None, "detail": 10, "debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 """Hugging Face's names of log levels; 'passive' leaves the level unchanged."""
@@ -109,11 +112,21 @@ DECLARED: dict[str, Mapping[str, Any]] = {}
 argparse."""
 
 
+_FLAG: Mapping[str, Any] = {"nargs": "?", "const": True}
+PARSED: dict[str, Mapping[str, Any]] = {
+    **dict.fromkeys(("activation_checkpointing", "gradient_checkpointing", "fsdp"), _FLAG),
+    "include_num_input_tokens_seen": _FLAG,
+    "debug": {"nargs": "+"},
+}
+"""How a command line gives these arguments, as with Hugging Face: a flag may come without a value."""
+
+
 def declares_arguments(cls: AnyClass) -> AnyClass:
     """Move the declarations of a dataclass's fields to `DECLARED`."""
     for one in fields(cls):
-        if one.metadata:
-            DECLARED[one.name], one.metadata = one.metadata, MappingProxyType({})
+        if one.metadata and one.metadata is not PARSED.get(one.name):
+            DECLARED[one.name] = one.metadata
+        one.metadata = MappingProxyType(PARSED.get(one.name, {}))
     return cls
 
 

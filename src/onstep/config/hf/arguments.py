@@ -130,7 +130,7 @@ class TrainingArguments(
         Raises:
             ConfigError: naming the field, the value and the rule.
         """
-        for name, annotation in field_types(type(self)).items():
+        for name, annotation in field_types(TrainingArguments).items():
             if name in _OWN_FIELDS:
                 setattr(self, name, coerce(getattr(self, name), annotation, f"TrainingArguments.{name}"))
         self.report_to = tracker_list(self.report_to, "TrainingArguments.report_to")

@@ -118,6 +118,14 @@ def evaluates(args: Any) -> bool:
     return own or bool(getattr(args, "eval_on_save", False)) or getattr(args, "eval_strategy", "steps") != "no"
 
 
+_OF_WORKERS = {
+    "dataloader_persistent_workers": False,
+    "dataloader_prefetch_factor": None,
+    "dataloader_multiprocessing_context": None,
+}
+_GROUPS = ("group_by_length", "batch_rebalance")
+
+
 def idle_arguments(args: Any) -> list[tuple[str, list[str]]]:
     """The arguments that have no effect in combination with the others, each with what it requires."""
     rows = (
@@ -136,7 +144,12 @@ def idle_arguments(args: Any) -> list[tuple[str, list[str]]]:
         (args.preserve_best_model, "preserve_best_model=True", {"preserve_n_best": 1, "best_model_metric": "loss"}),
         (args.activation_checkpointing, "activation_checkpointing=True", {"activation_checkpointing_kwargs": None}),
         (args.use_liger_kernel, "use_liger_kernel=True", {"liger_kernel_config": None}),
-        (args.dataloader_num_workers > 0, "dataloader_num_workers > 0", {"dataloader_persistent_workers": False}),
+        (args.dataloader_num_workers > 0, "dataloader_num_workers > 0", _OF_WORKERS),
+        (
+            args.train_sampling_strategy in _GROUPS,
+            "a train_sampling_strategy that groups",
+            {"length_column_name": "length"},
+        ),
     )
     found = [
         (need, [f"{name}={getattr(args, name)!r}" for name, default in names.items() if getattr(args, name) != default])

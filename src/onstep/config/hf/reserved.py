@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
 
-from onstep.config.hf.argument import DECLARED, KEY_OF, declares_arguments
+from onstep.config.hf.argument import DECLARED, KEY_OF, Anything, declares_arguments
 from onstep.errors import ConfigError
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class ReservedArguments:
     """Hugging Face's and Forgather's names that have no effect here; Hugging Face's first, in its order."""
 
     average_tokens_across_devices: bool = reserved(True, "the loss is the mean over the tokens of all ranks")
-    trackio_static_space_id: Any = reserved(
+    trackio_static_space_id: Anything = reserved(
         None,
         "a run is logged to the Space of trackio_space_id as it goes; to freeze that afterwards: trackio freeze",
         same=(False,),
@@ -45,13 +45,13 @@ class ReservedArguments:
     hub_always_push: bool = reserved(False, _HUB)
     hub_revision: str | None = reserved(None, _HUB)
     ignore_data_skip: bool = reserved(False, "a resumed run continues at the very sample where it stopped")
-    parallelism_config: Any = reserved(None, f"{_SHARDING}; start data parallelism with torchrun, without it")
+    parallelism_config: Anything = reserved(None, f"{_SHARDING}; start data parallelism with torchrun, without it")
     dataloader_in_order: bool = reserved(
         True, "batches are always trained on in their order, which a resumed run has again"
     )
-    fsdp: Any = reserved(None, _WHOLE, same=("", False, []))
-    fsdp_config: Any = reserved(None, _WHOLE, same=({},))
-    deepspeed: Any = reserved(None, _WHOLE)
+    fsdp: Anything = reserved(None, _WHOLE, same=("", False, []))
+    fsdp_config: Anything = reserved(None, _WHOLE, same=({},))
+    deepspeed: Anything = reserved(None, _WHOLE)
 
     epoch_train_steps: int = reserved(100000, "give the length of a run over data without a length as max_steps")
     gc_threshold: float = 0.5

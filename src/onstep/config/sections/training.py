@@ -82,6 +82,23 @@ class TrainingConfig(ConfigSection):
         help="When to release a GPU's unused memory: 0 never, 1 before each update and after each evaluation "
         "batch, 2 after each update too.",
     )
+    torch_compile: bool = option(
+        False,
+        SAFE,
+        hf="torch_compile",
+        effect="the weights keep their names; results differ within rounding",
+        help="Run the model as compiled code (`torch.compile`).",
+    )
+    torch_compile_backend: str | None = option(
+        None, SAFE, hf="torch_compile_backend", help="Backend of `torch_compile`; None is inductor."
+    )
+    torch_compile_mode: str | None = option(
+        None,
+        SAFE,
+        hf="torch_compile_mode",
+        choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        help="Mode of `torch_compile`; None is default.",
+    )
     empty_unused_memory_interval: int | None = option(
         None,
         SAFE,

@@ -31,6 +31,10 @@ class OrderRandomness:
         self._seed = seed
         self._states: tuple[Any, Any, Any] | None = None
 
+    def again(self) -> OrderRandomness:
+        """States that start from the same seed."""
+        return OrderRandomness(self._seed)
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Use these states within the context, and restore the process's own afterwards."""
@@ -107,7 +111,7 @@ class EpochOrders:
         batch_sampler: yields lists of dataset indices.
         reseeds_shuffling: a plain `RandomSampler` is seeded with `shuffle_seed` + epoch, as accelerate does.
         generator: the DataLoader's, from which it draws a seed for its workers before each epoch.
-        max_batches: where to end an epoch of a sampler that does not end.
+        max_batches: where to end an epoch of a sampler without a length, which might never end.
     """
 
     def __init__(
@@ -129,6 +133,22 @@ class EpochOrders:
         self._parts = list(_nested_samplers(batch_sampler))
         self._num_read = 0
         self._current: EpochBatches | None = None
+
+    def again(self) -> EpochOrders:
+        """The same from the first epoch on, for another reader."""
+        return EpochOrders(
+            self.batch_sampler,
+            self._randomness.again(),
+            shuffle_seed=self._shuffle_seed,
+            reseeds_shuffling=self._reseeds_shuffling,
+            generator=self._generator,
+            max_batches=self._max_batches,
+        )
+
+    @property
+    def sampler_name(self) -> str:
+        """The class of the sampler that gives the order, for messages."""
+        return type(self._parts[-1]).__name__
 
     @property
     def num_batches(self) -> int | None:
@@ -156,9 +176,10 @@ class EpochOrders:
         for part in self._parts:
             if callable(getattr(part, "set_epoch", None)):
                 part.set_epoch(epoch)
+        limit = self._max_batches if self.num_batches is None else None
         with self._randomness.applied(), self._reseeded(epoch):
             torch.empty((), dtype=torch.int64).random_(generator=self._generator)  # as DataLoader.__iter__ does
-            batches = [_integers(batch, self._parts[-1]) for batch in islice(self.batch_sampler, self._max_batches)]
+            batches = [_integers(batch, self.sampler_name) for batch in islice(self.batch_sampler, limit)]
         ends = np.cumsum(np.fromiter(map(len, batches), dtype=np.int64, count=len(batches)))
         return EpochBatches(np.fromiter(chain.from_iterable(batches), dtype=np.int64), ends)
 
@@ -183,12 +204,12 @@ def _nested_samplers(sampler: Any) -> Iterator[Any]:
         sampler = getattr(sampler, "sampler", None) if inner is None else inner
 
 
-def _integers(batch: Iterable[Any], sampler: Any) -> list[int]:
+def _integers(batch: Iterable[Any], sampler_name: str) -> list[int]:
     try:
         return [int(one) for one in batch]
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"the sampler {type(sampler).__name__} must yield integers, the indices of samples, got {batch!r}; a "
+            f"the sampler {sampler_name} must yield integers, the indices of samples, got {batch!r}; a "
             "dataset with other keys can be read by an IterableDataset"
         ) from error
 

@@ -69,6 +69,21 @@ class EvalLoader:
             raise DataError("the evaluation dataset is empty: it has 0 samples; give it data or disable evaluation")
 
     @property
+    def dataset(self) -> Any:
+        """The dataset that is read, or that a loader of ready-made batches reads."""
+        return getattr(self._dataset, "dataset", self._dataset) if self._already_batched else self._dataset
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a micro-batch on one rank."""
+        return self._layout.micro_batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        """This rank's micro-batches from the start of the dataset, on the host; a pass in progress is not affected."""
+        for step in self._open(aside=True):
+            yield from step.micro_batches
+
+    @property
     def num_samples(self) -> int | None:
         """Number of samples of the dataset over all ranks; None if it has no length."""
         if self._listed is not None:
@@ -108,11 +123,12 @@ class EvalLoader:
             num_read += 1
             yield step_of(taken)
 
-    def _open(self) -> Iterator[StepBatches]:
+    def _open(self, *, aside: bool = False) -> Iterator[StepBatches]:
         if isinstance(self._reader, StreamReader):
             return self._reader.open()
         if self._listed is not None:
             rows = self._listed.rows(0, self._layout.rank, self._layout.world_size)
-            return self._reader.open(rows, epoch=0)
+            return self._reader.read_aside(rows) if aside else self._reader.open(rows, epoch=0)
         order = SampleOrder(len(self._dataset), seed=0, epoch=0, shuffle=False)
-        return self._reader.open(micro_batches_of_epoch(order, self._layout, start=0), epoch=0)
+        rows = micro_batches_of_epoch(order, self._layout, start=0)
+        return self._reader.read_aside(rows) if aside else self._reader.open(rows, epoch=0)

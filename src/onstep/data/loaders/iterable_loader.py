@@ -30,6 +30,22 @@ def is_stateful(owner: Any) -> bool:
     return not isinstance(owner, type) and all(callable(one) for one in methods)
 
 
+def restores_exactly(owner: Any) -> bool:
+    """Whether the state of a stateful iterable is its exact position.
+
+    The samples in the buffer of a shuffled stream of `datasets` are not part of its state, and are lost on resume.
+    """
+    return is_stateful(owner) and not _has_shuffle_buffer(getattr(owner, "_ex_iterable", None))
+
+
+def _has_shuffle_buffer(examples: Any) -> bool:
+    """Whether one of nested iterables of the `datasets` library shuffles in a buffer."""
+    if examples is None:
+        return False
+    inner = [getattr(examples, "ex_iterable", None), *(getattr(examples, "ex_iterables", None) or ())]
+    return "BufferShuffled" in type(examples).__name__ or any(map(_has_shuffle_buffer, inner))
+
+
 def count_samples(batch: Any) -> int | None:
     """Number of samples in a collated batch: the first dimension of its first tensor or array; None if it has none."""
     if type(batch) is dict:
@@ -216,10 +232,10 @@ class IterableLoader(Unindexed):
     rank different samples and equally many batches.
 
     If the iterable has `state_dict` and `load_state_dict`, its state is the position, saved in this loader's state
-    under "stream" (per rank, for ready-made batches). Any other iterable is read again up to the position, and a log
-    line says how much that is. `num_workers` > 0 reads a plain dataset ahead in one worker; others are read in this
-    process. Random numbers (torch, NumPy, Python) drawn in the worker depend only on seed, epoch and position, so
-    reading again reproduces them.
+    under "stream" (per rank, for ready-made batches). Any other iterable, and a stream of `datasets` that shuffles in a
+    buffer, is read again up to the position, and a log line says how much that is. `num_workers` > 0 reads a plain
+    dataset ahead in one worker; others are read in this process. Random numbers (torch, NumPy, Python) drawn in the
+    worker depend only on seed, epoch and position, so reading again reproduces them.
 
     Raises:
         DataError: for inconsistent sizes.
@@ -249,6 +265,7 @@ class IterableLoader(Unindexed):
         if global_batch_size is not None and not already_batched:
             self._layout.check_global_batch(global_batch_size)
         self._source: Any = source
+        self._has_state = restores_exactly(source)
         self._already_batched = already_batched
         self._drop_last = drop_last
         self._reader = StreamReader(
@@ -319,7 +336,7 @@ class IterableLoader(Unindexed):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position returned by `state_dict`."""
         self.seek(state["epoch"], state["samples_in_epoch"])
-        self._stream_state = state.get("stream") if is_stateful(self._source) else None
+        self._stream_state = state.get("stream") if self._has_state else None
 
     def close(self) -> None:
         """Stop the worker; a later read continues from the same position."""
@@ -327,7 +344,7 @@ class IterableLoader(Unindexed):
         self._stream = None
 
     def _current_stream_state(self) -> Any:
-        is_read_here = self._stream is not None and is_stateful(self._source)
+        is_read_here = self._stream is not None and self._has_state
         return self._source.state_dict() if is_read_here else self._stream_state
 
     def _open(self) -> Iterator[StepBatches]:
@@ -336,6 +353,8 @@ class IterableLoader(Unindexed):
         if state is not None:
             self._source.load_state_dict(state)
             return self._reader.open(epoch=self.epoch)
+        if hasattr(self._source, "_starting_state_dict"):  # datasets would start at a state that was loaded before
+            self._source.load_state_dict(None)
         if self.samples_in_epoch:
             _LOGGER.warning(
                 "reading the first %d samples of epoch %d again to reach the position; "

@@ -59,6 +59,7 @@ class TrainLoader:
         self._layout = MicroBatchLayout(micro_batch_size, rank, world_size)
         self._layout.check_global_batch(global_batch_size)
         self._row_size = self._layout.row_size
+        self._dataset = dataset
         self.num_samples = len(dataset)
         """Number of samples in the dataset."""
         self._left_out: list[tuple[int, int]] = []
@@ -78,6 +79,28 @@ class TrainLoader:
         )
         self._stream: Iterator[StepBatches] | None = None
         self.seek(epoch, samples_in_epoch)
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset that is read."""
+        return self._dataset
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a micro-batch on one rank."""
+        return self._layout.micro_batch_size
+
+    def __len__(self) -> int:
+        """Number of micro-batches that this rank reads in the current epoch."""
+        rows = self._layout.num_rows(self.samples_per_epoch)
+        return self.samples_per_epoch // self._row_size if self._drop_last else rows
+
+    def __iter__(self) -> Iterator[Any]:
+        """This rank's micro-batches of the current epoch from its start, on the host; the position is not affected."""
+        order = SampleOrder(self.num_samples, self._seed, self.epoch, self._shuffle, self._out_of_epoch)
+        rows = islice(micro_batches_of_epoch(order, self._layout, 0), len(self))
+        for step in self._reader.read_aside(rows):
+            yield from step.micro_batches
 
     @property
     def samples_per_epoch(self) -> int:

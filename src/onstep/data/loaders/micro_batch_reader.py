@@ -111,6 +111,10 @@ class MicroBatchReader:
         """The micro-batches of `rows` of `epoch`, in order. Iterators opened earlier must no longer be used."""
         return self._read_in_workers(rows, epoch) if self._has_workers else self._read_here(rows)
 
+    def read_aside(self, rows: Iterator[GlobalMicroBatch]) -> Iterator[StepBatches]:
+        """The micro-batches of `rows`, read in this process; iterators opened earlier can still be used."""
+        return self._read_here(rows)
+
     def close(self) -> None:
         """Stop persistent workers; those of a single epoch stop with its iterator."""
         loader, self._loader = self._loader, None

@@ -1,1 +1,1 @@
-"""How a Trainer computes: its accelerator, the options of model and torch, label smoothing, and a user's own steps."""
+"""Computes the steps of a Trainer: accelerator, options of model and torch, label smoothing, a user's own steps."""

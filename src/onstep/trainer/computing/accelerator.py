@@ -6,6 +6,7 @@ import atexit
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -68,6 +69,11 @@ class Accelerator:
     gradient_accumulation_steps = 1
     """1, as under Hugging Face's Trainer, which accumulates gradients itself; see
     `trainer.current_gradient_accumulation_steps`."""
+
+    dataloader_config = SimpleNamespace(
+        split_batches=False, dispatch_batches=None, even_batches=True, use_seedable_sampler=True, non_blocking=False
+    )
+    """accelerate's defaults."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

@@ -74,6 +74,8 @@ class CustomStep(ModelStep):
             loss = self._loss(data_iterator, model, inputs, num_items)
         if loss is None:
             return None, lambda loss: None
+        if self._num_averaged_ranks > 1:
+            loss = loss / self._num_averaged_ranks
         if self._gives_shares and num_items is not None and step is not None:
             return loss, lambda loss: LossShare(loss, num_labels, {})
         weight = mean_weight(inputs, num_labels, self._weighting)
@@ -84,7 +86,8 @@ class CustomStep(ModelStep):
         """The part of a loss from `compute_loss` in the loss of its step, as it is averaged over ranks."""
         size = self._world.size
         if self._gives_shares:
-            return loss if size == 1 or self._scales_shares else loss * size
+            is_scaled = size == 1 or self._scales_shares or self._num_averaged_ranks > 1
+            return loss if is_scaled else loss * size
         if self._total_weight is None:
             return loss
         factor = self._weight * size / self._total_weight

@@ -28,15 +28,19 @@ def data_seed(args: TrainingArguments) -> int:
     return args.seed if args.data_seed is None else args.data_seed
 
 
+def check_strategy(args: TrainingArguments, stream: Any) -> None:
+    """Refuse (ConfigError) to group the samples of a dataset without an index."""
+    if args.train_sampling_strategy in GROUPING:
+        raise ConfigError(
+            f"train_sampling_strategy={args.train_sampling_strategy!r} requires a train_dataset with a length and an "
+            f"index, got {type(stream).__name__}; use 'random' for data in its own order."
+        )
+
+
 def training_sampler(args: TrainingArguments, dataset: Any, processing_class: Any) -> Any:
     """The sampler for `train_sampling_strategy`; None for a dataset without a length or an index."""
     strategy = args.train_sampling_strategy
     if dataset is None or not is_map_style(dataset):
-        if strategy in GROUPING and dataset is not None:
-            raise ConfigError(
-                f"train_sampling_strategy={strategy!r} requires a train_dataset with a length and an index, got "
-                f"{type(dataset).__name__}; use 'random' for data in its own order."
-            )
         return None
     if strategy in GROUPING:
         return _grouped(args, dataset, processing_class)

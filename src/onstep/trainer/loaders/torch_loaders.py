@@ -8,7 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from onstep.config import TrainingArguments
 from onstep.data import EpochOrders, OrderedBatches, OrderedSamples, OrderRandomness, is_map_style
-from onstep.trainer.loaders.samplers import WholeUnits, data_seed, reseeds_shuffling, yields_batches
+from onstep.trainer.loaders.samplers import WholeUnits, check_strategy, data_seed, reseeds_shuffling, yields_batches
 
 
 def training_loader(
@@ -20,8 +20,10 @@ def training_loader(
     """
     rank, world_size = args.process_index, args.world_size
     if isinstance(dataset, DataLoader):
+        check_strategy(args, dataset)
         return prepared_loader(args, dataset)
     if not is_map_style(dataset):
+        check_strategy(args, dataset)
         stream = dataset if isinstance(dataset, IterableDataset) else _Stream(dataset)
         loader = DataLoader(stream, batch_size=batch_size, drop_last=args.dataloader_drop_last, **options)
         return prepared_loader(args, loader)

@@ -24,7 +24,7 @@ from onstep.distributed import World
 from onstep.errors import ConfigError, DataError
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.loaders.samplers import GROUPING, reseeds_shuffling
-from onstep.trainer.loaders.torch_loaders import batches_of_run, lists_batches
+from onstep.trainer.loaders.torch_loaders import batches_of_run, lists_batches, prepared_loader
 from onstep.trainer.overrides import overrides
 from onstep.training.run import Run
 
@@ -70,6 +70,9 @@ def users_data(trainer: BaseTrainer) -> UsersData:
         loader = user.get_train_dataloader()
     if not hasattr(loader, "__iter__"):
         raise DataError(f"get_train_dataloader must return a DataLoader, got {type(loader).__name__}.")
+    is_prepared = getattr(getattr(trainer, "accelerator", None), "is_prepared", None)
+    if is_prepared is not None and is_prepared(loader):
+        loader = prepared_loader(args, loader)
     row_size = args.per_device_train_batch_size * args.world_size
     if not lists_batches(loader):
         num_batches = length_of(loader)
@@ -79,7 +82,7 @@ def users_data(trainer: BaseTrainer) -> UsersData:
     num_batches = orders.num_batches
     if num_batches is None and args.max_steps <= 0:
         raise ConfigError(
-            f"The sampler {type(loader.sampler).__name__} has no length, so num_train_epochs cannot end the run; give "
+            f"The sampler {orders.sampler_name} has no length, so num_train_epochs cannot end the run; give "
             "it __len__, or set max_steps."
         )
     num_rows = None if num_batches is None else num_batches if is_share else -(-num_batches // args.world_size)
@@ -98,10 +101,12 @@ def whole_epochs(args: TrainingArguments) -> TrainingArguments:
 def count_examples(trainer: BaseTrainer, run: Run, data: UsersData | None) -> None:
     """Show the samples of an epoch and of the run as the user's methods count them, in Hugging Face's view."""
     user: Any = trainer
-    if data is not None or overrides(trainer, "num_examples"):
-        loader = run.train_dataloader if data is None else data.loader
-        has_length = length_of(loader) is not None or length_of(getattr(loader, "dataset", None)) is not None
-        run.info.num_examples = user.num_examples(loader) if has_length else None
+    if overrides(trainer, "num_examples"):
+        run.info.num_examples = user.num_examples(run.train_dataloader)
+    elif data is not None:
+        dataset = getattr(data.loader, "dataset", None)
+        has_length = length_of(data.loader) is not None or length_of(dataset) is not None
+        run.info.num_examples = user.num_examples(data.loader) if has_length else None
     if overrides(trainer, "get_total_train_batch_size"):
         run.info.num_train_samples = run.info.max_steps * user.get_total_train_batch_size(trainer.args)
 
@@ -113,7 +118,7 @@ def _orders_of(loader: Any, randomness: OrderRandomness, args: TrainingArguments
     sampler = loader.batch_sampler
     dealt = loader.sampler.batches if isinstance(loader.sampler, OrderedSamples) else sampler
     if isinstance(dealt, OrderedBatches):
-        return dealt.orders, False
+        return dealt.orders.again(), False
     return EpochOrders(sampler, randomness, generator=loader.generator, max_batches=batches_of_run(args)), True
 
 

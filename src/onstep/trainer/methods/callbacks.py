@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from onstep.errors import ConfigError
-from onstep.events import Control, TrainerState
+from onstep.events import Control, RunState, TrainerState
 from onstep.events.exportable_state import exported_states
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.callback_handler import TrainerCallbackHandler, pop_default
+from onstep.training.run import Run
 
 
 class CallbackMethods(BaseTrainer):
@@ -87,6 +89,27 @@ class CallbackMethods(BaseTrainer):
     def remove_callback(self, callback: Any) -> None:
         """Remove the first callback that is this instance, or exactly of this class; does nothing without a match."""
         self.pop_callback(callback)
+
+
+def adopt_state(given: TrainerState | None, run: Run) -> None:
+    """Continue from a state that was made by hand or read from a file, for an evaluation outside of a training.
+
+    Its progress, its best metric, its records and the attributes that the user has added become those of `run`.
+    """
+    if given is None or isinstance(given, RunState):
+        return
+    progress, info = run.train_state, run.info
+    progress.step, progress.epoch = given.global_step, int(given.epoch or 0)
+    if given.max_steps > 0 and given.num_train_epochs > 0:
+        info.max_steps, info.num_train_epochs = given.max_steps, given.num_train_epochs
+        info.steps_per_epoch = max(1, round(given.max_steps / given.num_train_epochs))
+        progress.steps_in_epoch = round(((given.epoch or 0) - progress.epoch) * info.steps_per_epoch)
+    progress.best_metric, progress.best_step = given.best_metric, given.best_global_step
+    progress.best_model_checkpoint = given.best_model_checkpoint
+    progress.floating_point_operations_so_far = given.total_flos
+    info.log_history = list(given.log_history)
+    fields = {one.name for one in dataclasses.fields(given)}
+    progress.user_attributes.update({name: value for name, value in vars(given).items() if name not in fields})
 
 
 def shown_steps(args: Any, max_steps: int) -> dict[str, int]:

@@ -7,13 +7,13 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from onstep.errors import ConfigError, warn_once
+from onstep.errors import ConfigError
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.dataloaders import as_eval_loader, evaluation_loader
 from onstep.trainer.full_eval import cast_weights
@@ -29,6 +29,8 @@ from onstep.trainer.predictions import (
     PredictionCollector,
     PredictionOutput,
     logits_of,
+    mean_of,
+    prefixed,
 )
 from onstep.training.compute.step import to_device
 from onstep.training.stages.best_metric import note_best_metric, save_best
@@ -47,6 +49,7 @@ logger = logging.getLogger(__name__)
 class EvaluatingMethods(BaseTrainer):
     """Hugging Face's methods of an evaluation."""
 
+    _gather_function: Any = None
     model_preparation_time: float | None = None
     """Seconds in which the model was placed for the first evaluation; None if a training placed it."""
 
@@ -56,6 +59,18 @@ class EvaluatingMethods(BaseTrainer):
         if self.args.label_names is not None:
             return list(self.args.label_names)
         return [] if self.model is None else label_parameters(self.model)
+
+    @property
+    def gather_function(self) -> Any:
+        """For an overridden `evaluation_loop`: gathers the tensors of all ranks, without those of fillers. Collective.
+
+        It may be assigned; Onstep's own loop gathers at its end, and does not call it.
+        """
+        return self._gather_function or self.accelerator.gather_for_metrics  # type: ignore[attr-defined]
+
+    @gather_function.setter
+    def gather_function(self, function: Any) -> None:
+        self._gather_function = function
 
     @property
     def is_in_train(self) -> bool:
@@ -122,7 +137,7 @@ class EvaluatingMethods(BaseTrainer):
 
             def predict(model: nn.Module, inputs: Any) -> Any:
                 loss, logits, labels = self.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
-                loss = _mean(loss)
+                loss = mean_of(loss)
                 if self.preprocess_logits_for_metrics is not None and logits is not None:
                     logits = self.preprocess_logits_for_metrics(logits, labels)
                 for keeper in (collector, batches):
@@ -150,7 +165,7 @@ class EvaluatingMethods(BaseTrainer):
                 step.predict, session.is_test = before
             collected = Collected() if collector is None else collector.gather(state.world)
             computed = self._computed_metrics(collected) if batches is None else batches.result()
-            metrics |= _prefixed(computed, metric_key_prefix, measured=metrics)
+            metrics |= prefixed(computed, metric_key_prefix, measured=metrics)
             if self._preparation_time(session) is not None:
                 metrics[f"{metric_key_prefix}_model_preparation_time"] = self.model_preparation_time
             session.means = means
@@ -190,6 +205,10 @@ class EvaluatingMethods(BaseTrainer):
             logits_of(outputs, {"loss", *(ignore_keys or ()), *no_predictions}, has_loss=loss is not None),
             labels,
         )
+
+    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Any) -> tuple[Any, Any]:
+        """For a `prediction_step` copied from Hugging Face's: a context that does nothing, and the inputs."""
+        return nullcontext, inputs
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False) -> Any:
         """The evaluation of a run, when one is due."""
@@ -234,6 +253,7 @@ class EvaluatingMethods(BaseTrainer):
         metrics = (
             self._evaluate(None, ignore_keys, skip_scheduler=True) if is_first else self._evaluate(None, ignore_keys)
         )
+        metrics = state.world.share(metrics)  # a script may add some on the first rank only
         record_evaluation(state, metrics)
         if not is_first and self._determine_best_metric(metrics=metrics, trial=None):
             save_best(state)
@@ -350,26 +370,3 @@ class EvaluatingMethods(BaseTrainer):
             names = ", ".join(known) or "the constructor was not passed a dict of them"
             raise ConfigError(f"eval_dataset={eval_dataset!r} is not the name of an evaluation set; known: {names}.")
         return known[eval_dataset]
-
-
-def _prefixed(computed: dict[str, Any], prefix: str, measured: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's metrics under the prefix, as Python numbers; one that replaces a measured one is named."""
-    start = f"{prefix}_"
-    metrics = {key if key.startswith(start) else start + key: _plain(value) for key, value in computed.items()}
-    replaced = sorted(measured.keys() & metrics.keys())
-    if replaced:
-        warn_once(logger, f"compute_metrics returns {', '.join(replaced)}, which replaces what was measured")
-    return metrics
-
-
-def _plain(value: Any) -> Any:
-    """A NumPy or torch scalar as a Python number."""
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
-
-
-def _mean(loss: Any) -> Any:
-    """A loss of `prediction_step`, 0-d and detached; None if there is none."""
-    if loss is None:
-        return None
-    values = torch.as_tensor(loss).detach()
-    return values.to(torch.promote_types(values.dtype, torch.float32)).mean()

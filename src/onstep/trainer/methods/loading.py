@@ -86,7 +86,7 @@ class LoadingMethods(BaseTrainer):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> Any:
-        collate = self.data_collator
+        collate, whole = self.data_collator, dataset
         if _is_table(dataset):
             dataset = self._remove_unused_columns(dataset, description=description)
         else:
@@ -103,7 +103,7 @@ class LoadingMethods(BaseTrainer):
         }
         sampler = None
         if sampler_fn is not None and is_map_style(dataset):
-            sampler = call_train_sampler(sampler_fn, dataset)
+            sampler = call_train_sampler(sampler_fn, whole)  # which may read columns that the model does not
         if not is_training:
             return evaluation_loader(args, dataset, batch_size, sampler, **options)
         # without a user's method, a training drops a tail that is shorter than a step

@@ -25,6 +25,12 @@ class SavingMethods(BaseTrainer):
     write_checkpoint: Callable[[], None] | None = None
     """Writes the checkpoint that is due, while `_save_checkpoint` runs."""
 
+    @property
+    def saved_processing_class(self) -> Any:
+        """What is saved with the weights to process data: the `processing_class`, else the collator's tokenizer."""
+        given = self.processing_class
+        return getattr(self.data_collator, "tokenizer", None) if given is None else given
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the weights, and the processing class, to `output_dir` (default: `args.output_dir`), on rank 0.
 
@@ -44,10 +50,8 @@ class SavingMethods(BaseTrainer):
         """Write the model, or the given weights, and the processing class or the collator's tokenizer, on rank 0."""
         is_main = self.args.should_save if self.global_state is None else self.global_state.world.is_main
         if is_main and self.model is not None:
-            of_collator = getattr(self.data_collator, "tokenizer", None)
-            tokenizer = of_collator if self.processing_class is None else self.processing_class
             directory = Path(str(self.args.output_dir) if output_dir is None else output_dir)
-            save_model(self.model, directory, tokenizer, state_dict)
+            save_model(self.model, directory, self.saved_processing_class, state_dict)
 
     def _get_output_dir(self, trial: Any = None) -> str:
         """The directory with the checkpoints, `checkpoint-<step>`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 
 from onstep.events.context import unwrap
 from onstep.trainer.methods import TrainerMethods
+from onstep.trainer.overrides import overrides
 from onstep.training.runs.run_dir import RunDir
 
 STATE_FILE, ARGUMENTS_FILE = "trainer_state.json", "training_args.json"
@@ -41,9 +43,13 @@ _STATE = (
 
 def files_of_checkpoint(trainer: TrainerMethods) -> Callable[[Path], None]:
     """What writes the files into a checkpoint: the state is that of now, even if the file is written later."""
-    state = _state_text(trainer)
+    assert trainer.global_state is not None
+    state, name = _state_text(trainer), f"checkpoint-{trainer.global_state.train_state.step}"
+    saves_itself = any(overrides(trainer, method) for method in ("save_model", "_save"))
 
     def write(directory: Path) -> None:
+        if saves_itself:
+            _write_as_the_user_does(trainer, directory, name)
         _write_configuration(trainer.model, directory)
         processing_class: Any = trainer.processing_class
         if hasattr(processing_class, "save_pretrained"):
@@ -51,6 +57,19 @@ def files_of_checkpoint(trainer: TrainerMethods) -> Callable[[Path], None]:
         _write_records(trainer, state, directory)
 
     return write
+
+
+def _write_as_the_user_does(trainer: TrainerMethods, directory: Path, name: str) -> None:
+    """Add what an overridden `save_model` writes; a file that the checkpoint has already is not replaced."""
+    own = directory / ".of-the-user" / name
+    own.mkdir(parents=True)
+    trainer.save_model(str(own))
+    for path in sorted(own.rglob("*")):
+        target = directory / path.relative_to(own)
+        if path.is_file() and not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(target)
+    shutil.rmtree(own.parent)
 
 
 def write_final_files(trainer: TrainerMethods, directory: RunDir) -> None:

@@ -343,10 +343,8 @@ class _Exported:
         return {"args": dict(state.get("args", {})), "attributes": dict(state.get("attributes", {}))}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        attributes = (
-            state_dict["attributes"] if state_dict.keys() == {"args", "attributes"} else state_dict
-        )  # up to version 0.4
-        for name, value in attributes.items():
+        is_flat = state_dict.keys() != {"args", "attributes"}  # up to version 0.4: the attributes alone
+        for name, value in (state_dict if is_flat else state_dict["attributes"]).items():
             setattr(self.owner, name, value)
 
 
@@ -354,9 +352,8 @@ def _state_of(callback: object) -> HasState | None:
     """The object that holds a callback's state; None for a callback without one."""
     if hasattr(callback, "get_last_lr"):  # a scheduler that is a callback too is saved as scheduler
         return None
-    if has_state(callback):
-        return callback
-    return _Exported(callback) if is_exportable(callback) else None
+    exported = _Exported(callback) if is_exportable(callback) else None
+    return callback if has_state(callback) else exported
 
 
 def _digest(state: HasState) -> str:

@@ -105,7 +105,7 @@ class RunDir:
         replace_durably(self.run_json, json.dumps(content, indent=2) + "\n")
 
     def set_checkpoints_aside(self) -> Path | None:
-        """Move the checkpoints of the previous run to `checkpoints-<n>`, with a copy of its run.json.
+        """Move the checkpoints and decisions of the previous run to `checkpoints-<n>`, with a copy of its run.json.
 
         Returns:
             The new directory; None if there was nothing to move.
@@ -120,6 +120,8 @@ class RunDir:
             moved = [path for _, kind, path in named_dirs(self.path) if not kind]  # the newest first
             for path in [*moved, *filter(Path.is_dir, [self.path / ASIDE])]:
                 path.rename(aside / path.name)
+        if self.decisions.exists():
+            self.decisions.rename(aside / self.decisions.name)
         for name in ("run.json", IDENTITY_FILE):
             if (self.path / name).is_file():
                 replace_durably(aside / name, (self.path / name).read_text(encoding="utf-8"))

@@ -53,6 +53,10 @@ def build_model(config: ConfigContainer, world: World, state: Run) -> list[nn.Mo
         torch.manual_seed(config.rng.seed)
         chunks = run_hooks([transformer], state.entry_point.pre_wrap_hooks)
     only_chunk(chunks)
+    train = config.train
+    if train.torch_compile:
+        for chunk in chunks:  # in place, so that the weights keep their names
+            chunk.compile(backend=train.torch_compile_backend or "inductor", mode=train.torch_compile_mode)
     return data_parallel([chunk.to(world.device) for chunk in chunks], world, config.ddp)
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from onstep.config.hf.argument import argument, declares_arguments
+from onstep.config.hf.argument import Values, argument, declares_arguments
 
 STRATEGIES = ("random", "sequential", "group_by_length", "batch_rebalance")
 
@@ -24,7 +23,8 @@ class DataArguments:
     remove_unused_columns: bool = True
     label_names: list[str] | None = None
     dataloader_drop_last: bool = False
-    """Drop the tail of an epoch that is shorter than one global batch."""
+    """Drop the tail of an epoch that is shorter than one global batch; in the order of a user's sampler or loader, and
+    of grouped samples, one that is shorter than a micro-batch on every rank."""
     dataloader_num_workers: int = 0
     dataloader_pin_memory: bool = True
     dataloader_persistent_workers: bool = False
@@ -32,7 +32,7 @@ class DataArguments:
     """Micro-batches that each worker reads ahead; None is torch's default, 2."""
     dataloader_multiprocessing_context: str | None = None
     """fork | spawn | forkserver: how workers are started; None is Python's default."""
-    accelerator_config: Any = None
+    accelerator_config: Values | None = None
     """A dictionary, the path of a JSON file with one, or an `AcceleratorConfig`. `use_seedable_sampler=False` shuffles
     as torch's `RandomSampler` does; `gradient_accumulation_kwargs={'num_steps': n}` sets
     `gradient_accumulation_steps`."""

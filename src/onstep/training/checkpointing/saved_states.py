@@ -113,7 +113,7 @@ class RunComponents:
         return parts
 
 
-def _replicated(key: str, part: Stateful, *, required: bool = False, **options: bool) -> StateComponent:
+def _replicated(key: str, part: Stateful, *, required: bool = False, **options: Any) -> StateComponent:
     return StateComponent(key, part, SharingPattern.REPLICATED, required=required, **options)
 
 

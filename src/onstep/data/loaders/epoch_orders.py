@@ -135,7 +135,9 @@ class EpochOrders:
         self._current: EpochBatches | None = None
 
     def again(self) -> EpochOrders:
-        """The same from the first epoch on, for another reader."""
+        """The same from the first epoch on, for another reader; itself while no other epoch has been read."""
+        if self._num_read <= 1:  # reading the first again would advance the sampler's generator
+            return self
         return EpochOrders(
             self.batch_sampler,
             self._randomness.again(),

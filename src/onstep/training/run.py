@@ -159,8 +159,7 @@ class EntryPoint:
     log: Callable[[Metrics], None] | None = None
     """The user's own `Trainer.log`, which every record passes through; None if there is none."""
     store_flos: Callable[[], None] | None = None
-    """Adds the FLOPs since the last report, where the user's `Trainer` counts them; None: 6 per label and parameter.
-    Collective."""
+    """Adds the FLOPs counted by the user's `Trainer`; None: 6 per label and parameter. Collective."""
     save_checkpoint: Callable[[Callable[..., None]], None] | None = None
     """The user's own `Trainer._save_checkpoint`, which is passed the function that saves; None if there is none."""
     prepare_files: Callable[[], Callable[[Path], None] | None] = lambda: None
@@ -170,9 +169,7 @@ class EntryPoint:
 
 
 class Checkpoints(Protocol):
-    """The interface of a run's checkpoints that the loop uses
-    (`onstep.training.checkpointing.writing.RunCheckpoints`).
-    """
+    """The interface of a run's checkpoints that the loop uses: `checkpointing.writing.RunCheckpoints`."""
 
     @property
     def is_writing(self) -> bool: ...

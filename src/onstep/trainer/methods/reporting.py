@@ -96,6 +96,11 @@ class ReportingMethods(BaseTrainer):
         state = self.global_state
         state.train_state.floating_point_operations_so_far += sum(state.world.gather(counted))
 
+    def end(self) -> None:
+        """Leave the process group, which otherwise stays for further calls; trackers are closed when a run ends."""
+        if self.global_state is not None:
+            self.global_state.world.close()
+
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: there is no search here.
 

@@ -113,11 +113,8 @@ class RunComponents:
         return parts
 
 
-def _replicated(
-    key: str, part: Stateful, *, required: bool = False, validate_replication: bool = False
-) -> StateComponent:
-    pattern = SharingPattern.REPLICATED
-    return StateComponent(key, part, pattern, required=required, validate_replication=validate_replication)
+def _replicated(key: str, part: Stateful, *, required: bool = False, **options: Any) -> StateComponent:
+    return StateComponent(key, part, SharingPattern.REPLICATED, required=required, **options)
 
 
 def _of_the_rank(key: str, part: Stateful) -> StateComponent:

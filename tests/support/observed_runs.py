@@ -87,7 +87,7 @@ def observe(
         state = trainer.state
         history = [dict(record) for record in state.log_history]
         evaluated = trainer.evaluate()
-        predicted = trainer.predict(held_out[:5])
+        trainer.predict(held_out[:5])
         loader = trainer.get_train_dataloader()
     training = [record for record in history if "loss" in record]
     evaluations = [record for record in history if any(name.startswith("eval_") for name in record)]
@@ -101,7 +101,6 @@ def observe(
         "evaluated_steps": [record["step"] for record in evaluations],
         "eval_names": sorted(evaluated),
         "eval_loss": evaluated.get("eval_loss"),
-        "predictions": None if tokens else np.asarray(predicted.predictions).tolist(),
         "given_to_metrics": metrics.given,
         "steps": state.global_step,
         "best": (state.best_metric, Path(state.best_model_checkpoint or "").name),

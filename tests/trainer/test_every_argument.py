@@ -20,7 +20,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from onstep import TrainingArguments
+from onstep import Trainer, TrainingArguments
 from onstep.config import args_to_config
 from onstep.errors import ConfigError
 from onstep.trackers.report_to import reporting_trackers
@@ -110,6 +110,7 @@ class Refused:
 
     value: Any
     reason: str
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 Row = Changes | Holds | OnArguments | OnRanks | ToTracker | Shown | AlwaysSo | Requires | Refused
@@ -161,8 +162,9 @@ def shows_nan_in_the_log(directory: Path) -> None:
     plain, mine = (
         observe(directory / str(value), rows=rows, logging_nan_inf_filter=value, **skips) for value in (True, False)
     )
-    assert [math.isnan(loss) for loss in plain["losses"]] == [False, False]
-    assert [math.isnan(loss) for loss in mine["losses"]] == [True, False]
+    # the skipped step has a record of its own in both, without a learning rate
+    means = [[loss for loss, rate in zip(run["losses"], run["rates"], strict=True) if rate] for run in (plain, mine)]
+    assert [[math.isnan(loss) for loss in losses] for losses in means] == [[False, False], [True, False]]
 
 
 def shows_unused_columns(directory: Path) -> None:
@@ -178,11 +180,24 @@ def shows_length_column(directory: Path) -> None:
     sizes = torch.tensor([3, 1, 2] * 4)
     rows = [{**row, "size": int(size)} for row, size in zip(regression_rows(12), sizes, strict=True)]
     table = datasets.Dataset.from_list(rows).with_format("torch")
+
+    class WithSizes(NotedRegression):
+        def forward(self, x: Tensor, labels: Tensor | None = None, size: Any = None) -> dict[str, Tensor]:  # type: ignore[override]
+            return super().forward(x, labels)
+
     options = {"train_sampling_strategy": "group_by_length", "length_column_name": "size"}
-    found = observe(directory, rows=table, per_device_train_batch_size=4, **options)
+    found = observe(directory, model=WithSizes(), rows=table, per_device_train_batch_size=4, **options)
     by_x = {round(float(row["x"][0]), 4): row["size"] for row in rows}
-    read = [by_x[x] for batch in found["order"] for x in batch]
-    assert read == sorted(read, reverse=True)
+    read = [[by_x[x] for x in batch] for batch in found["order"]]
+    assert read == [sorted(batch, reverse=True) for batch in read]
+    assert read[0][0] == 3
+
+
+def shows_start_of_workers(directory: Path) -> None:
+    """Without starting them, which would need seconds."""
+    args = arguments(directory, dataloader_num_workers=1, dataloader_multiprocessing_context="spawn")
+    loader = Trainer(NotedRegression(), args, train_dataset=regression_rows(4)).get_train_dataloader()
+    assert loader.multiprocessing_context.get_start_method() == "spawn"
 
 
 def shows_resuming(directory: Path) -> None:
@@ -230,11 +245,11 @@ FIELDS: dict[str, Row] = {
     "bf16_full_eval": Changes(True, "eval_dtypes", tokens=True),
     "fp16_full_eval": Changes(True, "eval_dtypes", tokens=True),
     "tf32": Requires(True, "GPU"),
-    "activation_checkpointing": Holds(True, lambda run: run["trainer"].model.is_gradient_checkpointing, tokens=True),
+    "activation_checkpointing": Holds(True, lambda run: run["trainer"].model.is_activation_checkpointing, tokens=True),
     "activation_checkpointing_kwargs": Holds(
         {"use_reentrant": True}, _is_reentrant, {"activation_checkpointing": True}, tokens=True
     ),
-    "gradient_checkpointing": Holds(True, lambda run: run["trainer"].model.is_gradient_checkpointing, tokens=True),
+    "gradient_checkpointing": Holds(True, lambda run: run["trainer"].model.is_activation_checkpointing, tokens=True),
     "gradient_checkpointing_kwargs": Holds(
         {"use_reentrant": True}, _is_reentrant, {"gradient_checkpointing": True}, tokens=True
     ),
@@ -276,7 +291,7 @@ FIELDS: dict[str, Row] = {
     "prediction_loss_only": Changes(True, "eval_names"),
     "eval_on_start": Changes(True, "evaluated_steps", EVALUATES),
     "eval_do_concat_batches": Changes(False, "given_to_metrics"),
-    "eval_use_gather_object": Changes(True, "given_to_metrics"),
+    "eval_use_gather_object": OnRanks(True, "objects", [2, 2]),
     "eval_accumulation_steps": AlwaysSo(
         1, "predictions are moved off the device after every batch", lambda run: run["given_to_metrics"]["on_cpu"]
     ),
@@ -287,7 +302,8 @@ FIELDS: dict[str, Row] = {
     "save_steps": Changes(3, "checkpoints", {"save_strategy": "steps"}),
     "save_total_limit": Changes(1, "checkpoints", SAVES),
     "save_only_model": Changes(True, "files", SAVES),
-    "save_on_each_node": OnArguments(True, lambda args: args.should_save, FIRST_OF_SECOND_NODE),
+    # on one machine it makes no difference
+    "save_on_each_node": Refused(True, "storage that all machines share", FIRST_OF_SECOND_NODE),
     "enable_jit_checkpoint": AlwaysSo(True, "a signal always saves before the run ends", lambda run: True),
     "load_best_model_at_end": Changes(True, "weights", {**WORST, "load_best_model_at_end": False}),
     "metric_for_best_model": Changes("count", "best", WORST),
@@ -310,7 +326,7 @@ FIELDS: dict[str, Row] = {
     "dataloader_pin_memory": Changes(False, "loader"),
     "dataloader_persistent_workers": Changes(True, "loader", WORKERS),
     "dataloader_prefetch_factor": Changes(4, "loader", WORKERS),
-    "dataloader_multiprocessing_context": Changes("spawn", "loader", WORKERS),
+    "dataloader_multiprocessing_context": Shown(shows_start_of_workers),
     "dataloader_in_order": Refused(False, "in their order"),
     "remove_unused_columns": Shown(shows_unused_columns),
     "label_names": Changes(["labels", "x"], "given_to_metrics"),
@@ -321,7 +337,7 @@ FIELDS: dict[str, Row] = {
     "parallelism_config": Refused(object(), _SHARDING),
     "ddp_find_unused_parameters": OnRanks(True, "find_unused_parameters", True),
     "ddp_bucket_cap_mb": OnRanks(3, "bucket_cap_mb", 3),
-    "ddp_broadcast_buffers": OnRanks(True, "broadcast_buffers", True),
+    "ddp_broadcast_buffers": OnRanks(True, "sync_buffers", True),
     "ddp_static_graph": OnRanks(True, "static_graph", True),
     "ddp_backend": OnRanks("gloo", "backend", "gloo"),
     "ddp_timeout": OnRanks(77, "ddp_timeout", 77.0),
@@ -344,7 +360,9 @@ def seen(run: dict[str, Any], name: str) -> Any:
 def test_an_argument_has_its_effect_or_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     match FIELDS[name]:
-        case Refused(value, reason):
+        case Refused(value, reason, environment):
+            for key, text in environment.items():
+                monkeypatch.setenv(key, text)
             with pytest.raises(ConfigError, match=rf"(?s)\b{name}\b.*{reason}"):
                 arguments(tmp_path, **{name: value})
         case Requires(value, what, also):
@@ -369,8 +387,8 @@ def test_an_argument_has_its_effect_or_is_refused(name: str, tmp_path: Path, mon
             assert holds(arguments(tmp_path, **{name: value}))
             assert not holds(arguments(tmp_path))
         case Holds(value, holds, also, tokens):
-            assert holds(observe(tmp_path / "mine", tokens=tokens, **{**also, name: value}))
             assert not holds(observe(tmp_path / "plain", tokens=tokens, **also))
+            assert holds(observe(tmp_path / "mine", tokens=tokens, **{**also, name: value}))
         case Changes(value, what, also, tokens):
             plain = observe(tmp_path / "plain", tokens=tokens, **also)
             mine = observe(tmp_path / "mine", tokens=tokens, **{**also, name: value})

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
 from onstep import Trainer
@@ -13,6 +14,25 @@ from tests.support.observed_runs import arguments
 from tests.support.small_models import Regression, regression_rows
 
 WRAPPER = torch.nn.parallel.DistributedDataParallel
+
+
+class Boxes(Regression):
+    """Has labels that are a list, with an object for each sample."""
+
+    def forward(self, x: Tensor, labels: Any = None) -> dict[str, Tensor]:
+        return {"loss": torch.zeros(()), **super().forward(x)}
+
+
+def collate(samples: list[Any]) -> dict[str, Any]:
+    return {"x": torch.stack([row["x"] for row in samples]), "labels": [{"box": row["x"][None]} for row in samples]}
+
+
+def objects_of_batches(settings: dict[str, Any]) -> list[int]:
+    """How many objects the labels of each of two global batches have."""
+    chosen = {"eval_use_gather_object": settings.get("eval_use_gather_object", False), "eval_do_concat_batches": False}
+    args = arguments(Path("objects"), per_device_eval_batch_size=1, **chosen)
+    output = Trainer(Boxes(), args, data_collator=collate).predict(regression_rows(4))
+    return [len(labels) for labels in output.label_ids]
 
 
 def job_arguments(settings: dict[str, Any]) -> dict[str, Any]:
@@ -35,5 +55,8 @@ def job_arguments(settings: dict[str, Any]) -> dict[str, Any]:
     trainer = Trainer(Regression(), args, train_dataset=rows, eval_dataset=rows[:6])
     trainer.train()
     losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
-    names = ("backend", "ddp_timeout", "find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph")
-    return {"losses": losses, **{name: passed.get(name) for name in names}}
+    names = ("backend", "ddp_timeout", "find_unused_parameters", "bucket_cap_mb", "static_graph")
+    # torch 2.13 renamed the argument
+    sync = passed.get("forward_sync_buffers", passed.get("broadcast_buffers"))
+    objects = objects_of_batches(settings)
+    return {"objects": objects, "losses": losses, "sync_buffers": sync, **{name: passed.get(name) for name in names}}

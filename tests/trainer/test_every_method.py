@@ -18,7 +18,7 @@ import transformers
 from onstep import InfoCallback, Trainer
 from onstep.errors import ConfigError
 from tests.support.observed_runs import NotedRegression, arguments, described, observe
-from tests.support.small_models import regression_rows
+from tests.support.small_models import Regression, regression_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 
@@ -149,6 +149,22 @@ def _negated_tensor(original: Any, trainer: Any, data: Any) -> Any:
     return -prepared if isinstance(prepared, torch.Tensor) else prepared
 
 
+class Doubling(torch.nn.Module):
+    """A wrapper that doubles a model's loss."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+    def forward(self, **inputs: Any) -> Any:
+        outputs = self.module(**inputs)
+        return {**outputs, "loss": 2 * outputs["loss"]}
+
+
+def _doubling_wrapper(original: Any, trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    return Doubling(original(model, *args, **kwargs))
+
+
 def _in_bfloat16(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     return torch.autocast("cpu", torch.bfloat16)
 
@@ -217,10 +233,10 @@ METHODS: dict[str, Row] = {
     "get_optimizer_group": ForScripts(_has_group),
     "_get_learning_rate": Refused("on_log"),
     # the model
-    "call_model_init": Called({"model_init": NotedRegression}),
+    "call_model_init": Changes("losses", lambda original, trainer: Regression(seed=1), {"model_init": NotedRegression}),
     "create_accelerator_and_postprocess": Called(),
     "_move_model_to_device": Called(),
-    "_wrap_model": Called(),
+    "_wrap_model": Changes("losses", _doubling_wrapper),
     # a step
     "train": ForScripts(lambda trainer: trainer.train().global_step == 6),
     "training_step": Changes("losses", _zero_step),
@@ -229,7 +245,7 @@ METHODS: dict[str, Row] = {
     "autocast_smart_context_manager": Changes("dtypes", _in_bfloat16),
     "_prepare_input": Changes("order", _negated_tensor),
     "_prepare_inputs": Changes("order", _negated),
-    "_get_num_items_in_batch": Called(),
+    "_get_num_items_in_batch": Changes("losses", lambda original, trainer, *args: torch.tensor(1000), {"tokens": True}),
     "_clip_grad_norm": Refused("on_pre_optimizer_step"),
     "_get_grad_norm": Refused("on_pre_optimizer_step"),
     "_inner_training_loop": Refused("training_step"),

@@ -14,6 +14,8 @@ class LogHistory:
     def __init__(self) -> None:
         self.final_metrics: Record | None = None
         """The newest record with the totals of a `train()`; None until there is one."""
+        self.num_saved = 0
+        """Number of records at the checkpoint that the run continues from."""
         self._records: list[Record] = []
         self._num_earlier = 0
         self._read_earlier: Callable[[], list[Record]] | None = None

@@ -45,7 +45,7 @@ from onstep.trainer.optimizers import (
     withdraw_optimizers,
 )
 from onstep.trainer.output_dir.claim import acquire_dir
-from onstep.trainer.output_dir.files import files_of_checkpoint
+from onstep.trainer.output_dir.files import files_of_checkpoint, recall_history
 from onstep.trainer.output_dir.identity import trainer_identity
 from onstep.trainer.overrides import overrides
 from onstep.trainer.own_arguments import config_of, shown_arguments
@@ -335,6 +335,7 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
         made = make_optimizers(trainer, session.module, config, Length(iters, state.world.size, num_samples))
         session.optimizer, session.scheduler = notify.optimizer, notify.scheduler = made
     load_checkpoint(state, notify)
+    recall_history(state)
     notify.on_data_init_start()
     with state.timers(DATA_TIMER).measure(barrier=True):
         if data is None:
@@ -371,6 +372,10 @@ def _name_idle_arguments(trainer: TrainerMethods, session: Session) -> None:
         found.append(("prediction_loss_only=False", ["compute_metrics"]))
     if trainer.label_smoother is not None and trainer.compute_loss_func is not None:
         found.append(("no compute_loss_func", ["label_smoothing_factor"]))
+    if trainer.args.dataloader_num_workers and hasattr(trainer.train_dataset, "_ex_iterable"):
+        found.append(("a train_dataset that is not a stream of datasets", ["dataloader_num_workers"]))
+    if getattr(trainer.args, "predict_with_generate", False) and not hasattr(trainer, "_gen_kwargs"):
+        found.append(("a Seq2SeqTrainer", ["predict_with_generate"]))
     line = idle_line([*idle_arguments(trainer.args), *found])
     if line is not None:
         logger.warning("%s", line)

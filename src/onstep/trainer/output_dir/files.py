@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from onstep.errors import DataError
+from onstep.events import TrainerState
 from onstep.events.context import unwrap
 from onstep.trainer.methods import TrainerMethods
+from onstep.training.run import Run
 from onstep.training.runs.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
 
 STATE_FILE, ARGUMENTS_FILE = "trainer_state.json", "training_args.json"
 
@@ -30,6 +36,26 @@ def files_of_checkpoint(trainer: TrainerMethods) -> Callable[[Path], None]:
         _write_records(trainer, state, directory)
 
     return write
+
+
+def recall_history(run: Run) -> None:
+    """Let `log_history` begin with the records at the checkpoint that the run continues from.
+
+    They are read when somebody looks: at the latest when the next checkpoint is saved, before this one may be deleted.
+    """
+    history, start = run.info.history, None if run.checkpoints is None else run.checkpoints.start
+    path = None if start is None else start.path / STATE_FILE
+    if path is None or len(history) >= history.num_saved or not path.is_file():
+        return
+
+    def read() -> list[dict[str, Any]] | None:
+        try:
+            return TrainerState.load_from_json(str(path)).log_history
+        except (OSError, DataError) as error:
+            logger.warning("the log_history before step %d is lost: %s", run.train_state.step, error)
+            return None
+
+    history.begin_with(history.num_saved, read)
 
 
 def write_final_files(trainer: TrainerMethods, directory: RunDir) -> None:

@@ -168,7 +168,8 @@ class RunProgress:
             history.replace(state_dict["log_history"])
         else:
             history.final_metrics = None if final is None else dict(final)
-        history.go_back(state_dict.get("num_records", len(history)), state.train_state.step)
+        history.num_saved = state_dict.get("num_records", len(history))
+        history.go_back(history.num_saved, state.train_state.step)
         if final is not None and not len(history):
             history.append(dict(final))
         state.evaluated.last_metrics, state.evaluated.at_step = state_dict["last_metrics"], state_dict["evaluated_at"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -432,6 +433,12 @@ def test_the_parser_accepts_what_that_of_transformers_accepts() -> None:
         text for text, action in theirs.items() if (action.nargs, action.const) != (ours[text].nargs, ours[text].const)
     }
     assert not differing
+
+
+def test_the_page_names_what_is_refused() -> None:
+    page = Path(__file__).parents[2].joinpath("docs/coming-from/hugging-face.md").read_text()
+    refused = [name for name, row in FIELDS.items() if isinstance(row, Refused)]
+    assert not [name for name in refused if not re.search(rf"`{name}(=\w+)?`", page)]
 
 
 def test_the_counts() -> None:

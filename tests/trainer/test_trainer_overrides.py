@@ -55,7 +55,7 @@ def test_a_method_that_would_never_be_called_is_refused_by_name_with_a_remedy(tm
     with pytest.raises(
         ValueError,
         match=r"OwnLoop overrides _inner_training_loop, _run_epoch, which Onstep's Trainer never calls.*"
-        r"for _inner_training_loop: override compute_loss",
+        r"for _inner_training_loop: override training_step",
     ):
         OwnLoop(Regression(), arguments(tmp_path), train_dataset=regression_rows(4))
 

@@ -60,8 +60,12 @@ class TrainerState:
 
     def save_to_json(self, json_path: str) -> None:
         """Write all fields as JSON, as `trainer_state.json` has them."""
-        text = json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True)
-        Path(json_path).write_text(text + "\n", encoding="utf-8")
+        Path(json_path).write_text(self.to_json_string(), encoding="utf-8")
+
+    def to_json_string(self) -> str:
+        """The content of `trainer_state.json`; what JSON does not have is written as text."""
+        values = {one.name: getattr(self, one.name) for one in dataclasses.fields(TrainerState)}
+        return json.dumps(values, indent=2, sort_keys=True, default=str) + "\n"
 
     @classmethod
     def load_from_json(cls, json_path: str) -> Self:

@@ -9,6 +9,7 @@ from onstep.optim.build import (
     build_optimizer,
     build_scheduler,
     build_torch_optimizer,
+    wrap_configured,
     wrap_optimizer,
 )
 from onstep.optim.finite_gate import DeviceFiniteGate, FiniteGate, HostFiniteGate, finite_gate
@@ -54,5 +55,6 @@ __all__ = [
     "follows_metric",
     "learning_rate",
     "weight_decay",
+    "wrap_configured",
     "wrap_optimizer",
 ]

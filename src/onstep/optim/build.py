@@ -38,14 +38,9 @@ def build_optimizer(
     Args:
         scaler: the loss scaler; see `build_loss_scaler`.
     """
-    return TrainingOptimizer(
-        build_torch_optimizer(model_chunks, config),
-        clip_grad=config.clip_grad,
-        order=list(trainable_parameters(model_chunks)),
-        scaler=scaler,
-        grad_norm_skip_threshold=config.grad_norm_skip_threshold,
-        log_num_zeros_in_grad=config.log_num_zeros_in_grad,
-    )
+    optimizer = wrap_configured(build_torch_optimizer(model_chunks, config), model_chunks, config, scaler=scaler)
+    assert isinstance(optimizer, TrainingOptimizer)
+    return optimizer
 
 
 def build_torch_optimizer(
@@ -147,6 +142,20 @@ def wrap_optimizer(
             f"an optimizer must have a step() method, got {type(optimizer).__name__}; pass a torch.optim.Optimizer"
         )
     return optimizer
+
+
+def wrap_configured(
+    optimizer: Foreign, model_chunks: list[nn.Module], config: OptimizerConfig, *, scaler: LossScaler | None = None
+) -> TrainingOptimizer | Foreign:
+    """`wrap_optimizer` with the configured settings; the norm sums gradients in the order of the model's parameters."""
+    return wrap_optimizer(
+        optimizer,
+        config.clip_grad,
+        order=list(trainable_parameters(model_chunks)),
+        scaler=scaler,
+        grad_norm_skip_threshold=config.grad_norm_skip_threshold,
+        log_num_zeros_in_grad=config.log_num_zeros_in_grad,
+    )
 
 
 def as_step_optimizer(

@@ -11,7 +11,7 @@ from torch import nn
 from onstep.config import ConfigContainer, merge
 from onstep.config.hf.argument import STYLES
 from onstep.config.hf.checks import evaluates
-from onstep.config.hf.schedules import is_native as has_native_schedule
+from onstep.config.hf.schedules import is_expressed
 from onstep.config.keys import diff
 from onstep.distributed import world_size_from_environment
 from onstep.errors import ConfigError
@@ -24,12 +24,11 @@ from onstep.optim import (
     build_loss_scaler,
     build_torch_optimizer,
     follows_metric,
-    wrap_optimizer,
+    wrap_configured,
 )
 from onstep.optim.fused_step import are_members
 from onstep.optim.named_optimizers import check_installed, construct, decay_groups, is_native
 from onstep.optim.named_schedules import named_schedule
-from onstep.optim.param_groups import trainable_parameters
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.overrides import overrides
 from onstep.trainer.own_arguments import config_of
@@ -129,14 +128,8 @@ def make_optimizers(
         _continue_state(trainer.previous[0], trainer.optimizer)
     else:
         _check_groups_are_free(config)
-    optimizer = wrap_optimizer(
-        trainer.optimizer,
-        config.optimizer.clip_grad,
-        order=list(trainable_parameters([module])),
-        scaler=build_loss_scaler(config.optimizer, config.mixed_precision),
-        grad_norm_skip_threshold=config.optimizer.grad_norm_skip_threshold,
-        log_num_zeros_in_grad=config.optimizer.log_num_zeros_in_grad,
-    )
+    scaler = build_loss_scaler(config.optimizer, config.mixed_precision)
+    optimizer = wrap_configured(trainer.optimizer, [module], config.optimizer, scaler=scaler)
     _check_parameters(optimizer, module)
     _create_scheduler(trainer, config, length, has_own_rates=not is_configured)
     trainer.previous = trainer.optimizer, trainer.lr_scheduler
@@ -300,8 +293,7 @@ def _is_native_schedule(trainer: BaseTrainer, config: ConfigContainer, iters: in
     if args.lr_scheduler_type in STYLES and _sets_schedule(trainer):
         return True
     scales_groups = has_own_rates and any(g["max_lr"] != args.learning_rate for g in trainer.optimizer.param_groups)
-    is_same = STYLES.get(args.lr_scheduler_type) == config.scheduler.lr_decay_style
-    if is_same and has_native_schedule(args, iters, scales_groups=scales_groups):
+    if is_expressed(config.scheduler, args, iters, scales_groups=scales_groups):
         return True
     _check_schedule_is_free(trainer)
     return False

@@ -132,6 +132,7 @@ class Witness(Callback):
 
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome
+        self._rates: list[list[float]] = []
 
     def on_train_step_start(self, context: Any) -> None:
         self._outcome.surroundings |= {
@@ -141,13 +142,14 @@ class Witness(Callback):
             "signals": [name for name in SIGNALS if _is_ours(signal.getsignal(getattr(signal, name)))],
             "logging_dir": Path(context.state.cfg.logger.logging_dir or "").name,
         }
+        self._rates.append([float(group["lr"]) for group in context.optimizer.param_groups])
         self._outcome.features = [one.name for one in context.state.features.built]
         self._outcome.counters["row"] = context.state.num_microbatches, context.state.num_eval_microbatches
 
     def on_train_end(self, context: Any) -> None:
         state = context.state
         counters = {name: value for name, value in vars(state.train_state).items() if name != "do_test"}
-        self._outcome.logs = logs_of(state.info)
+        self._outcome.logs = [*logs_of(state.info), {"rates": self._rates}]
         self._outcome.counters |= {name: value for name, value in counters.items() if isinstance(value, int | float)}
 
 
@@ -231,9 +233,12 @@ def _witnessed(config: ConfigContainer, start: Callable[[CallbackManager], Any])
 
 
 def logs_of(state: Any) -> list[dict[str, Any]]:
-    """The records of a run's log; of values that are times only the names."""
+    """The records of a run's log; of values that are times only the names, and of the rate, whose step differs: the
+    Trainer's is the one that was taken, as Hugging Face's, and the other the next, as Megatron Bridge's.
+    """
+    unequal = (*TIMES, "learning_rate")
     return [
-        {name: None if any(part in name for part in TIMES) else value for name, value in record.items()}
+        {name: None if any(part in name for part in unequal) else value for name, value in record.items()}
         for record in state.log_history
     ]
 

@@ -75,6 +75,12 @@ def is_native(args: Any, total_steps: int | None, *, scales_groups: bool = False
     return not (scales_groups and name == "cosine_with_min_lr")
 
 
+def is_expressed(scheduler: SchedulerConfig, args: Any, total_steps: int, *, scales_groups: bool) -> bool:
+    """Whether the configured schedule is the one that the arguments name; see `is_native`."""
+    is_same = STYLES.get(args.lr_scheduler_type) == scheduler.lr_decay_style
+    return is_same and is_native(args, total_steps, scales_groups=scales_groups)
+
+
 def set_schedule(args: TrainingArguments, config: ConfigContainer, total_steps: int | None) -> None:
     """A schedule that only transformers has is 'constant' in the configuration.
 

@@ -135,7 +135,9 @@ class EpochOrders:
         self._current: EpochBatches | None = None
 
     def again(self) -> EpochOrders:
-        """The same from the first epoch on, for another reader."""
+        """The same from the first epoch on, for another reader; itself while no other epoch has been read."""
+        if self._num_read <= 1:  # reading the first again would advance the sampler's generator
+            return self
         return EpochOrders(
             self.batch_sampler,
             self._randomness.again(),
@@ -246,13 +248,16 @@ class OrderedSamples(Sampler[int]):
     def __init__(self, batches: OrderedBatches) -> None:
         self.batches = batches
         self.sampler = batches.sampler
+        self._length: int | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Yield the samples of this epoch from the next iteration on."""
         self.batches.set_epoch(epoch)
 
     def __len__(self) -> int:
-        return sum(map(len, self.batches))
+        if self._length is None:
+            self._length = sum(map(len, self.batches))
+        return self._length
 
     def __iter__(self) -> Iterator[int]:
         return chain.from_iterable(self.batches)

@@ -8,9 +8,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
+import re
+import signal
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +24,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from onstep import Trainer, TrainingArguments
+from onstep import ExportableState, Trainer, TrainerCallback, TrainingArguments
 from onstep.config import args_to_config
 from onstep.errors import ConfigError
 from onstep.trackers.report_to import reporting_trackers
@@ -87,12 +91,11 @@ class Shown:
 
 @dataclass(frozen=True)
 class AlwaysSo:
-    """What `value` asks for holds for every run, for the reason given; the run is the same without it."""
+    """What the argument asks for holds for every run, for the reason given; `shows(directory, value)` sees it."""
 
-    value: Any
+    values: tuple[Any, Any]
     reason: str
-    holds: Callable[[dict[str, Any]], bool]
-    also: dict[str, Any] = field(default_factory=dict)
+    shows: Callable[[Path, Any], None]
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,40 @@ def shows_start_of_workers(directory: Path) -> None:
     assert loader.multiprocessing_context.get_start_method() == "spawn"
 
 
+def shows_predictions_off_the_device(directory: Path, value: Any) -> None:
+    assert observe(directory, eval_accumulation_steps=value)["given_to_metrics"]["on_cpu"]
+
+
+def shows_save_at_signal(directory: Path, value: Any) -> None:
+    class Struck(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ending:
+        observe(directory, partial(Trainer, callbacks=[Struck()]), enable_jit_checkpoint=value)
+    assert ending.value.code == 75
+    assert (directory / "out" / "checkpoint-3").is_dir()
+
+
+def shows_restored_callbacks(directory: Path, value: Any) -> None:
+    class Counting(TrainerCallback, ExportableState):
+        count = 0
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.count += 1
+
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": {"count": self.count}}
+
+    first, again = Counting(), Counting()
+    observe(directory, partial(Trainer, callbacks=[first]), **SAVES)
+    checkpoint = str(directory / "out" / "checkpoint-4")
+    options = {"resume_from_checkpoint": checkpoint, "restore_callback_states_from_checkpoint": value}
+    observe(directory, partial(Trainer, callbacks=[again]), **SAVES, **options)
+    assert again.count == first.count == 6
+
+
 def shows_resuming(directory: Path) -> None:
     first = observe(directory, **SAVES)
     again = observe(directory, **SAVES, resume_from_checkpoint=str(directory / "out" / "checkpoint-4"))
@@ -293,7 +330,7 @@ FIELDS: dict[str, Row] = {
     "eval_do_concat_batches": Changes(False, "given_to_metrics"),
     "eval_use_gather_object": OnRanks(True, "objects", [2, 2]),
     "eval_accumulation_steps": AlwaysSo(
-        1, "predictions are moved off the device after every batch", lambda run: run["given_to_metrics"]["on_cpu"]
+        (None, 1), "predictions are moved off the device after every batch", shows_predictions_off_the_device
     ),
     "include_for_metrics": Changes(["inputs", "loss"], "given_to_metrics"),
     "batch_eval_metrics": Changes(True, "given_to_metrics"),
@@ -304,14 +341,14 @@ FIELDS: dict[str, Row] = {
     "save_only_model": Changes(True, "files", SAVES),
     # on one machine it makes no difference
     "save_on_each_node": Refused(True, "storage that all machines share", FIRST_OF_SECOND_NODE),
-    "enable_jit_checkpoint": AlwaysSo(True, "a signal always saves before the run ends", lambda run: True),
+    "enable_jit_checkpoint": AlwaysSo((False, True), "a signal always saves before the run ends", shows_save_at_signal),
     "load_best_model_at_end": Changes(True, "weights", {**WORST, "load_best_model_at_end": False}),
     "metric_for_best_model": Changes("count", "best", WORST),
     "greater_is_better": Changes(False, "best", {**WORST, "metric_for_best_model": "loss"}),
     "resume_from_checkpoint": Shown(shows_resuming),
     "ignore_data_skip": Refused(True, "continues at the very sample"),
     "restore_callback_states_from_checkpoint": AlwaysSo(
-        True, "a checkpoint holds the states of callbacks, which a resumed run restores", lambda run: True
+        (False, True), "a run that continues restores the states of its callbacks", shows_restored_callbacks
     ),
     "push_to_hub": Refused(True, _HUB),
     "hub_token": Refused("secret", _HUB),
@@ -372,11 +409,9 @@ def test_an_argument_has_its_effect_or_is_refused(name: str, tmp_path: Path, mon
             assert not model.seen[True]
         case Shown(shows):
             shows(tmp_path)
-        case AlwaysSo(value, _, holds, also):
-            plain, mine = observe(tmp_path / "plain", **also), observe(tmp_path / "mine", **{**also, name: value})
-            assert holds(plain)
-            assert holds(mine)
-            assert plain["losses"] == mine["losses"]
+        case AlwaysSo(values, _, shows):
+            for value in values:
+                shows(tmp_path / str(value), value)
         case ToTracker(value, tracker, option):
             with mock.patch("onstep.trackers.report_to.make_tracker") as made:
                 reporting_trackers(args_to_config(arguments(tmp_path, report_to=tracker, **{name: value})))
@@ -432,6 +467,12 @@ def test_the_parser_accepts_what_that_of_transformers_accepts() -> None:
         text for text, action in theirs.items() if (action.nargs, action.const) != (ours[text].nargs, ours[text].const)
     }
     assert not differing
+
+
+def test_the_page_names_what_is_refused() -> None:
+    page = Path(__file__).parents[2].joinpath("docs/coming-from/hugging-face.md").read_text()
+    refused = [name for name, row in FIELDS.items() if isinstance(row, Refused)]
+    assert not [name for name in refused if not re.search(rf"`{name}(=\w+)?`", page)]
 
 
 def test_the_counts() -> None:

@@ -435,6 +435,12 @@ def test_every_method_has_a_row() -> None:
     assert set(METHODS) == set(methods_of_transformers())
 
 
+def test_the_page_names_what_is_refused() -> None:
+    page = Path(__file__).parents[2].joinpath("docs/coming-from/hugging-face.md").read_text()
+    refused = [name for name, row in METHODS.items() if isinstance(row, (Refused, RefusedCall))]
+    assert not [name for name in refused if f"`{name}`" not in page]
+
+
 def test_the_counts() -> None:
     counts = Counter(type(row).__name__ for row in METHODS.values())
     honoured, refused = counts["Changes"] + counts["Called"], counts["Refused"] + counts["RefusedCall"]

@@ -1,4 +1,4 @@
-"""What each rank of the test of every argument runs: a short training, and what reached torch from its arguments."""
+"""Trains on each rank with the arguments of a test, and returns what of them reached torch."""
 
 from __future__ import annotations
 

@@ -301,7 +301,6 @@ def test_an_evaluation_without_labels_has_no_loss_where_predictions_are_asked_fo
 
 
 def test_a_prediction_step_copied_from_transformers_gives_the_same(tmp_path: Path) -> None:
-    pytest.importorskip("onstep.trainer.computing", reason="has the methods that it calls")
 
     class Copied(Trainer):
         prediction_step = transformers.Trainer.prediction_step
@@ -318,7 +317,6 @@ def test_a_prediction_step_copied_from_transformers_gives_the_same(tmp_path: Pat
 
 
 def test_an_evaluation_loop_like_that_of_transformers_4_gives_the_same(tmp_path: Path) -> None:
-    pytest.importorskip("onstep.trainer.computing", reason="has the accelerator")
 
     class Loops(Trainer):
         def evaluation_loop(

@@ -197,7 +197,6 @@ def test_metrics_are_printed_and_saved_as_by_transformers(tmp_path: Path, capsys
         assert (tmp_path / "run" / file).read_text() == (tmp_path / "theirs" / file).read_text()
 
 
-@pytest.mark.skipif(not hasattr(TrainerState, "save_to_json"), reason="requires TrainerState.save_to_json")
 def test_the_state_is_saved_where_transformers_reads_it(tmp_path: Path) -> None:
     trainer = trained(Trainer, tmp_path)
     trainer.save_state()

@@ -17,6 +17,7 @@ import transformers
 
 from onstep import InfoCallback, Trainer
 from onstep.errors import ConfigError
+from tests.support.forked_processes import Processes
 from tests.support.observed_runs import NotedRegression, arguments, described, observe
 from tests.support.small_models import Regression, regression_rows
 
@@ -429,6 +430,15 @@ def test_a_method_assigned_to_the_object_has_its_effect_too(
     mine = observe(tmp_path, assigned(name, row.override, calls), **row.options)
     assert calls
     assert seen(mine, row.seen) != plain_run(row.options, row.seen)
+
+
+@pytest.mark.distributed
+def test_the_weights_are_saved_by_the_first_rank_alone(processes: Processes, tmp_path: Path) -> None:
+    """As in `transformers`: `_save_checkpoint` is called on every rank, `_save` where `args.should_save`."""
+    first, second = processes.results("tests.support.jobs.argument_jobs", "saves", tmp_path)
+    assert first["_save_checkpoint"] == second["_save_checkpoint"] == 2
+    assert first["_save"] >= 2
+    assert second["_save"] == 0
 
 
 def test_every_method_has_a_row() -> None:

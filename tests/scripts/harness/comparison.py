@@ -15,7 +15,7 @@ FILES_WITHOUT_COUNTERPART = {
     "checkpoint-*/training_args.bin": "a pickle; the arguments are in the checkpoint's own files",
     "checkpoint-*/optimizer.pt": "a pickle; safetensors and JSON of the checkpoint",
     "checkpoint-*/scheduler.pt": "a pickle; safetensors and JSON of the checkpoint",
-    "checkpoint-*/rng_state.pth": "a pickle; safetensors and JSON of the checkpoint",
+    "checkpoint-*/rng_state*.pth": "a pickle; safetensors and JSON of the checkpoint",
 }
 """Files that `transformers` writes and Onstep does not, and why."""
 NAMES_WITHOUT_COUNTERPART: dict[str, str] = {}

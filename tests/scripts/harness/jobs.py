@@ -36,14 +36,23 @@ def job_script(settings: dict[str, Any]) -> dict[str, Any]:
     os.environ["HF_DATASETS_CACHE"] = str(Path("cache").absolute())
     path = Path(settings["script"])
     script = Path(path.name).absolute()
-    script.write_text(imported_from(settings["library"], path.read_text()))
+    _write_once(script, imported_from(settings["library"], path.read_text()))
     sys.argv = [str(script), *settings["arguments"]]
     for name in settings["lost"]:
         shutil.rmtree(Path(OUTPUT, name))
     start = time.perf_counter()
     runpy.run_path(str(script), run_name="__main__")
     seconds = time.perf_counter() - start
+    if os.environ.get("RANK", "0") != "0":
+        return {}
     return {"seconds": seconds, **observed(Path(OUTPUT), settings["model_class"], settings["base"])}
+
+
+def _write_once(path: Path, text: str) -> None:
+    """Write a file as a whole: another rank may be reading it."""
+    own = path.with_suffix(f".{os.getpid()}")
+    own.write_text(text)
+    own.replace(path)
 
 
 def observed(directory: Path, model_class: str, base: str) -> dict[str, Any]:

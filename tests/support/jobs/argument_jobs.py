@@ -1,4 +1,4 @@
-"""Trains on each rank with the arguments of a test, and returns what of them reached torch."""
+"""Trains on each rank, and returns what of its arguments reached torch, or which methods were called."""
 
 from __future__ import annotations
 
@@ -60,3 +60,21 @@ def job_arguments(settings: dict[str, Any]) -> dict[str, Any]:
     sync = passed.get("forward_sync_buffers", passed.get("broadcast_buffers"))
     objects = objects_of_batches(settings)
     return {"objects": objects, "losses": losses, "sync_buffers": sync, **{name: passed.get(name) for name in names}}
+
+
+def job_saves(settings: dict[str, Any]) -> dict[str, int]:
+    """How often this rank calls the user's methods that save, in a training that saves twice."""
+    calls = {"_save": 0, "_save_checkpoint": 0}
+
+    class Saving(Trainer):
+        def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+            calls["_save"] += 1
+            super()._save(output_dir, state_dict)
+
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            calls["_save_checkpoint"] += 1
+            super()._save_checkpoint(model, trial)
+
+    args = arguments(Path("saves"), save_strategy="epoch", num_train_epochs=2)
+    Saving(Regression(), args, train_dataset=regression_rows(12)).train()
+    return calls

@@ -319,3 +319,11 @@ def test_a_loader_of_ready_batches_is_read_as_it_is(tmp_path: Path) -> None:
     loader = DataLoader(regression_rows(10), batch_size=4)  # type: ignore[arg-type]
     output = make(tmp_path, train_dataset=loader, callbacks=[Sizes]).train()
     assert (output.global_step, seen) == (3, [4, 4, 2])
+
+
+def test_the_tokenizer_may_be_passed_under_its_earlier_name(tmp_path: Path) -> None:
+    tokenizer = object()
+    trainer = Trainer(Regression(), arguments(tmp_path), train_dataset=regression_rows(4), tokenizer=tokenizer)
+    assert trainer.processing_class is trainer.tokenizer is tokenizer
+    with pytest.raises(ConfigError, match="processing_class alone"):
+        Trainer(Regression(), arguments(tmp_path), processing_class=object(), tokenizer=tokenizer)

@@ -52,11 +52,15 @@ class BaseTrainer:
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         *,
+        tokenizer: Any = None,
         default_callbacks: bool = True,
     ) -> None:
         before = set(vars(self))
         check_overrides(type(self))
         _check_model(model, model_init)
+        if tokenizer is not None and processing_class not in (None, tokenizer):
+            raise ConfigError("Pass the tokenizer as processing_class alone; tokenizer is its name in transformers 4.")
+        processing_class = tokenizer if processing_class is None else processing_class
         self.args = own_arguments(args)
         self.model = model
         self.model_init = model_init
@@ -100,6 +104,15 @@ class BaseTrainer:
         set_attributes(self)
         self.library_attributes = frozenset(vars(self)) - before
         """Names of the attributes that are not a user's own."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """`processing_class` under its name in transformers 4."""
+        return self.processing_class
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self.processing_class = tokenizer
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

@@ -46,7 +46,6 @@ _INSTEAD = {
     "_prepare_context_parallel_inputs": _SHARDED,
     "_sync_replicated_trainable_parameters": _SHARDED,
     "_update_auto_batch_size": "set per_device_train_batch_size, or auto_find_batch_size",
-    "get_total_train_batch_size": "set per_device_train_batch_size and gradient_accumulation_steps",
 }
 """Methods of `transformers.Trainer` (5.x, and names of 4.x) that Onstep never calls, and what to do instead."""
 _INTERNAL = (

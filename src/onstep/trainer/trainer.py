@@ -32,6 +32,7 @@ class Trainer(TrainerMethods):
             class replaces it. A `CallbackManager` is used as is, and extended.
         optimizers: an optimizer and a scheduler, or factories: a callable that creates an optimizer from parameters,
             and one that creates a scheduler from an optimizer.
+        tokenizer: `processing_class` under its name in transformers 4.
         default_callbacks: False disables the defaults.
 
     Raises:

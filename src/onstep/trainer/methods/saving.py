@@ -44,7 +44,8 @@ class SavingMethods(BaseTrainer):
             raise ConfigError(
                 "Trainer has no model to save yet: model_init runs when training starts; call train() first."
             )
-        self._save(str(self.args.output_dir) if output_dir is None else output_dir)
+        if self.args.should_save:
+            self._save(str(self.args.output_dir) if output_dir is None else output_dir)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the model, or the given weights, and the processing class or the collator's tokenizer, on rank 0."""

@@ -354,7 +354,7 @@ class DieAt(Callback):
 def test_a_trainer_that_is_resumed_reads_its_history_when_somebody_looks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or when a checkpoint is written, whose `trainer_state.json` holds the history."""
+    """From the `trainer_state.json` of its checkpoint, not from the metrics log."""
 
     def trainer(die_at: int, save_strategy: str = "steps") -> Trainer:
         arguments = TrainingArguments(
@@ -378,4 +378,4 @@ def test_a_trainer_that_is_resumed_reads_its_history_when_somebody_looks(
     assert "train_runtime" in output.metrics
     history = resumed_trainer.state.log_history
     assert [record["step"] for record in history if "loss" in record] == [*range(1, 9)]
-    assert steps.seen >= {2}
+    assert not steps.seen & {2}

@@ -61,7 +61,6 @@ def test_a_refused_token_is_not_shown() -> None:
         ({"save_strategy": "bests"}, r"save_strategy='bests' .*Did you mean 'best'"),
         ({"ignore_data_skip": True}, r"ignore_data_skip=True .*at the very sample"),
         ({"save_safetensors": False}, r"save_safetensors=False .*never a pickle"),
-        ({"save_on_each_node": True}, r"save_on_each_node=True .*storage that all nodes see"),
         ({"include_for_metrics": ["logits"]}, r"'logits'; use 'inputs' and 'loss'"),
         ({"average_tokens_across_devices": False}, r"average_tokens_across_devices=False is not supported"),
         ({"report_to": "wnadb"}, r"report_to='wnadb' is not a tracker; use 'none', .*Did you mean 'wandb'"),

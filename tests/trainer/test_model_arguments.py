@@ -215,7 +215,7 @@ def test_a_compiled_model_trains_the_same_and_its_weights_keep_their_names(tmp_p
     assert counts[0] > 0, "the model ran as compiled code"
     assert losses_of(trainer) == pytest.approx(losses_of(plain), rel=1e-6)
     names = set(TokenModel().state_dict())
-    assert set(load_file(tmp_path / "run" / "model" / "model.safetensors")) == names
+    assert set(load_file(tmp_path / "run" / "model.safetensors")) == names
     assert trainer.model is model
     assert model._compiled_call_impl is None
     assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
@@ -237,7 +237,7 @@ def test_a_model_that_the_user_has_compiled_is_saved_under_its_own_names(tmp_pat
     model: Any = torch.compile(TokenModel(), backend="eager")
     options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "config_overrides": {}}
     whole = ours(model, ragged_rows(8), tmp_path, torch_compile=True, torch_compile_backend="eager", **options)
-    assert set(load_file(tmp_path / "run" / "model" / "model.safetensors")) == set(TokenModel().state_dict())
+    assert set(load_file(tmp_path / "run" / "model.safetensors")) == set(TokenModel().state_dict())
     [start] = [one.parent for one in (tmp_path / "run").rglob("manifest.json") if one.parent.name == "checkpoint-2"]
     rest = quiet(TokenModel(seed=5), arguments(tmp_path / "rest", **{**SHARED, **options}), ragged_rows(8))
     rest.train(resume_from_checkpoint=str(start))

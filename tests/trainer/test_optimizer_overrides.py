@@ -286,7 +286,7 @@ def test_the_state_of_a_users_optimizer_and_schedule_is_restored(tmp_path: Path)
 
     class Stops(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 3:
+            if state.global_step == 4:
                 raise KeyboardInterrupt
 
     cut = run(tmp_path / "cut")

@@ -646,16 +646,10 @@ def test_a_loader_that_is_kept_serves_several_trainings(tmp_path: Path) -> None:
 
 
 def test_a_prepared_loader_shuffles_as_accelerate_does(tmp_path: Path) -> None:
-    class Theirs:
+    class Prepares:
         def get_train_dataloader(self) -> Any:
             return self.accelerator.prepare(DataLoader(ROWS, batch_size=2, shuffle=True))  # type: ignore[attr-defined]
 
-    class Ours:
-        accelerator = SimpleNamespace(is_prepared=lambda loader: isinstance(loader, DataLoader))
-
-        def get_train_dataloader(self) -> Any:
-            return DataLoader(ROWS, batch_size=2, shuffle=True)
-
     for seed in (None, 5):
-        expected = theirs(Theirs, tmp_path, data_seed=seed)
-        assert losses_of(made(Ours, tmp_path / str(seed), data_seed=seed)) == pytest.approx(expected, rel=1e-5)
+        expected = theirs(Prepares, tmp_path, data_seed=seed)
+        assert losses_of(made(Prepares, tmp_path / str(seed), data_seed=seed)) == pytest.approx(expected, rel=1e-5)

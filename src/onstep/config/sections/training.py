@@ -86,8 +86,7 @@ class TrainingConfig(ConfigSection):
         False,
         SAFE,
         hf="torch_compile",
-        effect="the weights keep their names; results differ within rounding",
-        help="Run the model as compiled code (`torch.compile`).",
+        help="Run the model as compiled code (`torch.compile`); its weights keep their names.",
     )
     torch_compile_backend: str | None = option(
         None, SAFE, hf="torch_compile_backend", help="Backend of `torch_compile`; None is inductor."

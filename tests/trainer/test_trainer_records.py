@@ -15,7 +15,6 @@ from transformers.trainer_pt_utils import metrics_format
 
 from onstep import JsonLogger, Trainer, TrainerCallback, TrainingArguments
 from onstep.errors import ConfigError, MissingExtraError
-from onstep.events import TrainerState
 from tests.support.small_models import Regression, arguments, causal_rows, quiet, qwen, regression_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")

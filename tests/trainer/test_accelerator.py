@@ -155,6 +155,7 @@ def test_two_ranks_gather_and_reduce_as_accelerate_does(tmp_path: Path) -> None:
         assert found["rows"] == [0.0, 1.0, 2.0, 10.0]
         assert found["objects"] == ["a0", "b0", "a1", "b1"]
         assert found["type"] == "MULTI_CPU"
+        assert found["first"] == ("nobody" if rank == 0 else "0")
 
 
 def test_two_ranks_gather_each_sample_once(processes: Processes, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from onstep import Trainer
 from onstep.checkpoint import checkpoints
 from onstep.errors import CheckpointError, RunExistsError
+from onstep.trainer.output_dir.identity import trainer_identity
 from onstep.training.runs.run_dir import RunLock
 from tests.support.small_models import Regression, arguments, regression_rows
 
@@ -228,3 +229,27 @@ def test_model_init_is_compared_by_what_it_makes(tmp_path: Path, caplog: pytest.
     run(2)
     assert "the initial weights have changed" in warned(caplog)
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_get_collator_with_removed_columns",
+        "_get_dataloader",
+        "_get_num_items_in_batch",
+        "_get_train_sampler",
+        "_remove_unused_columns",
+        "_set_signature_columns_if_needed",
+        "_wrap_model",
+        "autocast_smart_context_manager",
+        "call_model_init",
+        "training_step",
+    ],
+)
+def test_a_method_that_decides_what_is_learned_is_part_of_the_identity(tmp_path: Path, name: str) -> None:
+    def code_of(method: Callable[..., Any]) -> Any:
+        cls = type("Own", (Trainer,), {name: method})
+        trainer = cls(Regression(), arguments(tmp_path), train_dataset=regression_rows(), default_callbacks=False)
+        return trainer_identity(trainer).parts["code"]
+
+    assert code_of(lambda self, *args, **kwargs: 1) != code_of(lambda self, *args, **kwargs: 2)

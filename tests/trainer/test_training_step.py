@@ -314,7 +314,7 @@ def test_the_attributes_that_subclasses_read_are_there(tmp_path: Path) -> None:
     assert trainer.model_wrapped is trainer.model
     theirs._set_signature_columns_if_needed()
     trainer._set_signature_columns_if_needed()
-    assert set(theirs._signature_columns) - {"kwargs"} == set(trainer._signature_columns or ())
+    assert set(theirs._signature_columns) - {"kwargs"} == set(trainer._signature_columns or ())  # **kwargs is no column
 
 
 JOBS = "tests.support.jobs.step_jobs"

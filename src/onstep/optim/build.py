@@ -228,7 +228,7 @@ def build_scheduler(
     Values that the configuration leaves open are the optimizer's: with `lr` None each group keeps its own learning rate
     as its maximum, and a group without `wd_mult` (one not made by `build_optimizer`) keeps its own weight decay unless
     the scheduler's configuration sets one. Such values are written into the groups as `max_lr`, `start_wd` and
-    `end_wd`. A warm-up as long as the decay is shortened by one sample, with a UserWarning.
+    `end_wd`. A warm-up that is not shorter than the decay is cut to one sample less, with a UserWarning.
 
     Args:
         train_iters: optimizer steps of the run.

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from onstep.config import ConfigContainer, TrainingArguments
 from onstep.config.lengths import sizes_of
 from onstep.data import EvalLoader, IterableLoader, StepSource, TrainLoader, is_map_style
+from onstep.data.loaders.collate import samples_in
 from onstep.data.loaders.hf_streams import SplitStreamLoader, check_split, node_split
 from onstep.distributed import World
 from onstep.errors import ConfigError, DataError
@@ -189,11 +190,7 @@ def parameters_of(model: nn.Module) -> list[str]:
 
 def num_samples_of(dataset: Any) -> int | None:
     """Number of samples of a dataset; None if it has no length."""
-    samples: Any = dataset.dataset if isinstance(dataset, DataLoader) else dataset
-    try:
-        return len(samples)
-    except (TypeError, NotImplementedError):
-        return None
+    return samples_in(dataset, already_batched=isinstance(dataset, DataLoader))
 
 
 class ColumnFilter:

@@ -58,7 +58,7 @@ class ModelStep:
         num_labels, are_tokens = self._labels.measure(inputs)
         shared_labels = num_labels if self._gives_shares else None
         num_items = None if shared_labels is None else self._num_items(data_iterator, model, shared_labels)
-        loss = self._loss(data_iterator, model, inputs, num_items)
+        loss = self._loss(model, inputs, num_items)
         if loss is None:
             return None, lambda loss: None
         if self._num_averaged_ranks > 1:
@@ -69,7 +69,7 @@ class ModelStep:
         tokens = num_labels if are_tokens else None
         return loss, lambda loss: MeanLoss(loss, weight, tokens, {})
 
-    def _loss(self, data_iterator: Iterator[Any], model: nn.Module, inputs: Any, num_items: Any) -> Any:
+    def _loss(self, model: nn.Module, inputs: Any, num_items: Any) -> Any:
         if self.predict is not None:
             return self.predict(model, inputs)
         keywords = {NUM_ITEMS: num_items} if self._accepts_num_items else {}

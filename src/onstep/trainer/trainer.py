@@ -48,7 +48,7 @@ class Trainer(TrainerMethods):
         Raises:
             ConfigError: before anything is built.
             DataError: for a dataset that cannot be trained on.
-            RunExistsError: if `output_dir` holds another run.
+            RunExistsError: if a live process works on `output_dir`.
             NonFiniteError: if a loss or gradient norm is NaN or infinite.
         """
         check_overrides(type(self), vars(self))

@@ -42,6 +42,10 @@ def main() -> None:
     found["rows"] = ours.gather_for_metrics(torch.arange(3.0 - 2 * rank) + 10 * rank).tolist()
     found["objects"] = ours.gather_for_metrics([f"a{rank}", f"b{rank}"])
     found["type"] = ours.distributed_type
+    with ours.main_process_first():
+        note = directory / "first.txt"
+        found["first"] = note.read_text() if note.exists() else "nobody"
+        note.write_text(str(rank))
     found["theirs"] = results(accelerate.Accelerator(cpu=True), rank)
     (directory / f"rank_{rank}.json").write_text(json.dumps(found))
 

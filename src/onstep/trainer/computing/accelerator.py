@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import atexit
 import gc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
@@ -143,15 +143,15 @@ class Accelerator:
         """Wait for all ranks. Collective."""
         self._world().barrier()
 
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self) -> AbstractContextManager[None]:
         """Context that rank 0 runs before the others. Collective."""
-        yield from self._first(self.is_main_process)
+        first: AbstractContextManager[None] = self._trainer.args.main_process_first(local=False)
+        return first
 
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
+    def local_main_process_first(self) -> AbstractContextManager[None]:
         """Context that the first rank of each machine runs before the others. Collective."""
-        yield from self._first(self.is_local_main_process)
+        first: AbstractContextManager[None] = self._trainer.args.main_process_first(local=True)
+        return first
 
     def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Decorate a function that only rank 0 runs; None on the others."""
@@ -161,13 +161,6 @@ class Accelerator:
         """Print on the first rank of each machine."""
         if self.is_local_main_process:
             print(*args, **kwargs)  # noqa: T201 - what the method is for
-
-    def _first(self, goes_first: bool) -> Iterator[None]:
-        if not goes_first:
-            self.wait_for_everyone()
-        yield
-        if goes_first:
-            self.wait_for_everyone()
 
     # ---- values of all ranks
 

@@ -66,12 +66,12 @@ class CustomStep(ModelStep):
         self.is_filler = isinstance(data_iterator, MicroBatches) and data_iterator.is_filler()
         num_items = self._items_in(step, inputs)
         if step is not None and self.runs_backward:
-            return self._trained(step, model, inputs, num_items)
+            return self._trained(model, inputs, num_items)
         if self.predict is None:  # prediction_step prepares its inputs itself
             inputs = self._trainer._prepare_inputs(inputs)
         num_labels, are_tokens = self._labels.measure(inputs)
         with self._trainer.compute_loss_context_manager():
-            loss = self._loss(data_iterator, model, inputs, num_items)
+            loss = self._loss(model, inputs, num_items)
         if loss is None:
             return None, lambda loss: None
         if self._num_averaged_ranks > 1:
@@ -117,9 +117,7 @@ class CustomStep(ModelStep):
     def _weight_of(self, batch: Any) -> Any:
         return mean_weight(batch, self._labels.count(batch), self._weighting)
 
-    def _trained(
-        self, step: MicroBatches, model: nn.Module, inputs: Any, num_items: Any
-    ) -> tuple[Tensor, Callable[..., Any]]:
+    def _trained(self, model: nn.Module, inputs: Any, num_items: Any) -> tuple[Tensor, Callable[..., Any]]:
         trainer, size = self._trainer, self._world.size
         if not self._gives_shares:
             self._weight = self._weight_of(inputs)

@@ -70,8 +70,7 @@ def users_data(trainer: BaseTrainer) -> UsersData:
         loader = user.get_train_dataloader()
     if not hasattr(loader, "__iter__"):
         raise DataError(f"get_train_dataloader must return a DataLoader, got {type(loader).__name__}.")
-    is_prepared = getattr(getattr(trainer, "accelerator", None), "is_prepared", None)
-    if is_prepared is not None and is_prepared(loader):
+    if user.accelerator.is_prepared(loader):
         loader = prepared_loader(args, loader)
     row_size = args.per_device_train_batch_size * args.world_size
     if not lists_batches(loader):
@@ -99,7 +98,7 @@ def whole_epochs(args: TrainingArguments) -> TrainingArguments:
 
 
 def count_examples(trainer: BaseTrainer, run: Run, data: UsersData | None) -> None:
-    """Show the samples of an epoch and of the run as the user's methods count them, in Hugging Face's view."""
+    """Show the samples of an epoch as the user's methods count them, in Hugging Face's view."""
     user: Any = trainer
     if overrides(trainer, "num_examples"):
         run.info.num_examples = user.num_examples(run.train_dataloader)
@@ -107,8 +106,6 @@ def count_examples(trainer: BaseTrainer, run: Run, data: UsersData | None) -> No
         dataset = getattr(data.loader, "dataset", None)
         has_length = length_of(data.loader) is not None or length_of(dataset) is not None
         run.info.num_examples = user.num_examples(data.loader) if has_length else None
-    if overrides(trainer, "get_total_train_batch_size"):
-        run.info.num_train_samples = run.info.max_steps * user.get_total_train_batch_size(trainer.args)
 
 
 def _orders_of(loader: Any, randomness: OrderRandomness, args: TrainingArguments) -> tuple[EpochOrders, bool]:

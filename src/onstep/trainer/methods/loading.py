@@ -15,6 +15,7 @@ from onstep.trainer.dataloaders import LABEL_COLUMNS, column_filter, parameters_
 from onstep.trainer.loaders.samplers import call_train_sampler, training_sampler
 from onstep.trainer.loaders.torch_loaders import evaluation_loader, training_loader
 from onstep.trainer.loaders.users_data import decides_data
+from onstep.training.runs.fingerprints import is_arrow_dataset
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class LoadingMethods(BaseTrainer):
         dataloader_key: str | None = None,
     ) -> Any:
         collate, whole = self.data_collator, dataset
-        if _is_table(dataset):
+        if is_arrow_dataset(dataset):
             dataset = self._remove_unused_columns(dataset, description=description)
         else:
             collate = self._get_collator_with_removed_columns(collate, description=description)
@@ -142,8 +143,3 @@ class LoadingMethods(BaseTrainer):
 
     def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Collate:
         return column_filter(self, data_collator)
-
-
-def _is_table(dataset: Any) -> bool:
-    """Whether it is a `datasets.Dataset`, recognized without importing `datasets`."""
-    return any((one.__module__, one.__name__) == ("datasets.arrow_dataset", "Dataset") for one in type(dataset).__mro__)

@@ -63,18 +63,12 @@ class ReportingMethods(BaseTrainer):
             write_metrics(Path(str(self.args.output_dir)), split, metrics, combined=combined)
 
     def save_state(self) -> None:
-        """Write the progress to `trainer_state.json` in `args.output_dir`, on rank 0.
-
-        Raises:
-            ConfigError: before the first run.
-        """
-        state: Any = getattr(self, "state", None)
-        if state is None:
-            raise ConfigError("Trainer.save_state requires a run; call train() or evaluate() first.")
+        """Write the progress to `trainer_state.json` in `args.output_dir`, on rank 0."""
         if self.is_world_process_zero():
             directory = Path(str(self.args.output_dir))
             directory.mkdir(parents=True, exist_ok=True)
-            state.save_to_json(os.fspath(directory / "trainer_state.json"))
+            trainer: Any = self
+            trainer.state.save_to_json(os.fspath(directory / "trainer_state.json"))
 
     def is_local_process_zero(self) -> bool:
         """Whether this is the first rank of its machine."""

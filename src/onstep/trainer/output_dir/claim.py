@@ -119,7 +119,7 @@ class _Arrival:
         reason = "" if _is_restart(stored) else self._difference(stored)
         if reason:
             return self._from_scratch(f"an unfinished run that differs from this one ({reason})", stored)
-        return self._go_on(stored, self.config, ())
+        return self._go_on(self.config, ())
 
     def _without_record(self) -> Claim:
         """Claim a directory without run.json, which may hold the files of others."""
@@ -181,7 +181,7 @@ class _Arrival:
             return Claim(self.directory, config, is_finished=True, identity=stored.get("identity", {}))
         if is_finished and "started_from" in stored:
             self.directory.write({key: value for key, value in stored.items() if key != "started_from"})
-        return self._go_on(stored, config, [f"{self.directory.path}: {note}" for note in notes])
+        return self._go_on(config, [f"{self.directory.path}: {note}" for note in notes])
 
     def _is_at_end(self) -> bool:
         """Whether the newest checkpoint is asked for."""
@@ -189,7 +189,7 @@ class _Arrival:
             "checkpoint-"
         )
 
-    def _go_on(self, stored: StateDict, config: ConfigContainer, notes: Sequence[str]) -> Claim:
+    def _go_on(self, config: ConfigContainer, notes: Sequence[str]) -> Claim:
         identity = self.wish.owned or self.identity
         claim = Claim(self.directory, config, identity=identity.digests, notes=tuple(notes))
         go_on(claim, identity, launch=_launch())

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 from onstep.config import TrainingArguments
 from onstep.data.corpus.input_files import InputFiles
 from onstep.trainer.base_trainer import BaseTrainer
+from onstep.trainer.computing.custom_step import METHODS
+from onstep.trainer.loaders.users_data import LOADING
 from onstep.training.runs.fingerprints import (
     arrow_entries,
     attributes,
@@ -28,19 +30,17 @@ from onstep.training.runs.identity import Identity
 from onstep.training.runs.user_code import is_users, names_in, reachable
 
 _LEARNING = (
+    *METHODS,
+    *LOADING,
+    "_set_signature_columns_if_needed",
+    "_wrap_model",
+    "call_model_init",
     "compute_loss",
-    "compute_loss_context_manager",
-    "training_step",
     "create_optimizer",
     "create_optimizer_and_scheduler",
     "create_scheduler",
     "get_decay_parameter_names",
     "get_optimizer_cls_and_kwargs",
-    "get_batch_samples",
-    "get_train_dataloader",
-    "_get_train_sampler",
-    "_prepare_input",
-    "_prepare_inputs",
 )
 """Methods whose overrides determine what is learned. Those that evaluate, report or save do not."""
 _ROWS = 4096

@@ -221,7 +221,7 @@ METHODS: dict[str, Row] = {
     "_remove_unused_columns": Changes("order", _negated_table, {"rows": table_of_rows()}),
     "_set_signature_columns_if_needed": Called(),
     "num_examples": Called(),
-    "get_total_train_batch_size": Called(),
+    "get_total_train_batch_size": Refused("per_device_train_batch_size"),
     "get_batch_samples": Refused("get_train_dataloader"),
     # optimizer and schedule
     "create_optimizer": Changes("optimizer", _plain_sgd),

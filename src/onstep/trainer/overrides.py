@@ -15,6 +15,7 @@ _SEARCH = "run each trial with a Trainer of its own"
 _SHARDED = "remove it: models and sequences are not sharded"
 
 _INSTEAD = {
+    "get_total_train_batch_size": "set per_device_train_batch_size and gradient_accumulation_steps",
     "get_batch_samples": "override get_train_dataloader with a loader of those batches, or pass a data_collator",
     "_inner_training_loop": _STEP,
     "_run_epoch": _STEP,

@@ -269,7 +269,6 @@ ONE_DOOR = {
     "tokenizer.tokenizer_type": TOKENIZER,
     "tokenizer.tokenizer_model": TOKENIZER,
     "model.vocab_size": "pretrain takes it from the tokenizer, and checks the data against it",
-    "checkpoint.load": "pretrain looks for the sizes of the model beside the weights",
     "checkpoint.resume": "a Trainer decides by it whether a run that is there goes on, as Hugging Face's argument says",
     "run.name": "a Trainer trains again into the directory that it owns",
     "run.output_dir": "a Trainer trains again into the directory that it owns",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -114,12 +114,15 @@ def test_the_random_generators_are_left_alone() -> None:
     assert (torch.get_rng_state() == before).all(), value
 
 
-def test_large_values_are_sampled_in_well_under_a_second() -> None:
-    started = time.process_time()
-    digest_of(np.zeros((50_000, 1_000), np.float32))
-    digest_of([{"ids": list(range(64)), "text": "x" * 1000}] * 200_000)
-    tensor_digest(torch.zeros(50_000_000), 4096)
-    assert time.process_time() - started < 5  # measured: 0.3
+def test_the_environment_is_not_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = os.environ.get
+
+    def loss(outputs: Any) -> Any:
+        return outputs if read("DEBUG") else outputs * len(os.environ)
+
+    before = digest_of(loss)
+    monkeypatch.setenv("SOME_JOB_ID", "2")
+    assert digest_of(loss) == before
 
 
 def test_columns_of_datasets_are_told_apart() -> None:

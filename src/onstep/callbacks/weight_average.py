@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +13,13 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from onstep.checkpoint import SharingPattern, StateComponent
 from onstep.config.field_types import is_integer_from, is_number
-from onstep.errors import require
+from onstep.errors import require, warn_once
 from onstep.events import TrainerCallback
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+_EVALUATED: WeakKeyDictionary[nn.Module, _Averages] = WeakKeyDictionary()
+"""The models whose weights are averages at the moment, and whose."""
 
 Update = Callable[[list[Tensor], list[Tensor], int], None]
 """torch's update of averages: (averages, weights, number of weights averaged so far)."""
@@ -182,8 +189,13 @@ class _Averages:
 
     @torch.no_grad()
     def put_in(self, model: nn.Module) -> None:
-        """Put the averages in place of the weights, which are kept."""
+        """Put the averages in place of the weights, which are kept; not those of two callbacks at once."""
         if not self.by_name or self._weights:
+            return
+        if _EVALUATED.setdefault(model, self) is not self:
+            warn_once(
+                logger, "two callbacks average the weights: evaluations use the first; pass evaluate=False to the other"
+            )
             return
         weights = _trainable(model)
         self._weights = [weight.detach().clone() for weight in weights.values()]
@@ -195,6 +207,7 @@ class _Averages:
         if self._weights:
             torch._foreach_copy_(list(_trainable(model).values()), self._weights)
             self._weights = []
+            _EVALUATED.pop(model, None)
 
     @torch.no_grad()
     def give_to(self, model: nn.Module) -> None:

@@ -261,7 +261,7 @@ def _session(
             user_methods(trainer, state, notify, trains=trains),
         ):
             if not trains:
-                session.compiled.enter_context(compiled(trainer.args, module))
+                session.compiled.enter_context(compiled(state.cfg.train, module))
             yield session
     finally:
         trainer.session = None
@@ -330,7 +330,7 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
         session.collate.check(trainer.train_dataset)
     with state.timers(MODEL_TIMER).measure(barrier=True):
         session.model = notify.model = [_wrapped(trainer, session)]
-        session.compiled.enter_context(compiled(trainer.args, session.model[0]))
+        session.compiled.enter_context(compiled(config.train, session.model[0]))
         iters = train_iters(config, num_samples, world_size=state.world.size)
         made = make_optimizers(trainer, session.module, config, Length(iters, state.world.size, num_samples))
         session.optimizer, session.scheduler = notify.optimizer, notify.scheduler = made

@@ -322,10 +322,10 @@ def _is_ours(handler: Any) -> bool:
 
 def _as_in_pretrain(path: Path, shared: set[str]) -> Path:
     """Where `pretrain` puts a file of a run whose directory is `shared`: one of a Trainer, which has no rooms."""
-    if path.parts[0] not in shared:
-        return path
     if path.name == "model.safetensors" and re.fullmatch(r"checkpoint-\d+", path.parent.name):
         path = path.parent / "model" / path.name
+    if path.parts[0] not in shared:
+        return path
     if re.fullmatch(r"checkpoint-\d+|aside|ft_state.json|progress.txt", path.parts[1]):
         return Path(path.parts[0], "checkpoints", *path.parts[1:])
     return Path(path.parts[0], "model", path.name) if path.name in ("config.json", "model.safetensors") else path

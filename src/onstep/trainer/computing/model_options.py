@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onstep.config import TrainingArguments
+from onstep.config import TrainingArguments, TrainingConfig
 from onstep.distributed import world_size_from_environment
 from onstep.errors import ConfigError
 from onstep.models import Transformer
@@ -183,13 +183,13 @@ def checkpoint_activations(module: nn.Module, options: dict[str, Any]) -> None:
 
 
 @contextmanager
-def compiled(args: TrainingArguments, model: nn.Module) -> Iterator[None]:
+def compiled(config: TrainingConfig, model: nn.Module) -> Iterator[None]:
     """Context in which calls of a model run its compiled code. The module stays the same, with its names of weights."""
-    if not args.torch_compile or "_orig_mod" in model._modules:
+    if not config.torch_compile or "_orig_mod" in model._modules:
         yield
         return
     before = model._compiled_call_impl
-    model.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
+    model.compile(backend=config.torch_compile_backend or "inductor", mode=config.torch_compile_mode)
     try:
         yield
     finally:

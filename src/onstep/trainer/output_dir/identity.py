@@ -89,7 +89,7 @@ def _data_entries(dataset: Any) -> dict[str, str]:
     plain = {name: value for name, value in own.items() if is_scalar(value)}
     entries = {name: digest_of(value) for name, value in own.items() if name not in plain}
     roots = ("__getitem__", "__getitems__", "__iter__", "__len__")
-    entries |= {name: digest_of(function) for name, function in reachable(type(dataset), roots).items()}
+    entries |= {f"{name}()": digest_of(function) for name, function in reachable(type(dataset), roots).items()}
     entries |= {f".{name}": digest_of(value) for name, value in plain.items()}
     return {**entries, "its class": digest_of(type(dataset).__qualname__.rpartition("<locals>.")[2])}
 

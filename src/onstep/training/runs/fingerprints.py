@@ -7,6 +7,7 @@ or advance a generator. Large values are sampled: what is hashed of them depends
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import types
 from collections import deque
@@ -22,7 +23,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
-from onstep.training.runs.user_code import full_name, is_users, names_in, reachable, short_name
+from onstep.training.runs.user_code import full_name, globals_in, is_users, names_in, reachable, short_name
 
 _MAX_VALUES = 20_000
 """Values of one entry that are looked at, besides lists of numbers."""
@@ -104,8 +105,8 @@ class _Feed:
             self._scalar(value)
             return
         self.text(full_name(type(value)))
-        if level > _MAX_LEVELS or self._is_known(value):
-            return
+        if level > _MAX_LEVELS or self._is_known(value) or isinstance(value, type(os.environ)):
+            return  # the environment holds what changes at every start
         feed = self._feed_of(value)
         if feed is not None:
             feed(self, value, budget, level + 1)
@@ -196,7 +197,7 @@ class _Feed:
                 self._referred(cell.cell_contents, names, budget // 4, level)
             except ValueError:  # an empty cell
                 continue
-        for name in sorted(names & function.__globals__.keys()):
+        for name in sorted(globals_in(function.__code__) & function.__globals__.keys()):
             self.text(name)
             self._referred(function.__globals__[name], names, budget // 4, level)
 

@@ -53,12 +53,15 @@ class Identity:
     def read_by_all(self) -> dict[str, str]:
         """The digests that must be the same on all ranks: those of the data and the tokenizer.
 
-        Ranks may differ in an attribute of a dataset that is a number or a name, whose entry begins with a dot.
+        Ranks may differ in an attribute of a dataset that is a number or a name, whose entry begins with a dot, and in
+        what its code refers to, such as the rank; the entry of a method ends with parentheses.
         """
         digests = {name: part.digest for name, part in self.parts.items() if name in ("data", "tokenizer")}
         for name in ("train_data", "eval_data"):
             files = self.parts[name].files if name in self.parts else {}
-            digests |= {f"{name}: {file}": digest for file, digest in files.items() if file[0] != "."}
+            digests |= {
+                f"{name}: {file}": digest for file, digest in files.items() if file[0] != "." and file[-2:] != "()"
+            }
         return digests
 
     def write(self, directory: Path) -> None:

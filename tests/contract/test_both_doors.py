@@ -71,6 +71,7 @@ CASES = [
     Case("train.exit_duration_in_mins", 1e-9, "ended"),
     Case("train.exit_signal_handler", False, "surroundings"),
     Case("train.exit_signals", ["SIGUSR2"], "surroundings"),
+    Case("train.exit_signal", "SIGUSR2", "surroundings"),
     Case("train.manual_gc", True, "surroundings"),
     Case("validation.eval_iters", 2, "counters"),
     Case("validation.eval_iters", 0, "events"),
@@ -295,6 +296,7 @@ UNREAD = {
     },
     "tokenizer.vocab_size": "of another tokenizer",
     **{f"peft.{name}": "a Trainer refuses LoRA" for name in ("dim", "alpha", "dropout", "target_modules")},
+    **dict.fromkeys(("train.torch_compile_backend", "train.torch_compile_mode"), "of a compiled model"),
     "train.check_optimizer_step_success": RANKS,
     "train.skip_sync_grad_norm_across_mp": RANKS,
     **{

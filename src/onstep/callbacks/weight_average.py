@@ -19,7 +19,7 @@ from onstep.events import TrainerCallback
 logger: logging.Logger = logging.getLogger(__name__)
 
 _EVALUATED: WeakKeyDictionary[nn.Module, _Averages] = WeakKeyDictionary()
-"""The models whose weights are averages at the moment, and whose."""
+"""The models whose weights are averages now, and whose."""
 
 Update = Callable[[list[Tensor], list[Tensor], int], None]
 """torch's update of averages: (averages, weights, number of weights averaged so far)."""

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from onstep.config import ConfigContainer, TrainingArguments
+from onstep.config import ConfigContainer, TrainingArguments, merge
+from onstep.config.hf.argument import argument_of
+from onstep.config.keys import diff
 from onstep.data import (
     EpochOrders,
     IterableLoader,
@@ -57,14 +59,27 @@ def decides_data(trainer: BaseTrainer) -> bool:
     return is_special or any(overrides(trainer, name) for name in LOADING)
 
 
+_OF_READING = ("rng.seed", "rng.data_seed", "train.micro_batch_size", "train.drop_last", "dataset.num_workers")
+"""Keys that decide about Onstep's own loader; another is made of the arguments."""
+
+
 def users_data(trainer: BaseTrainer) -> UsersData:
     """What `trainer.get_train_dataloader()` returns, prepared for the loop.
 
     Raises:
         DataError: if that cannot be read.
+        ConfigError: for a key in `config_overrides` without an effect on it.
     """
     user: Any = trainer
     args = trainer.args
+    configured = ConfigContainer()
+    merge(configured, args.config_overrides or {})
+    for key, _, value in diff(ConfigContainer(), configured):
+        if key in _OF_READING:
+            raise ConfigError(
+                f"config_overrides[{key!r}]={value} has no effect where {type(trainer).__name__} or the arguments "
+                f"decide what is read; set TrainingArguments.{argument_of(key)}."
+            )
     randomness = OrderRandomness(args.seed)
     with randomness.applied():
         loader = user.get_train_dataloader()

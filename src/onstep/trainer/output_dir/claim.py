@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from onstep.bounded_reading import integer_from_environment
-from onstep.checkpoint import resolve
+from onstep.checkpoint import checkpoints, resolve
+from onstep.checkpoint.catalog.discovery import named_dirs
+from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.config import ChangeClass, ConfigContainer
 from onstep.config.differences import Change, changes, decide
 from onstep.config.hf.argument import argument_of
@@ -31,6 +33,7 @@ from onstep.training.runs.run_dir import FINISHED, RunDir, RunLock
 logger = logging.getLogger(__name__)
 
 _ARGUMENTS_SHOWN = 4
+_ELSEWHERE = "another output_dir"
 
 
 @dataclass(frozen=True)
@@ -81,15 +84,15 @@ def _acquire(config: ConfigContainer, identify: Identify | None, *, wish: Wish) 
     directory = named_dir(config)
     try:
         if not directory.run_json.exists():
-            make_writable(directory, shares=True)
+            make_writable(directory, shares=True, elsewhere=_ELSEWHERE)
         lock = RunLock(directory.lock)
     except OSError as error:
-        raise not_writable(directory, error, "another output_dir") from None
+        raise not_writable(directory, error, _ELSEWHERE) from None
     try:
         return _Arrival(directory, typed_copy(config), identify(config), wish).claim(), lock
     except OSError as error:
         lock.release()
-        raise not_writable(directory, error, "another output_dir") from None
+        raise not_writable(directory, error, _ELSEWHERE) from None
     except BaseException:
         lock.release()
         raise
@@ -125,10 +128,21 @@ class _Arrival:
         """Claim a directory without run.json, which may hold the files of others."""
         if not self._names_own():
             return self._from_scratch("", {})
-        if self.wish.resume is True and not RunDir(self.directory.path, "hugging_face").has_checkpoints:
-            raise _nothing_there(self.directory)
         self.directory = RunDir(self.directory.path, "hugging_face")
+        self._check_is_there()
         return start(self.directory, self.config, self.identity, layout=self.directory.layout, launch=_launch())
+
+    def _check_is_there(self) -> None:
+        """Reject (CheckpointError) what has no manifest, before anything is written; files are verified later."""
+        load = self.config.checkpoint.load
+        if self.wish.resume is True or load is None:
+            if not checkpoints(self.directory.checkpoints):
+                raise _nothing_there(self.directory)
+            return
+        path = Path(os.path.expanduser(load))
+        is_named = path.name.startswith("checkpoint-") or bool(named_dirs(path))
+        if is_named and not os.path.lexists(path / MANIFEST) and not checkpoints(path):
+            resolve(path)  # raises
 
     def _names_own(self) -> bool:
         """Whether the user asks to continue the run that is in this directory."""
@@ -152,8 +166,7 @@ class _Arrival:
 
     def _continued(self, stored: StateDict, is_finished: bool) -> Claim:
         """Continue because the user says so, whatever has changed."""
-        if self.wish.resume is True and not self.directory.has_checkpoints:
-            raise _nothing_there(self.directory)
+        self._check_is_there()
         try:
             found = changes(stored["config"], self.config)
         except ConfigError as error:

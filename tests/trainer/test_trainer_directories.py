@@ -171,6 +171,17 @@ def doubled(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     return 2 * nn.functional.mse_loss(outputs["logits"], labels)
 
 
+def test_a_foreign_checkpoint_that_is_newer_is_moved_with_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    interrupted(tmp_path)
+    (tmp_path / "run" / "checkpoint-700").mkdir()
+    trained(tmp_path)
+    branch = tmp_path / "run" / "aside" / "branch-1"
+    assert (branch / "checkpoint-700").is_dir()
+    assert f"continuing from step 1; the checkpoints after it are now in {branch}" in warned(caplog)
+
+
 def test_a_failed_run_with_another_loss_starts_from_scratch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     expected = trained(tmp_path / "whole", compute_loss_func=doubled)
     interrupted(tmp_path)

@@ -23,6 +23,7 @@ from onstep.config.suggestions import listed, shown
 from onstep.distributed import World
 from onstep.errors import CheckpointError, ConfigError
 from onstep.trainer.base_trainer import BaseTrainer
+from onstep.trainer.computing.batch_size_search import Search
 from onstep.trainer.output_dir.identity import trainer_identity
 from onstep.training.opening import claim_for_all
 from onstep.training.protocols import StateDict
@@ -33,6 +34,8 @@ from onstep.training.runs.run_dir import FINISHED, RunDir, RunLock
 logger = logging.getLogger(__name__)
 
 _ARGUMENTS_SHOWN = 4
+SEARCHED_FROM = "auto_find_batch_size_from"
+"""Entry of run.json: the batch size with which `auto_find_batch_size` began; None without it."""
 _ELSEWHERE = "another output_dir"
 
 
@@ -47,6 +50,18 @@ class Wish:
     owned: Identity | None = None
     """The identity of this Trainer's own run in the directory, if that is unfinished: its weights are those of its
     start, not those that it has reached."""
+    search: Search | None = None
+    """The search for a batch size that this training is part of."""
+
+    @property
+    def is_retry(self) -> bool:
+        """Whether an attempt of this training with larger batches ran out of memory."""
+        return self.search is not None and self.search.is_retry
+
+    @property
+    def entries(self) -> dict[str, Any]:
+        """What run.json records of this start."""
+        return {"launch": _launch(), SEARCHED_FROM: None if self.search is None else self.search.given}
 
 
 def acquire_dir(
@@ -71,7 +86,8 @@ def acquire_dir(
     if owned is not None:
         config.run.fresh, config.run.name = False, owned[0].path.name
         as_owned = Identity({**identity.parts, **{k: v for k, v in owned[1].parts.items() if k == "weights"}})
-    wish = Wish(resume, trainer.args.overwrite_output_dir, None if owned is None else as_owned)
+    search = trainer.batch_size_search if trainer.args.auto_find_batch_size else None
+    wish = Wish(resume, trainer.args.overwrite_output_dir, None if owned is None else as_owned, search)
     claim, lock = claim_for_all(config, world, lambda _: identity, partial(_acquire, wish=wish))
     assert claim is not None
     is_same = claim.identity == as_owned.digests
@@ -130,7 +146,7 @@ class _Arrival:
             return self._from_scratch("", {})
         self.directory = RunDir(self.directory.path, "hugging_face")
         self._check_is_there()
-        return start(self.directory, self.config, self.identity, layout=self.directory.layout, launch=_launch())
+        return self._start()
 
     def _check_is_there(self) -> None:
         """Reject (CheckpointError) what has no manifest, before anything is written; files are verified later."""
@@ -205,7 +221,7 @@ class _Arrival:
     def _go_on(self, config: ConfigContainer, notes: Sequence[str]) -> Claim:
         identity = self.wish.owned or self.identity
         claim = Claim(self.directory, config, identity=identity.digests, notes=tuple(notes))
-        go_on(claim, identity, launch=_launch())
+        go_on(claim, identity, **self.wish.entries)
         return claim
 
     def _from_scratch(self, what: str, stored: StateDict) -> Claim:
@@ -217,7 +233,9 @@ class _Arrival:
         before = self.directory if stored else RunDir(path, "hugging_face")
         aside = before.set_checkpoints_aside()
         self.directory = RunDir(path, "hugging_face")
-        if aside is not None and not stored:
+        if aside is not None and self.wish.is_retry:
+            logger.info("the checkpoints of the attempt that ran out of memory are now in %s", aside)
+        elif aside is not None and not stored:
             logger.warning("%s held checkpoints of other runs, which are now in %s.", path, aside)
         elif aside is not None:
             logger.warning(
@@ -228,9 +246,14 @@ class _Arrival:
                 aside,
                 str(aside),
             )
-        elif what and stored and stored.get("status") not in FINISHED:
+        elif what and stored and stored.get("status") not in FINISHED and not self.wish.is_retry:
             logger.warning("%s held %s; it has no checkpoints, so training starts from scratch.", path, what)
-        return start(self.directory, self.config, self.identity, layout=self.directory.layout, launch=_launch())
+        return self._start()
+
+    def _start(self) -> Claim:
+        """Record a new run; an attempt with smaller batches is the same run to the next process."""
+        identity = (self.wish.owned or self.identity) if self.wish.is_retry else self.identity
+        return start(self.directory, self.config, identity, layout=self.directory.layout, **self.wish.entries)
 
     def _difference(self, stored: StateDict) -> str:
         """What of an unfinished run differs from this one, in words; empty if it is the same."""
@@ -247,6 +270,26 @@ class _Arrival:
         has_paused = self.wish.owned is not None and stored.get("status") in ("paused", "preempted")
         changed = "" if policy == "apply" or has_paused else inputs.changed
         return "; ".join(text for text in (other, changed) if text)
+
+
+def unfinished_batch_size(trainer: BaseTrainer, resume: Any) -> int | None:
+    """The batch size that `auto_find_batch_size` reached in the run that `resume` continues; None without one."""
+    args, asked = trainer.args, Path(trainer.args.output_dir or ".").absolute()
+    if resume is None:
+        resume = args.resume_from_checkpoint
+    directory = trainer.owned_dirs[asked][0] if asked in trainer.owned_dirs else RunDir(asked)
+    if resume is False or (args.overwrite_output_dir and not resume) or not directory.run_json.is_file():
+        return None
+    stored = directory.read()
+    size, first = (stored["config"].get("train") or {}).get("micro_batch_size"), args.per_device_train_batch_size
+    if stored.get(SEARCHED_FROM) != first or not isinstance(size, int) or not 0 < size < first:
+        return None
+    own = directory.path.resolve()
+    is_named = resume is True or (resume is not None and own in (Path(resume).resolve(), Path(resume).resolve().parent))
+    if not is_named and (resume is not None or stored.get("status") in FINISHED):
+        return None
+    logger.warning("starting with micro-batches of %d samples: the run in %s came to this size", size, asked)
+    return size
 
 
 def _decided(found: Sequence[Change], config: ConfigContainer) -> ConfigContainer:

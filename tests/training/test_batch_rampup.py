@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import copy
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -14,7 +14,7 @@ from torch import nn
 
 from onstep import Trainer
 from onstep.checkpoint import checkpoints
-from onstep.errors import CheckpointError, RunExistsError
+from onstep.errors import CheckpointError, ConfigError, RunExistsError
 from onstep.trainer.output_dir.identity import trainer_identity
 from onstep.training.runs.run_dir import RunLock
 from tests.support.small_models import Regression, arguments, regression_rows
@@ -122,6 +122,35 @@ def test_resume_true_requires_a_checkpoint(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "run.json").exists()
 
 
+@pytest.mark.parametrize("name", [None, "run", "run/checkpoint-7"])
+def test_a_refused_continuation_of_foreign_files_writes_nothing(tmp_path: Path, name: str | None) -> None:
+    foreign = tmp_path / "run" / "checkpoint-7"
+    foreign.mkdir(parents=True)
+    (foreign / "note.txt").write_text("mine")
+    with pytest.raises(CheckpointError):
+        trained(tmp_path, resume=True if name is None else str(tmp_path / name))
+    assert not (tmp_path / "run" / "run.json").exists()
+    assert trained(tmp_path).state.global_step == 3
+    assert (tmp_path / "run" / "checkpoints-1" / "checkpoint-7" / "note.txt").read_text() == "mine"
+
+
+def test_a_refused_continuation_leaves_a_finished_run_finished(tmp_path: Path) -> None:
+    trained(tmp_path, save_strategy="no")
+    (tmp_path / "run" / "checkpoint-7").mkdir()
+    with pytest.raises(CheckpointError, match="no checkpoint to continue from"):
+        trained(tmp_path, resume=True)
+    assert trained(tmp_path).state.global_step == 3
+
+
+@pytest.mark.parametrize("place", ["a file", "a directory of the system"])
+def test_an_unwritable_directory_is_refused_in_the_words_of_python(tmp_path: Path, place: str) -> None:
+    directory = Path("/proc") if place != "a file" else tmp_path
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot be written .*; choose another output_dir") as error:
+        trained(directory)
+    assert "run.output_dir" not in str(error.value)
+
+
 def test_a_mistyped_path_moves_nothing(tmp_path: Path) -> None:
     trained(tmp_path)
     with pytest.raises(CheckpointError, match="does not exist"):
@@ -140,6 +169,17 @@ def test_a_failed_run_is_continued(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 def doubled(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     return 2 * nn.functional.mse_loss(outputs["logits"], labels)
+
+
+def test_a_foreign_checkpoint_that_is_newer_is_moved_with_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    interrupted(tmp_path)
+    (tmp_path / "run" / "checkpoint-700").mkdir()
+    trained(tmp_path)
+    branch = tmp_path / "run" / "aside" / "branch-1"
+    assert (branch / "checkpoint-700").is_dir()
+    assert f"continuing from step 1; the checkpoints after it are now in {branch}" in warned(caplog)
 
 
 def test_a_failed_run_with_another_loss_starts_from_scratch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -134,7 +134,11 @@ def test_an_overridden_save_is_called_for_checkpoints_and_final_weights(tmp_path
     for names in checkpoints(trainer).values():
         assert {"note.txt", "model.safetensors", "manifest.json"} <= names
     trainer.save_model(str(tmp_path / "out"))
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"note.txt", "model.safetensors"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "note.txt",
+        "model.safetensors",
+        "training_args.json",
+    }
 
 
 def test_save_writes_the_weights_that_it_is_given(tmp_path: Path) -> None:

@@ -102,6 +102,17 @@ def test_a_run_that_failed_says_so(tmp_path: Path) -> None:
     assert (record["status"], record["step"]) == ("failed", 8)
 
 
+def test_the_arguments_are_written_beside_the_weights(tmp_path: Path) -> None:
+    trainer = quiet(Regression(), arguments(tmp_path, learning_rate=0.25), regression_rows())
+    trainer.save_model(str(tmp_path / "before"))
+    trainer.train()
+    trainer.save_model(str(tmp_path / "after"))
+    for name in ("before", "after"):
+        assert json.loads((tmp_path / name / "training_args.json").read_text()) == json.loads(
+            json.dumps(trainer.args.to_dict(), default=str)
+        )
+
+
 def test_there_is_nothing_to_save_before_model_init_has_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no model to save yet"):
         quiet(None, arguments(tmp_path), model_init=Regression).save_model()

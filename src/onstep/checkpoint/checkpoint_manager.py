@@ -195,7 +195,12 @@ class CheckpointManager:
         Raises:
             CheckpointError: on all ranks, if they cannot be moved.
         """
-        move = partial(set_aside, self._store, self.root, step)
+
+        def move() -> None:
+            branch = set_aside(self._store, self.root, step)
+            if branch is not None:
+                logger.warning("continuing from step %d; the checkpoints after it are now in %s", step, branch)
+
         self._on_tidy_main(move, f"Moving the checkpoints after step {step} aside")
 
     def load(

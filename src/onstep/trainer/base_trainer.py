@@ -15,6 +15,7 @@ from onstep.data import default_data_collator
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager, normalize_callbacks
 from onstep.trainer.computing.attributes import set_attributes
+from onstep.trainer.computing.batch_size_search import Search
 from onstep.trainer.computing.label_smoothing import smoothed_loss
 from onstep.trainer.loss_convention import MAPPING, NUM_ITEMS, accepts_num_items, of_model
 from onstep.trainer.model_step import function_loss, model_loss
@@ -95,6 +96,8 @@ class BaseTrainer:
         """The session of the current run; None outside of one."""
         self.owned_dirs: dict[Path, tuple[RunDir, Identity]] = {}
         """Run directories that this Trainer claimed, by requested path, and what it learned from there."""
+        self.batch_size_search: Search | None = None
+        """What `auto_find_batch_size` has found."""
         self.num_averaged_ranks = 1
         """Ranks that a share of the step's loss is averaged over, in an overridden `training_step`."""
         self.stated_loss_kwargs: bool | None = None

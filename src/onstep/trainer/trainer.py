@@ -8,6 +8,7 @@ from typing import Any
 
 from onstep.trainer.computing.batch_size_search import with_largest_batch
 from onstep.trainer.methods import TrainerMethods
+from onstep.trainer.output_dir.claim import unfinished_batch_size
 from onstep.trainer.output_dir.files import write_final_files
 from onstep.trainer.overrides import check_overrides
 from onstep.trainer.predictions import TrainOutput
@@ -56,7 +57,9 @@ class Trainer(TrainerMethods):
             return self._train_once(resume_from_checkpoint, ignore_keys_for_eval)
         resume = resume_from_checkpoint
         return with_largest_batch(
-            self, lambda is_first: self._train_once(resume if is_first or resume else False, ignore_keys_for_eval)
+            self,
+            lambda is_first: self._train_once(resume if is_first or resume else False, ignore_keys_for_eval),
+            unfinished_batch_size(self, resume),
         )
 
     def _train_once(self, resume_from_checkpoint: Any, ignore_keys_for_eval: list[str] | None) -> TrainOutput:

@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -23,21 +24,40 @@ _SIGNS = (
 """Texts of errors by which memory runs out, on GPUs and the CPU. Source: accelerate's `should_reduce_batch_size`."""
 
 
-def with_largest_batch(trainer: Any, train: Callable[[bool], T]) -> T:
+@dataclass(frozen=True)
+class Search:
+    """What a search has come to."""
+
+    given: int
+    """`per_device_train_batch_size` at its start."""
+    size: int
+    """The size in use: after the training the one that fitted."""
+    is_retry: bool = False
+    """Whether an earlier attempt of this training ran out of memory."""
+
+
+def with_largest_batch(trainer: Any, train: Callable[[bool], T], start: int | None) -> T:
     """The result of a training whose micro-batches fit into memory: each attempt has nine tenths of the last size.
 
-    An attempt starts from the first step with the weights as they are, like Hugging Face's Trainer.
+    An attempt starts from the first step with the weights as they are, like Hugging Face's Trainer. The next training
+    of this Trainer starts with the size that fitted.
 
     Args:
         train: called with whether it is the first attempt.
+        start: the size of the run that is continued; None starts with the argument, or the size that fitted before.
 
     Raises:
         RuntimeError: the last error, if not even one sample fits.
     """
-    given, is_first = trainer.args, True
+    given, known, is_first = trainer.args, trainer.batch_size_search, True
+    first = given.per_device_train_batch_size
+    size = start or (known.size if known is not None and known.given == first else first)
     try:
         while True:
-            size = trainer.args.per_device_train_batch_size
+            trainer.batch_size_search = Search(first, size, is_retry=not is_first)
+            if size != first:
+                trainer.args = copy.copy(given)
+                trainer.args.per_device_train_batch_size = size
             try:
                 return train(is_first)
             except RuntimeError as error:
@@ -45,13 +65,13 @@ def with_largest_batch(trainer: Any, train: Callable[[bool], T]) -> T:
                 if not is_out_of_memory(error):
                     raise
                 if smaller == 0:
+                    trainer.batch_size_search = None
                     error.add_note("auto_find_batch_size has tried every batch size down to 1 sample.")
                     raise
             # outside of the handler, whose error keeps the tensors of its frames alive
             _release(trainer)
             logger.warning("out of memory with micro-batches of %d samples; starting again with %d", size, smaller)
-            trainer.args = copy.copy(trainer.args)
-            trainer.args.per_device_train_batch_size, is_first = smaller, False
+            size, is_first = smaller, False
     finally:
         trainer.args = given
 

@@ -32,7 +32,9 @@ class LoadingMethods(BaseTrainer):
 
     @property
     def _train_batch_size(self) -> int:
-        return self.args.train_batch_size
+        """The size of a micro-batch: with `auto_find_batch_size`, the one that fitted into memory."""
+        search, given = self.batch_size_search, self.args.train_batch_size
+        return search.size if search is not None and search.given == given else given
 
     def get_train_dataloader(self) -> Any:
         """A DataLoader of the training set: this rank's micro-batches, in the order of a training.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +12,15 @@ from safetensors.torch import save_file
 from safetensors.torch import save_model as save_safetensors
 from torch import nn
 
+from onstep.config import TrainingArguments
 from onstep.errors import ConfigError
 from onstep.events.context import unwrap
 from onstep.models import Transformer, hf_obstacle, save_hf
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.overrides import overrides
 from onstep.trainer.reporting.model_card import Words, model_card
+
+ARGUMENTS_FILE = "training_args.json"
 
 
 class SavingMethods(BaseTrainer):
@@ -32,7 +36,7 @@ class SavingMethods(BaseTrainer):
         return getattr(self.data_collator, "tokenizer", None) if given is None else given
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the weights, and the processing class, to `output_dir` (default: `args.output_dir`), on rank 0.
+        """Write the weights, processing class and arguments to `output_dir` (default: `args.output_dir`), on rank 0.
 
         An override, also of `_save`, is called for the final weights and, as in Hugging Face's Trainer, at each
         checkpoint, with its directory.
@@ -48,11 +52,12 @@ class SavingMethods(BaseTrainer):
             self._save(str(self.args.output_dir) if output_dir is None else output_dir)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the model, or the given weights, and the processing class or the collator's tokenizer, on rank 0."""
+        """Write the model, or the given weights, and what belongs to them, on rank 0."""
         is_main = self.args.should_save if self.global_state is None else self.global_state.world.is_main
         if is_main and self.model is not None:
             directory = Path(str(self.args.output_dir) if output_dir is None else output_dir)
             save_model(self.model, directory, self.saved_processing_class, state_dict)
+            write_arguments(self.args, directory)
 
     def _get_output_dir(self, trial: Any = None) -> str:
         """The directory with the checkpoints, `checkpoint-<step>`."""
@@ -160,3 +165,9 @@ def save_model(
         save_safetensors(module, str(directory / "model.safetensors"))
     if hasattr(processing_class, "save_pretrained"):
         processing_class.save_pretrained(directory)
+
+
+def write_arguments(args: TrainingArguments, directory: Path) -> None:
+    """Write the arguments as JSON, where Hugging Face's Trainer writes `training_args.bin`."""
+    content = json.dumps(args.to_dict(), indent=2, default=str)
+    (directory / ARGUMENTS_FILE).write_text(content + "\n", encoding="utf-8")

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from onstep.bounded_reading import integer_from_environment
-from onstep.checkpoint import resolve
+from onstep.checkpoint import checkpoints, resolve
+from onstep.checkpoint.catalog.discovery import named_dirs
+from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.config import ChangeClass, ConfigContainer
 from onstep.config.differences import Change, changes, decide
 from onstep.config.hf.argument import argument_of
@@ -21,6 +23,7 @@ from onstep.config.suggestions import listed, shown
 from onstep.distributed import World
 from onstep.errors import CheckpointError, ConfigError
 from onstep.trainer.base_trainer import BaseTrainer
+from onstep.trainer.computing.batch_size_search import Search
 from onstep.trainer.output_dir.identity import trainer_identity
 from onstep.training.opening import claim_for_all
 from onstep.training.protocols import StateDict
@@ -31,6 +34,9 @@ from onstep.training.runs.run_dir import FINISHED, RunDir, RunLock
 logger = logging.getLogger(__name__)
 
 _ARGUMENTS_SHOWN = 4
+SEARCHED_FROM = "auto_find_batch_size_from"
+"""Entry of run.json: the batch size with which `auto_find_batch_size` began; None without it."""
+_ELSEWHERE = "another output_dir"
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,18 @@ class Wish:
     owned: Identity | None = None
     """The identity of this Trainer's own run in the directory, if that is unfinished: its weights are those of its
     start, not those that it has reached."""
+    search: Search | None = None
+    """The search for a batch size that this training is part of."""
+
+    @property
+    def is_retry(self) -> bool:
+        """Whether an attempt of this training with larger batches ran out of memory."""
+        return self.search is not None and self.search.is_retry
+
+    @property
+    def entries(self) -> dict[str, Any]:
+        """What run.json records of this start."""
+        return {"launch": _launch(), SEARCHED_FROM: None if self.search is None else self.search.given}
 
 
 def acquire_dir(
@@ -68,7 +86,8 @@ def acquire_dir(
     if owned is not None:
         config.run.fresh, config.run.name = False, owned[0].path.name
         as_owned = Identity({**identity.parts, **{k: v for k, v in owned[1].parts.items() if k == "weights"}})
-    wish = Wish(resume, trainer.args.overwrite_output_dir, None if owned is None else as_owned)
+    search = trainer.batch_size_search if trainer.args.auto_find_batch_size else None
+    wish = Wish(resume, trainer.args.overwrite_output_dir, None if owned is None else as_owned, search)
     claim, lock = claim_for_all(config, world, lambda _: identity, partial(_acquire, wish=wish))
     assert claim is not None
     is_same = claim.identity == as_owned.digests
@@ -81,15 +100,15 @@ def _acquire(config: ConfigContainer, identify: Identify | None, *, wish: Wish) 
     directory = named_dir(config)
     try:
         if not directory.run_json.exists():
-            make_writable(directory, shares=True)
+            make_writable(directory, shares=True, elsewhere=_ELSEWHERE)
         lock = RunLock(directory.lock)
     except OSError as error:
-        raise not_writable(directory, error, "another output_dir") from None
+        raise not_writable(directory, error, _ELSEWHERE) from None
     try:
         return _Arrival(directory, typed_copy(config), identify(config), wish).claim(), lock
     except OSError as error:
         lock.release()
-        raise not_writable(directory, error, "another output_dir") from None
+        raise not_writable(directory, error, _ELSEWHERE) from None
     except BaseException:
         lock.release()
         raise
@@ -125,10 +144,21 @@ class _Arrival:
         """Claim a directory without run.json, which may hold the files of others."""
         if not self._names_own():
             return self._from_scratch("", {})
-        if self.wish.resume is True and not RunDir(self.directory.path, "hugging_face").has_checkpoints:
-            raise _nothing_there(self.directory)
         self.directory = RunDir(self.directory.path, "hugging_face")
-        return start(self.directory, self.config, self.identity, layout=self.directory.layout, launch=_launch())
+        self._check_is_there()
+        return self._start()
+
+    def _check_is_there(self) -> None:
+        """Reject (CheckpointError) what has no manifest, before anything is written; files are verified later."""
+        load = self.config.checkpoint.load
+        if self.wish.resume is True or load is None:
+            if not checkpoints(self.directory.checkpoints):
+                raise _nothing_there(self.directory)
+            return
+        path = Path(os.path.expanduser(load))
+        is_named = path.name.startswith("checkpoint-") or bool(named_dirs(path))
+        if is_named and not os.path.lexists(path / MANIFEST) and not checkpoints(path):
+            resolve(path)  # raises
 
     def _names_own(self) -> bool:
         """Whether the user asks to continue the run that is in this directory."""
@@ -152,8 +182,7 @@ class _Arrival:
 
     def _continued(self, stored: StateDict, is_finished: bool) -> Claim:
         """Continue because the user says so, whatever has changed."""
-        if self.wish.resume is True and not self.directory.has_checkpoints:
-            raise _nothing_there(self.directory)
+        self._check_is_there()
         try:
             found = changes(stored["config"], self.config)
         except ConfigError as error:
@@ -192,7 +221,7 @@ class _Arrival:
     def _go_on(self, config: ConfigContainer, notes: Sequence[str]) -> Claim:
         identity = self.wish.owned or self.identity
         claim = Claim(self.directory, config, identity=identity.digests, notes=tuple(notes))
-        go_on(claim, identity, launch=_launch())
+        go_on(claim, identity, **self.wish.entries)
         return claim
 
     def _from_scratch(self, what: str, stored: StateDict) -> Claim:
@@ -204,7 +233,9 @@ class _Arrival:
         before = self.directory if stored else RunDir(path, "hugging_face")
         aside = before.set_checkpoints_aside()
         self.directory = RunDir(path, "hugging_face")
-        if aside is not None and not stored:
+        if aside is not None and self.wish.is_retry:
+            logger.info("the checkpoints of the attempt that ran out of memory are now in %s", aside)
+        elif aside is not None and not stored:
             logger.warning("%s held checkpoints of other runs, which are now in %s.", path, aside)
         elif aside is not None:
             logger.warning(
@@ -215,9 +246,14 @@ class _Arrival:
                 aside,
                 str(aside),
             )
-        elif what and stored and stored.get("status") not in FINISHED:
+        elif what and stored and stored.get("status") not in FINISHED and not self.wish.is_retry:
             logger.warning("%s held %s; it has no checkpoints, so training starts from scratch.", path, what)
-        return start(self.directory, self.config, self.identity, layout=self.directory.layout, launch=_launch())
+        return self._start()
+
+    def _start(self) -> Claim:
+        """Record a new run; an attempt with smaller batches is the same run to the next process."""
+        identity = (self.wish.owned or self.identity) if self.wish.is_retry else self.identity
+        return start(self.directory, self.config, identity, layout=self.directory.layout, **self.wish.entries)
 
     def _difference(self, stored: StateDict) -> str:
         """What of an unfinished run differs from this one, in words; empty if it is the same."""
@@ -234,6 +270,26 @@ class _Arrival:
         has_paused = self.wish.owned is not None and stored.get("status") in ("paused", "preempted")
         changed = "" if policy == "apply" or has_paused else inputs.changed
         return "; ".join(text for text in (other, changed) if text)
+
+
+def unfinished_batch_size(trainer: BaseTrainer, resume: Any) -> int | None:
+    """The batch size that `auto_find_batch_size` reached in the run that `resume` continues; None without one."""
+    args, asked = trainer.args, Path(trainer.args.output_dir or ".").absolute()
+    if resume is None:
+        resume = args.resume_from_checkpoint
+    directory = trainer.owned_dirs[asked][0] if asked in trainer.owned_dirs else RunDir(asked)
+    if resume is False or (args.overwrite_output_dir and not resume) or not directory.run_json.is_file():
+        return None
+    stored = directory.read()
+    size, first = (stored["config"].get("train") or {}).get("micro_batch_size"), args.per_device_train_batch_size
+    if stored.get(SEARCHED_FROM) != first or not isinstance(size, int) or not 0 < size < first:
+        return None
+    own = directory.path.resolve()
+    is_named = resume is True or (resume is not None and own in (Path(resume).resolve(), Path(resume).resolve().parent))
+    if not is_named and (resume is not None or stored.get("status") in FINISHED):
+        return None
+    logger.warning("starting with micro-batches of %d samples: the run in %s came to this size", size, asked)
+    return size
 
 
 def _decided(found: Sequence[Change], config: ConfigContainer) -> ConfigContainer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +14,13 @@ from onstep.errors import DataError
 from onstep.events import TrainerState
 from onstep.events.context import unwrap
 from onstep.trainer.methods import TrainerMethods
+from onstep.trainer.methods.saving import write_arguments
 from onstep.training.run import Run
 from onstep.training.runs.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
-STATE_FILE, ARGUMENTS_FILE = "trainer_state.json", "training_args.json"
+STATE_FILE = "trainer_state.json"
 
 
 def files_of_checkpoint(trainer: TrainerMethods) -> Callable[[Path], None]:
@@ -68,8 +68,7 @@ def write_final_files(trainer: TrainerMethods, directory: RunDir) -> None:
 
 def _write_records(trainer: TrainerMethods, state: str, directory: Path) -> None:
     (directory / STATE_FILE).write_text(state, encoding="utf-8")
-    arguments = json.dumps(trainer.args.to_dict(), indent=2, default=str)
-    (directory / ARGUMENTS_FILE).write_text(arguments + "\n", encoding="utf-8")
+    write_arguments(trainer.args, directory)
 
 
 def _write_configuration(model: nn.Module | None, directory: Path) -> None:

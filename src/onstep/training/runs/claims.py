@@ -215,7 +215,7 @@ def may_be_replaced(directory: RunDir) -> bool:
     return content.get("status") == "failed" and not content.get("step") and not directory.metrics_log.exists()
 
 
-def make_writable(directory: RunDir, *, shares: bool = False) -> None:
+def make_writable(directory: RunDir, *, shares: bool = False, elsewhere: str = "another run.output_dir") -> None:
     """Create the directory of a new run, and check that it can be written.
 
     Raises:
@@ -235,7 +235,7 @@ def make_writable(directory: RunDir, *, shares: bool = False) -> None:
         for probe in directory.path.glob(".write-test-*"):  # this one, and those of killed processes
             probe.unlink(missing_ok=True)
     except OSError as error:
-        raise not_writable(directory, error) from None
+        raise not_writable(directory, error, elsewhere) from None
 
 
 def not_writable(directory: RunDir, error: OSError, elsewhere: str = "another run.output_dir") -> ConfigError:

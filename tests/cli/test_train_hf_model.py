@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants as hub
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from onstep.cli.main import main
 from onstep.metrics_log import read_records
-from tests.support.small_weights import llama
+from onstep.training.runs.run_dir import RunDir
+from tests.support.small_weights import gpt2, llama
 
 SMALL = [
     "dataset.paths=[text.txt]",
@@ -27,6 +29,13 @@ SMALL = [
     "mixed_precision=null",
     "dist.device=cpu",
 ]
+OF_RECIPE = [word for word in SMALL if "seq_length" not in word]
+
+
+def lengths(run: str = "mine") -> tuple[int, int]:
+    """The sequence length of the model and of the data of a run."""
+    config = RunDir(Path("runs") / run).read()["config"]
+    return config["model"]["seq_length"], config["dataset"]["seq_length"]
 
 
 @pytest.fixture(autouse=True)
@@ -74,3 +83,48 @@ def test_weights_of_another_architecture_are_refused(capsys: pytest.CaptureFixtu
     config.write_text(config.read_text().replace('"llama"', '"bert"').replace("LlamaForCausalLM", "BertLMHeadModel"))
     assert main(["train", "--hf-model", "base", *SMALL]) == 1
     assert "bert" in capsys.readouterr().err.lower()
+
+
+@pytest.mark.parametrize(("make", "limit"), [(llama, 64), (gpt2, 32)])
+def test_sequences_are_no_longer_than_the_positions_of_the_model(
+    make: Any, limit: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(Path("base"))
+    assert AutoConfig.from_pretrained("base").max_position_embeddings == limit
+    assert main(["train", "--hf-model", "base", "run.name=mine", *OF_RECIPE]) == 0
+    assert lengths() == (limit, limit)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("--hf-model")]
+    assert said == [f"--hf-model: sequences have {limit} tokens, the model's max_position_embeddings, not 1024"]
+
+
+def test_a_model_with_more_positions_keeps_the_length_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    llama(Path("base"), max_position_embeddings=2048)
+    Path("text.txt").write_text("All work and no play makes Jack a dull boy.\n" * 600)
+    assert main(["train", "--hf-model", "base", "run.name=mine", *OF_RECIPE, "train.train_iters=1"]) == 0
+    assert lengths() == (1024, 1024)
+    assert "--hf-model:" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_more_than_the_positions_is_taken_with_a_warning_where_it_is_set(
+    in_file: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama(Path("base"))
+    words = ["model.seq_length=128", "dataset.seq_length=128"]
+    if in_file:
+        Path("mine.yaml").write_text("model:\n  seq_length: 128\ndataset.seq_length: 128\n")
+        words = ["mine.yaml"]
+    assert main(["train", "--hf-model", "base", "run.name=mine", *OF_RECIPE, *words]) == 0
+    assert lengths() == (128, 128)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("--hf-model")]
+    assert said == [
+        "--hf-model: model.seq_length=128 is more than the model's max_position_embeddings=64; it has not learned the "
+        "positions beyond"
+    ]
+
+
+def test_more_than_learned_positions_is_an_error_where_it_is_set(capsys: pytest.CaptureFixture[str]) -> None:
+    gpt2(Path("base"))
+    words = ["model.seq_length=128", "dataset.seq_length=128"]
+    assert main(["train", "--hf-model", "base", "run.name=mine", *OF_RECIPE, *words]) == 1
+    assert "model.seq_length=128 must be 32" in capsys.readouterr().err

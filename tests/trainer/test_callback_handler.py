@@ -168,6 +168,36 @@ def test_a_handler_by_hand_does_what_that_of_transformers_does() -> None:
     assert ours == reference
 
 
+@pytest.mark.parametrize("strategy", ["steps", "epoch", "no"])
+def test_the_default_flow_in_a_handler_by_hand_sets_the_flags_of_that_of_transformers(
+    tmp_path: Path, strategy: str
+) -> None:
+    names = ("logging_strategy", "eval_strategy", "save_strategy")
+    args = arguments(tmp_path, **dict.fromkeys(names, strategy))
+
+    def flags(handler_class: Any, flow: Any, state_class: Any, control_class: Any) -> list[Any]:
+        seen = []
+        for step in range(1, 5):
+            handler = handler_class([flow], Regression(), None, None, None)
+            state = state_class(max_steps=4, global_step=step, epoch=step, logging_steps=2, save_steps=3, eval_steps=4)
+            for event in (handler.on_step_end, handler.on_epoch_end):
+                control = event(args, state, control_class())
+                seen.append({name: getattr(control, name) for name in dataclasses.asdict(theirs.TrainerControl())})
+        return seen
+
+    ours = flags(CallbackHandler, DefaultFlowCallback(), TrainerState, TrainerControl)
+    assert ours == flags(
+        theirs.CallbackHandler, theirs.DefaultFlowCallback(), theirs.TrainerState, theirs.TrainerControl
+    )
+    assert any(any(one.values()) for one in ours)
+
+
+def test_the_default_flow_is_skipped_in_a_run(tmp_path: Path) -> None:
+    trainer = trainer_with(tmp_path, DefaultFlowCallback)
+    added = next(one for one in trainer.callback_handler.callbacks if isinstance(one, DefaultFlowCallback))
+    assert added.on_step_end not in trainer.callback_manager.list_callbacks("on_step_end")
+
+
 def test_a_callback_that_is_not_there_cannot_be_removed_by_instance(tmp_path: Path) -> None:
     handler = trainer_with(tmp_path, Noted()).callback_handler
 

@@ -169,6 +169,16 @@ def test_labels_are_counted_as_the_model_sees_them() -> None:
         assert Labels().count(nothing) is None
 
 
+def test_items_are_counted_for_labels_of_any_type() -> None:
+    labels = torch.tensor([[-100, 1, 2, -100], [3, 4, 5, 6]])
+    assert Labels().items({"labels": labels}) == Labels().items({"labels": labels.float()}) == 6
+    assert Labels(shifted=True).items({"labels": labels}) == 5
+    assert Labels().items((labels, labels[:, 0].double())) == 1
+    assert Labels(["a"]).items({"a": labels.float()}) == 6
+    for nothing in ({"input_ids": labels}, {"labels": [1.0, 2.0]}, (labels,), labels):
+        assert Labels().items(nothing) is None
+
+
 def test_the_convention_is_said_once_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="onstep")
     quiet(qwen(), arguments(tmp_path / "a", max_steps=2), causal_rows(8)).train()

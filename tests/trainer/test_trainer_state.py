@@ -13,7 +13,7 @@ import transformers
 
 from onstep import ExportableState, Trainer, TrainerCallback, TrainerState
 from tests.support import torchrun
-from tests.support.small_models import Regression, arguments, quiet, regression_rows
+from tests.support.small_models import Regression, arguments, causal_rows, quiet, qwen, regression_rows
 
 
 class At(TrainerCallback):
@@ -338,3 +338,46 @@ def test_what_one_rank_sets_holds_on_all(tmp_path: Path) -> None:
         "(3, 3, True, True)",
         "(3, 3, False, False)",
     ]
+
+
+@pytest.mark.parametrize(("kind", "from_checkpoint"), [("no", False), ("no", True), ("all", False)])
+def test_a_callback_may_count_tokens_in_the_state_as_in_transformers(
+    tmp_path: Path, kind: str, from_checkpoint: bool
+) -> None:
+    rows = causal_rows(8)
+    options: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "num_train_epochs": 2,
+        "logging_steps": 3,
+        "save_strategy": "epoch",
+        "include_num_input_tokens_seen": kind,
+        "use_cpu": True,
+    }
+
+    def counting(base: Any) -> tuple[Any, list[int]]:
+        seen: list[int] = []
+
+        class Counts(base):  # type: ignore[misc]
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                state.num_input_tokens_seen += 7
+                if kind == "no":
+                    seen.append(state.num_input_tokens_seen)
+
+            def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                seen.append(state.num_input_tokens_seen)
+
+        return Counts(), seen
+
+    callback, expected = counting(transformers.TrainerCallback)
+    args = transformers.TrainingArguments(str(tmp_path / "theirs"), report_to="none", disable_tqdm=True, **options)
+    transformers.Trainer(qwen(), args, train_dataset=rows, callbacks=[callback]).train()
+
+    callback, found = counting(TrainerCallback)
+    given = arguments(tmp_path, **options)
+    quiet(qwen(), given, rows, callbacks=[callback]).train()
+    if from_checkpoint:
+        assert found == expected
+        del found[4:]
+        resumed = quiet(qwen(), given, rows, callbacks=[callback])
+        resumed.train(resume_from_checkpoint=str(Path(given.output_dir) / "checkpoint-4"))
+    assert found == expected

@@ -43,6 +43,20 @@ def configuration(words: list[str], recipe: str | None) -> tuple[ConfigContainer
     return config, [each for text in callbacks for each in _names(text)]
 
 
+def sets(words: list[str], section: str, name: str) -> bool:
+    """Whether the file or the overrides among the words of a command line set a key."""
+    for word in words:
+        key, is_override, text = word.partition("=")
+        if not is_override:
+            values = _read(word)
+            of_section = values.get(section)
+            if f"{section}.{name}" in values or (isinstance(of_section, dict) and name in of_section):
+                return True
+        elif key.strip() == f"{section}.{name}" or (key.strip() == section and name in text):
+            return True
+    return False
+
+
 def import_file(path: str) -> None:
     """Run a Python file as the module of its name, so that `callbacks='[name:Class]'` finds what it defines.
 

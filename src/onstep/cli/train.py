@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onstep.cli.application import Imports, Recipe
-from onstep.cli.config import configuration, import_file, load_callback
+from onstep.cli.config import configuration, import_file, load_callback, sets
 from onstep.cli.exit_codes import ERROR, PREEMPTED
 from onstep.cli.hub import hf_directory
 from onstep.config import ConfigContainer
@@ -60,9 +60,32 @@ def train(
     config, names = configuration(words or [], recipe or (None if hf_model is None else "any"))
     if hf_model is not None:
         config.checkpoint.pretrained_checkpoint = str(hf_directory(hf_model))
+        is_length_set = any(sets(words or [], section, "seq_length") for section in ("model", "dataset"))
+        _fit_length(config, is_set=is_length_set)
     from onstep.training import pretrain
 
     run_to_its_end(pretrain, config, names, imports or [], on_config_change)
+
+
+def _fit_length(config: ConfigContainer, *, is_set: bool) -> None:
+    """Shorten sequences that are longer than the pretrained model's positions, unless the user has set their length."""
+    from onstep.training.setup.pretrained import find_pretrained
+
+    source, length = find_pretrained(config), config.model.seq_length
+    if source is None or not source.is_hugging_face or length <= source.model.seq_length:
+        return
+    limit = source.model.seq_length
+    note = None
+    if not is_set:
+        config.model.seq_length = config.dataset.seq_length = limit
+        note = f"sequences have {limit} tokens, the model's max_position_embeddings, not {length}"
+    elif source.model.position_embedding_type != "learned_absolute":  # which is an error later
+        note = (
+            f"model.seq_length={length} is more than the model's max_position_embeddings={limit}; it has not learned "
+            f"the positions beyond"
+        )
+    if note is not None and _is_main():
+        print(f"--hf-model: {note}", file=sys.stderr)
 
 
 def finetune(

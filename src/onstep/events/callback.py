@@ -90,13 +90,14 @@ TrainerCallback.on_push_begin = _hf_method(  # type: ignore[attr-defined]
 
 
 class DefaultFlowCallback(TrainerCallback):
-    """Sets in `control` what the arguments make due at a step or epoch, for subclasses and calls by hand.
+    """Sets in `control` what the arguments make due at a step or epoch: in a `CallbackHandler` made by hand, for
+    subclasses and for calls by hand.
 
     Onstep's loop does this itself before it calls callbacks, so that it need not be among them.
     """
 
     def skips_event(self, name: str) -> bool:
-        """Skip what a subclass does not override: the flags are set already."""
+        """In a loop, skip what a subclass does not override: the flags are set already."""
         return getattr(type(self), name, None) is getattr(DefaultFlowCallback, name, None)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:

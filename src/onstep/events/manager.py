@@ -59,9 +59,13 @@ class CallbackManager:
 
     >>> manager = CallbackManager()
     >>> manager.register("on_eval_end", lambda context: print("Evaluation complete!"))
+
+    Args:
+        in_loop: a loop fires the events; without one, a `DefaultFlowCallback` sets what is due.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_loop: bool = True) -> None:
+        self._in_loop = in_loop
         self._user_state: dict[str, Any] = {}
         self._registrations: list[Registration] = []
         self._disabled: dict[int, Any] = {}
@@ -98,7 +102,7 @@ class CallbackManager:
         """
         registrations = []
         for instance in _instances(callback):
-            registrations.append(registration_of(instance))
+            registrations.append(registration_of(instance, in_loop=self._in_loop))
         position = self._position(before, after)
         self._registrations[position:position] = registrations
         self._rebuild()
@@ -137,7 +141,7 @@ class CallbackManager:
         kept: list[Registration] = []
         for callback in callbacks:
             index = next((i for i, one in enumerate(known) if one.owner is callback), None)
-            new = (registration_of(instance) for instance in _instances(callback))
+            new = (registration_of(instance, in_loop=self._in_loop) for instance in _instances(callback))
             kept += [known.pop(index)] if index is not None else new
         self._registrations[:] = kept
         self._rebuild()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from onstep.events.callback import Callback, TrainerCallback
+from onstep.events.callback import Callback, DefaultFlowCallback, TrainerCallback
 from onstep.events.context import CallbackContext
 from onstep.events.events import HF_EVENTS, VALID_EVENTS, Event, event_named, events_named
 from onstep.events.signatures import ACCEPTED, Handler, Style, as_handler, call_with_keywords, takes_context
@@ -47,15 +47,18 @@ class Registration:
     listeners: dict[str, list[Listener]]
 
 
-def registration_of(callback: Any) -> Registration:
+def registration_of(callback: Any, *, in_loop: bool = True) -> Registration:
     """Scan a callback instance for the event methods that it overrides.
+
+    Args:
+        in_loop: a loop fires the events; without one, a `DefaultFlowCallback` sets what is due.
 
     Raises:
         TypeError: when it has no event method at all, or one whose signature matches no convention.
     """
     listeners: dict[str, list[Listener]] = {}
     style = _style_of(callback)
-    for name, method in _event_methods(callback):
+    for name, method in _event_methods(callback, in_loop):
         by_name: Style | None = None if name in VALID_EVENTS else "hf"
         for event in events_named(name):
             known = listeners.setdefault(event.name, [])
@@ -152,9 +155,12 @@ def _style_of(callback: Any) -> Style | None:
     return "context" if marker is Callback else "hf"
 
 
-def _event_methods(callback: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
+def _event_methods(callback: Any, in_loop: bool) -> Iterator[tuple[str, Callable[..., Any]]]:
+    may_skip = isinstance(callback, (Callback, TrainerCallback))
+    if isinstance(callback, DefaultFlowCallback) and not in_loop:
+        may_skip = False
     for name in _EVENT_NAMES:
-        if isinstance(callback, (Callback, TrainerCallback)) and callback.skips_event(name):
+        if may_skip and callback.skips_event(name):
             continue
         method = getattr(callback, name, None)
         if callable(method) and not _left_empty(callback, name, method):

@@ -63,7 +63,6 @@ _REFUSED = {
     **{one.name: _GIVEN for one in dataclasses.fields(RunInfo)},
     "epoch": _COUNTED,
     "global_step": _COUNTED,
-    "num_input_tokens_seen": _COUNTED,
     "raw_epoch": _COUNTED,
     "epoch_start_step": _COUNTED,
     "epoch_train_steps": "it follows from the data and the batch size",
@@ -117,9 +116,9 @@ class RunState(TrainerState):
     """The progress of a run with the fields of `transformers.TrainerState` and Forgather's additions.
 
     The counters show the run as it moves. Callbacks may set `best_metric`, `best_global_step`, `best_model_checkpoint`,
-    `total_flos` and `log_history`; setting `max_steps`, `logging_steps`, `eval_steps` or `save_steps` is a request to
-    `control`, which holds on all ranks from the next step on. Any other name is an attribute of the user,
-    which checkpoints save. A copy is a plain `TrainerState` with the current values.
+    `total_flos`, `num_input_tokens_seen` and `log_history`; setting `max_steps`, `logging_steps`, `eval_steps` or
+    `save_steps` is a request to `control`, which holds on all ranks from the next step on. Any other name is an
+    attribute of the user, which checkpoints save. A copy is a plain `TrainerState` with the current values.
 
     Args:
         progress: the counters.
@@ -223,6 +222,10 @@ class RunState(TrainerState):
         """Input tokens if they are counted, else labels trained on, over all ranks; updated at logged steps."""
         counted = self._progress.num_input_tokens_seen
         return self._progress.consumed_tokens if counted is None else counted
+
+    @num_input_tokens_seen.setter
+    def num_input_tokens_seen(self, value: int) -> None:
+        self._progress.num_input_tokens_seen = int(value)  # from a tensor too, since it is saved
 
     @property
     def is_world_process_zero(self) -> bool:  # type: ignore[override]

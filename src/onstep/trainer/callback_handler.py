@@ -84,7 +84,7 @@ class CallbackHandler(TrainerCallback):
     def __init__(
         self, callbacks: Iterable[Any], model: Any, processing_class: Any, optimizer: Any, lr_scheduler: Any
     ) -> None:
-        self.callback_manager = CallbackManager()
+        self.callback_manager = CallbackManager(in_loop=False)
         for callback in callbacks:
             self.add_callback(callback)
         self.model, self.processing_class = model, processing_class

@@ -176,7 +176,7 @@ class Labels:
 
     def measure(self, batch: Any) -> tuple[Tensor | None, bool]:
         """`count`, and whether there is one label per position of a sequence, rather than one per sample."""
-        labels = batch.get("labels") if self._found and isinstance(batch, MAPPING) else self.of(batch)
+        labels = self._main(batch)
         known = labels if isinstance(labels, Tensor) and _is_class_ids(labels) else None
         are_tokens = known is not None and known.ndim > 1
         if known is not None and are_tokens and self._shifted:
@@ -185,6 +185,21 @@ class Labels:
         if shifted is not None and _is_class_ids(shifted):  # shifted by the collator
             known = shifted
         return None if known is None else known.ne(IGNORE_INDEX).sum(), are_tokens
+
+    def items(self, batch: Any) -> Tensor | None:
+        """What a micro-batch adds to `num_items_in_batch`, as Hugging Face counts it; None without a label tensor.
+
+        It equals `count` where that is known. Labels of any other type, such as a regression's, count by their
+        elements.
+        """
+        counted = self.count(batch)
+        if counted is not None:
+            return counted
+        labels = self._main(batch)
+        return labels.ne(IGNORE_INDEX).sum() if isinstance(labels, Tensor) else None
+
+    def _main(self, batch: Any) -> Any:
+        return batch.get("labels") if self._found and isinstance(batch, MAPPING) else self.of(batch)
 
 
 def inner_module(module: nn.Module) -> nn.Module:

@@ -56,15 +56,17 @@ class ModelStep:
         if not model.training:
             self.is_filler = isinstance(data_iterator, MicroBatches) and data_iterator.is_filler()
         num_labels, are_tokens = self._labels.measure(inputs)
-        shared_labels = num_labels if self._gives_shares else None
-        num_items = None if shared_labels is None else self._num_items(data_iterator, model, shared_labels)
+        own_items = num_labels if self._gives_shares else None
+        if own_items is None and self._gives_shares:  # not class ids
+            own_items = self._labels.items(inputs)
+        num_items = None if own_items is None else self._num_items(data_iterator, model, own_items)
         loss = self._loss(model, inputs, num_items)
         if loss is None:
             return None, lambda loss: None
         if self._num_averaged_ranks > 1:
             loss = loss / self._num_averaged_ranks
-        if shared_labels is not None and model.training:
-            return loss, lambda loss: LossShare(loss, shared_labels, {})
+        if own_items is not None and model.training:
+            return loss, lambda loss: LossShare(loss, num_labels, {})
         weight = mean_weight(inputs, num_labels, self._weighting)
         tokens = num_labels if are_tokens else None
         return loss, lambda loss: MeanLoss(loss, weight, tokens, {})
@@ -84,7 +86,7 @@ class ModelStep:
         """
         keywords = {}
         if self._accepts_num_items:
-            keywords[NUM_ITEMS] = self._labels.count(inputs) if self._gives_shares else None
+            keywords[NUM_ITEMS] = self._labels.items(inputs) if self._gives_shares else None
         result = self._compute_loss(model, _copied(inputs), return_outputs=True, **keywords)
         if not isinstance(result, tuple) or len(result) != 2:
             raise ConfigError(
@@ -113,7 +115,7 @@ class ModelStep:
         """The labels in micro-batches, at least 1; None for a loss that is a mean. Collective with `over_ranks`."""
         if not self._gives_shares:
             return None
-        counts = [count for count in map(self._labels.count, batches) if count is not None]
+        counts = [count for count in map(self._labels.items, batches) if count is not None]
         total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
         moved: Tensor = to_device(total, self._world.device)
         return (self._world.sum(moved.clone()) if over_ranks else moved).clamp(min=1)

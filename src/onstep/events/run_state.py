@@ -218,7 +218,7 @@ class RunState(TrainerState):
         return self._info.train_batch_size
 
     @property
-    def num_input_tokens_seen(self) -> int:  # type: ignore[override]
+    def num_input_tokens_seen(self) -> int:
         """Input tokens if they are counted, else labels trained on, over all ranks; updated at logged steps."""
         counted = self._progress.num_input_tokens_seen
         return self._progress.consumed_tokens if counted is None else counted

@@ -88,6 +88,14 @@ def test_pop_takes_the_first_of_exactly_a_class_or_that_very_instance(tmp_path: 
     assert kinds(trainer) == [Special]
 
 
+def test_an_instance_that_is_not_there_cannot_be_removed_as_in_transformers(tmp_path: Path) -> None:
+    args = transformers.TrainingArguments(str(tmp_path / "theirs"), report_to="none", use_cpu=True)
+    for trainer in (transformers.Trainer(Regression(), args), make(tmp_path, callbacks=[Counts()])):
+        trainer.remove_callback(int)
+        with pytest.raises(ValueError, match=r"not in list|is not among the callbacks: DefaultMetrics, .*Counts"):
+            trainer.remove_callback(Counts())
+
+
 def test_a_removed_callback_is_not_called_again(tmp_path: Path) -> None:
     mine = Counts()
     trainer = make(tmp_path, callbacks=[mine], default_callbacks=False)

@@ -87,8 +87,14 @@ class CallbackMethods(BaseTrainer):
             return pop_default(self, callback)
 
     def remove_callback(self, callback: Any) -> None:
-        """Remove the first callback that is this instance, or exactly of this class; does nothing without a match."""
-        self.pop_callback(callback)
+        """Remove the same callback as `pop_callback`; a class without a match changes nothing.
+
+        Raises:
+            ValueError: if this instance is not a callback of the Trainer.
+        """
+        if self.pop_callback(callback) is None and not isinstance(callback, (type, str)):
+            known = ", ".join(self.callback_handler.callback_list.split())
+            raise ValueError(f"{callback!r} is not among the callbacks: {known}.")
 
 
 def adopt_state(given: TrainerState | None, run: Run) -> None:

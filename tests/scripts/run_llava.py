@@ -105,7 +105,9 @@ class LlavaTrainer(Trainer):
 
     def _save(self, output_dir=None, state_dict=None):
         super()._save(output_dir, state_dict)
-        pathlib.Path(output_dir or self.args.output_dir, "llava.json").write_text('{"projector": "mm_projector.bin"}')
+        if self.args.should_save:  # Hugging Face calls it on every rank, and makes the directory on the first
+            path = pathlib.Path(output_dir or self.args.output_dir, "llava.json")
+            path.write_text('{"projector": "mm_projector.bin"}')
 
 
 def projector_weights(model):

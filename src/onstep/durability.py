@@ -40,8 +40,11 @@ def sync_dir(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_durably(path: Path, text: str) -> None:
+def replace_durably(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Replace a file: a crash leaves the old or the new one. A link in place of either is replaced, not followed.
+
+    Args:
+        mode: permissions of the new file, less those that the umask withholds.
 
     Raises:
         OSError: if that is impossible; the file is then as before.
@@ -49,7 +52,7 @@ def replace_durably(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # of a killed process
     try:
-        with temporary.open("x", encoding="utf-8") as file:
+        with open(temporary, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

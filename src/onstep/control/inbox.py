@@ -50,8 +50,8 @@ class Inbox:
     thread reads `has_new` at every step, without a lock.
 
     Args:
-        check: raises `CommandRefusedError` for a command that the job cannot carry out now; called in the thread that
-            submits.
+        check: refuses a command that the job cannot carry out now, by raising `CommandRefusedError`; called in the
+            thread that submits.
         most_waiting: more commands than this are refused until some are applied.
     """
 

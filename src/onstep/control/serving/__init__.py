@@ -1,0 +1,13 @@
+"""Serves jobs over HTTP: `server` and `connections` (the thread), `app` (all routes), `guard` and `access` (who may).
+
+`routes`, `logins`, `event_streams`, `prometheus`, `openapi` and `static_files` are what it answers, `served_job` is
+what it asks, `messages` reads requests and makes answers, `limits` bounds what clients cost the training.
+"""
+
+from onstep.errors import MissingExtraError
+
+try:
+    import starlette  # noqa: F401
+    import uvicorn  # noqa: F401
+except ImportError as error:
+    raise MissingExtraError("Serving jobs requires starlette and uvicorn: pip install 'onstep[control]'") from error

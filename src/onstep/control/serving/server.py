@@ -1,0 +1,225 @@
+"""Runs the control server in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+import stat
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from uvicorn.server import ServerState
+
+from onstep.control.serving.connections import Connection, longest_waiting, new_config
+from onstep.control.serving.limits import (
+    BACKLOG,
+    CONNECTIONS_AT_ONCE,
+    CONNECTIONS_PER_SECOND,
+    MOST_CONNECTIONS,
+    SWEEP_SECONDS,
+    Throttle,
+)
+from onstep.errors import ConfigError
+from onstep.forking import release_in_forked_children
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+_PORTS = range(8900, 9000)
+_MOST_SOCKET_PATH = 100
+_OUT_OF_DESCRIPTORS_SECONDS = 0.5
+
+
+class ControlServer:
+    """Serves an application from a daemon thread, which never keeps the process alive.
+
+    The socket is bound and listens when this returns; requests are answered from `start` on.
+
+    Args:
+        app: what to serve.
+        host: address to bind; ignored with `uds`.
+        port: 0 for any; None for the first free one from 8900.
+        uds: path of a Unix socket to bind instead, whose directory only its owner may enter.
+
+    Raises:
+        ConfigError: for an address or port that cannot be used, or a path that is too long.
+        RuntimeError: if none of the ports 8900 to 8999 is free.
+    """
+
+    def __init__(
+        self, app: Starlette, *, host: str | None = "127.0.0.1", port: int | None = None, uds: Path | None = None
+    ) -> None:
+        self._app = app
+        self._listener = _listen_on_path(uds) if uds is not None else _listen(host or "127.0.0.1", port)
+        self.host = "" if uds is not None else host or "127.0.0.1"
+        self.port: int = 0 if uds is not None else self._listener.getsockname()[1]
+        self._uds = uds
+        self._sockets: set[socket.socket] = set()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._is_stopped = False
+        self._is_ready = threading.Event()
+        release_in_forked_children(self, ControlServer._close_in_child)
+
+    def start(self) -> None:
+        """Start to answer."""
+        self._thread = threading.Thread(target=self._run, name="onstep-control-server", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Close all connections and the socket; calling it twice, or in a forked child, is harmless."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        if self._thread is not None:
+            self._is_ready.wait(timeout)
+            if self._loop is not None and self._stopping is not None:
+                with suppress(RuntimeError):  # the loop has ended by itself
+                    self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(timeout)
+        self._listener.close()
+        if self._uds is not None:
+            self._uds.unlink(missing_ok=True)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except Exception as error:  # whatever ends the server must not end the training
+            logger.warning("The control server has ended (%s); training continues without it.", error, exc_info=error)
+        finally:
+            self._is_ready.set()
+            self._listener.close()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(_note_loop_error)
+        self._stopping = asyncio.Event()
+        self._is_ready.set()
+        config = new_config(self._app)
+        config.load()
+        state = ServerState()
+        work = [asyncio.create_task(self._accept(config, state)), asyncio.create_task(_sweep(state))]
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait([stopping, *work], return_when=asyncio.FIRST_COMPLETED)
+            for task in work:
+                if task.done():
+                    task.result()  # raises what ended it
+        finally:
+            for connection in list(state.connections):
+                connection.transport.abort()
+            # asyncio.run cancels all tasks: those of requests and streams as well
+
+    async def _accept(self, config: Any, state: ServerState) -> None:
+        """Accept connections, not too many in a second and not too many at once."""
+        loop, throttle = asyncio.get_running_loop(), Throttle(CONNECTIONS_PER_SECOND, CONNECTIONS_AT_ONCE)
+        while True:
+            await throttle.turn()
+            try:
+                accepted, _ = await loop.sock_accept(self._listener)
+            except OSError as error:
+                if error.errno in (errno.EBADF, errno.EINVAL):
+                    raise
+                await asyncio.sleep(_OUT_OF_DESCRIPTORS_SECONDS)
+                continue
+            self._sockets = {one for one in self._sockets if one.fileno() >= 0}
+            if len(self._sockets) >= MOST_CONNECTIONS and not await _make_room(state):
+                accepted.close()
+                continue
+            self._sockets.add(accepted)
+            with suppress(OSError):  # the client has gone
+                await loop.connect_accepted_socket(lambda: Connection(config, state, {}), accepted)
+
+    def _close_in_child(self) -> None:
+        """Close the parent's sockets in a forked child; its loop is not touched, since it shares the parent's epoll."""
+        self._is_stopped = True
+        for one in (self._listener, *self._sockets):
+            with suppress(OSError):
+                os.close(one.detach())
+
+
+async def _make_room(state: ServerState) -> bool:
+    """Close the connection that has been idle for longest; returns whether there was one."""
+    idle = longest_waiting(state.connections)
+    if idle is None:
+        return False
+    idle.abort()
+    await asyncio.sleep(0)  # the loop closes its socket
+    return True
+
+
+async def _sweep(state: ServerState) -> None:
+    """Close the connections of clients that are too slow."""
+    loop = asyncio.get_running_loop()
+    while True:
+        await asyncio.sleep(SWEEP_SECONDS)
+        now = loop.time()
+        for connection in list(state.connections):
+            if isinstance(connection, Connection) and connection.is_overdue(now):
+                connection.abort()
+
+
+def _note_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what asyncio would log, without what the message or the error may quote of a request."""
+    logger.debug("The control server's connection failed: %s", type(context.get("exception")).__name__)
+
+
+def _listen(host: str, port: int | None) -> socket.socket:
+    if port is not None:
+        return _bound(host, port)
+    for one in _PORTS:
+        try:
+            return _bound(host, one)
+        except _TakenError:
+            continue
+    raise RuntimeError(
+        f"No port from {_PORTS.start} to {_PORTS.stop - 1} is free for the control server on {host}; give another "
+        "`port`, or 0 for any."
+    )
+
+
+class _TakenError(ConfigError):
+    """A port that another program uses."""
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"port must be 0 to 65535, got {port}; 0 means any free one.")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.create_server(address, family=family, backlog=BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise _TakenError(f"port must be free, and {port} on {host} is in use; give another, or None.") from None
+        raise ConfigError(
+            f"host and port must be an address of this machine, and {host}:{port} cannot be bound "
+            f"({error.strerror or error}); use 127.0.0.1 with a port from 1024 on."
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+def _listen_on_path(path: Path) -> socket.socket:
+    if len(os.fsencode(path)) > _MOST_SOCKET_PATH:
+        raise ConfigError(
+            f"The path of a Unix socket may have {_MOST_SOCKET_PATH} bytes, and {path} has {len(os.fsencode(path))}; "
+            "set ONSTEP_REGISTRY to a shorter directory, or use TCP (uds=False)."
+        )
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.exists() and stat.S_ISSOCK(path.lstat().st_mode):
+            path.unlink()  # of a killed process
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"The Unix socket {path} cannot be made ({error.strerror or error}); use TCP.") from None
+    listener.setblocking(False)
+    return listener

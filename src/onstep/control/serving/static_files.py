@@ -1,0 +1,68 @@
+"""Serves the files of the page, all of them from installed packages."""
+
+from __future__ import annotations
+
+from functools import cache
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from onstep.control.serving.messages import refusal
+
+PAGE = Path(__file__).parents[1] / "page"
+_TYPES = {
+    ".css": "text/css",
+    ".html": "text/html",
+    ".ico": "image/x-icon",
+    ".js": "text/javascript",
+    ".json": "application/json",
+    ".mjs": "text/javascript",
+    ".png": "image/png",
+    ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
+}
+_PLOTLY = "plotly.min.js"
+
+
+def page(name: str, instead: str, status: int = 200) -> Response:
+    """A page of the package; a line of text where its file is missing."""
+    content = _content(name)
+    if content is None:
+        return Response(instead, status, media_type="text/plain")
+    return Response(content, status, {"Cache-Control": "no-cache"}, media_type="text/html")
+
+
+async def static_file(request: Request) -> Response:
+    """A file of the page; only names that are in the package's directory exist."""
+    name = request.path_params["file"]
+    content = _content(name)
+    if content is None:
+        return refusal(404, "There is no such file.")
+    tag = f'"{_digest(name)}"'
+    headers = {"Cache-Control": "no-cache", "ETag": tag}
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers=headers)
+    return Response(content, 200, headers, media_type=_TYPES[Path(name).suffix])
+
+
+def _files() -> dict[str, Path]:
+    """The files that are served, by name."""
+    own = {path.name: path for path in PAGE.iterdir() if path.suffix in _TYPES} if PAGE.is_dir() else {}
+    spec = find_spec("plotly")  # does not import it
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    found = [Path(folder) / "package_data" / _PLOTLY for folder in folders]
+    return own | {_PLOTLY: found[0]} if found and found[0].is_file() else own
+
+
+@cache
+def _content(name: str) -> bytes | None:
+    path = _files().get(name)
+    return None if path is None else path.read_bytes()
+
+
+@cache
+def _digest(name: str) -> str:
+    return sha256(_content(name) or b"").hexdigest()[:32]

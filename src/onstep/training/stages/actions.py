@@ -102,14 +102,14 @@ def carry_out(job: Job) -> None:
     if control.should_abort_without_save:
         return
     apply_overrides(job)
+    if job.steering.commands:
+        fire_commands(job)
     request = control.rollback_request
     if request is not None:
         control.rollback_request = None
         roll_back(job, request)
         return
     on.after_agreement()
-    if job.steering.commands:
-        fire_commands(job)
     if control.should_log:
         control.clear("should_log")
         on.settle()

@@ -11,6 +11,7 @@ from typing import Any
 
 from onstep.events import Request
 from onstep.events.control import STICKY
+from onstep.events.views import configured_values
 from onstep.json_values import encode
 from onstep.training.run import Run
 from onstep.training.runs.steering import BATCHES_TO_SKIP, Steering
@@ -99,19 +100,7 @@ def current_value(run: Run, key: str) -> Any:
     if key in run.train_state.overrides:
         return run.train_state.overrides[key]
     declared = run.control.declared.get(key)
-    return configured_value(run, key) if declared is None else declared.value
-
-
-def configured_value(run: Run, key: str) -> Any:
-    """The configured value of one of the loop's own keys."""
-    config = run.cfg
-    return {
-        "lr_factor": 1.0,
-        "log_interval": config.logger.log_interval,
-        "eval_interval": config.validation.eval_interval,
-        "save_interval": config.checkpoint.save_interval,
-        "train_iters": config.train.train_iters or run.info.max_steps or None,
-    }.get(key)
+    return configured_values(run).get(key) if declared is None else declared.value
 
 
 def write_decision(state: Run, request: Request, step: int | None = None) -> None:

@@ -16,7 +16,7 @@ KINDS = ("metrics", "evaluation", "decision", "save", "sample", "command", "stat
 _KEPT = 2000
 """Events of each kind that are kept."""
 _AXES = frozenset({"step", "global_step", "timestamp", "epoch"})
-"""Keys of a record that are not drawn as curves."""
+"""Keys of a record that do not become curves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from onstep import CallbackManager, JsonLogger, Trainer, TrainerControlCallback, TrainingArguments, pretrain
+from onstep import CallbackManager, JsonLogger, pretrain
+from onstep.callbacks import TrainerControlCallback
 from onstep.config import ConfigContainer
 from onstep.control.registry import list_infos, read_info, read_token
 from onstep.errors import ConfigError

@@ -50,7 +50,8 @@ class Delivery:
             if ticket.command == "status":
                 self._settle(ticket, "applied", step)
                 continue
-            self._awaiting[ticket.id] = ticket
+            if not self.inbox.is_at_once(ticket.command):  # that has its outcome already, and is only recorded
+                self._awaiting[ticket.id] = ticket
             for request in requests_of(ticket, event):
                 control.add_request(request)
         self.is_busy = bool(self._awaiting)

@@ -95,6 +95,10 @@ class Inbox:
             threading.Thread(target=self._carry_out, args=(ticket,), name="onstep-command", daemon=True).start()
         return ticket
 
+    def is_at_once(self, command: str) -> bool:
+        """Whether a command does not wait for the training thread."""
+        return command in self._at_once
+
     def take(self) -> list[Ticket]:
         """Remove and return the waiting commands, in order of arrival."""
         with self._lock:

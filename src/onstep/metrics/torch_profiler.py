@@ -96,13 +96,12 @@ class NextSteps:
         self._profiler.start()
 
     def end_step(self) -> bool:
-        """Note the end of a step; True once the trace is written, or the recording was dropped."""
+        """Note the end of a step; True once all steps are recorded, or the recording was dropped: then close it."""
         self._left -= 1
-        if self._left > 0 and not self._profiler.gave_way:
-            self._profiler.step()
-            return False
-        self.close()
-        return True
+        if self._left <= 0 or self._profiler.gave_way:
+            return True
+        self._profiler.step()
+        return False
 
     def close(self) -> bool:
         """Stop, and write what was recorded; returns whether the trace is complete."""

@@ -16,8 +16,8 @@ from onstep.control.inbox import Inbox
 from onstep.control.registry import JobInfo, describe_jobs
 from onstep.control.serving.access import Access
 from onstep.control.serving.app import build_app
-from onstep.control.serving.server import ControlServer
 from onstep.control.serving.served_job import LiveJob
+from onstep.control.serving.server import ControlServer
 
 TOKEN = "5f" * 32
 

@@ -110,6 +110,9 @@ class Connection(H11Protocol):
         ):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+        if self.cycle is not None and not self.cycle.response_complete:  # the handler of a request with a broken body
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
 
     def pause_writing(self) -> None:
         """The client does not read."""

@@ -22,8 +22,10 @@ WRITE_SECONDS = 30.0
 SWEEP_SECONDS = 0.5
 """Between two looks at all connections."""
 
+ACCEPTS_AT_ONCE, ACCEPT_PAUSE_SECONDS = 10, 0.025
+"""Connections that are accepted in one go, and the pause after it; until they send something they cost little."""
 CONNECTIONS_PER_SECOND, CONNECTIONS_AT_ONCE = 20.0, 64.0
-"""Accepting one costs some 200 microseconds of the interpreter, which the training thread needs as well."""
+"""HTTP on one costs some 200 microseconds of the interpreter, which the training thread needs as well."""
 STRANGERS_PER_SECOND, STRANGERS_AT_ONCE = 20.0, 100.0
 """Requests without a valid token."""
 MOST_STRANGERS_WAITING = 16

@@ -423,7 +423,6 @@ def test_a_client_that_does_not_read_is_cut_off_and_its_answer_given_up(job: Ser
             connection = stack.enter_context(job.connect())
             connection.sendall(request * 10)
         before = psutil.Process().num_fds()
-        assert works(job)
         deadline = time.monotonic() + 60
         while psutil.Process().num_fds() > before - 8 and time.monotonic() < deadline:
             time.sleep(0.5)

@@ -12,6 +12,8 @@ MOST_TOKEN_BYTES = 4096
 
 MOST_CONNECTIONS = 64
 MOST_STREAMS = 16
+MOST_POINTS = 200_000
+"""In one answer; with many curves each has fewer."""
 BACKLOG = 128
 """Connections that the kernel keeps waiting."""
 

@@ -290,6 +290,15 @@ def test_a_unix_socket_of_a_killed_job_is_replaced_and_a_long_path_refused(regis
         ControlServer(app, uds=tmp_path / ("x" * 100))
 
 
+def test_watchers_see_how_the_job_ended_although_the_server_stops_at_once(registry: Path) -> None:
+    with served() as job, job.client() as client, client.stream("GET", "/jobs/job/events") as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        job.feed.add_event("end", {"reason": "completed"})
+        job.server.stop()
+        assert "event: end" in list(lines)
+
+
 def test_stop_ends_open_streams_and_frees_the_port(registry: Path) -> None:
     with served() as job, job.client() as client, client.stream("GET", "/jobs/job/events") as answer:
         lines = answer.iter_lines()

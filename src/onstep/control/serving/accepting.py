@@ -11,7 +11,7 @@ from contextlib import suppress
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from onstep.control.serving.connections import Connection, longest_waiting
+from onstep.control.serving.connections import Connection
 from onstep.control.serving.limits import (
     ACCEPT_PAUSE_SECONDS,
     ACCEPTS_AT_ONCE,
@@ -24,6 +24,7 @@ from onstep.control.serving.limits import (
 )
 
 _OUT_OF_DESCRIPTORS_SECONDS = 0.5
+_LOOK_SECONDS = 0.02
 _METHODS_BEGIN_WITH = frozenset(b"CDGHOPT")
 """CONNECT, DELETE, GET, HEAD, OPTIONS, PATCH, POST, PUT, TRACE"""
 
@@ -48,6 +49,7 @@ class Acceptor:
         self._speaking: set[socket.socket] = set()
         """Those that are HTTP's, or wait for their turn to be."""
         self._state = ServerState()
+        self._is_finishing = False
 
     @property
     def sockets(self) -> list[socket.socket]:
@@ -59,11 +61,20 @@ class Acceptor:
         self._loop.add_reader(self._listener, self._accept)
         self._loop.call_later(SWEEP_SECONDS, self._sweep)
 
+    async def finish(self, seconds: float) -> None:
+        """Accept no more, and wait until all requests are answered, but not for longer than this."""
+        self._is_finishing = True
+        self._loop.remove_reader(self._listener)
+        deadline = self._loop.time() + seconds
+        while self._loop.time() < deadline and any(one.is_answering for one in self._connections()):
+            await asyncio.sleep(_LOOK_SECONDS)
+
     def close(self) -> None:
         """Close everything, at once."""
+        self._is_finishing = True
         self._loop.remove_reader(self._listener)
-        for connection in list(self._state.connections):
-            connection.transport.abort()
+        for connection in self._connections():
+            connection.abort()
         for one in list(self._silent):
             self._drop(one)
 
@@ -87,7 +98,7 @@ class Acceptor:
         self._loop.call_later(pause, self._accept_on)
 
     def _accept_on(self) -> None:
-        if self._listener.fileno() >= 0:
+        if not self._is_finishing:
             self._loop.add_reader(self._listener, self._accept)
 
     def _admit(self, accepted: socket.socket) -> None:
@@ -108,7 +119,8 @@ class Acceptor:
         if self._silent:
             self._drop(next(iter(self._silent)))
             return True
-        idle = longest_waiting(self._state.connections)
+        waiting = [one for one in self._connections() if one.waits_since is not None]
+        idle = min(waiting, key=lambda one: one.waits_since or 0.0, default=None)
         if idle is not None:
             idle.abort()
         return idle is not None
@@ -155,6 +167,10 @@ class Acceptor:
         for one, since in list(self._silent.items()):
             if now - since > REQUEST_SECONDS:
                 self._drop(one)
-        for connection in list(self._state.connections):
-            if isinstance(connection, Connection) and connection.is_overdue(now):
+        for connection in self._connections():
+            if connection.is_overdue(now):
                 connection.abort()
+
+    def _connections(self) -> list[Connection]:
+        """Those that speak HTTP."""
+        return [one for one in self._state.connections if isinstance(one, Connection)]

@@ -21,6 +21,8 @@ REQUEST_SECONDS = 10.0
 """For the request line and headers, for a body, and between two requests."""
 WRITE_SECONDS = 30.0
 """For a client to read some of an answer that fills its connection's buffers."""
+FINISH_SECONDS = 0.5
+"""For answers that are being given when the server stops."""
 SWEEP_SECONDS = 0.5
 """Between two looks at all connections."""
 

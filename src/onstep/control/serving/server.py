@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 
 from onstep.control.serving.accepting import Acceptor
 from onstep.control.serving.connections import new_config
-from onstep.control.serving.limits import BACKLOG
+from onstep.control.serving.limits import BACKLOG, FINISH_SECONDS
 from onstep.errors import ConfigError
 from onstep.forking import release_in_forked_children
 
@@ -65,7 +65,11 @@ class ControlServer:
         self._thread.start()
 
     def stop(self, timeout: float = 5.0) -> None:
-        """Close all connections and the socket; calling it twice, or in a forked child, is harmless."""
+        """Close the socket, and all connections as soon as they have their answers, within half a second.
+
+        An event stream whose job has ended is complete then; others are cut off. Calling this twice, or in a forked
+        child, is harmless.
+        """
         if self._is_stopped:
             return
         self._is_stopped = True
@@ -99,6 +103,7 @@ class ControlServer:
         self._is_ready.set()
         try:
             await self._stopping
+            await self._acceptor.finish(FINISH_SECONDS)
         finally:
             self._acceptor.close()  # asyncio.run cancels what is left: requests and streams
 

@@ -30,6 +30,7 @@ from onstep.control import (
 )
 from onstep.control.client.event_stream import parse_events
 from onstep.control.commands import CommandRefusedError
+from onstep.control.inbox import Ticket
 from onstep.control.registry import registry_root
 from onstep.errors import ConfigError
 from tests.support.steered_job import SteeredJob, commands_of, steered_job
@@ -127,7 +128,14 @@ def test_a_command_returns_when_it_is_queued_unless_it_waits(job: SteeredJob) ->
 def test_a_client_that_waits_without_limit_asks_again(job: SteeredJob, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onstep.control.client.http_client._MOST_WAIT_SECONDS", 0.02)
     job.is_busy = True
-    threading.Timer(0.2, lambda: setattr(job, "is_busy", False)).start()
+    looked, get = [], job.inbox.get
+
+    def busy_for_ten_looks(ticket_id: str) -> Ticket | None:
+        looked.append(ticket_id)
+        job.is_busy = len(looked) < 10
+        return get(ticket_id)
+
+    monkeypatch.setattr(job.inbox, "get", busy_for_ten_looks)
     response = onstep.control.generate("job_a", ["def "], wait=math.inf)
     assert response.data is not None
     assert response.data["result"] == ["def f():\n    return 1"]

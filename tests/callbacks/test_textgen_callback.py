@@ -16,10 +16,11 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from onstep import Callback, Trainer, TrainingArguments, pretrain
-from onstep.callbacks.textgen_callback import TextgenCallback, preserve_state
+from onstep.callbacks.textgen_callback import TextgenCallback
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
 from onstep.models.generation.prompts import continue_prompts
+from onstep.training.compute.undisturbed import preserve_state
 from tests.support.small_models import qwen
 
 PROMPTS = ["def ", "import"]

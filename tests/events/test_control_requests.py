@@ -6,7 +6,8 @@ import pytest
 
 from onstep.errors import ConfigError
 from onstep.events import Control, Request
-from onstep.events.control import BEFORE_UPDATE, FLAGS, SETTABLE
+from onstep.events.control import BEFORE_UPDATE, FLAGS
+from onstep.events.settings import SETTABLE
 
 
 def asked(control: Control) -> list[tuple[str, str]]:
@@ -88,7 +89,7 @@ def test_what_cannot_be_set_is_refused_at_once(key: str, value: float, says: str
 
 
 def test_every_settable_key_has_a_smallest_value_that_it_takes() -> None:
-    for key, (kind, least) in SETTABLE.items():
+    for key, (kind, least, _) in SETTABLE.items():
         Control().set(key, kind(least))
 
 

@@ -18,6 +18,7 @@ from onstep.callbacks.router_monitor import CountsRouting, RouterMonitor
 from onstep.callbacks.tb_logger import TBLogger, TBScalar, default_tb_scalars
 from onstep.callbacks.textgen_callback import TextgenCallback
 from onstep.callbacks.throughput_monitor import DefaultMetrics, ThroughputMonitor
+from onstep.callbacks.trainer_control_callback import TrainerControlCallback
 from onstep.callbacks.weight_average import EMA, WeightAverage
 from onstep.metrics.console_table import ColumnSpec, MetricSpec, default_final_metrics, default_step_columns
 from onstep.trackers.trackers_callback import TrackersCallback
@@ -50,6 +51,7 @@ __all__ = [
     "TextgenCallback",
     "ThroughputMonitor",
     "TraceMalloc",
+    "TrainerControlCallback",
     "WeightAverage",
     "WeightNormLogger",
     "default_final_metrics",

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 import yaml
 
 from onstep.bounded_reading import read_bytes
-from onstep.checkpoint import RngState
 from onstep.config.field_types import is_integer_from
 from onstep.config.hf.checks import evaluates
 from onstep.errors import ConfigError, require
 from onstep.events import TrainerCallback
-from onstep.models.generation.generate import preserve_modes
 from onstep.models.generation.prompts import (
     can_generate,
     check_options,
@@ -26,6 +23,7 @@ from onstep.models.generation.prompts import (
     encode_prompt,
     eos_of,
 )
+from onstep.training.compute.undisturbed import preserve_state
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -203,25 +201,3 @@ def read_prompts(prompts: Any) -> list[str]:
                 "in quotes."
             )
     return list(prompts)
-
-
-@contextmanager
-def preserve_state(model: Any) -> Iterator[None]:
-    """Switch to evaluation mode without compiled forwards, and restore these and the random generators on exit."""
-    modules = list(model.modules()) if hasattr(model, "modules") else []
-    # `module.compile()` stores its compiled call here; every new text length would recompile
-    compiled = [(one, one._compiled_call_impl) for one in modules if getattr(one, "_compiled_call_impl", None)]
-    parameter = next(model.parameters(), None) if modules else None
-    generators = RngState("cpu" if parameter is None else parameter.device)
-    drawn = generators.state_dict()
-    try:
-        with preserve_modes([model] if modules else []):
-            for module in modules:  # not `eval()`, which a module may override to change more than its mode
-                module.training = False
-            for module, _ in compiled:
-                module._compiled_call_impl = None
-            yield
-    finally:
-        for module, call in compiled:
-            module._compiled_call_impl = call
-        generators.load_state_dict(drawn)

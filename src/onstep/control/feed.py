@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ KINDS = ("metrics", "evaluation", "decision", "save", "sample", "command", "stat
 _KEPT = 2000
 """Events of each kind that are kept."""
 _AXES = frozenset({"step", "global_step", "timestamp", "epoch"})
-"""Keys of a record that are no curve."""
+"""Keys of a record that do not become curves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,13 @@ class Feed:
     """What a job shows. The training thread writes, which costs it microseconds; any thread reads.
 
     Dictionaries that are handed in must not be changed afterwards: they are not copied.
+
+    Args:
+        live: gives the part of the status that changes by itself; called by whoever reads the status.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, live: Callable[[], dict[str, Any]] | None = None) -> None:
+        self.live = live
         self.history = History()
         self._lock = threading.Lock()
         self._status: dict[str, Any] = {}
@@ -52,8 +56,9 @@ class Feed:
 
     @property
     def status(self) -> dict[str, Any]:
-        """A copy of the job's status."""
-        return dict(self._status)
+        """The job's status, as it is now."""
+        live = self.live
+        return {**self._status, **({} if live is None else live())}
 
     @property
     def latest(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -52,13 +52,20 @@ class Inbox:
     Args:
         check: refuses a command that the job cannot carry out now, by raising `CommandRefusedError`; called in the
             thread that submits.
+        at_once: commands that do not wait for the training thread, and what carries each out, in a thread of its own.
         most_waiting: more commands than this are refused until some are applied.
     """
 
-    def __init__(self, check: Check | None = None, most_waiting: int = 100) -> None:
+    def __init__(
+        self,
+        check: Check | None = None,
+        most_waiting: int = 100,
+        at_once: Mapping[str, Callable[[], Any]] | None = None,
+    ) -> None:
         self.has_new = False
         """Whether a command waits."""
         self._check = check
+        self._at_once = dict(at_once or {})
         self._most_waiting = most_waiting
         self._lock = threading.Lock()
         self._waiting: deque[Ticket] = deque()
@@ -84,7 +91,13 @@ class Inbox:
             self._waiting.append(ticket)
             self._remember(ticket)
             self.has_new = True
+        if command in self._at_once:
+            threading.Thread(target=self._carry_out, args=(ticket,), name="onstep-command", daemon=True).start()
         return ticket
+
+    def is_at_once(self, command: str) -> bool:
+        """Whether a command does not wait for the training thread."""
+        return command in self._at_once
 
     def take(self) -> list[Ticket]:
         """Remove and return the waiting commands, in order of arrival."""
@@ -119,6 +132,9 @@ class Inbox:
             self.has_new = False
         for ticket in tickets:
             self.settle(ticket, "refused", message=why)
+
+    def _carry_out(self, ticket: Ticket) -> None:
+        self.settle(ticket, "applied", result=self._at_once[ticket.command]())
 
     def _remember(self, ticket: Ticket) -> None:
         self._known[ticket.id] = ticket

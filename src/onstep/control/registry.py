@@ -150,12 +150,12 @@ class Registration:
             _make_private(self.directory)
             descriptor = _try_lock(self.directory)
             holder = read_info(self.job_id, self.directory.parent)
-            is_held = holder is not None and holder.pid != os.getpid() and is_alive(holder)
-            if descriptor is not None and not is_held:
+            is_live = holder is not None and is_alive(holder)
+            if descriptor is not None and (not is_live or holder is None or holder.pid == os.getpid()):
                 return descriptor
             if descriptor is not None:  # a file system without locks, or a job of another program
                 os.close(descriptor)
-            if is_held:
+            if is_live:
                 break
             time.sleep(0.01)  # another process starts or ends a job with this id
         raise ConfigError(self._refusal())

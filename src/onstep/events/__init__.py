@@ -55,6 +55,12 @@ arguments. T stands for the training objects: `optimizer`, `scheduler`, `train_d
                               Fields: T, loss_dict, grad_norm, skipped_iter, sample_ids.
     on_step_end               After the step counter advances; `control` holds what is due at this step.
                               Fields: T.
+    on_decision               On rank 0, when the loop has recorded a decision, such as a request that all ranks agreed
+                              on.
+                              Fields: T, request.
+    on_command                After ranks agreed on a command that callbacks carry out; `request.details` has its name
+                              and data.
+                              Fields: T, request.
     on_log_step               At a logged step, before `on_log`; callbacks may add to `logs`.
                               Fields: T, logs.
     on_log                    At a logged step, with `logs` complete; also once with the final metrics.
@@ -69,6 +75,8 @@ arguments. T stands for the training objects: `optimizer`, `scheduler`, `train_d
                               Fields: optimizer, checkpoint_step. Hugging Face: on_save_begin.
     on_checkpoint_save        After a checkpoint is durable on disk.
                               Fields: optimizer, checkpoint_step, checkpoint_path. Hugging Face: on_save.
+    on_paused                 While the run is paused, about ten times a second; callbacks may ask to resume.
+                              Fields: T.
     on_epoch_end              After each epoch, including one that was stopped early.
                               Fields: T.
     on_final_metrics          After the last step, with the final metrics in `logs`, before `on_log`; callbacks may add
@@ -99,6 +107,7 @@ from onstep.events.events import EVENTS, HF_EVENTS, VALID_EVENTS, Event
 from onstep.events.exportable_state import ExportableState
 from onstep.events.manager import CallbackManager, normalize_callbacks, should_fire
 from onstep.events.run_state import RunInfo, RunState
+from onstep.events.settings import Setting
 from onstep.events.trainer_state import TrainerState
 from onstep.events.views import OptimizerView, RunView, SchedulerView, WorldView
 
@@ -120,6 +129,7 @@ __all__ = [
     "RunState",
     "RunView",
     "SchedulerView",
+    "Setting",
     "TrainerCallback",
     "TrainerControl",
     "TrainerState",

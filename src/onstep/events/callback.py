@@ -4,11 +4,12 @@ and Hugging Face's `DefaultFlowCallback`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
 
 from onstep.events.context import CallbackContext
 from onstep.events.events import EVENTS, HF_EVENTS, events_named
+from onstep.events.settings import Setting
 
 
 class Callback:
@@ -18,12 +19,17 @@ class Callback:
 
     - `ranks`: "all" calls the callback on every rank, "main" on rank 0 only;
     - `on_error`: "raise" ends the run, "warn" continues, "disable" continues without this callback;
-    - `shows_progress`: True if the callback reports progress itself, which turns off `pretrain()`'s console lines.
+    - `shows_progress`: True if the callback reports progress itself, which turns off `pretrain()`'s console lines;
+    - `settable`: attributes that can be set during the run, as `<name of the callback>.<attribute>`: on all ranks at
+      one step, recorded, saved in checkpoints, and set again when the run resumes;
+    - `commands`: names of commands that its `on_command` carries out, and one line about each.
     """
 
     ranks: Literal["all", "main"] = "all"
     on_error: Literal["raise", "warn", "disable"] = "raise"
     shows_progress: bool = False
+    settable: ClassVar[Mapping[str, Setting]] = {}
+    commands: ClassVar[Mapping[str, str]] = {}
 
     def skips_event(self, name: str) -> bool:
         """Whether the method `name` has nothing to do as this callback is configured; checked at registration.
@@ -45,6 +51,8 @@ class TrainerCallback:
     ranks: Literal["all", "main"] = "all"
     on_error: Literal["raise", "warn", "disable"] = "raise"
     shows_progress: bool = False
+    settable: ClassVar[Mapping[str, Setting]] = {}
+    commands: ClassVar[Mapping[str, str]] = {}
 
     @property
     def name(self) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from onstep.events.callback_timer import CallbackTimer
-from onstep.events.control import Control
+from onstep.events.control import Control, Request
 from onstep.events.events import BY_NAME
 from onstep.events.readable import ReadableField
 from onstep.events.run_state import RunState
@@ -74,6 +74,8 @@ class CallbackContext:
     reason: str | None = None
     checkpoint_step: int | None = None
     checkpoint_path: str | None = None
+    request: Request | None = None
+    """The decision that was recorded, or the command to carry out."""
     callback_timer: CallbackTimer | None = None
     """Measures how long callbacks take, once started."""
     hf_objects: dict[str, Any] = field(default_factory=dict, repr=False)

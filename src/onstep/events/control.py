@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 from onstep.events.exportable_state import ExportableState
+from onstep.events.settings import DeclaredSetting, check_setting
 
 FLAGS: tuple[str, ...] = (
     "should_log",
@@ -34,21 +33,15 @@ BEFORE_UPDATE: tuple[str, ...] = (
 )
 """The events at which a callback may request that this step's update be skipped."""
 
-SETTABLE: dict[str, tuple[type, float]] = {
-    "lr_factor": (float, 0),
-    "log_interval": (int, 0),
-    "eval_interval": (int, 0),
-    "save_interval": (int, 0),
-    "train_iters": (int, 1),
-}
-"""Values that can change during a run: type and minimum. An interval of 0 means never."""
-
 _VERBS = {
     "should_training_stop": "stop",
     "should_abort_without_save": "abort",
     "should_epoch_stop": "end the epoch",
     "skip": "skip the update",
     "rollback": "roll back to a checkpoint",
+    "pause": "pause",
+    "resume": "resume",
+    "skip_batch": "skip the next batch",
 }
 
 
@@ -85,18 +78,26 @@ class Request:
     """A request made by a callback."""
 
     flag: str
-    """One of `FLAGS`, or skip, rollback, set."""
+    """One of `FLAGS`, or skip, rollback, set, pause, resume, skip_batch, command."""
     author: str
     event: str
     reason: str = ""
     rank: int = 0
     details: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Details of the request: `key` and `value` of a value to set, or what the anomaly gate observed."""
+    """Details of the request: `key` and `value` of a value to set, what the anomaly gate observed, or the name, the
+    `data` and later the `result` of a `command`."""
+
+    @property
+    def is_steered(self) -> bool:
+        """Whether it was sent to the run from outside; a run that resumes before the next checkpoint repeats it."""
+        return "command_id" in self.details
 
     def __str__(self) -> str:
         verb = _VERBS.get(self.flag, self.flag.removeprefix("should_"))
         if self.flag == "set":
             verb = f"set {self.details.get('key')} to {self.details.get('value')!r}"
+        elif self.flag == "command":
+            verb = str(self.details.get("command"))
         where = f" during '{self.event}'" if self.event else ""
         why = f": {self.reason}" if self.reason else ""
         return f"asked to {verb} by '{self.author}'{where} on rank {self.rank}{why}"
@@ -124,6 +125,10 @@ class Control(TrainerControl):
     """The same for any rank, as agreed between ranks."""
     rollback_request: Request | None = None
     """The rollback that ranks agreed on and that the loop has not done yet."""
+    declared: dict[str, DeclaredSetting] = field(default_factory=dict, repr=False)
+    """Values of the registered callbacks that can be set during the run, by their key."""
+    commands: dict[str, str] = field(default_factory=dict, repr=False)
+    """Commands that registered callbacks carry out, and what they do."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in FLAGS:
@@ -189,17 +194,45 @@ class Control(TrainerControl):
             )
         self._request_once("skip", reason)
 
-    def rollback(self, reason: str = "") -> None:
-        """Request a rollback after this step to the newest checkpoint before it; data continues after this step."""
-        self._request_once("rollback", reason)
+    def rollback(self, reason: str = "", **details: Any) -> None:
+        """Request a rollback after this step to the newest checkpoint before it; data continues after this step.
+
+        Args:
+            reason: recorded with the decision.
+            **details: `to_step` selects the newest checkpoint at or before that step; `lr_factor` replaces
+                `anomaly.rollback_lr_factor`.
+        """
+        self._request_once("rollback", reason, **details)
+
+    def pause(self, reason: str = "") -> None:
+        """Request that all ranks wait after this step, until a callback asks to resume or the run is asked to end."""
+        self._request_once("pause", reason)
+
+    def resume(self, reason: str = "") -> None:
+        """Request that a paused run continue; called during `on_paused`."""
+        self._request_once("resume", reason)
+
+    def skip_batch(self, count: int = 1, reason: str = "") -> None:
+        """Request that the next `count` steps only read their batches: they count, but nothing is trained on them."""
+        self._note("skip_batch", reason, count=count)
+
+    def command(self, name: str, data: Mapping[str, Any] | None = None, reason: str = "") -> None:
+        """Request that `on_command` fires after this step, on all ranks, for callbacks that carry out `name`.
+
+        `data` must be picklable: the other ranks receive it.
+        """
+        self._note("command", reason, command=name, data=dict(data or {}))
 
     def set(self, key: str, value: float | None, reason: str = "") -> None:
-        """Request a new value for a key of `SETTABLE`, from the next step on; None restores the configured value.
+        """Request a new value for a key, from the next step on; None restores the configured value.
+
+        Keys are those of `onstep.events.settings.SETTABLE`, and `<callback>.<attribute>` of what a registered callback
+        declares as `settable`.
 
         Raises:
             ConfigError: for an unknown key or an invalid value.
         """
-        check_setting(key, value)
+        check_setting(key, value, self.declared)
         self._note("set", reason, key=key, value=value)
 
     def add_request(self, request: Request) -> None:
@@ -219,9 +252,9 @@ class Control(TrainerControl):
             self.requests = [request for request in self.requests if request.flag != "skip"]
         return skips
 
-    def _request_once(self, flag: str, reason: str) -> None:
+    def _request_once(self, flag: str, reason: str, **details: object) -> None:
         if not any(request.flag == flag for request in self.requests):
-            self._note(flag, reason)
+            self._note(flag, reason, **details)
 
     def _request(self, flag: str, reason: str) -> None:
         if not self.__dict__[flag]:
@@ -301,21 +334,3 @@ def _name_misspelling(name: str) -> None:
             UserWarning,
             stacklevel=3,
         )
-
-
-def check_setting(key: str, value: object) -> None:
-    """Check a value that is to be changed during the run.
-
-    Raises:
-        ConfigError: naming key, value and rule.
-    """
-    if key not in SETTABLE:
-        hint = nearest(key, list(SETTABLE))
-        raise ConfigError(f"{key!r} cannot be set during a run.{hint} Keys that can: {', '.join(SETTABLE)}.")
-    kind, least = SETTABLE[key]
-    if value is None:
-        return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or (kind is int and not isinstance(value, int)) or value < least:  # type: ignore[operator]
-        what = "an integer" if kind is int else "a number"
-        raise ConfigError(f"{key} must be {what} >= {least}, or None for the configured value; got {value!r}.")

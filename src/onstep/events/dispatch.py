@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from onstep.events.context import CallbackContext
 from onstep.events.events import EVENTS, TRAINING, VALID_EVENTS, Event
 from onstep.events.manager import CallbackManager, Listeners
+from onstep.events.registration import author_of
+from onstep.events.settings import declared_commands, declared_settings
 from onstep.events.views import RunView
 
 if TYPE_CHECKING:
@@ -55,6 +57,10 @@ class Dispatcher:
                 self.__dict__.pop(event, None)
             else:
                 self.__dict__[event] = NO_OP
+        if self.manager is not None:
+            named = [(author_of(one), one) for one in self.manager.callbacks]
+            self.run.control.declared = declared_settings(named)
+            self.run.control.commands = declared_commands(self.manager.callbacks)
 
     def fire(self, event: str, **fields: object) -> None:
         """Fire the event with this name."""

@@ -108,6 +108,16 @@ EVENTS: tuple[Event, ...] = (
     Event(
         "on_step_end", "After the step counter advances; `control` holds what is due at this step", TRAINING, per_step=0
     ),
+    Event(
+        "on_decision",
+        "On rank 0, when the loop has recorded a decision, such as a request that all ranks agreed on",
+        (*TRAINING, "request"),
+    ),
+    Event(
+        "on_command",
+        "After ranks agreed on a command that callbacks carry out; `request.details` has its name and data",
+        (*TRAINING, "request"),
+    ),
     Event("on_log_step", "At a logged step, before `on_log`; callbacks may add to `logs`", (*TRAINING, "logs")),
     Event(
         "on_log",
@@ -135,6 +145,7 @@ EVENTS: tuple[Event, ...] = (
         ("optimizer", "checkpoint_step", "checkpoint_path"),
         renamed="on_save",
     ),
+    Event("on_paused", "While the run is paused, about ten times a second; callbacks may ask to resume", TRAINING),
     Event("on_epoch_end", "After each epoch, including one that was stopped early", TRAINING),
     Event(
         "on_final_metrics",

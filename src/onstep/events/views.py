@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from onstep.config import ConfigContainer
 from onstep.events.control import Control
-from onstep.events.run_state import RunState
+from onstep.events.run_state import RunInfo, RunState
 from onstep.train_state import TrainState
 
 if TYPE_CHECKING:
@@ -27,6 +27,9 @@ class WorldView(Protocol):
     def is_main(self) -> bool:
         """Whether this is rank 0."""
 
+    def gather(self, item: Any) -> list[Any]:
+        """Every rank's item, in rank order, on every rank. Collective; for small Python objects."""
+
 
 class RunView(Protocol):
     """The run as callbacks see it, in `context.state`."""
@@ -35,8 +38,12 @@ class RunView(Protocol):
     """The validated configuration."""
     train_state: TrainState
     """The progress."""
+    info: RunInfo
+    """Facts about the run."""
     control: Control
     """Requests a stop, save, evaluation or log."""
+    checkpoints: Any
+    """The run's checkpoints; None if it has no directory for them."""
     run_dir: Any
     """The directory of the run, with its `path`; None if the run has none."""
     tokenizer: Any
@@ -102,3 +109,15 @@ class SchedulerView(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Its state, as in `torch.optim.lr_scheduler`."""
+
+
+def configured_values(run: RunView) -> dict[str, float | None]:
+    """The configured values of the loop's own keys that can be set during a run."""
+    config = run.cfg
+    return {
+        "lr_factor": 1.0,
+        "log_interval": config.logger.log_interval,
+        "eval_interval": config.validation.eval_interval,
+        "save_interval": config.checkpoint.save_interval,
+        "train_iters": config.train.train_iters or run.info.max_steps or None,
+    }

@@ -76,3 +76,34 @@ def _ends_as_json(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 64))
         return file.read().rstrip().endswith(b"}")
+
+
+class NextSteps:
+    """Records the next steps of this rank, from its creation on, and writes a trace of them.
+
+    Args:
+        num_steps: steps to record.
+        path: the trace, for Perfetto or chrome://tracing.
+        user: name of the caller, for warnings.
+    """
+
+    def __init__(self, num_steps: int, path: Path, user: str) -> None:
+        cpu, gpu = torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA
+        activities = {cpu, gpu} & torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
+        self.path = path
+        self._left = num_steps
+        self._profiler = SoleProfiler(profile(activities=activities, record_shapes=True, with_flops=True), user)
+        self._profiler.start()
+
+    def end_step(self) -> bool:
+        """Note the end of a step; True once all steps are recorded, or the recording was dropped: then close it."""
+        self._left -= 1
+        if self._left <= 0 or self._profiler.gave_way:
+            return True
+        self._profiler.step()
+        return False
+
+    def close(self) -> bool:
+        """Stop, and write what was recorded; returns whether the trace is complete."""
+        self._profiler.stop()
+        return not self._profiler.gave_way and write_trace(self._profiler.profile, self.path)

@@ -20,9 +20,9 @@ Host = TypeVar("Host")
 Found = TypeVar("Found")
 Function = TypeVar("Function", bound=Callable[..., object])
 
-Interruption = Literal["evaluate", "score", "save", "write", "finalize", "compare", "replay"]
+Interruption = Literal["evaluate", "score", "save", "write", "finalize", "compare", "replay", "wait"]
 """Work outside of any step: an evaluation inside the loop, and any evaluation; a checkpoint, writing it, and making an
-asynchronous one durable; a comparison of weights; recomputing the gradients of a bad step."""
+asynchronous one durable; a comparison of weights; recomputing the gradients of a bad step; waiting while paused."""
 
 Work = Literal["iterate", "read", "step", "compute", "forward", "backward", "update", "score"]
 """The loop's own work that a feature may wrap: a whole iteration, reading its micro-batches, training on them, all

@@ -32,6 +32,7 @@ from onstep.training.runs.identity import Identify
 from onstep.training.runs.microbatches import NumMicroBatchesCalculator
 from onstep.training.runs.run_dir import RunDir
 from onstep.training.runs.signals import ExitWatch
+from onstep.training.runs.stage import RunStage
 
 _NOBODY = -1
 """An empty rank."""
@@ -62,25 +63,6 @@ class RunEnding:
     """The error that ended the run, if it failed."""
     first_failure: str | None = None
     """The watchdog's diagnosis: which rank was first to fail or hang, and where."""
-
-
-@dataclass
-class RunStage:
-    """The progress of this process within the run."""
-
-    is_resumed: bool = False
-    """Whether this process continues from a checkpoint."""
-    has_stepped: bool = False
-    """Whether this process has completed a step."""
-    has_checked_gradients: bool = False
-    """Whether parameters without a gradient have been looked for."""
-    epoch_is_open: bool = False
-    """True between `on_epoch_start` and `on_epoch_end`."""
-    data_exhausted: bool = False
-    final_metrics_logged: bool = False
-    """Whether the final metrics of the training are logged."""
-    section_limits: dict[str, float] = field(default_factory=dict)
-    """Learned time limits without progress, in seconds, by the timed section of the run."""
 
 
 @dataclass

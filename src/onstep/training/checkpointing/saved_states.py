@@ -44,8 +44,6 @@ class RunComponents:
         self.notify = notify
         self.callbacks = CallbackStates(notify.manager)
         self.rng = RngState(state.world.device)
-        self.is_chosen_start = False
-        """The start was requested explicitly, so `load_optim` and `load_rng` determine how much of it is loaded."""
 
     def progress(self, trained: Trained, loads: bool = False) -> list[StateComponent]:
         """The components that are loaded before data is opened."""
@@ -57,7 +55,7 @@ class RunComponents:
         parts = [compared("model", ModelState(trained.model))]
         run_dir = self.state.run_dir
         parts[0].at_root = run_dir is not None and run_dir.layout == "hugging_face"
-        has_optimizer = (config.load_optim or not self.is_chosen_start) if loads else config.save_optim
+        has_optimizer = (config.load_optim or not self.state.stage.is_chosen_start) if loads else config.save_optim
         if trained.optimizer is not None and has_optimizer:
             parts.append(compared("optimizer", trained.optimizer))
             if trained.scheduler is not None:
@@ -74,7 +72,7 @@ class RunComponents:
         own = features.states(per_rank=True)
         if own:
             parts.append(_of_the_rank("rank", FeatureStates(own)))
-        if (config.load_rng or not self.is_chosen_start) if loads else config.save_rng:
+        if (config.load_rng or not self.state.stage.is_chosen_start) if loads else config.save_rng:
             parts.append(_of_the_rank("rng", self.rng))
         return parts
 

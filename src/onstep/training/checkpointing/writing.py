@@ -85,7 +85,7 @@ class RunCheckpoints:
         state, asked = self.state, asked_start(self.state.cfg)
         directory = state.run_dir
         if asked is not None and not (directory is not None and directory.has_started_from(asked)):
-            self.start, self.components.is_chosen_start = self._resolve(), True
+            self.start, state.stage.is_chosen_start = self._resolve(), True
         elif state.cfg.checkpoint.resume:
             self.start = self.manager.newest()
             self._check_not_all_damaged()
@@ -133,7 +133,7 @@ class RunCheckpoints:
         """Load the data position, the log interval and the random generators. Collective."""
         if self.start is None:
             return
-        loads_all = self.state.cfg.checkpoint.load_optim or not self.components.is_chosen_start
+        loads_all = self.state.cfg.checkpoint.load_optim or not self.state.stage.is_chosen_start
         if scheduler is not None and "scheduler" not in self._loaded and loads_all:
             self._load(self.start, [self.components.scheduler(scheduler)])
         if isinstance(scheduler, OptimizerParamScheduler) and "scheduler" not in self._loaded:

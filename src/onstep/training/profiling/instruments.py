@@ -178,7 +178,7 @@ class IntervalTime(Feature[Job]):
     @contextmanager
     def pause(self, work: Interruption) -> Iterator[None]:
         run = self.host.run
-        if work not in ("evaluate", "save"):
+        if work not in ("evaluate", "save", "wait"):
             yield
             return
         timer = run.timers(INTERVAL_TIME)
@@ -268,7 +268,7 @@ class Energy(Feature[Job]):
 
     @contextmanager
     def pause(self, work: Interruption) -> Iterator[None]:
-        counts = work not in ("evaluate", "save")
+        counts = work not in ("evaluate", "save", "wait")
         if not counts:
             self.monitor.pause()
         try:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
+from onstep.checkpoint import CheckpointInfo
 from onstep.errors import AnomalyError
 from onstep.events import Request
+from onstep.heartbeat import HEARTBEAT
 from onstep.train_state import TrainState
 from onstep.training.reporting.timers import INTERVAL_TIME
 from onstep.training.run import Run
 from onstep.training.stages.agreement import agree, shorten_ids, write_decision
 from onstep.training.stages.best_metric import note_best_metric, save_best
-from onstep.training.stages.data_position import apply_overrides, leave_out_skipped
+from onstep.training.stages.data_position import leave_out_skipped
 from onstep.training.stages.evaluation import evaluate_and_print_results
 from onstep.training.stages.exits import (
     EvaluationInterrupted,
@@ -22,6 +26,12 @@ from onstep.training.stages.exits import (
 )
 from onstep.training.stages.job import Job, warn_of_missing_gradients
 from onstep.training.stages.record import log_step, publish
+from onstep.training.stages.steering import apply_overrides, fire_commands, repeat_decisions
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_SECONDS = 0.1
+"""How long a paused run waits before it looks again for what it is asked for."""
 
 
 def mark_due(run: Run) -> None:
@@ -55,6 +65,31 @@ def mark_due_after_an_epoch(run: Run) -> None:
 
 
 def act(job: Job) -> None:
+    """Do what is due or requested at the end of a step or epoch, then wait if the run is paused. Collective."""
+    repeat_decisions(job)
+    carry_out(job)
+    if job.steering.pause is not None:
+        stay_paused(job, job.steering.pause)
+
+
+def stay_paused(job: Job, request: Request) -> None:
+    """Wait until a callback or a signal asks for something else; what is asked for meanwhile is done. Collective."""
+    run, steering = job.run, job.steering
+    if run.world.is_main:
+        logger.info("paused after step %d (%s)", run.train_state.step, request)
+    HEARTBEAT.activity = "paused"
+    while steering.pause is not None and not run.is_over:
+        HEARTBEAT.beats += 1
+        with run.features.pause("wait"):
+            time.sleep(_PAUSE_SECONDS)
+        job.notify.on_paused()
+        carry_out(job)
+    steering.pause = None
+    if run.world.is_main and not run.is_over:
+        logger.info("continuing after step %d", run.train_state.step)
+
+
+def carry_out(job: Job) -> None:
     """Agree on what is due or requested and do it, in order: roll back, log, evaluate, save, exit. Collective.
 
     An aborted run does none of this. A process that is about to exit does not start an evaluation: its checkpoint still
@@ -67,6 +102,8 @@ def act(job: Job) -> None:
     if control.should_abort_without_save:
         return
     apply_overrides(job)
+    if job.steering.commands:
+        fire_commands(job)
     request = control.rollback_request
     if request is not None:
         control.rollback_request = None
@@ -89,6 +126,7 @@ def act(job: Job) -> None:
         agree(run)
     if control.should_save or run.exits.decided is not None or job.decides_at_every_step:
         save_and_decide_exit(job)
+    apply_overrides(job)  # again: the later agreements may have changed them
 
 
 def save_and_decide_exit(job: Job) -> None:
@@ -163,6 +201,8 @@ class RollBack:
 
     bad_step: int
     """The step that is undone."""
+    last_good_step: int
+    """The newest step whose checkpoint may be loaded."""
     request: Request
     """Who requested it, and why."""
     lr_factor: float
@@ -171,15 +211,13 @@ class RollBack:
     """A copy of the progress of the abandoned branch."""
 
     @classmethod
-    def at(cls, progress: TrainState, bad_step: int, request: Request, factor: float) -> RollBack:
-        """The rollback of `bad_step`, given the `progress` right after that step."""
-        lr_factor: float = progress.overrides.get("lr_factor", 1.0) * factor
-        return cls(bad_step, request, lr_factor, deepcopy(progress))
-
-    @property
-    def last_good_step(self) -> int:
-        """The newest step whose checkpoint may be loaded."""
-        return self.bad_step - 1
+    def at(cls, progress: TrainState, request: Request, factor: float) -> RollBack:
+        """The requested rollback, given the progress right after the step; `factor` is the default of `lr_factor`."""
+        bad_step: int = request.details.get("bad_step", progress.step)
+        to_step = request.details.get("to_step")
+        last_good_step = bad_step - 1 if to_step is None else to_step
+        lr_factor = progress.overrides.get("lr_factor", 1.0) * request.details.get("lr_factor", factor)
+        return cls(bad_step, last_good_step, request, lr_factor, deepcopy(progress))
 
     def carry_over(self, progress: TrainState) -> None:
         """Copy into the loaded `progress` what is not undone.
@@ -204,12 +242,16 @@ class RollBack:
         details = {"bad_step": self.bad_step, "to_step": to_step, "lr_factor": self.lr_factor}
         return replace(self.request, flag="rolled_back", details={**self.request.details, **details})
 
+    @property
+    def lacking(self) -> str:
+        """What the run lacks if there is no checkpoint to load."""
+        return f"no verified checkpoint of step {self.last_good_step} or earlier exists"
+
     def without_checkpoint(self) -> AnomalyError:
         """The error for a run that has no checkpoint to roll back to."""
         why = shorten_ids(self.request.reason or str(self.request))
         return AnomalyError(
-            f"step {self.bad_step} must be undone ({why}), but no verified "
-            f"checkpoint of step {self.last_good_step} or earlier exists; save more often with "
+            f"step {self.bad_step} must be undone ({why}), but {self.lacking}; save more often with "
             f"checkpoint.save_interval, or skip such steps with train.on_nonfinite=skip."
         )
 
@@ -217,18 +259,21 @@ class RollBack:
 def roll_back(job: Job, request: Request) -> None:
     """Undo a bad step: load the newest verified checkpoint before it and continue with the data after it. Collective.
 
+    A request from outside that cannot be met is refused, and training continues.
+
     Raises:
         AnomalyError: if no such checkpoint exists, or after more than `anomaly.max_rollbacks` rollbacks.
     """
     run, checkpoints, progress = job.run, job.run.checkpoints, job.run.train_state
-    bad_step = request.details.get("bad_step", progress.step)
-    progress.num_rollbacks += 1
-    run.features.before_rollback(bad_step, request)
-    rollback = RollBack.at(progress, bad_step, request, run.cfg.anomaly.rollback_lr_factor)
-    info = None
-    if checkpoints is not None:
-        checkpoints.finish()
-        info = checkpoints.manager.newest(rollback.last_good_step)
+    if not request.is_steered:
+        progress.num_rollbacks += 1
+        run.features.before_rollback(request.details.get("bad_step", progress.step), request)
+    rollback = RollBack.at(progress, request, run.cfg.anomaly.rollback_lr_factor)
+    info = _checkpoint_to_load(run, rollback)
+    if info is None and request.is_steered:
+        why = {"refused": request.flag, "why": rollback.lacking}
+        write_decision(run, replace(request, flag="refused", details=request.details | why))
+        return
     if checkpoints is None or info is None:
         raise rollback.without_checkpoint()
     checkpoints.restore(info, job.trained)
@@ -236,11 +281,20 @@ def roll_back(job: Job, request: Request) -> None:
     write_decision(run, rollback.record(progress.step))
     run.features.rolled_back()
     leave_out_skipped(job)
+    job.steering.applied = {}  # callbacks may have loaded other values
     apply_overrides(job)
     run.saving.is_unsaved = True
-    record = {"rolled_back_from": bad_step, "anomaly": request.reason or str(request)}
+    record = {"rolled_back_from": rollback.bad_step, "anomaly": request.reason or str(request)}
     publish(run, {"epoch": run.trainer_state.epoch, **record}, job.notify)
     restart_interval(job)
+
+
+def _checkpoint_to_load(run: Run, rollback: RollBack) -> CheckpointInfo | None:
+    """The newest verified checkpoint that a rollback may load. Collective."""
+    if run.checkpoints is None:
+        return None
+    run.checkpoints.finish()
+    return run.checkpoints.manager.newest(rollback.last_good_step)
 
 
 def restart_interval(job: Job) -> None:

@@ -6,11 +6,15 @@ import logging
 import os
 import re
 import time
+from pathlib import Path
+from typing import Any
 
 from onstep.events import Request
 from onstep.events.control import STICKY
+from onstep.events.views import configured_values
 from onstep.json_values import encode
 from onstep.training.run import Run
+from onstep.training.runs.steering import BATCHES_TO_SKIP, Steering
 
 logger = logging.getLogger(__name__)
 
@@ -51,34 +55,71 @@ def agree(state: Run) -> None:
 def record(state: Run, requests: list[Request]) -> None:
     """Act on the requests of all ranks, in rank order, and append them to the run's `decisions.jsonl`.
 
-    It keeps who requested the end of training or a rollback; of two values for one key, the later one wins.
+    It keeps who requested the end of training or a rollback; of two values for one key, the later one wins. A command
+    is recorded once callbacks have carried it out.
     """
     is_training = state.ending.train_started and not state.ending.train_ended
     for request in requests:
         if request.flag in STICKY and state.ending.stopped_by is None and is_training:
             state.ending.stopped_by = request
-        if request.flag == "rollback" and state.control.rollback_request is None:
-            state.control.rollback_request = request
-        if request.flag == "set":
-            key, value = request.details["key"], request.details["value"]
-            if value is None:
-                state.train_state.overrides.pop(key, None)
-            else:
-                state.train_state.overrides[key] = value
-        write_decision(state, request)
+        _take_note(state, request)
+        if request.flag != "command":
+            write_decision(state, request)
+
+
+def _take_note(run: Run, request: Request) -> None:
+    """Keep an agreed request that is not one of the control's flags until the loop acts on it."""
+    steering = run.features.room(Steering)
+    match request.flag:
+        case "pause":
+            steering.pause = request
+        case "resume":
+            steering.pause = None
+        case "command":
+            steering.commands.append(request)
+        case "skip_batch":
+            overrides = run.train_state.overrides
+            overrides[BATCHES_TO_SKIP] = overrides.get(BATCHES_TO_SKIP, 0) + request.details["count"]
+        case "set":
+            _set(run, request)
+        case "rollback" if run.control.rollback_request is None:
+            run.control.rollback_request = request
+
+
+def _set(run: Run, request: Request) -> None:
+    key, value, overrides = request.details["key"], request.details["value"], run.train_state.overrides
+    request.details["old"] = current_value(run, key)
+    if value is None:
+        overrides.pop(key, None)
+    else:
+        overrides[key] = value
+
+
+def current_value(run: Run, key: str) -> Any:
+    """The value in force of something that can be set during the run."""
+    if key in run.train_state.overrides:
+        return run.train_state.overrides[key]
+    declared = run.control.declared.get(key)
+    return configured_values(run).get(key) if declared is None else declared.value
 
 
 def write_decision(state: Run, request: Request, step: int | None = None) -> None:
-    """Append a decision to the run's `decisions.jsonl`, on rank 0; a crash loses at most its line.
+    """Append a decision to the run's `decisions.jsonl` and fire `on_decision`, on rank 0; a crash loses at most a line.
 
     `step` is the step that it concerns; None is the last completed one.
     """
-    if state.run_dir is None or not state.world.is_main:
+    if not state.world.is_main:
         return
+    if state.run_dir is not None:
+        _append(state, state.run_dir.decisions, request, step)
+    state.entry_point.fire("on_decision", request=request)
+
+
+def _append(state: Run, path: Path, request: Request, step: int | None) -> None:
     head = {"timestamp": time.time(), "step": state.train_state.step if step is None else step}
     line = encode({**head, **vars(request)})
     try:
-        with state.run_dir.decisions.open("ab+", buffering=0) as file:
+        with path.open("ab+", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - 1))
             is_torn = size > 0 and file.read(1) != b"\n"  # by an earlier crash

@@ -9,9 +9,11 @@ from onstep.errors import DataError
 from onstep.optim import ForeignOptimizer
 from onstep.training.compute.step import Step
 from onstep.training.run import Run
+from onstep.training.runs.steering import BATCHES_TO_SKIP
 from onstep.training.stages.agreement import agree
 from onstep.training.stages.job import Job
 from onstep.training.stages.progress_log import log_job_start, pending_flops
+from onstep.training.stages.steering import apply_overrides, load_repeats, repeat_decisions
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +49,12 @@ def go_to(job: Job) -> None:
         leave_out_skipped(job)
         run.checkpoints.load_position(job.reader, job.scheduler)
         run.sums.flops_at_start += pending_flops(run)
+        load_repeats(run)
     update_batch_size(run)
     apply_overrides(job)
+    repeat_decisions(job)
     agree(run)
+    apply_overrides(job)
 
 
 def update_batch_size(run: Run) -> None:
@@ -82,7 +87,11 @@ def advance(run: Run, samples: int) -> None:
 
 
 def is_skipped(run: Run) -> bool:
-    """Whether the next step is one of `train.iterations_to_skip`."""
+    """Whether the next step is one of `train.iterations_to_skip`, or was asked to be skipped while the run runs."""
+    return _is_configured_skip(run) or BATCHES_TO_SKIP in run.train_state.overrides
+
+
+def _is_configured_skip(run: Run) -> bool:
     skipped = run.cfg.train.iterations_to_skip
     return bool(skipped) and run.train_state.step + 1 in skipped
 
@@ -97,14 +106,23 @@ def skip_step(job: Job, batches: StepBatches | None) -> bool:
     if batches is None:
         return False
     run, samples = job.run, job.samples_of(batches)
+    why = "train.iterations_to_skip" if _is_configured_skip(run) else _skip_as_requested(run)
     advance(run, samples)
     run.train_state.skipped_train_samples += samples
     job.start.skip_step(samples)
     if run.world.is_main:
         step = run.train_state.step
-        logger.info("skipped step %d and its %d samples (train.iterations_to_skip)", step, samples)
+        logger.info("skipped step %d and its %d samples (%s)", step, samples, why)
     run.features.after_skip()
     return True
+
+
+def _skip_as_requested(run: Run) -> str:
+    overrides = run.train_state.overrides
+    overrides[BATCHES_TO_SKIP] -= 1
+    if overrides[BATCHES_TO_SKIP] <= 0:
+        del overrides[BATCHES_TO_SKIP]
+    return "as requested"
 
 
 def begin_epoch(run: Run) -> None:
@@ -147,12 +165,3 @@ def leave_out_skipped(job: Job) -> None:
     """Pass the samples that an anomaly skipped to the reader; a reader without sample ids will read them again."""
     if job.run.train_state.skip_list:
         job.reader.leave_out(job.run.train_state.skip_list)
-
-
-def apply_overrides(job: Job) -> None:
-    """Apply values that were set during the run and act outside the loop's own decisions."""
-    scheduler = job.scales_rates
-    if scheduler is not None:
-        factor = job.run.train_state.overrides.get("lr_factor", 1.0)
-        if scheduler.lr_factor != factor:
-            scheduler.lr_factor = factor

@@ -17,6 +17,7 @@ from onstep.training.compute.step import LastStep, Step
 from onstep.training.protocols import DataSource, ForwardStep, NonLossFunction, Trained, UserOptimizer, UserScheduler
 from onstep.training.reporting.loss_accumulator import LossAccumulator
 from onstep.training.run import Run
+from onstep.training.runs.steering import Steering
 from onstep.training.stages.record import RunStart
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ class Job:
         return self.run.features.room(LastStep).step
 
     def __post_init__(self) -> None:
+        self.steering = self.run.features.room(Steering)
+        """What the run is asked for while it runs."""
         self.scaler = self.optimizer.scaler
         """The loss scaler of float16; None in any other precision."""
         self.scales_rates = self.scheduler if isinstance(self.scheduler, ScalesRates) else None

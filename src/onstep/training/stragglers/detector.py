@@ -295,7 +295,7 @@ class Stragglers(Feature[Job]):
         try:
             yield
         finally:
-            if work in ("evaluate", "save"):
+            if work in ("evaluate", "save", "wait"):
                 self.detector.leave_out(self._run.clock.elapsed() - started)
 
     def _measured(self, function: Callable[Given, Found], is_data: bool) -> Callable[Given, Found]:

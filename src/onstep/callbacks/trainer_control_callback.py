@@ -1,0 +1,324 @@
+"""Lets a running job be watched and steered over HTTP."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from onstep.control.commands import CommandError, CommandRefusedError
+from onstep.control.delivery import Delivery, describe_commands
+from onstep.control.feed import Feed
+from onstep.control.inbox import Inbox
+from onstep.control.job_server import Address, JobServer, absolute, generated_id, missing_packages
+from onstep.control.live_status import LiveStatus
+from onstep.control.registry import check_job_id
+from onstep.errors import ConfigError
+from onstep.events import CallbackContext, RunView, TrainerCallback
+from onstep.events.settings import check_setting
+from onstep.metrics.json_log_writer import logging_dir_of
+from onstep.metrics.torch_profiler import NextSteps, is_recording
+from onstep.models.generation.prompts import can_generate, continue_prompts
+from onstep.training.compute.undisturbed import preserve_state
+from onstep.training.watchdog.stack_exchange import StackExchange
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+_SAVING = ("save_checkpoint", "save_and_stop")
+_SAMPLING = {"do_sample": True, "top_k": 20, "temperature": 0.7}
+
+
+class TrainerControlCallback(TrainerCallback):
+    """Serves a job's status, metrics and events, and accepts commands: stop, save, pause, set a value, ...
+
+    Rank 0 serves HTTP from a background thread, on loopback and with a generated bearer token; `onstep control`,
+    `onstep.control` and a browser find address and token in the registry, in files that only this user can read. A
+    command is a request to the loop: all ranks apply it after the step in which it arrived, whatever the logging
+    interval. Decisions are recorded in `decisions.jsonl` with their author; a resumed run keeps what was set.
+
+    Register it on all ranks. Between commands a step costs rank 0 one comparison.
+
+    Args:
+        job_id: name of the job in the registry; None generates `job_<unix seconds>_<host>_<pid>`.
+        port: port to bind; None for the first free one from 8900.
+        enable_http: False serves nothing; None serves if starlette and uvicorn are installed.
+        host: address to bind; None means 127.0.0.1. Any other makes the job reachable from other machines, without
+            encryption.
+        auth_token: the bearer token; None generates 32 random bytes in hexadecimal.
+        disable_auth: accept commands from everyone who can connect.
+        uds: bind a Unix socket in the registry, which only this user can open, in place of host and port.
+
+    Raises:
+        ConfigError: for arguments that contradict each other; when training begins, if a live job has the same id, or
+            the port is taken.
+        RuntimeError: when training begins, if none of the ports from 8900 to 8999 is free.
+    """
+
+    def __init__(
+        self,
+        job_id: str | None = None,
+        port: int | None = None,
+        enable_http: bool | None = None,
+        host: str | None = None,
+        auth_token: str | None = None,
+        disable_auth: bool = False,
+        *,
+        uds: bool = False,
+    ) -> None:
+        self.job_id = check_job_id(job_id) if job_id is not None else generated_id()
+        self.enable_http = enable_http
+        self._server = JobServer(self.job_id, Address(host, port, auth_token, disable_auth, uds))
+        self.feed = Feed()
+        """What the job shows."""
+        self.inbox = Inbox()
+        """The commands that wait for the end of a step."""
+        self._delivery = Delivery(self.inbox, self.feed)
+        self._run: RunView | None = None
+        self._model: Any = None
+        self._stacks: StackExchange | None = None
+        self._profile: NextSteps | None = None
+        self._is_paused = False
+
+    # The life of the server
+
+    def on_init_end(self, context: CallbackContext) -> None:
+        """Keep hold of the run."""
+        self._run, self._model = context.state, context.unwrapped_model
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the server, on rank 0."""
+        run = self._run
+        if run is None or not self._is_served():
+            return
+        self._stacks = StackExchange(run.world.rank, run.world.size)
+        if run.world.is_main:
+            self._reset(run, state)
+            dirs = {"output_dir": getattr(args, "output_dir", None), "logging_dir": logging_dir_of(args)}
+            paths = {name: absolute(path) for name, path in dirs.items()}
+            self._server.open(self.feed, self.inbox, run.control.commands, **paths)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse further commands; what follows can be watched."""
+        self._end_profile()
+        self._delivery.close("training has ended, so nothing can be applied any more")
+
+    def on_run_end(self, context: CallbackContext) -> None:
+        """Show how the run ended, and close the server."""
+        self._end_profile()
+        self._delivery.close("the run has ended")
+        if self._stacks is not None:
+            self._stacks.close()
+        if self._server.is_open:
+            self.feed.live = None if self.feed.live is None else _frozen(self.feed.live())
+            self.feed.update(status="ended", reason=context.reason)
+            self.feed.add_event("end", {"reason": context.reason, "error": _described(context.exception)})
+            self._server.close()
+
+    def _is_served(self) -> bool:
+        missing = [] if self.enable_http is False else missing_packages()
+        if missing:
+            level = logging.INFO if self.enable_http is None else logging.WARNING
+            what = " and ".join(missing)
+            logger.log(level, "this job cannot be controlled without %s: pip install 'onstep[control]'", what)
+        return self.enable_http is not False and not missing
+
+    def _reset(self, run: RunView, state: Any) -> None:
+        self.feed, self._is_paused = Feed(), False
+        self.inbox = Inbox(check=self._check, at_once={"stacks": self._collect_stacks})
+        self._delivery = Delivery(self.inbox, self.feed)
+        for record in state.log_history:
+            self.feed.add_record(record)
+        self.feed.update(
+            job_id=self.job_id,
+            status="running",
+            run=None if run.run_dir is None else run.run_dir.path.name,
+            output_dir=None if run.run_dir is None else str(run.run_dir.path.absolute()),
+            world_size=run.world.size,
+            started_at=time.time(),
+            num_train_epochs=state.num_train_epochs,
+            commands=describe_commands(run.control.commands),
+            has_checkpoints=run.checkpoints is not None,
+            checkpoints=[],
+            memory=[],
+            paused_by=None,
+            versions=_versions(),
+        )
+        self.feed.live = LiveStatus(run)
+
+    # Commands
+
+    def on_step_end(self, context: CallbackContext) -> None:
+        """Request what has been sent during the step."""
+        if self.inbox.has_new or self._delivery.is_busy:
+            self._delivery.deliver(context.control, context.event, context.step)
+        if self._profile is not None and self._profile.end_step():
+            self._end_profile()
+
+    def on_paused(self, context: CallbackContext) -> None:
+        """Request what has been sent while the run waits."""
+        if self.inbox.has_new or self._delivery.is_busy:
+            self._delivery.deliver(context.control, context.event, context.step)
+
+    def on_decision(self, context: CallbackContext) -> None:
+        """Show what was decided, and answer whoever asked for it."""
+        request = context.request
+        assert request is not None
+        shown = {"step": context.step, **vars(request)}
+        self.feed.add_event("save" if request.flag == "saved" else "decision", shown)
+        if request.flag in ("pause", "resume"):
+            self._is_paused = request.flag == "pause"
+            by = request.author if self._is_paused else None
+            self.feed.update(status="paused" if self._is_paused else "running", paused_by=by)
+        if request.flag == "rolled_back":
+            self.feed.truncate(context.step)
+        self._delivery.note_decision(request, context.step)
+
+    def on_command(self, context: CallbackContext) -> None:
+        """Generate texts, or begin to profile."""
+        request = context.request
+        assert request is not None
+        command, data = request.details.get("command"), request.details.get("data", {})
+        if command == "generate" and context.state.world.is_main:
+            request.details["result"] = self._generate(context, **data)
+        elif command == "profile":
+            self._begin_profile(context, data["steps"])
+
+    def _check(self, command: str, data: dict[str, Any]) -> None:
+        """Refuse what this run cannot do now; called in the server's thread."""
+        run = self._run
+        assert run is not None
+        if command in (*_SAVING, "rollback") and run.checkpoints is None:
+            _refuse(command, "this run has no directory for checkpoints; give it a run.name or an output_dir")
+        if command == "pause" and self._is_paused:
+            _refuse(command, "the run is paused already")
+        if command == "resume" and not self._is_paused:
+            _refuse(command, "the run is not paused")
+        if command == "evaluate" and run.eval_dataloader is None:
+            _refuse(command, "this run has no validation data")
+        if command == "generate" and (_tokenizer_of(run) is None or not can_generate(self._model)):
+            _refuse(command, "the run has no tokenizer, or its model cannot generate text")
+        if command == "profile" and (self._profile is not None or is_recording()):
+            _refuse(command, "a profiler is already recording")
+        if command == "set":
+            self._check_setting(run, data)
+
+    def _check_setting(self, run: RunView, data: dict[str, Any]) -> None:
+        if isinstance(data["value"], float) and data["value"].is_integer() and data["key"] != "lr_factor":
+            data["value"] = int(data["value"])  # JSON does not tell 5.0 from 5
+        try:
+            check_setting(data["key"], data["value"], run.control.declared)
+        except ConfigError as error:
+            raise CommandError(f"set: {error}") from None
+
+    def _generate(self, context: CallbackContext, prompts: list[str], max_new_tokens: int) -> list[dict[str, str]]:
+        try:
+            with preserve_state(self._model):
+                tokenizer = _tokenizer_of(context.state)
+                texts = continue_prompts(self._model, tokenizer, prompts, _SAMPLING, max_new_tokens, seed=context.step)
+        except Exception as error:  # noqa: BLE001 - models can raise anything; a failed sample must not end the run
+            return [{"error": f"{type(error).__name__}: {error}"}]
+        samples = [{"prompt": prompt, "text": text} for prompt, text in texts]
+        for one in samples:
+            self.feed.add_event("sample", {"step": context.step, **one})
+        return samples
+
+    def _begin_profile(self, context: CallbackContext, steps: int) -> None:
+        run = context.state
+        directory = Path("profiles") if run.run_dir is None else run.run_dir.path / "profiles"
+        name = f"step{context.step + 1}-rank{run.world.rank}.json"
+        self._profile = NextSteps(steps, directory / name, self.name)
+
+    def _end_profile(self) -> None:
+        profile, self._profile = self._profile, None
+        if profile is not None:
+            written = profile.close()
+            error = "" if written else "nothing was recorded; see the job's log"
+            self._delivery.finish(["profile"], {"trace": str(profile.path.absolute())}, error=error)
+
+    def _collect_stacks(self) -> dict[str, str]:
+        assert self._stacks is not None
+        return {f"rank {rank}": stacks for rank, stacks in self._stacks.collect().items()}
+
+    # What the job shows
+
+    def on_log_step(self, context: CallbackContext) -> None:
+        """Collect the memory of all ranks. Collective."""
+        if self._stacks is None:
+            return
+        logs = context.logs or {}
+        peaks = logs.get("peak_mem_allocated", [])
+        resident = context.state.world.gather(_resident_bytes())
+        if context.state.world.is_main:
+            memory = [
+                {"rank": rank, "rss_bytes": rss, "peak_device_bytes": peaks[rank] if rank < len(peaks) else None}
+                for rank, rss in enumerate(resident)
+            ]
+            self.feed.update(memory=memory)
+            self.feed.history.add(context.step, time.time(), {"rss_bytes": resident})
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Show a record of the metrics log."""
+        if self._server.is_open and logs:
+            self.feed.add_record({"timestamp": time.time(), "step": state.global_step, "epoch": state.epoch, **logs})
+
+    def on_eval_start(self, context: CallbackContext) -> None:
+        """Show that an evaluation runs."""
+        self._show("evaluating")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        """Show an evaluation, and answer whoever asked for it."""
+        self._show()
+        if not self._server.is_open:
+            return
+        if kwargs.get("trainer") is None:  # a Trainer has passed it to `on_log`
+            record = {"timestamp": time.time(), "step": state.global_step, "epoch": state.epoch, **(metrics or {})}
+            self.feed.add_record(record)
+        self._delivery.finish(["evaluate"], dict(metrics or {}))
+
+    def on_save_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Show that a checkpoint is being saved."""
+        self._show("saving")
+
+    def on_save(self, context: CallbackContext) -> None:
+        """Show a checkpoint, and answer whoever asked for it."""
+        self._show()
+        if self._server.is_open:
+            saved = {*self.feed.status["checkpoints"], context.checkpoint_step}
+            self.feed.update(checkpoints=sorted(saved))
+            result = {"checkpoint": context.checkpoint_path, "step": context.checkpoint_step}
+            self._delivery.finish(_SAVING, result)
+
+    def _show(self, status: str | None = None) -> None:
+        if self._server.is_open:
+            self.feed.update(status=status or ("paused" if self._is_paused else "running"))
+
+
+def _refuse(command: str, why: str) -> None:
+    raise CommandRefusedError(f"{command}: {why}.")
+
+
+def _tokenizer_of(run: RunView) -> Any:
+    return run.processing_class if run.processing_class is not None else run.tokenizer
+
+
+def _frozen(status: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    return lambda: status
+
+
+def _described(error: BaseException | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def _resident_bytes() -> int:
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+    from platform import python_version
+
+    return {"onstep": version("onstep"), "torch": version("torch"), "python": python_version()}

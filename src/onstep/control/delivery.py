@@ -1,0 +1,119 @@
+"""Turns commands into requests to the loop, and what the loop decides about them into their outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from onstep.control.commands import COMMANDS
+from onstep.control.feed import Feed
+from onstep.control.inbox import Inbox, Ticket
+from onstep.events import Control, Request
+
+_REQUESTS: dict[str, tuple[str, ...]] = {
+    "graceful_stop": ("should_training_stop",),
+    "save_checkpoint": ("should_save",),
+    "save_and_stop": ("should_save", "should_training_stop"),
+    "abort": ("should_abort_without_save", "should_training_stop"),
+    "evaluate": ("should_evaluate",),
+    "pause": ("pause",),
+    "resume": ("resume",),
+    "set": ("set",),
+    "skip_batch": ("skip_batch",),
+}
+"""The requests that a command makes; of the others, `rollback` has details of its own, and callbacks do the rest."""
+
+_DONE_LATER = ("save_checkpoint", "save_and_stop", "evaluate", "rollback", "profile")
+"""Commands whose outcome is known only after the decision."""
+
+
+@dataclass
+class Delivery:
+    """The commands of one job on their way. Used by the training thread of rank 0 alone."""
+
+    inbox: Inbox
+    feed: Feed
+    _awaiting: dict[str, Ticket] = field(default_factory=dict)
+    """Requested; the loop has not decided yet."""
+    _decided: dict[str, Ticket] = field(default_factory=dict)
+    """Decided; their outcome is still to come."""
+    is_busy: bool = False
+    """Whether the loop must decide something by the end of this step."""
+
+    def deliver(self, control: Control, event: str, step: int) -> None:
+        """Request what has been sent since the last time, and report what other callbacks have withdrawn."""
+        for ticket in self._awaiting.values():
+            self._settle(ticket, "refused", step, "another callback withdrew the request")
+        self._awaiting = {}
+        for ticket in self.inbox.take():
+            if ticket.command == "status":
+                self._settle(ticket, "applied", step)
+                continue
+            if not self.inbox.is_at_once(ticket.command):  # that has its outcome already, and is only recorded
+                self._awaiting[ticket.id] = ticket
+            for request in requests_of(ticket, event):
+                control.add_request(request)
+        self.is_busy = bool(self._awaiting)
+
+    def note_decision(self, request: Request, step: int) -> None:
+        """Note what the loop has decided about a command."""
+        identity = request.details.get("command_id")
+        if identity is None or request.details.get("repeated"):
+            return
+        ticket = self._awaiting.pop(identity, None) or self._decided.get(identity)
+        if ticket is None:
+            return
+        ticket.step = step
+        self._decided[ticket.id] = ticket
+        if request.flag == "refused":
+            self._settle(ticket, "refused", step, str(request.details.get("why", "")))
+        elif request.flag == "rolled_back":
+            self._settle(ticket, "applied", step, result={"to_step": request.details.get("to_step")})
+        elif ticket.command not in _DONE_LATER:
+            self._settle(ticket, "applied", step, result=_result_of(request))
+
+    def finish(self, commands: Iterable[str], result: Any, *, error: str = "") -> None:
+        """Settle what was decided of these commands: it is done now."""
+        for ticket in [one for one in self._decided.values() if one.command in commands]:
+            self._settle(ticket, "refused" if error else "applied", ticket.step, error, result)
+
+    def close(self, why: str) -> None:
+        """Refuse what waits, and everything from now on."""
+        self.inbox.close(why)
+        self._awaiting, self._decided, self.is_busy = {}, {}, False
+
+    def _settle(self, ticket: Ticket, status: Any, step: int | None, message: str = "", result: Any = None) -> None:
+        self._decided.pop(ticket.id, None)
+        self.inbox.settle(ticket, status, step=step, message=message, result=result)
+        self.feed.add_event("command", ticket.to_dict())
+
+
+def requests_of(ticket: Ticket, event: str) -> list[Request]:
+    """What a command asks of the loop."""
+    command, data = ticket.command, ticket.data
+    details: dict[str, Any] = {"command_id": ticket.id}
+    flags = _REQUESTS.get(command, ("command",))
+    if command == "rollback":
+        flags, details = ("rollback",), details | {"to_step": data["step"], "lr_factor": data["lr_factor"]}
+    elif command in _REQUESTS:
+        details |= data
+    else:
+        details |= {"command": command, "data": data}
+    return [Request(flag, ticket.author, event, "", 0, dict(details)) for flag in flags]
+
+
+def _result_of(request: Request) -> Any:
+    if request.flag == "set":
+        return {name: request.details.get(name) for name in ("key", "old", "value")}
+    return request.details.get("result")
+
+
+def describe_commands(own: dict[str, str]) -> list[dict[str, Any]]:
+    """All commands that a job accepts, as JSON."""
+    more = [
+        {"name": name, "help": words, "parameters": [], "is_destructive": False}
+        for name, words in own.items()
+        if name not in COMMANDS
+    ]
+    return [*(one.describe() for one in COMMANDS.values()), *more]

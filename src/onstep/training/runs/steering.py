@@ -1,0 +1,94 @@
+"""Holds what a run was asked for while it runs, and reads back what it was asked for before it was interrupted."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onstep.bounded_reading import read_bytes
+from onstep.errors import DataError
+from onstep.events import Request
+from onstep.events.settings import DeclaredSetting
+
+REPEATED = ("set", "skip_batch", "rollback")
+"""Requests from outside that change what is learned."""
+BATCHES_TO_SKIP = "batches_to_skip"
+"""Key of `TrainState.overrides`: how many of the next steps only read their batches."""
+_MOST_BYTES = 1 << 28
+
+
+@dataclass
+class Steering:
+    """What a run was asked for while it runs, beside the flags of its control."""
+
+    pause: Request | None = None
+    """Who asked the run to wait; None while it trains."""
+    commands: list[Request] = field(default_factory=list)
+    """Commands for callbacks that ranks have agreed on."""
+    repeats: deque[tuple[int, Request]] = field(default_factory=deque)
+    """On rank 0, decisions to repeat, each after its step: those made between the checkpoint and an interruption."""
+    applied: dict[str, Any] = field(default_factory=dict)
+    """The overrides that are in force."""
+    configured: dict[str, tuple[DeclaredSetting, Any]] = field(default_factory=dict)
+    """The configured values of the callbacks' settings that are overridden."""
+
+
+def decisions_after(path: Path, step: int, *, is_chosen: bool = False) -> deque[tuple[int, Request]]:
+    """What the run was asked for from outside after its checkpoint of `step`, and after which step each.
+
+    Lines that cannot be read, such as the last one of a killed process, are ignored.
+
+    Args:
+        path: the run's `decisions.jsonl`.
+        step: the checkpoint's.
+        is_chosen: the user chose the checkpoint; if a later one was saved, what followed is of an abandoned branch.
+    """
+    lines = list(_decisions(path))
+    saved = [at for at, one in enumerate(lines) if one.get("flag") == "saved"]
+    own = [at for at in saved if lines[at]["details"].get("checkpoint_step") == step]
+    if is_chosen and saved and own[-1:] != saved[-1:]:
+        return deque()
+    start = own[-1] if own else len(lines)
+    while start > 0 and _step(lines[start - 1]) > step:  # made while the checkpoint was being written
+        start -= 1
+    found = (one for one in lines[start:] if one.get("flag") in REPEATED)
+    return deque((_step(one), _request(one)) for one in found if _is_steered(one))
+
+
+def _decisions(path: Path) -> Iterable[dict[str, Any]]:
+    try:
+        text = read_bytes(path, _MOST_BYTES, error=DataError)
+    except FileNotFoundError:
+        return
+    for line in text.splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("details"), dict):
+            yield entry
+
+
+def _is_steered(entry: dict[str, Any]) -> bool:
+    return "command_id" in entry["details"] and not entry["details"].get("repeated")
+
+
+def _step(entry: dict[str, Any]) -> int:
+    step = entry.get("step")
+    return step if isinstance(step, int) else -1
+
+
+def _request(entry: dict[str, Any]) -> Request:
+    details = {key: value for key, value in entry["details"].items() if key != "old"}
+    return Request(
+        str(entry["flag"]),
+        str(entry.get("author", "")),
+        "",
+        str(entry.get("reason", "")),
+        0,
+        details | {"repeated": True},
+    )

@@ -1,0 +1,223 @@
+"""A running job is watched and steered over HTTP; what it is asked for is applied after one step and recorded."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from onstep import CallbackManager, JsonLogger, pretrain
+from onstep.callbacks import TrainerControlCallback
+from onstep.config import ConfigContainer
+from onstep.control.registry import list_infos, read_info, read_token
+from onstep.errors import ConfigError
+
+JOB = "job-under-test"
+
+
+@pytest.fixture(autouse=True)
+def _registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONSTEP_REGISTRY", str(tmp_path / "registry"))
+
+
+class Driver:
+    """What a client does while the job runs, in a thread of its own; an error in it fails the test."""
+
+    def __init__(self, talk: Callable[[httpx.Client], None]) -> None:
+        self._talk, self._error = talk, None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        try:
+            with connected() as client:
+                try:
+                    self._talk(client)
+                finally:
+                    client.post(f"/jobs/{JOB}/control", json={"command": "abort"})
+        except httpx.TransportError as error:
+            self._error = error
+        except BaseException as error:
+            self._error = error
+
+    def check(self) -> None:
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+        if self._error is not None:
+            raise self._error
+
+
+def connected() -> httpx.Client:
+    deadline = time.monotonic() + 20
+    while (info := read_info(JOB)) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    headers = {"Authorization": f"Bearer {read_token(JOB)}"}
+    if info.uds is not None:
+        return httpx.Client(transport=httpx.HTTPTransport(uds=info.uds), base_url=info.endpoint_url, timeout=20)
+    return httpx.Client(base_url=info.endpoint_url, headers=headers, timeout=20, trust_env=False)
+
+
+def send(client: httpx.Client, command: str, **data: Any) -> dict[str, Any]:
+    """Send a command and wait for its outcome."""
+    answer = client.post(f"/jobs/{JOB}/control", json={"command": command, "data": data, "wait": 15})
+    assert answer.status_code == 200, answer.text
+    ticket: dict[str, Any] = answer.json()["ticket"]
+    assert ticket["status"] == "applied", ticket
+    return ticket
+
+
+def status(client: httpx.Client) -> dict[str, Any]:
+    answer: dict[str, Any] = client.get(f"/jobs/{JOB}/status").json()
+    return answer
+
+
+@pytest.fixture
+def steered(tiny_config: ConfigContainer, tmp_path: Path) -> Callable[..., Path]:
+    """Train for long, talk to the job meanwhile, and return its directory."""
+
+    def run(talk: Callable[[httpx.Client], None], **arguments: Any) -> Path:
+        config = tiny_config
+        config.run.name, config.run.output_dir = "steered", str(tmp_path / "runs")
+        config.train.train_iters, config.logger.log_interval = 1_000_000, 1000
+        config.validation.eval_interval, config.checkpoint.save_interval = 1_000_000, 1_000_000
+        config.dataset.seq_length = config.model.seq_length = 32
+        config.model.num_layers, config.model.hidden_size, config.train.global_batch_size = 1, 16, 4
+        manager = CallbackManager()
+        manager.add([JsonLogger(), TrainerControlCallback(JOB, port=arguments.pop("port", 0), **arguments)])
+        driver = Driver(talk)
+        driver.thread.start()
+        pretrain(config, callbacks=manager)
+        driver.check()
+        assert list_infos() == []
+        assert not any(one.name.startswith("onstep-c") for one in threading.enumerate())
+        return tmp_path / "runs" / "steered"
+
+    return run
+
+
+def decisions(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "decisions.jsonl").read_text().splitlines()]
+
+
+def test_each_command_is_applied_at_the_end_of_a_step_and_recorded_with_its_author(steered: Any) -> None:
+    seen: dict[str, Any] = {}
+
+    def talk(client: httpx.Client) -> None:
+        first = status(client)
+        assert first["status"] == "running"
+        assert first["max_steps"] == 1_000_000
+        seen["save"] = send(client, "save_checkpoint")
+        assert Path(seen["save"]["result"]["checkpoint"]).is_dir()
+        seen["set"] = send(client, "set", key="lr_factor", value=0.5)
+        assert seen["set"]["result"] == {"key": "lr_factor", "old": 1.0, "value": 0.5}
+        assert send(client, "set", key="log_interval", value=5.0)["result"]["value"] == 5
+        assert "eval_loss" in send(client, "evaluate")["result"]
+        seen["pause"] = send(client, "pause")
+        now = status(client)
+        assert (now["status"], now["overrides"]) == ("paused", {"lr_factor": 0.5, "log_interval": 5})
+        time.sleep(0.3)
+        assert status(client)["global_step"] == now["global_step"]
+        send(client, "resume")
+        send(client, "skip_batch", count=2)
+        texts = send(client, "generate", prompts=["def "], max_new_tokens=3)["result"]
+        assert texts[0]["prompt"] == "def "
+        assert texts[0]["text"]
+        trace = Path(send(client, "profile", steps=2)["result"]["trace"])
+        assert "traceEvents" in json.loads(trace.read_text())
+        assert "pretrain" in send(client, "stacks")["result"]["rank 0"]
+        seen["rollback"] = send(client, "rollback", step=None)
+        assert seen["rollback"]["result"]["to_step"] == seen["save"]["step"]
+        assert status(client)["overrides"]["lr_factor"] == 0.5
+        send(client, "status")
+        seen["stop"] = send(client, "graceful_stop")
+
+    directory = steered(talk)
+    entries = decisions(directory)
+    by_id = {one["details"].get("command_id"): one for one in entries}
+    assert by_id[seen["set"]["id"]]["step"] == seen["set"]["step"]
+    assert "127.0.0.1" in by_id[seen["set"]["id"]]["author"]
+    flags = [one["flag"] for one in entries]
+    for flag in ("should_save", "set", "should_evaluate", "pause", "resume", "skip_batch", "command", "rolled_back"):
+        assert flag in flags
+    assert json.loads((directory / "run.json").read_text())["status"] == "stopped"
+
+
+def test_what_cannot_be_done_is_refused_with_the_reason(steered: Any) -> None:
+    def refused(client: httpx.Client, code: int, command: str, **data: Any) -> str:
+        answer = client.post(f"/jobs/{JOB}/control", json={"command": command, "data": data, "wait": 10})
+        assert answer.status_code == code, answer.text
+        return str(answer.json()["error"])
+
+    def talk(client: httpx.Client) -> None:
+        assert "not paused" in refused(client, 409, "resume")
+        assert "Did you mean 'lr_factor'" in refused(client, 400, "set", key="lr_facto", value=1.0)
+        assert "must be a number >= 0" in refused(client, 400, "set", key="lr_factor", value=-1.0)
+        assert "Did you mean 'pause'" in refused(client, 400, "pauze")
+        ticket = client.post(f"/jobs/{JOB}/control", json={"command": "rollback", "wait": 15}).json()["ticket"]
+        assert ticket["status"] == "refused"
+        assert "no verified checkpoint" in ticket["message"]
+
+    steered(talk)
+
+
+def test_a_socket_that_only_its_owner_can_open_takes_the_place_of_the_port(steered: Any) -> None:
+    def talk(client: httpx.Client) -> None:
+        assert status(client)["status"] == "running"
+        info = read_info(JOB)
+        assert info is not None
+        assert info.uds is not None
+        assert Path(info.uds).stat().st_mode & 0o777 == 0o600
+        assert read_token(JOB) is None
+
+    steered(talk, uds=True, port=None)
+
+
+def test_the_feed_has_what_the_metrics_log_has(steered: Any) -> None:
+    seen: dict[str, Any] = {}
+
+    def talk(client: httpx.Client) -> None:
+        send(client, "set", key="log_interval", value=1)
+        step = send(client, "status")["step"]
+        while status(client)["global_step"] < step + 5:
+            time.sleep(0.02)
+        send(client, "pause")
+        seen["metrics"] = client.get(f"/jobs/{JOB}/metrics", params={"names": "loss"}).json()
+        seen["status"] = status(client)
+
+    directory = steered(talk)
+    records = json.loads((directory / "trainer_logs.json").read_text())
+    losses = {one["global_step"]: one["loss"] for one in records if "loss" in one}
+    series = seen["metrics"]["series"]["loss"]
+    assert len(series["step"]) >= 5
+    assert all(losses[step] == value for step, value in zip(series["step"], series["value"], strict=True))
+    assert seen["status"]["memory"][0]["rss_bytes"] > 1e6
+
+
+def test_a_second_live_job_of_the_same_name_is_refused_before_it_trains(steered: Any, tmp_path: Path) -> None:
+    def talk(client: httpx.Client) -> None:
+        callback = TrainerControlCallback(JOB, port=0)
+        with pytest.raises(ConfigError, match="is running"):
+            callback._server.open(callback.feed, callback.inbox, {})
+
+    steered(talk)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"port": 70_000}, "port must be an integer from 0 to 65535"),
+        ({"job_id": "../x"}, "job_id must have"),
+        ({"uds": True, "port": 1}, "drop these, or uds"),
+        ({"auth_token": "short"}, "16 to 4096"),
+        ({"auth_token": "x" * 20, "disable_auth": True}, "no effect"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused_at_once(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        TrainerControlCallback(**arguments)

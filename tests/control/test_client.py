@@ -138,7 +138,7 @@ def test_a_client_that_waits_without_limit_asks_again(job: SteeredJob, monkeypat
     monkeypatch.setattr(job.inbox, "get", busy_for_ten_looks)
     response = onstep.control.generate("job_a", ["def "], wait=math.inf)
     assert response.data is not None
-    assert response.data["result"] == ["def f():\n    return 1"]
+    assert response.data["result"] == [{"prompt": "def ", "text": "f():\n    return 1"}]
 
 
 def test_a_refused_command_says_why() -> None:

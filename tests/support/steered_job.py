@@ -22,7 +22,7 @@ SETTABLE = {
     "log_interval": {"kind": "int", "minimum": 1, "value": 10, "configured": 10, "help": "Steps between logs"},
 }
 RESULTS = {
-    "generate": ["def f():\n    return 1"],
+    "generate": [{"prompt": "def ", "text": "f():\n    return 1"}],
     "stacks": {"rank 0": 'Thread "MainThread"\n  File "train.py", line 3'},
     "profile": "runs/a/profile",
 }
@@ -105,6 +105,8 @@ class SteeredJob:
             paused = ticket.command == "pause"
             self.feed.update(status="paused" if paused else "running", paused_by=ticket.author if paused else None)
         result: Any = RESULTS.get(ticket.command)
+        if ticket.data.get("key") == "log_interval":
+            result = {"key": "log_interval", "old": 10, "value": ticket.data["value"]}
         self.inbox.settle(ticket, "applied", step=self.step, result=result)
 
 

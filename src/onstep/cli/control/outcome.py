@@ -38,6 +38,8 @@ def result_lines(result: Any, indent: str = "") -> Iterator[str]:
     """The result of a command as lines: texts as they are, the parts of an object below their names."""
     if isinstance(result, str):
         yield from (f"{indent}{printable(line.expandtabs())}" for line in result.splitlines())
+    elif isinstance(result, dict) and result.keys() == {"prompt", "text"}:
+        yield from result_lines(_continued(str(result["prompt"]), str(result["text"])), indent)
     elif isinstance(result, dict):
         for name, part in result.items():
             if isinstance(part, (dict, list)) or (isinstance(part, str) and "\n" in part):
@@ -50,6 +52,11 @@ def result_lines(result: Any, indent: str = "") -> Iterator[str]:
             yield from result_lines(part, indent)
     elif result is not None:
         yield f"{indent}{printable(str(result))}"
+
+
+def _continued(prompt: str, text: str) -> str:
+    """A prompt and the generated text after it."""
+    return text if text.startswith(prompt) else f"{prompt}{text}"
 
 
 def confirm(question: str, *, force: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -107,6 +108,10 @@ def _cell(value: Any) -> str:
 
 
 def _shown(key: str, value: float | None, response: ControlResponse) -> ControlResponse:
-    if response.success:
-        response.message = f"{key}={'none' if value is None else f'{value:g}'}: {response.message}"
-    return response
+    """A response that names the value; with the old one, if the job has reported it."""
+    if not response.success:
+        return response
+    result = (response.data or {}).get("result")
+    old = f" (it was {_cell(result['old'])})" if isinstance(result, dict) and "old" in result else ""
+    text = f"{key}={'none' if value is None else f'{value:g}'}{old}: {response.message.removeprefix('set: ')}"
+    return replace(response, message=text, data={**(response.data or {}), "result": None} if old else response.data)

@@ -17,7 +17,7 @@ import typer
 from onstep.analysis.logs.files import FILE_NAME
 from onstep.analysis.logs.run_status import ending_of
 from onstep.analysis.text_tables import printable, shortened
-from onstep.cli.cells import time_shown
+from onstep.cli.control.event_lines import event_lines
 from onstep.cli.control.options import AsJson, Job, Remote, TokenFile
 from onstep.cli.control.status import headline, one_line, read_status
 from onstep.cli.control.target import Target, find_target
@@ -26,8 +26,6 @@ from onstep.control.feed import FeedEvent
 from onstep.errors import OnstepError
 
 _REFRESH_SECONDS = 2.0
-_LONGEST_VALUE = 200
-_HEAD_KEYS = ("timestamp", "step", "global_step")
 _FREQUENT = ("metrics", "status")
 """Kinds that only update the status line."""
 _RARE = ("evaluation", "decision", "save", "sample", "command", "end")
@@ -55,11 +53,11 @@ def _watch(target: Target, number: int, *, as_json: bool) -> None:
     status = read_status(target)
     past = target.client.past_events(target.job_id, kinds=_RARE)
     screen = Screen(sys.stdout.isatty() and not as_json)
-    shown = (lambda event: json.dumps(event.to_dict())) if as_json else event_line
+    shown = (lambda event: [json.dumps(event.to_dict())]) if as_json else event_lines
     if not as_json:
-        screen.print_line(printable(headline(status)))
+        screen.print_lines([printable(headline(status))])
     for event in past[-number:] if number else []:
-        screen.print_line(shown(event))
+        screen.print_lines(shown(event))
     if past and past[-1].kind == "end":
         return
     screen.update(one_line(status))
@@ -70,7 +68,7 @@ def _watch(target: Target, number: int, *, as_json: bool) -> None:
 
 
 def _follow(
-    target: Target, after: int, status: dict[str, Any], screen: Screen, shown: Callable[[FeedEvent], str]
+    target: Target, after: int, status: dict[str, Any], screen: Screen, shown: Callable[[FeedEvent], list[str]]
 ) -> None:
     """Show events until the last one."""
     known_at = status.get("timestamp")
@@ -89,7 +87,7 @@ def _follow(
         if event is not None:
             status |= _news(event)
             if event.kind in _RARE or (not screen.is_terminal and event.kind == "metrics" and event.timestamp >= begun):
-                screen.print_line(shown(event))
+                screen.print_lines(shown(event))
             if event.kind == "end":
                 return
         if screen.is_terminal and time.monotonic() - refreshed >= _REFRESH_SECONDS:
@@ -135,11 +133,11 @@ class Screen:
         self.is_terminal = is_terminal
         self._last = ""
 
-    def print_line(self, text: str) -> None:
-        """Print a line above the last one."""
+    def print_lines(self, lines: list[str]) -> None:
+        """Print lines above the last one."""
         last = self._last
         self.clear()
-        print(text, flush=True)
+        print("\n".join(lines), flush=True)
         self.update(last)
 
     def update(self, text: str) -> None:
@@ -155,21 +153,6 @@ class Screen:
         if self._last:
             print("\r\x1b[K", end="", flush=True)
             self._last = ""
-
-
-def event_line(event: FeedEvent) -> str:
-    """An event in a line: time, step, kind, and each value that is not long."""
-    data = event.data
-    step = data.get("step", data.get("global_step"))
-    head = [time_shown(event.timestamp) or "-", f"step {step if step is not None else '?':>6}", f"{event.kind:<10}"]
-    rest = [f"{key} {_value(value)}" for key, value in data.items() if key not in _HEAD_KEYS and value is not None]
-    return printable("  ".join([*head, *rest]))
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return shortened(value if isinstance(value, str) else json.dumps(value), _LONGEST_VALUE)
 
 
 def _newest_status(target: Target) -> Mapping[str, Any]:

@@ -6,7 +6,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,8 +15,8 @@ from onstep.control.inbox import Inbox
 from onstep.control.registry import JobInfo, describe_jobs
 from onstep.control.serving.access import Access
 from onstep.control.serving.app import build_app
-from onstep.control.serving.server import ControlServer
 from onstep.control.serving.served_job import LiveJob
+from onstep.control.serving.server import ControlServer
 
 TOKEN = "5f" * 32
 
@@ -50,11 +49,18 @@ class Served:
             connection.sendall(request)
             return received(connection)
 
+    def raw_status(self, request: bytes) -> int:
+        """The status of the answer to these bytes."""
+        with self.connect() as connection:
+            connection.sendall(request)
+            return status_of(received(connection, b"\r\n\r\n"))
+
 
 @contextmanager
 def served(job_id: str = "job", *, token: str | None = TOKEN, **settings: Any) -> Iterator[Served]:
     """Serve one job on a free port."""
-    feed, inbox, access, jobs = Feed(), Inbox(), Access(token), {}
+    access = Access(token) if "uds" not in settings else Access(token, None)
+    feed, inbox, jobs = Feed(), Inbox(), {}
     app = build_app(lambda: jobs, access=access, listed=describe_jobs, title="a job")
     server = ControlServer(app, **{"port": 0, **settings})
     info = JobInfo.of_this_process(job_id, host=server.host, port=server.port)
@@ -80,8 +86,3 @@ def received(connection: socket.socket, enough: bytes | None = None) -> bytes:
 def status_of(answer: bytes) -> int:
     """The status code of a raw answer; 0 if there is none."""
     return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0
-
-
-def registry_of(directory: Path) -> dict[str, str]:
-    """The environment of a process with a registry of its own."""
-    return {"ONSTEP_REGISTRY": str(directory)}

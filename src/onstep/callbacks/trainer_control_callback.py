@@ -15,8 +15,8 @@ from onstep.control.inbox import Inbox
 from onstep.control.job_server import Address, JobServer, absolute, generated_id, missing_packages
 from onstep.control.live_status import LiveStatus
 from onstep.control.registry import check_job_id
-from onstep.errors import ConfigError
-from onstep.events import CallbackContext, RunView, TrainerCallback
+from onstep.errors import ConfigError, MissingExtraError
+from onstep.events import CallbackContext, CallbackManager, RunView, TrainerCallback
 from onstep.events.settings import check_setting
 from onstep.metrics.json_log_writer import logging_dir_of
 from onstep.metrics.torch_profiler import NextSteps, is_recording
@@ -293,6 +293,19 @@ class TrainerControlCallback(TrainerCallback):
     def _show(self, status: str | None = None) -> None:
         if self._server.is_open:
             self.feed.update(status=status or ("paused" if self._is_paused else "running"))
+
+
+def add_control(manager: CallbackManager) -> None:
+    """Add a `TrainerControlCallback` to the callbacks of a run, unless there is one.
+
+    Raises:
+        MissingExtraError: if a package that it requires is not installed.
+    """
+    if any(isinstance(one, TrainerControlCallback) for one in manager.callbacks):
+        return
+    if missing := missing_packages():
+        raise MissingExtraError(f"run.control requires {' and '.join(missing)}: pip install 'onstep[control]'")
+    manager.add(TrainerControlCallback())
 
 
 def _refuse(command: str, why: str) -> None:

@@ -1,7 +1,7 @@
-"""Serves jobs over HTTP: `server` and `connections` (the thread), `app` (all routes), `guard` and `access` (who may).
+"""Serves jobs over HTTP: `server`, `accepting`, `connections` (the thread), `app`, `guard`, `access` (who may do what).
 
-`routes`, `logins`, `event_streams`, `prometheus`, `openapi` and `static_files` are what it answers, `served_job` is
-what it asks, `messages` reads requests and makes answers, `limits` bounds what clients cost the training.
+`routes`, `event_streams`, `pages`, `prometheus` and `openapi` are what it answers, `served_job` is what it asks,
+`messages` reads requests and makes answers, `limits` bounds what clients cost the training.
 """
 
 from onstep.errors import MissingExtraError

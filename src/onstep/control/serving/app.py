@@ -14,12 +14,11 @@ from starlette.routing import Route
 
 from onstep.control.serving.access import Access
 from onstep.control.serving.guard import Guard
-from onstep.control.serving.logins import LoginRoutes
 from onstep.control.serving.messages import RefusedError, answer, refusal
 from onstep.control.serving.openapi import describe_api
+from onstep.control.serving.pages import LoginRoutes, page, static_file
 from onstep.control.serving.routes import JobRoutes
 from onstep.control.serving.served_job import ServedJob
-from onstep.control.serving.static_files import page, static_file
 
 
 def build_app(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 import h11
@@ -58,10 +57,13 @@ class Connection(H11Protocol):
     @property
     def waits_since(self) -> float | None:
         """When the server began to wait for the client's next request, or for the rest of it; None if it does not."""
-        is_answering = self.cycle is not None and not self.cycle.response_complete
-        if is_answering and self.conn.their_state is not h11.SEND_BODY:
-            return None
-        return self._since
+        is_complete = self.conn.their_state is not h11.SEND_BODY
+        return None if self.is_answering and is_complete else self._since
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether a request is being answered."""
+        return self.cycle is not None and not self.cycle.response_complete
 
     def is_overdue(self, now: float) -> bool:
         """Whether the client is too slow to send or to read."""
@@ -110,6 +112,9 @@ class Connection(H11Protocol):
         ):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+        if self.cycle is not None and not self.cycle.response_complete:  # the handler of a request with a broken body
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
 
     def pause_writing(self) -> None:
         """The client does not read."""
@@ -147,9 +152,3 @@ def new_config(app: Any) -> Config:
         timeout_keep_alive=int(REQUEST_SECONDS),
         h11_max_incomplete_event_size=MOST_HEADER_BYTES,
     )
-
-
-def longest_waiting(connections: Iterable[Any]) -> Connection | None:
-    """The connection whose client keeps the server waiting for longest."""
-    waiting = [one for one in connections if isinstance(one, Connection) and one.waits_since is not None]
-    return min(waiting, key=lambda one: one.waits_since or 0.0, default=None)

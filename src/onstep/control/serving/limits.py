@@ -12,6 +12,8 @@ MOST_TOKEN_BYTES = 4096
 
 MOST_CONNECTIONS = 64
 MOST_STREAMS = 16
+MOST_POINTS = 200_000
+"""In one answer; with many curves each has fewer."""
 BACKLOG = 128
 """Connections that the kernel keeps waiting."""
 
@@ -19,11 +21,15 @@ REQUEST_SECONDS = 10.0
 """For the request line and headers, for a body, and between two requests."""
 WRITE_SECONDS = 30.0
 """For a client to read some of an answer that fills its connection's buffers."""
+FINISH_SECONDS = 0.5
+"""For answers that are being given when the server stops."""
 SWEEP_SECONDS = 0.5
 """Between two looks at all connections."""
 
+ACCEPTS_AT_ONCE, ACCEPT_PAUSE_SECONDS = 10, 0.025
+"""Connections that are accepted in one go, and the pause after it; until they send something they cost little."""
 CONNECTIONS_PER_SECOND, CONNECTIONS_AT_ONCE = 20.0, 64.0
-"""Accepting one costs some 200 microseconds of the interpreter, which the training thread needs as well."""
+"""HTTP on one costs some 200 microseconds of the interpreter, which the training thread needs as well."""
 STRANGERS_PER_SECOND, STRANGERS_AT_ONCE = 20.0, 100.0
 """Requests without a valid token."""
 MOST_STRANGERS_WAITING = 16

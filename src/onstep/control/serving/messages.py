@@ -62,7 +62,7 @@ async def json_object(request: Request) -> dict[str, Any]:
     text = await _body(request)
     try:
         value = parse_json(text, "The body", max_nesting=20)
-        str(value).encode()
+        json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise RefusedError(400, "The body contains half a surrogate pair, which is not text.") from None
     except DataError as error:

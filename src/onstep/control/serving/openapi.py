@@ -54,7 +54,12 @@ def _job_paths() -> Json:
                 [
                     job,
                     _parameter("names", "query", {"type": "string"}, "The curves, separated by commas; all without it"),
-                    _parameter("points", "query", _integer(10, 10_000, 1000), "Most points of a curve"),
+                    _parameter(
+                        "points",
+                        "query",
+                        _integer(10, 10_000, 1000),
+                        "Most points of a curve; fewer if there are very many curves",
+                    ),
                     _parameter("since_step", "query", _integer(-1, 2**53), "Only points after this step"),
                 ],
                 {400: "Error", 404: "UnknownJob"},
@@ -67,7 +72,7 @@ def _job_paths() -> Json:
                 _json("Ticket"),
                 [
                     job,
-                    _parameter("id", "path", {"type": "string"}, "The command"),
+                    _parameter("id", "path", _text("^[0-9a-f]{16}$"), "The command"),
                     _parameter("wait", "query", wait, "Seconds to wait for the outcome"),
                 ],
                 {400: "Error", 404: "UnknownJob"},
@@ -114,8 +119,8 @@ def _other_paths() -> Json:
         "303": {"description": "Admitted, with a cookie"},
         "401": _content("No longer valid", "text/html", "text/plain"),
     }
-    code = _parameter("code", "path", {"type": "string"}, "The code of the link")
-    name = _parameter("file", "path", {"type": "string"}, "The name of the file")
+    code = _parameter("code", "path", _text("^[A-Za-z0-9_-]{43}$"), "The code of the link")
+    name = _parameter("file", "path", _text("^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"), "Its name")
     return {
         "/metrics": {"get": _operation("The newest metrics in Prometheus' text format", text)},
         "/openapi.json": {"get": _operation("This description", _json("Description"))},
@@ -242,6 +247,10 @@ def _schemas() -> Json:
         "Link": _object({"path": {"type": "string"}}),
         "Description": _object({"openapi": {"type": "string"}}),
     }
+
+
+def _text(pattern: str) -> Json:
+    return {"type": "string", "pattern": pattern}
 
 
 def _object(required: Json, optional: Json | None = None) -> Json:

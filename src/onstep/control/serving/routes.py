@@ -14,8 +14,17 @@ from onstep.control.commands import COMMANDS, CommandError, CommandRefusedError
 from onstep.control.feed import KINDS
 from onstep.control.inbox import Ticket
 from onstep.control.serving.event_streams import stream
-from onstep.control.serving.limits import MOST_STREAMS, MOST_WAIT_SECONDS
-from onstep.control.serving.messages import RefusedError, answer, choice, json_object, number, refusal, whole_number
+from onstep.control.serving.limits import MOST_POINTS, MOST_STREAMS, MOST_WAIT_SECONDS
+from onstep.control.serving.messages import (
+    RefusedError,
+    answer,
+    choice,
+    json_object,
+    number,
+    refusal,
+    strict_json,
+    whole_number,
+)
 from onstep.control.serving.prometheus import CONTENT_TYPE, prometheus_text
 from onstep.control.serving.served_job import ServedJob
 
@@ -48,18 +57,19 @@ class JobRoutes:
     async def metrics(self, request: Request) -> Response:
         """GET /jobs/{job_id}/metrics"""
         history = self._job(request).feed.history
+        names = history.names()
         points = whole_number(request, "points", 1000, 10, 10_000) or 1000
         since = whole_number(request, "since_step", None, -1, _MOST_EVENT_ID)
-        names = choice(request, "names")
-        chosen = None if names is None else [name for name in history.names() if name in names]
-        return answer(
-            {
-                "job_id": request.path_params["job_id"],
-                "names": history.names(),
-                "num_points": history.num_points(),
-                "series": history.series(chosen, points, since),
-            }
-        )
+        wanted = choice(request, "names")
+        chosen = names if wanted is None else [name for name in names if name in wanted]
+        points = min(points, max(10, MOST_POINTS // max(1, len(chosen))))
+        series = []
+        for name in chosen:
+            series.append(f"{strict_json(name)}: {strict_json(history.series([name], points, since)[name])}")
+            await asyncio.sleep(0)  # other requests, and the training thread, have their turn between two curves
+        about = {"job_id": request.path_params["job_id"], "names": names, "num_points": history.num_points()}
+        text = f'{strict_json(about)[:-1]}, "series": {{{", ".join(series)}}}}}'
+        return Response(text, media_type="application/json")
 
     async def events(self, request: Request) -> Response:
         """GET /jobs/{job_id}/events"""

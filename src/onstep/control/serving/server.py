@@ -14,17 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
-from uvicorn.server import ServerState
 
-from onstep.control.serving.connections import Connection, longest_waiting, new_config
-from onstep.control.serving.limits import (
-    BACKLOG,
-    CONNECTIONS_AT_ONCE,
-    CONNECTIONS_PER_SECOND,
-    MOST_CONNECTIONS,
-    SWEEP_SECONDS,
-    Throttle,
-)
+from onstep.control.serving.accepting import Acceptor
+from onstep.control.serving.connections import new_config
+from onstep.control.serving.limits import BACKLOG, FINISH_SECONDS
 from onstep.errors import ConfigError
 from onstep.forking import release_in_forked_children
 
@@ -32,7 +25,6 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 _PORTS = range(8900, 9000)
 _MOST_SOCKET_PATH = 100
-_OUT_OF_DESCRIPTORS_SECONDS = 0.5
 
 
 class ControlServer:
@@ -59,10 +51,10 @@ class ControlServer:
         self.host = "" if uds is not None else host or "127.0.0.1"
         self.port: int = 0 if uds is not None else self._listener.getsockname()[1]
         self._uds = uds
-        self._sockets: set[socket.socket] = set()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stopping: asyncio.Event | None = None
+        self._stopping: asyncio.Future[None] | None = None
+        self._acceptor: Acceptor | None = None
         self._is_stopped = False
         self._is_ready = threading.Event()
         release_in_forked_children(self, ControlServer._close_in_child)
@@ -73,15 +65,19 @@ class ControlServer:
         self._thread.start()
 
     def stop(self, timeout: float = 5.0) -> None:
-        """Close all connections and the socket; calling it twice, or in a forked child, is harmless."""
+        """Close the socket, and all connections as soon as they have their answers, within half a second.
+
+        An event stream whose job has ended is complete then; others are cut off. Calling this twice, or in a forked
+        child, is harmless.
+        """
         if self._is_stopped:
             return
         self._is_stopped = True
         if self._thread is not None:
             self._is_ready.wait(timeout)
-            if self._loop is not None and self._stopping is not None:
+            if self._loop is not None:
                 with suppress(RuntimeError):  # the loop has ended by itself
-                    self._loop.call_soon_threadsafe(self._stopping.set)
+                    self._loop.call_soon_threadsafe(self._end)
             self._thread.join(timeout)
         self._listener.close()
         if self._uds is not None:
@@ -99,70 +95,35 @@ class ControlServer:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(_note_loop_error)
-        self._stopping = asyncio.Event()
-        self._is_ready.set()
+        self._stopping = self._loop.create_future()
         config = new_config(self._app)
         config.load()
-        state = ServerState()
-        work = [asyncio.create_task(self._accept(config, state)), asyncio.create_task(_sweep(state))]
-        stopping = asyncio.create_task(self._stopping.wait())
+        self._acceptor = Acceptor(self._listener, config, self._fail)
+        self._acceptor.open()
+        self._is_ready.set()
         try:
-            await asyncio.wait([stopping, *work], return_when=asyncio.FIRST_COMPLETED)
-            for task in work:
-                if task.done():
-                    task.result()  # raises what ended it
+            await self._stopping
+            await self._acceptor.finish(FINISH_SECONDS)
         finally:
-            for connection in list(state.connections):
-                connection.transport.abort()
-            # asyncio.run cancels all tasks: those of requests and streams as well
+            self._acceptor.close()  # asyncio.run cancels what is left: requests and streams
 
-    async def _accept(self, config: Any, state: ServerState) -> None:
-        """Accept connections, not too many in a second and not too many at once."""
-        loop, throttle = asyncio.get_running_loop(), Throttle(CONNECTIONS_PER_SECOND, CONNECTIONS_AT_ONCE)
-        while True:
-            await throttle.turn()
-            try:
-                accepted, _ = await loop.sock_accept(self._listener)
-            except OSError as error:
-                if error.errno in (errno.EBADF, errno.EINVAL):
-                    raise
-                await asyncio.sleep(_OUT_OF_DESCRIPTORS_SECONDS)
-                continue
-            self._sockets = {one for one in self._sockets if one.fileno() >= 0}
-            if len(self._sockets) >= MOST_CONNECTIONS and not await _make_room(state):
-                accepted.close()
-                continue
-            self._sockets.add(accepted)
-            with suppress(OSError):  # the client has gone
-                await loop.connect_accepted_socket(lambda: Connection(config, state, {}), accepted)
+    def _end(self) -> None:
+        """In the loop: stop to serve."""
+        if self._stopping is not None and not self._stopping.done():
+            self._stopping.set_result(None)
+
+    def _fail(self, error: Exception) -> None:
+        """In the loop: end the server with an error."""
+        if self._stopping is not None and not self._stopping.done():
+            self._stopping.set_exception(error)
 
     def _close_in_child(self) -> None:
         """Close the parent's sockets in a forked child; its loop is not touched, since it shares the parent's epoll."""
         self._is_stopped = True
-        for one in (self._listener, *self._sockets):
+        accepted = [] if self._acceptor is None else self._acceptor.sockets
+        for one in (self._listener, *accepted):
             with suppress(OSError):
                 os.close(one.detach())
-
-
-async def _make_room(state: ServerState) -> bool:
-    """Close the connection that has been idle for longest; returns whether there was one."""
-    idle = longest_waiting(state.connections)
-    if idle is None:
-        return False
-    idle.abort()
-    await asyncio.sleep(0)  # the loop closes its socket
-    return True
-
-
-async def _sweep(state: ServerState) -> None:
-    """Close the connections of clients that are too slow."""
-    loop = asyncio.get_running_loop()
-    while True:
-        await asyncio.sleep(SWEEP_SECONDS)
-        now = loop.time()
-        for connection in list(state.connections):
-            if isinstance(connection, Connection) and connection.is_overdue(now):
-                connection.abort()
 
 
 def _note_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -1,8 +1,12 @@
-"""Admits browsers: by the token, or by a link that works once."""
+"""Gives browsers what they need: the page and its files, all from installed packages, and a cookie."""
 
 from __future__ import annotations
 
 import asyncio
+from functools import cache
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,7 +15,61 @@ from onstep.control.serving.access import Access
 from onstep.control.serving.guard import unauthenticated
 from onstep.control.serving.limits import LOGIN_SECONDS, LOGINS_AT_ONCE
 from onstep.control.serving.messages import answer, json_object, refusal
-from onstep.control.serving.static_files import page
+
+PAGE = Path(__file__).parents[1] / "page"
+_TYPES = {
+    ".css": "text/css",
+    ".html": "text/html",
+    ".ico": "image/x-icon",
+    ".js": "text/javascript",
+    ".json": "application/json",
+    ".mjs": "text/javascript",
+    ".png": "image/png",
+    ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
+}
+_PLOTLY = "plotly.min.js"
+
+
+def page(name: str, instead: str, status: int = 200) -> Response:
+    """A page of the package; a line of text where its file is missing."""
+    content = _content(name)
+    if content is None:
+        return Response(instead, status, media_type="text/plain")
+    return Response(content, status, {"Cache-Control": "no-cache"}, media_type="text/html")
+
+
+async def static_file(request: Request) -> Response:
+    """A file of the page; only names that are in the package's directory exist."""
+    name = request.path_params["file"]
+    content = _content(name)
+    if content is None:
+        return refusal(404, "There is no such file.")
+    tag = f'"{_digest(name)}"'
+    headers = {"Cache-Control": "no-cache", "ETag": tag}
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers=headers)
+    return Response(content, 200, headers, media_type=_TYPES[Path(name).suffix])
+
+
+def _files() -> dict[str, Path]:
+    """The files that are served, by name."""
+    own = {path.name: path for path in PAGE.iterdir() if path.suffix in _TYPES} if PAGE.is_dir() else {}
+    spec = find_spec("plotly")  # does not import it
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    found = [Path(folder) / "package_data" / _PLOTLY for folder in folders]
+    return own | {_PLOTLY: found[0]} if found and found[0].is_file() else own
+
+
+@cache
+def _content(name: str) -> bytes | None:
+    path = _files().get(name)
+    return None if path is None else path.read_bytes()
+
+
+@cache
+def _digest(name: str) -> str:
+    return sha256(_content(name) or b"").hexdigest()[:32]
 
 
 class LoginRoutes:

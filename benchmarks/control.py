@@ -1,0 +1,366 @@
+"""What the control of a job costs its training: a quiet callback, a flood of strangers, and curves of a million points.
+
+Run with `python benchmarks/control.py` on a machine with two free cores: the training is pinned to one, the load comes
+from another process on the other. Rows and limits:
+
+- "idle": microseconds per step that the training thread spends on commands while none comes, by calling the callback
+  directly (limit 5), and by step times of `pretrain` with and without it, interleaved.
+- "flood": step time of a CPU-bound loop in the process of a server under load, over that without; interleaved blocks,
+  median of the ratios of neighbours, and their quartiles (limit 1.02). "none" shows the noise of the machine.
+- "curves": milliseconds for 1,000 points of a long curve (limit 50).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import itertools
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from onstep import Callback, CallbackContext, CallbackManager
+from onstep.control.feed import Feed
+from onstep.control.history import History
+from onstep.control.inbox import Inbox
+from onstep.control.registry import JobInfo, describe_jobs
+from onstep.control.serving.access import Access
+from onstep.control.serving.app import build_app
+from onstep.control.serving.served_job import LiveJob
+from onstep.control.serving.server import ControlServer
+from onstep.recipes import tiny_gpt_pretrain_config
+from onstep.training import forward_step, pretrain
+
+IDLE_LIMIT_US, FLOOD_LIMIT, CURVE_LIMIT_MS = 5.0, 1.02, 50.0
+_ATTACKS = ("none", "idle connections", "slow clients", "garbage", "wrong tokens", "all of them")
+
+
+def main() -> int:
+    """Print one table; returns 1 if a limit is exceeded."""
+    arguments = _arguments()
+    if arguments.attack:
+        return _attack(arguments.attack, arguments.port)
+    rows = [*_idle(arguments.repeats), *_flood(arguments.blocks, arguments.seconds), *_curves()]
+    width = max(len(name) for name, *_ in rows)
+    for name, shown, limit, holds in rows:
+        print(f"{name:<{width}}  {shown:<46}  {limit:<12}  {'ok' if holds else 'TOO MUCH'}".rstrip())
+    return int(not all(holds for *_, holds in rows))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5, help="trainings with and without the callback")
+    parser.add_argument("--blocks", type=int, default=15, help="pairs of quiet and loaded blocks for each load")
+    parser.add_argument("--seconds", type=float, default=1.5, help="length of a block")
+    parser.add_argument("--attack", choices=_ATTACKS, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+Row = tuple[str, str, str, bool]
+_CACHE = tempfile.TemporaryDirectory()
+
+
+# --- idle
+
+
+class StepTimes(Callback):
+    """The seconds between the ends of two steps."""
+
+    def __init__(self) -> None:
+        self._ends: list[float] = []
+
+    def on_step_end(self, context: CallbackContext) -> None:
+        """Note when a step ended."""
+        self._ends.append(time.perf_counter())
+
+    def median(self) -> float:
+        """Without the first steps, which warm up."""
+        ends = self._ends[len(self._ends) // 10 :]
+        return statistics.median(after - before for before, after in itertools.pairwise(ends))
+
+
+def _idle(repeats: int) -> list[Row]:
+    """What a callback costs that has nothing to do."""
+    try:
+        from onstep.callbacks.trainer_control_callback import TrainerControlCallback
+    except ImportError:
+        return [("idle", "TrainerControlCallback does not exist yet", "", True)]
+    _training([])
+    differences = []
+    for _ in range(repeats):
+        without = _training([])
+        differences.append((_training([TrainerControlCallback(job_id="benchmark")]) - without) * 1e6)
+    low, middle, high = statistics.quantiles(differences, n=4)
+    direct = _direct_calls(TrainerControlCallback(job_id="benchmark"))
+    limit = f"< {IDLE_LIMIT_US:g} us"
+    return [
+        ("idle, on_step_end called directly", f"{direct:.2f} us per step", limit, direct < IDLE_LIMIT_US),
+        ("idle, pretrain with it less without", f"{middle:+.1f} us per step ({low:+.1f} to {high:+.1f})", "", True),
+    ]
+
+
+def _training(callbacks: list[Any]) -> float:
+    """The median step time of a short training of the smallest model, in seconds."""
+    manager, times = CallbackManager(), StepTimes()
+    manager.add([*callbacks, times])
+    with tempfile.TemporaryDirectory() as directory, _quiet(directory):
+        config = tiny_gpt_pretrain_config()
+        config.run.output_dir, config.dist.device = directory, "cpu"
+        config.train.micro_batch_size = config.train.global_batch_size = 1
+        config.model.hidden_size, config.model.num_layers, config.model.num_attention_heads = 16, 1, 2
+        config.model.seq_length = config.dataset.seq_length = 16
+        config.train.train_iters, config.logger.log_interval = 500, 1000
+        config.scheduler.lr_warmup_iters = 0
+        config.validation.eval_interval, config.validation.eval_on_start = None, False
+        config.checkpoint.save_interval = None
+        config.dataset.cache_dir = _CACHE.name
+        pretrain(config, forward_step, callbacks=manager)
+    return times.median()
+
+
+def _direct_calls(callback: Any, calls: int = 100_000) -> float:
+    """Microseconds per call of `on_step_end`, of a callback in a real training, whose context is kept."""
+
+    class Caller(Callback):
+        microseconds = 0.0
+
+        def on_step_end(self, context: CallbackContext) -> None:
+            if self.microseconds:
+                return
+            began = time.perf_counter()
+            for _ in range(calls):
+                callback.on_step_end(context)
+            self.microseconds = (time.perf_counter() - began) / calls * 1e6
+
+    caller = Caller()
+    _training([callback, caller])
+    return caller.microseconds
+
+
+@contextlib.contextmanager
+def _quiet(directory: str) -> Iterator[None]:
+    """Print nothing, and register jobs in this directory."""
+    before = os.environ.get("ONSTEP_REGISTRY")
+    os.environ["ONSTEP_REGISTRY"] = f"{directory}/r"
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        os.environ.pop("ONSTEP_REGISTRY")
+        if before is not None:
+            os.environ["ONSTEP_REGISTRY"] = before
+
+
+# --- flood
+
+
+def _flood(blocks: int, seconds: float) -> list[Row]:
+    """What strangers cost, who have no token and send as much as they can."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[0]})
+    torch.set_num_threads(1)
+    feed: Feed = Feed()
+    jobs: dict[str, LiveJob] = {}
+    access = Access("a token that nobody guesses")
+    server = ControlServer(build_app(lambda: jobs, access=access, listed=describe_jobs, title="benchmark"), port=0)
+    jobs["job"] = LiveJob(JobInfo.of_this_process("job", port=server.port), feed, Inbox())
+    server.start()
+    step = _step()
+    try:
+        return [_ratio(attack, server.port, step, blocks, seconds, cores[-1]) for attack in _ATTACKS]
+    finally:
+        server.stop()
+
+
+def _ratio(attack: str, port: int, step: Callable[[], None], blocks: int, seconds: float, core: int) -> Row:
+    """Loaded blocks over the mean of the quiet ones before and after."""
+    ratios = []
+    quiet = _block(step, seconds)
+    for _ in range(blocks):
+        with _attacker(attack, port, core):
+            loaded = _block(step, seconds)
+        time.sleep(0.3)  # the rest of the load is closed
+        after = _block(step, seconds)
+        ratios.append(loaded / ((quiet + after) / 2))
+        quiet = after
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    holds = attack == "none" or middle < FLOOD_LIMIT
+    return (f"flood, {attack}", f"{middle:.4f} x step time ({low:.4f} to {high:.4f})", f"< {FLOOD_LIMIT:g}", holds)
+
+
+def _step() -> Callable[[], None]:
+    """A step of some milliseconds that is bound by the CPU, with many small operations as in a training."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randn(32, 128)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(50):
+        step()
+    return step
+
+
+def _block(step: Callable[[], None], seconds: float) -> float:
+    """The mean step time during so many seconds."""
+    began = time.perf_counter()
+    for number in itertools.count(1):
+        step()
+        elapsed = time.perf_counter() - began
+        if elapsed >= seconds:
+            return elapsed / number
+    raise AssertionError
+
+
+@contextlib.contextmanager
+def _attacker(attack: str, port: int, core: int) -> Iterator[None]:
+    """A process on another core that is at work."""
+    if attack == "none":
+        yield
+        return
+    command = [sys.executable, __file__, "--attack", attack, "--port", str(port)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, preexec_fn=lambda: os.sched_setaffinity(0, {core})
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+# --- the load, in a process of its own
+
+
+def _attack(attack: str, port: int) -> int:
+    """Send as much as possible until killed."""
+    works: dict[str, Callable[[int], Iterator[None]]] = {
+        "idle connections": _idle_connections,
+        "slow clients": _slow_clients,
+        "garbage": _garbage,
+        "wrong tokens": _wrong_tokens,
+    }
+    chosen = list(works.values()) if attack == "all of them" else [works[attack]]
+    running = [work(port) for work in chosen]
+    for number in itertools.count():
+        for one in running:
+            next(one)
+        if number == 20:
+            print("at work", flush=True)
+    return 0
+
+
+def _connected(port: int) -> socket.socket:
+    one = socket.socket()
+    one.setblocking(False)
+    one.connect_ex(("127.0.0.1", port))
+    return one
+
+
+def _idle_connections(port: int) -> Iterator[None]:
+    """1,000 connections that send nothing; each that is closed is opened again."""
+    connections = [_connected(port) for _ in range(1000)]
+    while True:
+        for index, one in enumerate(connections):
+            try:
+                is_closed = one.recv(1) == b""
+            except BlockingIOError:
+                is_closed = False
+            except OSError:
+                is_closed = True
+            if is_closed:
+                one.close()
+                connections[index] = _connected(port)
+            if index % 50 == 0:
+                yield
+
+
+def _slow_clients(port: int) -> Iterator[None]:
+    """50 clients that send a request at a byte a second."""
+    request = b"GET /jobs HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 1000
+    clients = [(_connected(port), iter(request)) for _ in range(50)]
+    due = time.monotonic()
+    while True:
+        yield
+        if time.monotonic() < due:
+            time.sleep(0.001)
+            continue
+        due += 1.0
+        for index, (one, rest) in enumerate(clients):
+            try:
+                one.send(bytes([next(rest)]))
+            except BlockingIOError:
+                continue
+            except (OSError, StopIteration):
+                one.close()
+                clients[index] = (_connected(port), iter(request))
+
+
+def _garbage(port: int) -> Iterator[None]:
+    """Random bytes, half of them after the beginning of a request, one connection each."""
+    rng = random.Random(1)
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=0.05) as one:
+            begin = b"POST /login HTTP/1.1\r\nHost: localhost\r\n" if rng.random() < 0.5 else b""
+            one.sendall(begin + rng.randbytes(rng.randrange(1, 5000)))
+        yield
+
+
+def _wrong_tokens(port: int) -> Iterator[None]:
+    """8 connections on which guesses follow each other as fast as they are answered."""
+    request = b"GET /jobs HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer wrong\r\n\r\n"
+    connections = [_connected(port) for _ in range(8)]
+    while True:
+        for index, one in enumerate(connections):
+            try:
+                one.send(request)
+                if one.recv(65536) == b"":
+                    raise ConnectionResetError
+            except BlockingIOError:
+                continue
+            except OSError:
+                one.close()
+                connections[index] = _connected(port)
+        yield
+
+
+# --- curves
+
+
+def _curves() -> list[Row]:
+    """How long the server's thread needs for a plot of a long curve."""
+    rows = []
+    for length in (100_000, 1_000_000):
+        history, rng = History(), random.Random(2)
+        began = time.perf_counter()
+        for step in range(length):
+            history.add(step, float(step), {"loss": rng.random()})
+        added = (time.perf_counter() - began) / length * 1e6
+        times = []
+        for _ in range(5):
+            began = time.perf_counter()
+            history.series(["loss"], 1000)
+            times.append((time.perf_counter() - began) * 1e3)
+        middle = statistics.median(times)
+        shown = f"{middle:.1f} ms for 1,000 points; adding one: {added:.1f} us"
+        rows.append((f"curves, {length:,} points", shown, f"< {CURVE_LIMIT_MS:g} ms", middle < CURVE_LIMIT_MS))
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

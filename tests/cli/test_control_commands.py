@@ -232,9 +232,10 @@ def test_status_shows_what_the_job_does(job: SteeredJob, capsys: Captured) -> No
     assert json.loads(said(capsys, "status", "--json"))["loss"] == 2.5
 
 
-def test_status_says_who_paused(job: SteeredJob, capsys: Captured) -> None:
+def test_status_says_who_paused(job: SteeredJob, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGNAME", "somebody")
     said(capsys, "pause", "--wait")
-    assert said(capsys, "status").startswith("job_a: paused by onstep at 127.0.0.1 in ")
+    assert said(capsys, "status").startswith("job_a: paused by somebody with onstep at 127.0.0.1 in ")
 
 
 def test_set_lists_what_can_be_set(job: SteeredJob, capsys: Captured) -> None:

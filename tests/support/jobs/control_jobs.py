@@ -31,6 +31,24 @@ class Records(Callback):
             file.write(json.dumps(line) + "\n")
 
 
+class Ends(Callback):
+    """Ends the process after a step, in one way or another."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+
+    def on_step_end(self, context: Any) -> None:
+        if context.step == self.settings.get("raises_at"):
+            raise ValueError("as planned")
+        if context.step == self.settings.get("leaves_at"):
+            raise SystemExit(3)
+        if context.step == 2 and self.settings.get("counts_sockets"):
+            import psutil
+
+            listening = [one for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN]
+            Path("listening").write_text(str(len(listening)))
+
+
 def job_steered(settings: dict[str, Any]) -> None:
     rank = os.environ.get("RANK", "0")
     os.environ["ONSTEP_REGISTRY"] = settings["registry"]
@@ -43,5 +61,7 @@ def job_steered(settings: dict[str, Any]) -> None:
     config.ft.watchdog_seconds = settings.get("watchdog_seconds", 3.0)
     manager = CallbackManager()
     manager.add([JsonLogger(), Records(Path(f"steps-{rank}.jsonl"), settings.get("seconds", 0.01))])
-    manager.add(TrainerControlCallback(settings["job_id"], port=0))
+    manager.add(Ends(settings))
+    if settings.get("is_controlled", True):
+        manager.add(TrainerControlCallback(settings["job_id"], port=0))
     pretrain(config, callbacks=manager)

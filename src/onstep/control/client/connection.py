@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from onstep.analysis.text_tables import printable, shortened
 from onstep.bounded_reading import parse_json
@@ -103,7 +105,7 @@ class Connection:
             import httpx
         except ImportError as error:
             raise MissingExtraError("Steering a running job requires httpx: pip install 'onstep[control]'") from error
-        headers = {"User-Agent": f"onstep/{version('onstep')}"}
+        headers = {"User-Agent": f"onstep/{version('onstep')}", "X-Onstep-User": _user()}
         if self.token is not None:
             headers["Authorization"] = f"Bearer {self.token}"
         # The protocol is plain HTTP; preparing TLS would cost 20 ms a request.
@@ -170,3 +172,10 @@ def _parsed(answer: httpx.Response) -> Any:
         return parse_json(answer.content, "the answer")
     except DataError:
         return None
+
+
+def _user() -> str:
+    """This user's name, for the log of decisions; nobody checks it."""
+    with suppress(OSError, KeyError):  # a container may have no name for its user
+        return quote(getpass.getuser(), safe=" @.-_+")
+    return ""

@@ -94,7 +94,7 @@ def _events(job: Json) -> Json:
     """The operation that streams events, or lists them."""
     kinds = {"type": "string", "pattern": f"^({'|'.join(KINDS)})(,({'|'.join(KINDS)}))*$"}
     found = _json("Events")
-    found["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    found["200"]["content"]["text/event-stream"] = {"schema": _reference("StreamedEvent")}
     found["204"] = {"description": "The job has ended, and there is nothing after that event"}
     return _operation(
         "What happens, as server-sent events until the job ends; or what has happened",
@@ -191,7 +191,12 @@ def _schemas() -> Json:
         "Unauthenticated": _object({"detail": {"type": "string"}}),
         "Jobs": _object({"jobs": {"type": "array", "items": _reference("Job")}}),
         "Job": _object(
-            {"job_id": _JOB_ID, "alive": {"type": "boolean"}, "is_here": {"type": "boolean"}},
+            {
+                "job_id": _JOB_ID,
+                "alive": {"type": "boolean"},
+                "is_here": {"type": "boolean"},
+                "is_served": {"type": "boolean", "description": "Whether this server has the job's routes."},
+            },
             {"host": {"type": "string"}, "port": {"type": "integer"}, "pid": {"type": ["integer", "null"]}},
         ),
         "Status": _object({"job_id": {"type": "string"}, "timestamp": {"type": "number"}}),
@@ -212,6 +217,10 @@ def _schemas() -> Json:
                 "data": {"type": "object"},
             }
         ),
+        "StreamedEvent": {
+            "type": "object",
+            "properties": {name: {"type": "string"} for name in ("id", "event", "data")},
+        },
         "Command": _object(
             {"command": {"type": "string", "examples": list(COMMANDS)}},
             {

@@ -47,7 +47,8 @@ class JobRoutes:
 
     async def listing(self, request: Request) -> Response:
         """GET /jobs"""
-        return answer({"jobs": self._listed()})
+        served = self._jobs()
+        return answer({"jobs": [{**one, "is_served": one.get("job_id") in served} for one in self._listed()]})
 
     async def status(self, request: Request) -> Response:
         """GET /jobs/{job_id}/status"""

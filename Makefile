@@ -48,6 +48,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/trackers.py
 	$(BIN)/python benchmarks/log_analysis.py
+	$(BIN)/python benchmarks/control.py
 
 bench-peers: $(PEERS)/.ready
 	$(PEERS)/bin/python benchmarks/peers.py

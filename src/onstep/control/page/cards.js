@@ -74,13 +74,14 @@ function made(run) {
     element("div", { class: "commands", role: "group", "aria-label": `Commands of ${run.label}` }));
 }
 
-function fill(card, { job, label }) {
+function fill(card, { job, label, state }) {
   const status = job.status;
   setText(card.querySelector(".name"), label);
-  fillChip(card.querySelector(".chip"), status.status);
+  fillChip(card.querySelector(".chip"), state);
+  card.classList.toggle("is-over", job.isEnded);
   setText(card.querySelector(".where"), where(status));
   fillProgress(card, status);
-  setText(card.querySelector(".note"), job.error || note(job));
+  setText(card.querySelector(".note"), (!job.isEnded && job.error) || note(job));
   card.querySelectorAll(".tiles dd").forEach((tile, index) => setText(tile, TILES[index][1](status)));
   fillRanks(card.querySelector(".ranks"), status.memory ?? []);
   commandBar(card.querySelector(".commands"), job);
@@ -111,7 +112,7 @@ function note(job) {
   const status = job.status;
   if (job.isEnded) {
     const end = [...job.events].reverse().find((one) => one.kind === "end") ?? {};
-    const why = status.reason ?? end.reason ?? end.message ?? status.ended ?? "";
+    const why = [status.reason ?? end.reason, end.error].filter(Boolean).join(": ");
     return `This run has ended${why ? `: ${why}` : ""}.${status.read_only ? "" : " It accepts no commands."}`;
   }
   if (status.read_only) return words(status.read_only);

@@ -26,7 +26,8 @@ def test_the_page_loads_nothing_from_elsewhere(opened: Watched) -> None:
 def test_curves_grow_while_one_looks(opened: Watched, job: SteeredJob) -> None:
     before = opened.points("loss")
     job.step(25)
-    opened.until(f"document.querySelector('[data-chart=loss]').dataset.points >= {before + 25}")
+    drawn = "document.querySelector('[data-chart=loss] .plot').calcdata[0].length"
+    opened.until(f"{drawn} >= {before + 25}")
     opened.until("document.querySelector('.progress-words').textContent.includes('Step 55 of 400')")
 
 

@@ -131,7 +131,12 @@ def test_dynamic_scaling_changes_no_text_of_the_trained_length() -> None:
 @pytest.mark.parametrize(
     ("options", "scaling", "factor", "message"),
     [
-        ({"position_embedding_type": "learned_absolute"}, "linear", 2.0, "requires rotary positions, and this model has"),
+        (
+            {"position_embedding_type": "learned_absolute"},
+            "linear",
+            2.0,
+            "requires rotary positions, and this model has",
+        ),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "linear", 2.0, "are scaled already"),
         ({}, "yarn", 2.0, "must be one of linear, dynamic, got 'yarn'"),
         ({}, "linear", 1.0, "must be a finite number > 1, got 1.0"),

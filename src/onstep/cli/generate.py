@@ -2,113 +2,34 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+import itertools
+from typing import Annotated
 
 import typer
 
-from onstep.bounded_reading import read_json
-from onstep.errors import ConfigError, OnstepError
-
-if TYPE_CHECKING:
-    from onstep.models import Transformer
+from onstep.cli.trained import Name, RopeFactor, RopeScaling, Seed, Temperature, TopK, TopP, open_trained, show
 
 
 def generate(
-    run: Annotated[str, typer.Argument(help="Run directory, such as runs/tiny_gpt.")],
+    name: Name,
     prompt: Annotated[str, typer.Argument(help="Text to continue.")] = "",
-    max_new_tokens: Annotated[
-        int, typer.Option(help="Tokens to add; fewer if the learned positions end earlier.")
-    ] = 200,
-    temperature: Annotated[float, typer.Option(help="0 always picks the most likely token.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Sample from the smallest set of tokens with this total probability.")
-    ] = 0.95,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampler; the same seed gives the same text.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add.")] = 200,
+    temperature: Temperature = 0.8,
+    top_k: TopK = None,
+    top_p: TopP = 0.95,
+    seed: Seed = None,
+    rope_scaling: RopeScaling = None,
+    rope_factor: RopeFactor = 2.0,
 ) -> None:
-    """Continue a text with the final weights of a run, or with its newest checkpoint if it has none."""
-    import torch
+    """Continue a text with the final weights of a run, or with its newest checkpoint if it has none.
 
-    from onstep.config import from_dict
-    from onstep.data import build_tokenizer, tokenizer_in_run
-    from onstep.models import generate as continue_tokens
-    from onstep.training.runs.identity import changed_tokenizer
-
-    directory = Path(run)
-    if not (directory / "run.json").is_file():
-        raise OnstepError(
-            f"{run} is not a run: {directory / 'run.json'} is missing; name a directory such as runs/tiny_gpt."
-        )
-    record = _record(directory / "run.json")
-    config = tokenizer_in_run(from_dict(record["config"]).tokenizer, directory)
-    tokenizer = build_tokenizer(config)
-    if note := changed_tokenizer(config, record.get("identity")):
-        print(f"warning: {note}", file=sys.stderr)
-    model = _model(directory)
-    start = tokenizer.encode_text(prompt) or [tokenizer.eos_id if tokenizer.eos_id is not None else 0]
-    tokens = continue_tokens(
-        model,
-        torch.tensor([list(start)]),
-        max_new_tokens=_fitting(max_new_tokens, len(start), model),
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        eos_id=tokenizer.eos_id,
-    )
-    ids = [token for token in tokens[0].tolist() if token != tokenizer.eos_id]
-    print(tokenizer.decode(ids))
-
-
-def _record(path: Path) -> dict[str, Any]:
-    """A run's record, with its configuration."""
-    try:
-        record = read_json(path, error=OnstepError)
-        reason = "it must be a JSON object with the run's config"
-    except OnstepError as error:
-        record, reason = None, str(error)
-    if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
-        raise OnstepError(f"{path} is not the record of a run: {reason}. Restore it, or name another run.")
-    return record
-
-
-def _model(directory: Path) -> Transformer:
-    """The model with the final weights of a run, or else with those of its newest checkpoint."""
-    from onstep.models import load_hf
-    from onstep.training.runs.run_dir import RunDir
-    from onstep.training.setup.pretrained import model_of_checkpoint
-
-    run = RunDir(directory)
-    if (run.model / "config.json").is_file():
-        return load_hf(run.model)
-    if not run.has_checkpoints:
-        raise OnstepError(
-            f"{directory} has no weights: there is neither {run.path / 'model'} nor a checkpoint; train until the end "
-            f"or the first checkpoint, or name another run."
-        )
-    return model_of_checkpoint(directory)
-
-
-def _fitting(max_new_tokens: int, num_tokens: int, model: Transformer) -> int:
-    """Limit the number of new tokens to the length of learned position embeddings, with a note on stderr.
-
-    Raises:
-        ConfigError: when the prompt leaves no room.
+    The model sees as many tokens as it was trained on: the window slides over a text that becomes longer.
     """
-    if model.position_embedding is None:
-        return max_new_tokens
-    length = model.position_embedding.num_embeddings
-    room = length - num_tokens
-    if room < 1:
-        raise ConfigError(
-            f"the prompt has {num_tokens:,} tokens, but the model has {length:,} learned positions including the "
-            f"next token; shorten the prompt to {length - 1:,}."
-        )
-    if max_new_tokens > room:
-        print(
-            f"--max-new-tokens {max_new_tokens} is reduced to {room}: the model has {length:,} learned positions",
-            file=sys.stderr,
-        )
-    return min(max_new_tokens, room)
+    trained = open_trained(name, rope_scaling, rope_factor)
+    from onstep.models.generation.generate import Sampling
+
+    tokenizer = trained.tokenizer
+    start = tokenizer.encode_text(prompt) or [tokenizer.eos_id if tokenizer.eos_id is not None else 0]
+    pieces = trained.pieces(start, Sampling(temperature, top_k, top_p), max_new_tokens, seed)
+    before = tokenizer.decode([token for token in start if token != tokenizer.eos_id])
+    show(itertools.chain([before], pieces))

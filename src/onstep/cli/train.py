@@ -148,8 +148,8 @@ def run_to_its_end(
     names: list[str],
     imports: list[str],
     on_config_change: str | None,
-) -> None:
-    """Start a run with the callbacks named in `names`, and report how it ended.
+) -> GlobalState:
+    """Start a run with the callbacks named in `names`, report how it ended, and return its state.
 
     Args:
         start: `pretrain` or `finetune`.
@@ -178,6 +178,7 @@ def run_to_its_end(
         _say_where(state)
     if state.ending.by_anomaly:
         raise typer.Exit(ERROR)
+    return state
 
 
 def _callbacks(with_defaults: bool, names: list[str]) -> CallbackManager:

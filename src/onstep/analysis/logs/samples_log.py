@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from onstep.analysis.logs.lines import BLANK, FileSource
 from onstep.analysis.logs.record_file import decoded
@@ -78,7 +79,7 @@ def newest_by_step(samples: Iterable[TextSample]) -> dict[int, dict[str, str]]:
 
 
 def set_samples_aside(path: Path) -> None:
-    """Rename a file of samples to `text_samples.<n>.jsonl`, for a run that starts anew in the same directory."""
+    """Rename a file of samples to `text_samples.<n>.jsonl`, so that a run can start from scratch."""
     if path.is_file():
         names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
         path.rename(next(name for name in names if not name.exists()))
@@ -88,7 +89,9 @@ def _sample(line: bytes) -> TextSample | None:
     record = decoded(line)
     if not isinstance(record, dict):
         return None
-    timestamp, step, prompt, text = (record.get(key) for key in ("timestamp", "step", "prompt", "text"))
+    timestamp: Any = record.get("timestamp")
+    step: Any = record.get("step")
+    prompt, text = record.get("prompt"), record.get("text")
     is_time = isinstance(timestamp, (int, float)) and not isinstance(timestamp, bool) and math.isfinite(timestamp)
     is_step = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**63
     if not (is_time and is_step and isinstance(prompt, str) and isinstance(text, str)):

@@ -103,7 +103,9 @@ def extend_context(model: Transformer, scaling: str, factor: float) -> None:
             f"the model's positions are scaled already (rope_scaling={dict(config.rope_scaling)}); drop the option."
         )
     if not (math.isfinite(factor) and factor > 1):
-        raise ConfigError(f"the factor of rope scaling must be a finite number > 1, got {factor!r}; 2 doubles the context.")
+        raise ConfigError(
+            f"the factor of rope scaling must be a finite number > 1, got {factor!r}; 2 doubles the context."
+        )
     extended = copy.deepcopy(config)
     extended.rope_scaling = {"rope_type": scaling, "factor": float(factor)}
     if scaling == "linear":

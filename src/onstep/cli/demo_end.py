@@ -47,8 +47,7 @@ def sample_lines(by_step: Mapping[int, Mapping[str, str]], width: int) -> list[s
     steps = list(by_step)
     chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
     columns = (width - len(_GAP) * (len(chosen) - 1)) // len(chosen)
-    names = ", ".join(f'"{prompt}"' for prompt in by_step[chosen[0]])
-    lines = ["", f"How it continues {names} before, during and after its training:"]
+    lines = ["", "What it writes before, during and after its training:"]
     lines += ["", _row([f"step {step:,}" for step in chosen], columns)]
     for prompt in by_step[chosen[0]]:
         if all(prompt in by_step[step] for step in chosen):
@@ -101,9 +100,12 @@ def _loss_lines(directory: Path) -> list[str]:
 
 def next_commands(name: str) -> list[str]:
     """What to do with a run."""
-    return [
-        f'onstep generate {name} "import "        # continue a text of yours',
-        f"onstep logs summary {name}              # its losses; `onstep logs plot {name}` draws them",
-        f"onstep why {name}                       # what was saved and decided, and why",
-        'onstep train run.name=mine "dataset.paths=[~/texts]"   # your own text',
-    ]
+    commands = {
+        f'onstep generate {name} "import"': "continue a text of yours",
+        f"onstep chat {name}": "the same, line by line",
+        f"onstep logs summary {name}": "losses and times; logs plot draws them",
+        f"onstep why {name}": "what was decided, and why",
+        'onstep train "dataset.paths=[DIR]"': "your own texts",
+    }
+    longest = max(map(len, commands))
+    return [f"{command:<{longest}}  # {what}" for command, what in commands.items()]

@@ -6,8 +6,8 @@ from typing import Any
 
 from onstep.callbacks.textgen_callback import TextgenCallback
 
-PROMPTS = ["def __init__(self", "for line in "]
-GENERATION = {"do_sample": True, "temperature": 0.6, "top_p": 0.95}
+PROMPTS = ["def __init__(self", "    def"]
+GENERATION = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
 MAX_NEW_TOKENS = 80
 
 

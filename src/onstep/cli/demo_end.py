@@ -90,12 +90,9 @@ def _loss_lines(directory: Path) -> list[str]:
         return ["", f"The loss on held-out text is not known: {error}"]
     if loss is None:
         return []
-    per_token = loss.nats / loss.num_tokens
-    return [
-        "",
-        f"On held-out text: {loss.nats_per_byte:.2f} nats per byte ({per_token:.2f} per token of "
-        f"{loss.num_bytes / loss.num_tokens:.1f} bytes; guessing bytes is 5.55 per byte).",
-    ]
+    per_token, token = loss.nats / loss.num_tokens, loss.num_bytes / loss.num_tokens
+    text = f"{loss.nats_per_byte:.2f} nats per byte ({per_token:.2f} per token of {token:.1f} bytes)"
+    return ["", f"On held-out text: {text}."]
 
 
 def next_commands(name: str) -> list[str]:

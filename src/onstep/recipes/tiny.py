@@ -110,4 +110,6 @@ def demo_finetune_config(peft: str | None = None) -> ConfigContainer:
 
     Set `checkpoint.pretrained_checkpoint` (such as runs/demo) and `dataset.paths` (JSONL with conversations).
     """
-    return finetuned(demo_pretrain_config(), peft, full_lr=3e-4)
+    config = finetuned(demo_pretrain_config(), peft, full_lr=3e-4)
+    config.tokenizer = TokenizerConfig()  # that of the weights
+    return config

@@ -13,8 +13,8 @@ import sys
 import torch
 from torch import Tensor
 
-from onstep.cli.held_out import held_out_loss
-from onstep.cli.trained import Trained, configuration_of, open_trained
+from onstep.cli.demo.held_out import held_out_loss
+from onstep.cli.generation.trained import Trained, configuration_of, open_trained
 from onstep.data import TokenDataset, build_datasets
 from onstep.models.generation.context_window import context_length, token_losses
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from onstep.cli.chat import PlainTalk, TemplateTalk, converse
+from onstep.cli.generation.chat import PlainTalk, TemplateTalk, converse
+from onstep.cli.generation.trained import open_trained
 from onstep.cli.main import main
-from onstep.cli.trained import open_trained
 from onstep.data import ByteTokenizer, PlainTemplate, template_for
 from tests.support.chat_directory import chat_directory
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from onstep.cli.generation.trained import open_trained
 from onstep.cli.main import main
-from onstep.cli.trained import open_trained
 from onstep.models import generate as continue_tokens
 from onstep.models.generation.generate import Sampling
 from tests.support.chat_directory import chat_directory

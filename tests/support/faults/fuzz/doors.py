@@ -60,7 +60,7 @@ def resume(share: float = 1.0, **more: Any) -> Door:
 def show_samples() -> None:
     """Read the text samples of a run and lay them out for a terminal."""
     from onstep.analysis.logs.samples_log import newest_by_step, read_samples
-    from onstep.cli.demo_end import sample_lines
+    from onstep.cli.demo.ending import sample_lines
 
     for line in sample_lines(newest_by_step(read_samples(Path("runs/run/text_samples.jsonl"))), 80):
         if len(line) > 80 or not line.replace("\ufffd", "").isprintable():

@@ -12,8 +12,8 @@ from onstep.analysis.logs.samples_log import FILE_NAME, newest_by_step, read_sam
 from onstep.analysis.logs.training_log import TrainingLog
 from onstep.analysis.plots.terminal_curve import terminal_curve
 from onstep.analysis.text_tables import printable
-from onstep.cli.held_out import held_out_loss, name_of_run
-from onstep.cli.trained import open_trained
+from onstep.cli.demo.held_out import held_out_loss, name_of_run
+from onstep.cli.generation.trained import open_trained
 from onstep.errors import OnstepError
 
 _GAP = " \u2502 "
@@ -30,9 +30,10 @@ def show_end(directory: Path) -> None:
     """Print the end of the demo of a run: what it wrote, its loss, and the next commands."""
     width = min(shutil.get_terminal_size().columns, 160)
     by_step = newest_by_step(read_samples(directory / FILE_NAME))
-    for line in [*sample_lines(by_step, width), *_curve(directory, width), *_loss_lines(directory)]:
-        print(line)
-    print("\n".join(["", "Try next:", *(f"  {line}" for line in next_commands(name_of_run(directory)))]))
+    lines = [*sample_lines(by_step, width), *_curve(directory, width), *_loss_lines(directory), "", "Try next:"]
+    encoding = sys.stdout.encoding or "utf-8"
+    for line in [*lines, *(f"  {command}" for command in next_commands(name_of_run(directory)))]:
+        print(line.encode(encoding, "replace").decode(encoding))
 
 
 def sample_lines(by_step: Mapping[int, Mapping[str, str]], width: int) -> list[str]:

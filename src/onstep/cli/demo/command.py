@@ -9,7 +9,7 @@ import typer
 from onstep.cli.config import configuration
 from onstep.cli.train import run_to_its_end
 
-SAMPLES = "onstep.cli.demo_samples:DemoSamples"
+SAMPLES = "onstep.cli.demo.samples:DemoSamples"
 
 
 def demo(
@@ -29,6 +29,6 @@ def demo(
 
     state = run_to_its_end(pretrain, config, [SAMPLES, *names], [], None)
     if state.run_dir is not None and state.world.is_main:
-        from onstep.cli.demo_end import show_end
+        from onstep.cli.demo.ending import show_end
 
         show_end(state.run_dir.path)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from onstep.cli.trained import (
+from onstep.cli.generation.trained import (
     Name,
     RopeFactor,
     RopeScaling,

@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from onstep.cli.trained import Name, RopeFactor, RopeScaling, Seed, Temperature, TopK, TopP, open_trained, show
+from onstep.cli.generation.trained import (
+    Name,
+    RopeFactor,
+    RopeScaling,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    open_trained,
+    show,
+)
 
 
 def generate(

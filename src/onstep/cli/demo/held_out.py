@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from onstep.cli.trained import Trained, configuration_of
+from onstep.cli.generation.trained import Trained, configuration_of
 
 _ROWS_AT_ONCE = 16
 

@@ -52,7 +52,7 @@ def test_the_demo_shows_samples_side_by_side_the_loss_per_byte_and_what_to_try(
     said = demo(capsys)
     heads = re.findall(r"^step 0 +│ step 2 +│ step 4$", said, re.MULTILINE)
     assert len(heads) == 1
-    assert len(re.findall(r"^def __init__\(self.*│ def __init__\(self.*│ def __init__\(self", said, re.MULTILINE)) == 1
+    assert len(re.findall(r"^    def read\(self.*│     def read\(self.*│     def read\(self", said, re.MULTILINE)) == 1
     found = re.search(r"On held-out text: ([\d.]+) nats per byte \(([\d.]+) per token of ([\d.]+) bytes", said)
     assert found is not None
     assert float(found[1]) == pytest.approx(float(found[2]) / float(found[3]), rel=0.05)

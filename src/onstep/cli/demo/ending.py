@@ -17,7 +17,7 @@ from onstep.cli.generation.trained import open_trained
 from onstep.errors import OnstepError
 
 _GAP = " \u2502 "
-_LINES = 6
+_LINES = 5
 """Lines of a sample that are shown."""
 _NARROWEST = 60
 """Columns below which nothing is shown side by side, and no curve."""
@@ -46,7 +46,7 @@ def sample_lines(by_step: Mapping[int, Mapping[str, str]], width: int) -> list[s
     if len(by_step) < 2 or width < _NARROWEST:
         return []
     steps = list(by_step)
-    chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
+    chosen = sorted({steps[0], steps[(len(steps) - 1) // 2], steps[-1]})
     columns = (width - len(_GAP) * (len(chosen) - 1)) // len(chosen)
     lines = ["", "What it writes before, during and after its training:"]
     lines += ["", _row([f"step {step:,}" for step in chosen], columns)]

@@ -6,7 +6,7 @@ from typing import Any
 
 from onstep.callbacks.textgen_callback import TextgenCallback
 
-PROMPTS = ["def __init__(self", "    def"]
+PROMPTS = ["    def read(self", "if __name__ =="]
 GENERATION = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
 MAX_NEW_TOKENS = 80
 

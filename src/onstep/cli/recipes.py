@@ -69,7 +69,7 @@ def show(
 def sized(config: ConfigContainer) -> ConfigContainer:
     """Set the built-in tokenizer's vocabulary size where the configuration has none, in place."""
     if config.model.vocab_size is None:
-        config.model.vocab_size = BYTE_VOCABULARY
+        config.model.vocab_size = config.tokenizer.vocab_size or BYTE_VOCABULARY
     return config
 
 

@@ -158,8 +158,8 @@ def run_to_its_end(
     names: list[str],
     imports: list[str],
     on_config_change: str | None,
-) -> None:
-    """Start a run with the callbacks named in `names`, and report how it ended.
+) -> GlobalState:
+    """Start a run with the callbacks named in `names`, report how it ended, and return its state.
 
     Args:
         start: `pretrain` or `finetune`.
@@ -188,6 +188,7 @@ def run_to_its_end(
         _say_where(state)
     if state.ending.by_anomaly:
         raise typer.Exit(ERROR)
+    return state
 
 
 def _callbacks(run: RunConfig, names: list[str]) -> CallbackManager:

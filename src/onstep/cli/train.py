@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -16,6 +16,8 @@ from onstep.cli.config import configuration, import_file, load_callback, sets
 from onstep.cli.exit_codes import ERROR, PREEMPTED
 from onstep.cli.hub import hf_directory
 from onstep.config import ConfigContainer
+from onstep.console.level import Level
+from onstep.console.messages import show_messages
 from onstep.errors import ConfigError, DataError
 from onstep.events import CallbackManager
 from onstep.recipes import RECIPES, get_recipe
@@ -36,6 +38,10 @@ OnConfigChange = Annotated[
 ]
 
 
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Show warnings and the end (logger.console=quiet).")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show every row and size (logger.console=verbose).")]
+
+
 def train(
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [KEY=VALUE ...]", help="A file and overrides.")
@@ -51,6 +57,8 @@ def train(
     ] = None,
     imports: Imports = None,
     on_config_change: OnConfigChange = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Train a model. Without arguments: a tiny GPT on the source code of Python's standard library.
 
@@ -58,10 +66,12 @@ def train(
     Add your own callbacks with: --import my.py callbacks='[my:MyCallback]'
     """
     config, names = configuration(words or [], recipe or (None if hf_model is None else "any"))
+    _set_level(config, quiet=quiet, verbose=verbose)
     if hf_model is not None:
         config.checkpoint.pretrained_checkpoint = str(hf_directory(hf_model))
         is_length_set = any(sets(words or [], section, "seq_length") for section in ("model", "dataset"))
         _fit_length(config, is_set=is_length_set)
+    announce(config)
     from onstep.training import pretrain
 
     run_to_its_end(pretrain, config, names, imports or [], on_config_change)
@@ -96,6 +106,8 @@ def finetune(
     lora: Annotated[bool, typer.Option("--lora", help="Train low-rank adapters only (peft.peft_scheme=lora).")] = False,
     imports: Imports = None,
     on_config_change: OnConfigChange = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Fine-tune a pretrained model: onstep finetune checkpoint.pretrained_checkpoint=DIR 'dataset.paths=[chat.jsonl]'
 
@@ -105,8 +117,10 @@ def finetune(
     """
     recipe, rest = _finetuned_recipe(words or [], lora)
     config, names = configuration(rest, recipe)
+    _set_level(config, quiet=quiet, verbose=verbose)
     if lora:
         _set_lora(config, words or [])
+    announce(config)
     from onstep.training import finetune as start
 
     run_to_its_end(start, config, names, imports or [], on_config_change)
@@ -158,16 +172,14 @@ def run_to_its_end(
         imports: files to import first.
         on_config_change: policy for changed values; None uses the configuration's.
     """
-    logging.basicConfig(level=logging.INFO if _is_main() else logging.WARNING, format="%(message)s")
-    if config.run.name is None:
-        config.run.name = config.run.recipe or "run"
+    show_messages(cast(Level, config.logger.console), is_main=_is_main())
     if on_config_change is not None:
         config.checkpoint.on_config_change = on_config_change
     for path in imports:
         import_file(path)
     from onstep.training.runs.signals import Preempted
 
-    manager = _callbacks(config.run.default_callbacks, names)
+    manager = _callbacks(config, names)
     try:
         state = start(config, callbacks=manager)
     except Preempted as preempted:
@@ -180,11 +192,33 @@ def run_to_its_end(
         raise typer.Exit(ERROR)
 
 
-def _callbacks(with_defaults: bool, names: list[str]) -> CallbackManager:
-    from onstep.callbacks import DefaultMetrics, InfoCallback, JsonLogger, ProgressCallback
+def _set_level(config: ConfigContainer, *, quiet: bool, verbose: bool) -> None:
+    if quiet and verbose:
+        raise ConfigError("-q and -v ask for less and for more output; drop one of them.")
+    if quiet or verbose:
+        config.logger.console = "quiet" if quiet else "verbose"
+
+
+def announce(config: ConfigContainer) -> None:
+    """Name the run, and say what is being started, before seconds of importing torch."""
+    config.run.name = config.run.name or config.run.recipe or "run"
+    if not _is_main() or config.logger.console == "quiet":
+        return
+    train, place = config.train, Path(config.run.output_dir) / config.run.name
+    length = f"{train.train_iters:,} steps" if train.train_iters is not None else "training"
+    length = f"{train.num_epochs:g} epochs" if train.num_epochs is not None else length
+    size = f" of {train.global_batch_size} x {config.model.seq_length} tokens" if train.global_batch_size else ""
+    print(f"{config.run.recipe or config.run.name}: {length}{size} into {place}; loading PyTorch ...", flush=True)
+
+
+def _callbacks(config: ConfigContainer, names: list[str]) -> CallbackManager:
+    from onstep.callbacks import DefaultMetrics, JsonLogger
+    from onstep.console import shown_by_default
 
     given = [load_callback(name) for name in names]
-    defaults: list[Any] = [DefaultMetrics(), ProgressCallback(), InfoCallback()] if with_defaults else []
+    defaults: list[Any] = []
+    if config.run.default_callbacks:
+        defaults = [DefaultMetrics(), *shown_by_default(cast(Level, config.logger.console))]
     defaults.append(JsonLogger())
     manager = CallbackManager()
     manager.add([one for one in defaults if not any(isinstance(mine, type(one)) for mine in given)])

@@ -18,7 +18,7 @@ class Callback:
 
     - `ranks`: "all" calls the callback on every rank, "main" on rank 0 only;
     - `on_error`: "raise" ends the run, "warn" continues, "disable" continues without this callback;
-    - `shows_progress`: True if the callback reports progress itself, which turns off `pretrain()`'s console lines.
+    - `shows_progress`: True if the callback reports progress itself, so that `pretrain()` adds none that does.
     """
 
     ranks: Literal["all", "main"] = "all"

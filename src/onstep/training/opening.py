@@ -71,6 +71,7 @@ def open_run(
     has_trackers = any(hasattr(callback, "tag_loggers") for callback in callbacks)
     manager = attach_trackers(manager, config)
     check_trackers(config)
+    entry_point.prints_console_line = config.logger.console == "bridge"
     run = GlobalState(cfg=config, entry_point=entry_point)
     with run.features.open(SETUP, run, run.world), join(config) as world:
         claim, lock = claim_run(config, world)

@@ -10,6 +10,7 @@ from torch import nn
 
 from onstep.config import ConfigContainer, resolve
 from onstep.config.keys import typed_copy
+from onstep.console import with_progress
 from onstep.distributed import World, open_world, world_size_from_environment
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager, Dispatcher, normalize_callbacks
@@ -60,11 +61,10 @@ def pretrain(
         NonFiniteError: if a loss or gradient norm is NaN or infinite.
     """
     config = resolve(fill_from_pretrained(config), world_size_from_environment())
-    manager = normalize_callbacks(callbacks)
+    manager = with_progress(normalize_callbacks(callbacks), config)
     entry_point = EntryPoint(
         forward_step_func=forward_step_func,
         pre_wrap_hooks=tuple(pre_wrap_hooks),
-        prints_console_line=not shows_progress(manager),
         identify=configured_identity,
     )
     claim_run = partial(claim_for_all, identify=configured_identity)
@@ -180,8 +180,3 @@ def load_best_model(state: Run, model: list[nn.Module]) -> None:
     """With `checkpoint.load_best_model_at_end`, load the best checkpoint's weights, not its progress. Collective."""
     if state.cfg.checkpoint.load_best_model_at_end and state.checkpoints is not None and state.exits.decided is None:
         state.checkpoints.load_best_model(model)
-
-
-def shows_progress(manager: CallbackManager | None) -> bool:
-    """Whether a registered callback reports progress itself."""
-    return manager is not None and any(getattr(callback, "shows_progress", False) for callback in manager.callbacks)

@@ -65,11 +65,11 @@ def train(
     The run is stored in runs/NAME; the same command resumes an interrupted run from its newest checkpoint.
     Add your own callbacks with: --import my.py callbacks='[my:MyCallback]'
     """
-    config, names = configuration(words or [], recipe or (None if hf_model is None else "any"))
-    _set_level(config, quiet=quiet, verbose=verbose)
+    words = _with_level(words or [], quiet=quiet, verbose=verbose)
+    config, names = configuration(words, recipe or (None if hf_model is None else "any"))
     if hf_model is not None:
         config.checkpoint.pretrained_checkpoint = str(hf_directory(hf_model))
-        is_length_set = any(sets(words or [], section, "seq_length") for section in ("model", "dataset"))
+        is_length_set = any(sets(words, section, "seq_length") for section in ("model", "dataset"))
         _fit_length(config, is_set=is_length_set)
     announce(config)
     from onstep.training import pretrain
@@ -115,11 +115,11 @@ def finetune(
     The run is stored in runs/NAME; the same command resumes an interrupted run. With --lora, it writes adapter/ in
     addition to the merged model/.
     """
-    recipe, rest = _finetuned_recipe(words or [], lora)
+    words = _with_level(words or [], quiet=quiet, verbose=verbose)
+    recipe, rest = _finetuned_recipe(words, lora)
     config, names = configuration(rest, recipe)
-    _set_level(config, quiet=quiet, verbose=verbose)
     if lora:
-        _set_lora(config, words or [])
+        _set_lora(config, words)
     announce(config)
     from onstep.training import finetune as start
 
@@ -192,11 +192,10 @@ def run_to_its_end(
         raise typer.Exit(ERROR)
 
 
-def _set_level(config: ConfigContainer, *, quiet: bool, verbose: bool) -> None:
+def _with_level(words: list[str], *, quiet: bool, verbose: bool) -> list[str]:
     if quiet and verbose:
         raise ConfigError("-q and -v ask for less and for more output; drop one of them.")
-    if quiet or verbose:
-        config.logger.console = "quiet" if quiet else "verbose"
+    return [*words, f"logger.console={'quiet' if quiet else 'verbose'}"] if quiet or verbose else words
 
 
 def announce(config: ConfigContainer) -> None:

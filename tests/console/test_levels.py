@@ -126,6 +126,15 @@ def test_columns_of_the_speed_are_there_before_it_is_known(
     assert headers[0].endswith("tok/s")
 
 
+def test_a_final_validation_that_repeats_the_last_one_has_no_second_row(
+    tiny_config: ConfigContainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_config.train.train_iters, tiny_config.validation.eval_interval = 4, 2
+    pretrain(tiny_config)
+    rows = [line.split()[1:3] for line in capsys.readouterr().out.splitlines() if " eval " in line]
+    assert rows == [["2", "eval"], ["4", "eval"]]
+
+
 @pytest.mark.parametrize("wrong", ["loud", "bridge"])
 def test_an_unknown_level_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError, match="level must be quiet, default or verbose, got"):

@@ -105,6 +105,7 @@ class ProgressCallback(TrainerCallback):
         self._metrics: set[str] = set(self._expected)
         self._has_records = False
         self._shown: list[ColumnSpec] = []
+        self._evaluated: tuple[Any, ...] | None = None
         self._summary: Mapping[str, Any] | None = None
 
     @property
@@ -214,8 +215,10 @@ class ProgressCallback(TrainerCallback):
             return
         if self._bars is not None:
             self._bars.close_evaluation()
-        if self.level == "quiet":
+        shown = (state.global_step, split, metrics.get(f"{split}_loss"))
+        if self.level == "quiet" or shown == self._evaluated:  # the final validation repeats that of the last step
             return
+        self._evaluated = shown if shown[-1] is not None else None
         own = {key.removeprefix(f"{split}_"): value for key, value in metrics.items()}
         values: dict[str, Any] = {"epoch": state.epoch or 0.0}
         if own.get("loss") is not None:

@@ -104,6 +104,23 @@ def test_a_file_shows_some_rows_of_many_and_always_the_first_and_the_last(make_s
     assert rows("verbose", 300, make_state) == list(range(5, 1501, 5))
 
 
+def test_the_demo_is_a_short_file(make_state: Any) -> None:
+    """1,500 steps, logged every 5 and evaluated every 250: with what is printed around it, under 60 lines."""
+    stream = io.StringIO()
+    callback = ProgressCallback(use_tqdm=False, output_stream=stream)
+    callback._pace.clock = lambda: 0.0
+    callback.on_train_begin(None, make_state(max_steps=1500, logging_steps=5), None)
+    for step in range(5, 1501, 5):
+        callback.on_log(None, make_state(step=step, max_steps=1500), None, logs={"loss": 1.0})
+        if step % 250 == 0:
+            callback.on_evaluate(None, make_state(step=step), None, metrics={"eval_loss": 1.0 + step})
+    callback.on_log(None, make_state(step=1500), None, logs={"train_runtime": 1.0, **dict.fromkeys("abcdefghijk", 1)})
+    callback.on_run_end(None, make_state(step=1500), None)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) <= 40
+    assert len([line for line in lines if "split" in line]) == 1
+
+
 def test_a_file_shows_a_row_a_minute(make_state: Any) -> None:
     assert rows("default", 300, make_state, seconds=60.0) == list(range(5, 1501, 5))
     shown = rows("default", 300, make_state, seconds=30.0)

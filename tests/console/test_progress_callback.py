@@ -6,7 +6,8 @@ import inspect
 import io
 import re
 import sys
-from types import SimpleNamespace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,13 +175,22 @@ def test_bar_keeps_to_the_terminal_when_errors_go_to_a_file(make_state: Any, mon
     assert file.getvalue() == ""
 
 
-def test_notebook_gets_bars(
-    make_state: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("has_widgets", [False, True])
+def test_a_notebook_gets_rows_without_times_and_bars_if_it_has_widgets(
+    make_state: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_widgets: bool
 ) -> None:
     shell = SimpleNamespace(config={"IPKernelApp": {}})
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    notify(ProgressCallback(), "on_log", make_state(step=1000), logs=FIRST)
-    assert capsys.readouterr().out == f"{FIRST_HEADER}\n{FIRST_ROW}\n"
+    widgets = ModuleType("ipywidgets")
+    widgets.__spec__ = ModuleSpec("ipywidgets", None)
+    monkeypatch.setitem(sys.modules, "ipywidgets", widgets if has_widgets else None)
+    callback = ProgressCallback()
+    notify(callback, "on_train_begin", make_state())
+    notify(callback, "on_log", make_state(step=1000), logs=FIRST)
+    notify(callback, "on_train_end", make_state())
+    captured = capsys.readouterr()
+    assert captured.out == f"{FIRST_HEADER}\n{FIRST_ROW}\n"
+    assert ("train:" in captured.err) is has_widgets
 
 
 def test_two_instances_do_not_double_lines(make_state: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,11 +6,9 @@ import io
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from tqdm import TqdmWarning
 from tqdm.auto import tqdm
 
 
@@ -84,9 +82,7 @@ class Bars:
 
     def _new(self, what: str, **options: Any) -> Any:
         file = _bar_stream() if self._above is None else self._above.bar_stream
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", TqdmWarning)  # a notebook without ipywidgets gets a bar of text
-            return tqdm(desc=what, unit="step", dynamic_ncols=True, file=file, **options)
+        return tqdm(desc=what, unit="step", dynamic_ncols=True, file=file, **options)
 
 
 class _Above:

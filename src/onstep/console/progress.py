@@ -10,7 +10,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from onstep.console.bars import Bars
-from onstep.console.style import Style, height, place_of_output, width
+from onstep.console.style import Style, height, place_of_output, shows_bars, width
 from onstep.console.table import (
     ColumnSpec,
     LineWriter,
@@ -56,8 +56,8 @@ class ProgressCallback(TrainerCallback):
             `fmt`, `reduce`, to a `ColumnSpec`, or to None, which removes the column. New columns are appended. Default
             columns that do not fit into a line are dropped.
         final_metrics: The same for `default_final_metrics()`, with `key`, `label`, `fmt`, `suffix`.
-        header_interval: Rows between two header rows; the default is a screen, more on a taller terminal. A header is
-            also printed when a column is added; with 0, only then.
+        header_interval: Rows between two header rows; the default is a screen, more on a taller terminal and in a file.
+            A header is also printed when a column is added; with 0, only then.
         max_str_len: Longest text of a metric that is printed as it is; of a longer one, the length is printed.
         level: "quiet" prints the summary's first line only, "verbose" all rows also in a file.
         expected: Metrics that records have from the second on; they have their columns from the first row on.
@@ -258,9 +258,10 @@ class ProgressCallback(TrainerCallback):
         self._row_count += 1
 
     def _rows_per_header(self, args: Any) -> int:
-        if self.header_interval == _HEADER_INTERVAL and self._is_live(args):
-            return max(_HEADER_INTERVAL, height() - _LINES_BESIDE_THE_ROWS)
-        return self.header_interval
+        if self.header_interval != _HEADER_INTERVAL:
+            return self.header_interval
+        is_live = self._is_live(args)
+        return max(_HEADER_INTERVAL, height() - _LINES_BESIDE_THE_ROWS) if is_live else RowPace.MOST_ROWS
 
     def _write(self, args: Any, text: str, style: Style | None = None) -> None:
         writer = self._plain if self._is_live(args) else self._dated
@@ -273,7 +274,7 @@ class ProgressCallback(TrainerCallback):
     def _wants_bars(self, args: Any) -> bool:
         if self.use_tqdm is not None:
             return self.use_tqdm
-        return not getattr(args, "disable_tqdm", False) and place_of_output() != "file"
+        return not getattr(args, "disable_tqdm", False) and shows_bars()
 
     def _close_bars(self) -> None:
         self._hidden_bar = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from importlib.util import find_spec
 from typing import Any, Literal
 
 Style = Literal["heading", "evaluation", "note", "warning", "error"]
@@ -22,6 +23,19 @@ def place_of_output() -> Place:
     if shell is not None and "IPKernelApp" in shell.config:
         return "notebook"
     return "terminal" if sys.stdout.isatty() else "file"
+
+
+def shows_bars() -> bool:
+    """Whether a bar can be drawn: on a terminal, and in a notebook that has widgets; text would break its output."""
+    place = place_of_output()
+    return place == "terminal" or (place == "notebook" and _has_widgets())
+
+
+def _has_widgets() -> bool:
+    try:
+        return find_spec("ipywidgets") is not None
+    except ValueError:  # an import of it was blocked
+        return False
 
 
 def has_colour(stream: Any) -> bool:

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,7 +48,7 @@ def configuration(words: list[str], recipe: str | None) -> tuple[ConfigContainer
     given = {*_keys_in(values), *(pair.partition("=")[0].strip() for pair in pairs)}
     note = fit_short_run(config, get_recipe(name)(), given)
     if note is not None and os.environ.get("RANK", "0") == "0" and config.logger.console != "quiet":
-        print(note, file=sys.stderr)
+        print(textwrap.fill(note, 80, subsequent_indent="  ", break_long_words=False), file=sys.stderr)
     for name in ("load", "pretrained_checkpoint"):
         if (value := getattr(config.checkpoint, name)) and (run_dir := _run_dir(value)) is not None:
             setattr(config.checkpoint, name, str(run_dir))

@@ -61,7 +61,7 @@ def fit_short_run(config: ConfigContainer, recipe: ConfigContainer, given: Colle
             changed.append(f"{one.key}={getattr(section, name)} (not {value})")
     if not changed:
         return None
-    return f"scaled to a run of {steps:,} steps, not {length:,}: {', '.join(changed)}; set them to choose others"
+    return f"scaled to a run of {steps:,} steps: {', '.join(changed)}; set them to choose others"
 
 
 def with_fitting_warmup(config: ConfigContainer, recipe: ConfigContainer | None) -> tuple[ConfigContainer, str | None]:

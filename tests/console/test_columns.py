@@ -147,10 +147,9 @@ def test_a_model_without_tokens_has_no_lines_about_them() -> None:
 
 
 def test_the_title_of_the_summary_shows_the_first_and_the_last_loss() -> None:
-    assert summary_title({"first_loss": 5.5, "last_loss": 2.25}).endswith(
-        ": loss 5.5000 at the start, 2.2500 at the end"
-    )
+    assert summary_title({"first_loss": 5.5, "last_loss": 2.25}).endswith(": loss 5.5 at the start, 2.25 at the end")
     assert summary_title({}) == "Training complete:"
+    assert summary_title({"step": 1200}, is_complete=False) == "Training stopped at step 1,200:"
 
 
 def test_many_lines_of_a_summary_are_side_by_side_if_they_fit() -> None:

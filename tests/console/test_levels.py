@@ -39,7 +39,7 @@ def test_a_run_shorter_than_its_log_interval_shows_its_first_and_last_loss(
     manager = CallbackManager()
     manager.register("on_train_step_end", lambda context: losses.append(float(context.loss_dict["lm loss"])))
     pretrain(tiny_config, callbacks=manager)
-    title = f"Training complete: loss {losses[0]:.4f} at the start, {losses[-1]:.4f} at the end\n"
+    title = f"Training complete: loss {losses[0]:.4g} at the start, {losses[-1]:.4g} at the end\n"
     assert title in capsys.readouterr().out
 
 

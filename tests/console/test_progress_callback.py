@@ -41,7 +41,7 @@ FIRST_ROW = "   1,000  train  0.5000   3.25000    1.5000  3.00e-04      1M"
 LATER_HEADER = "    step  split   epoch      loss      grad        lr  tokens    tok/s    mfu     memory"
 LATER_ROW = "   2,000  train  0.5000   2.12346    1.5000  3.00e-04      1M   12,345  41.2%  1.500 GiB"
 SUMMARY = [
-    "Training complete: loss 5.5000 at the start, 2.1250 at the end",
+    "Training complete: loss 5.5 at the start, 2.125 at the end",
     "  Runtime:                12.35 s  Epoch:                  1",
     "  Total steps:            2,000    other:                  0.5",
     "  Steps/sec:              nan",

@@ -57,22 +57,22 @@ class InfoCallback(TrainerCallback):
 def _in_brief(entries: Mapping[str, Any]) -> list[str]:
     """The sizes of model and run, on a line each; a value that is unknown is left out."""
     count = {name: value for name, value in entries.items() if value not in (_UNAVAILABLE, -1)}
-    lines = []
-    if "total_parameters" in count:
-        trainable = (
-            ""
-            if count["trainable_parameters"] == count["total_parameters"]
-            else ", {trainable_parameters} of them trained"
-        )
-        lines.append(
-            ("model: {total_parameters} parameters, {embedding_parameters} in embeddings" + trainable).format(**count)
-        )
+    lines = [_model_in_brief(count)] if "total_parameters" in count else []
     batch = f" of {count['total_train_batch_size']:,} samples" if "total_train_batch_size" in count else ""
     steps = [f"{count['max_steps']:,} steps{batch}"] if "max_steps" in count else []
-    if "total_train_samples" in count and "total_examples" in count and count["total_examples"]:
-        share = count["total_train_samples"] / count["total_examples"]
-        steps.append(f"{share:.3g} epochs of {count['total_examples']:,} samples")
-    return [*lines, *([f"training: {', '.join(steps)}"] if steps else [])]
+    samples, examples = count.get("total_train_samples"), count.get("total_examples")
+    if samples and examples:
+        steps.append(f"{samples / examples:.3g} epochs of {examples:,} samples")
+    return [*lines, f"training: {', '.join(steps)}"] if steps else lines
+
+
+def _model_in_brief(count: Mapping[str, Any]) -> str:
+    parts = [f"{count['total_parameters']} parameters"]
+    if count["embedding_parameters"] != "0":
+        parts.append(f"{count['embedding_parameters']} in embeddings")
+    if count["trainable_parameters"] != count["total_parameters"]:
+        parts.append(f"{count['trainable_parameters']} of them trained")
+    return f"model: {', '.join(parts)}"
 
 
 def _batches(args: Any, state: Any) -> dict[str, Any]:

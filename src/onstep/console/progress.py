@@ -197,13 +197,13 @@ class ProgressCallback(TrainerCallback):
         """Close the bars so that they do not mix with the error message."""
         self._close_bars()
 
-    def on_run_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_run_end(self, args: Any, state: Any, control: Any, reason: str = "completed", **kwargs: Any) -> None:
         """Print the summary, and close the bar that a failed evaluation left open."""
         self._close_bars()
         logs, self._summary = self._summary, None
         if logs is None:
             return
-        title = summary_title(logs)
+        title = summary_title(logs, is_complete=reason != "stopped")
         if self.level == "quiet":
             self._write(args, title.rstrip(":"))
         else:

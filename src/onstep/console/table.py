@@ -292,12 +292,13 @@ def in_two_columns(lines: Sequence[str], width: int) -> list[str]:
     return [(one.ljust(widest) + other.strip()).rstrip() for one, other in pairs]
 
 
-def summary_title(logs: Mapping[str, Any]) -> str:
+def summary_title(logs: Mapping[str, Any], *, is_complete: bool = True) -> str:
     """The first line of the summary: the loss of the first and of the last step."""
     first, last = (logs.get(key) for key in LOSSES)
+    ended = "Training complete:" if is_complete else f"Training stopped at step {logs.get('step', 0):,}:"
     if not isinstance(first, float) or not isinstance(last, float):
-        return "Training complete:"
-    return f"Training complete: loss {first:.4f} at the start, {last:.4f} at the end"
+        return ended
+    return f"{ended} loss {first:.4g} at the start, {last:.4g} at the end"
 
 
 class LineWriter:

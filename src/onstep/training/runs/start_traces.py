@@ -53,7 +53,7 @@ class StartTraces:
                 one.rmdir() if one.is_dir() else one.unlink(missing_ok=True)
             for directory in self.missing:
                 directory.rmdir()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return True
         except OSError as error:
             logger.warning("what the failed start has written to %s could not be removed: %s", self.path, error)

@@ -7,7 +7,7 @@ import re
 import sys
 from importlib.metadata import version
 
-from onstep.cli.exit_codes import ERROR, OK
+from onstep.cli.exit_codes import ERROR, INTERRUPTED, OK
 from onstep.errors import OnstepError
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -72,7 +72,11 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"error: there is no command {name!r}.{nearest(name, list(COMMANDS))}\n\n{overview()}", file=sys.stderr)
         return ERROR
-    return _run(name, rest)
+    try:
+        return _run(name, rest)
+    except KeyboardInterrupt:  # before a run handles it, or in a command that has nothing to save
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def overview() -> str:

@@ -80,6 +80,7 @@ function fill(card, { job, label, state }) {
   fillChip(card.querySelector(".chip"), state);
   card.classList.toggle("is-over", job.isEnded);
   setText(card.querySelector(".where"), where(status));
+  card.querySelector(".where").title = status.output_dir ?? "";
   fillProgress(card, status);
   setText(card.querySelector(".note"), (!job.isEnded && job.error) || note(job));
   card.querySelectorAll(".tiles dd").forEach((tile, index) => setText(tile, TILES[index][1](status)));
@@ -89,7 +90,8 @@ function fill(card, { job, label, state }) {
 
 function where(status) {
   const ranks = status.world_size > 1 ? `${status.world_size} ranks` : "";
-  return [ranks, status.output_dir].filter(Boolean).join(" · ");
+  const place = String(status.output_dir ?? "").split("/").slice(-2).join("/");
+  return [ranks, place].filter(Boolean).join(" · ");
 }
 
 function fillProgress(card, status) {
@@ -123,7 +125,7 @@ function note(job) {
 }
 
 function throughput(status) {
-  const names = [["tok_per_sec", "tokens/s"], ["tokens_per_second", "tokens/s"], ["tokens_per_sec", "tokens/s"],
+  const names = [["tok_per_sec", "tok/s"], ["tokens_per_second", "tok/s"], ["tokens_per_sec", "tok/s"],
     ["samples_per_second", "samples/s"], ["steps_per_second", "steps/s"]];
   const found = names.find(([name]) => typeof status[name] === "number");
   return found ? `${count(status[found[0]])} ${found[1]}` : "–";

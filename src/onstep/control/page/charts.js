@@ -145,8 +145,10 @@ export class Charts {
     chart.legend.replaceChildren(...several.map((line) => {
       const swatch = element("span", { class: `swatch run-${line.colourIndex} dash-${DASHES[dashOf(line)]}`, "aria-hidden": "true" });
       const isSeveral = this.getRuns().length > 1;
-      const words = [isSeveral ? line.label : "", variant(line.name) || (isSeveral ? "" : "train")].filter(Boolean);
-      return element("li", {}, swatch, element("span", { class: "name" }, words.join(" ")), element("b", {}, shown(line)));
+      const words = variant(line.name) || (isSeveral ? "" : "train");
+      const label = element("span", { class: chart.id === "loss" ? "name" : "visually-hidden" }, line.label);
+      const text = words ? element("span", {}, words) : null;
+      return element("li", {}, swatch, isSeveral ? label : null, text, element("b", {}, shown(line)));
     }));
   }
 }

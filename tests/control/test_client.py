@@ -250,7 +250,7 @@ def test_proxies_of_the_environment_are_not_used(job: SteeredJob, monkeypatch: p
 def test_what_is_no_control_server_is_named() -> None:
     with raw_server(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello") as (port, _):
         response = HTTPTrainerControlClient("127.0.0.1", port).pause("job_a")
-    assert response.message == f"the answer of http://127.0.0.1:{port} is not JSON; is it a control server?"
+    assert response.message == f"the answer of http://127.0.0.1:{port} is not a JSON object; is it a control server?"
 
 
 def test_a_server_that_cannot_be_reached_is_named() -> None:
@@ -388,3 +388,34 @@ def test_the_connection_does_not_show_its_token() -> None:
     from onstep.control.client.connection import Connection
 
     assert "secret" not in repr(Connection("http://127.0.0.1:1", token="secret"))
+
+
+@pytest.mark.parametrize("body", [b"[]", b"{}", b"null", b"[" * 100_000, b'{"jobs": [1, {}], "path": "@elsewhere/x"}'])
+def test_an_answer_that_is_none_of_ours_is_one_line(body: bytes) -> None:
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    with raw_server(answer) as (port, _):
+        client = HTTPTrainerControlClient("127.0.0.1", port)
+        assert "is it a control server?" in client.pause("job_a").message
+        for ask in (client.past_events, client.login_link):
+            with pytest.raises(ControlError, match="is it a control server"):
+                ask("job_a")
+        if b"jobs" in body:
+            assert client.list_jobs() == []
+        else:
+            with pytest.raises(ControlError, match="is it a control server"):
+                client.list_jobs()
+
+
+def test_what_a_server_says_cannot_control_the_terminal() -> None:
+    body = b'{"error": "\\u001b[2J' + b"x" * 5000 + b'"}'
+    with raw_server(b"HTTP/1.1 400 No\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)) as (port, _):
+        message = HTTPTrainerControlClient("127.0.0.1", port).pause("job_a").message
+    assert message.startswith("HTTP 400: ?[2Jxxx")
+    assert len(message) < 1100
+
+
+@pytest.mark.parametrize("token", ["", "two words", "a\r\nX-Other: b", "schl\u00fcssel"])
+def test_a_token_that_cannot_be_one_is_refused_and_not_repeated(token: str) -> None:
+    with pytest.raises(ConfigError, match="single word of ASCII") as raised:
+        HTTPTrainerControlClient("127.0.0.1", 1, token)
+    assert not token or token not in str(raised.value)

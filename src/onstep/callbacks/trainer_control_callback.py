@@ -145,7 +145,7 @@ class TrainerControlCallback(TrainerCallback):
             paused_by=None,
             versions=_versions(),
         )
-        self.feed.live = LiveStatus(run)
+        self.feed.live = LiveStatus(run, self.inbox)
 
     # Commands
 
@@ -195,7 +195,7 @@ class TrainerControlCallback(TrainerCallback):
             _refuse(command, "the run is paused already")
         if command == "resume" and not self._is_paused:
             _refuse(command, "the run is not paused")
-        if command == "evaluate" and run.eval_dataloader is None:
+        if command == "evaluate" and not _has_validation_data(run):
             _refuse(command, "this run has no validation data")
         if command == "generate" and (_tokenizer_of(run) is None or not can_generate(self._model)):
             _refuse(command, "the run has no tokenizer, or its model cannot generate text")
@@ -310,6 +310,11 @@ def add_control(manager: CallbackManager) -> None:
 
 def _refuse(command: str, why: str) -> None:
     raise CommandRefusedError(f"{command}: {why}.")
+
+
+def _has_validation_data(run: RunView) -> bool:
+    is_opened_later = getattr(run.trainer, "eval_dataset", None) is not None  # by a Trainer, when it evaluates
+    return is_opened_later or run.eval_dataloader is not None
 
 
 def _tokenizer_of(run: RunView) -> Any:

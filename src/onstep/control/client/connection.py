@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import getpass
 import json
+import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
-from onstep.errors import ConfigError, MissingExtraError, OnstepError
+from onstep.analysis.text_tables import printable, shortened
+from onstep.bounded_reading import parse_json
+from onstep.errors import ConfigError, DataError, MissingExtraError, OnstepError
 
 if TYPE_CHECKING:
     import httpx
 
 TIMEOUT_SECONDS = 30.0
+_LONGEST_REASON = 1000
 
 
 class ControlError(OnstepError):
@@ -45,12 +51,16 @@ class Connection:
         """The address, for messages."""
         return self.uds or self.url
 
-    def get(self, path: str, parameters: Mapping[str, Any] | None = None, wait: float = 0.0) -> Any:
-        """The JSON that a path answers; `wait` are the seconds that the server may take before it answers."""
+    def __post_init__(self) -> None:
+        if self.token is not None and not re.fullmatch(r"[!-~]+", self.token):
+            raise ConfigError(f"the token for {self.place} must be a single word of ASCII characters; check its file.")
+
+    def get(self, path: str, parameters: Mapping[str, Any] | None = None, wait: float = 0.0) -> dict[str, Any]:
+        """The JSON object that a path answers; `wait` are the seconds that the server may take before it answers."""
         return self._request("GET", path, wait, params=dict(parameters or {}))
 
-    def post(self, path: str, body: Any, wait: float = 0.0) -> Any:
-        """Send JSON; the JSON of the answer.
+    def post(self, path: str, body: Any, wait: float = 0.0) -> dict[str, Any]:
+        """Send JSON; the JSON object of the answer.
 
         Raises:
             ControlError: if the server cannot be reached, or the answer is not a success.
@@ -83,7 +93,7 @@ class Connection:
                 raise refusal(answer, self)
             yield answer.iter_bytes()
 
-    def _request(self, method: str, path: str, wait: float, **more: Any) -> Any:
+    def _request(self, method: str, path: str, wait: float, **more: Any) -> dict[str, Any]:
         with self._client() as client, self._explained():
             answer = client.request(method, path, timeout=self.timeout + wait, **more)
         if not answer.is_success:
@@ -95,7 +105,7 @@ class Connection:
             import httpx
         except ImportError as error:
             raise MissingExtraError("Steering a running job requires httpx: pip install 'onstep[control]'") from error
-        headers = {"User-Agent": f"onstep/{version('onstep')}"}
+        headers = {"User-Agent": f"onstep/{version('onstep')}", "X-Onstep-User": _user()}
         if self.token is not None:
             headers["Authorization"] = f"Bearer {self.token}"
         # The protocol is plain HTTP; preparing TLS would cost 20 ms a request.
@@ -121,10 +131,7 @@ class Connection:
 
 def refusal(answer: httpx.Response, connection: Connection) -> ControlError:
     """The error for an answer that is not a success: `HTTP <code>: <what the server says>`."""
-    try:
-        body = answer.json()
-    except ValueError:
-        body = None
+    body = _parsed(answer)
     text = (body.get("error") or body.get("detail")) if isinstance(body, dict) else None
     if isinstance(body, dict) and isinstance(body.get("jobs"), list):
         text = f"{text} It has {', '.join(map(str, body['jobs'][:10])) or 'none'}."
@@ -134,15 +141,41 @@ def refusal(answer: httpx.Response, connection: Connection) -> ControlError:
     if answer.status_code == 401:
         given = "the token given is not that of this server" if connection.token else "no token was given"
         remedy = f" ({given}; the token is in the file auth_token of the job's registry entry)"
-    return ControlError(f"HTTP {answer.status_code}: {text}{remedy}", answer.status_code)
+    said = shortened(printable(str(text)), _LONGEST_REASON)
+    return ControlError(f"HTTP {answer.status_code}: {said}{remedy}", answer.status_code)
 
 
-def _json_of(answer: httpx.Response, connection: Connection) -> Any:
-    if not answer.content:
-        return None
-    try:
-        return answer.json()
-    except ValueError as error:
+def field_of(answer: Mapping[str, Any], name: str, kind: type, connection: Connection) -> Any:
+    """A field of an answer.
+
+    Raises:
+        ControlError: if it is missing or of another type.
+    """
+    value = answer.get(name)
+    if not isinstance(value, kind):
+        raise ControlError(f"the answer of {connection.place} has no {name!r}; is it a control server?")
+    return value
+
+
+def _json_of(answer: httpx.Response, connection: Connection) -> dict[str, Any]:
+    body = _parsed(answer)
+    if not isinstance(body, dict):
         raise ControlError(
-            f"the answer of {connection.place} is not JSON; is it a control server?", answer.status_code
-        ) from error
+            f"the answer of {connection.place} is not a JSON object; is it a control server?", answer.status_code
+        )
+    return body
+
+
+def _parsed(answer: httpx.Response) -> Any:
+    """The JSON of an answer; None for anything else."""
+    try:
+        return parse_json(answer.content, "the answer")
+    except DataError:
+        return None
+
+
+def _user() -> str:
+    """This user's name, for the log of decisions; nobody checks it."""
+    with suppress(OSError, KeyError):  # a container may have no name for its user
+        return quote(getpass.getuser(), safe=" @.-_+")
+    return ""

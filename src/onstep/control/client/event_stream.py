@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from onstep.bounded_reading import parse_json
 from onstep.control.client.connection import Connection, ControlError
 from onstep.control.feed import FeedEvent
 
@@ -82,7 +82,7 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[str]:
 def _event(fields: dict[str, str]) -> FeedEvent | None:
     """None for a comment, and for what is not an event of ours."""
     try:
-        data = json.loads(fields["data"])
+        data = parse_json(fields["data"], "the event")
         return FeedEvent(int(fields["id"]), fields["event"], float(data["timestamp"]), data)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError):  # a DataError is a ValueError
         return None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import quote
 
 from onstep.config.suggestions import listed, nearest
-from onstep.control.client.connection import TIMEOUT_SECONDS, Connection, ControlError
+from onstep.control.client.connection import TIMEOUT_SECONDS, Connection, ControlError, field_of
 from onstep.control.client.event_stream import follow
 from onstep.control.client.interface import ControlResponse, TrainerControlClient
 from onstep.control.feed import FeedEvent
@@ -63,7 +64,9 @@ class HTTPTrainerControlClient(TrainerControlClient):
             body["wait"] = seconds
         begun = time.monotonic()
         try:
-            answer = self._at(job_id).post(_path(job_id, "control"), body, seconds)
+            connection = self._at(job_id)
+            answer = connection.post(_path(job_id, "control"), body, seconds)
+            ticket_id = field_of(answer, "id", str, connection)
         except ControlError as error:
             return ControlResponse(False, str(error))
         if wait is None:
@@ -72,7 +75,7 @@ class HTTPTrainerControlClient(TrainerControlClient):
         left = wait - (time.monotonic() - begun)
         if ticket.get("status") != "queued" or left <= 0:
             return _outcome(ticket)
-        return self.wait(job_id, str(answer["id"]), left)
+        return self.wait(job_id, ticket_id, left)
 
     def wait(self, job_id: str, ticket_id: str, timeout: float | None = None) -> ControlResponse:
         deadline = time.monotonic() + (math.inf if timeout is None else timeout)
@@ -102,8 +105,13 @@ class HTTPTrainerControlClient(TrainerControlClient):
         Raises:
             ControlError: if a remote server cannot be reached or refuses.
         """
-        jobs = describe_jobs() if self._remote is None else list(self._remote.get("/jobs")["jobs"])
-        return sorted(jobs, key=lambda one: one.get("started_at") or 0.0, reverse=True)
+        if self._remote is None:
+            return describe_jobs()
+        jobs = field_of(self._remote.get("/jobs"), "jobs", list, self._remote)
+        infos = [(JobInfo.from_dict(one), one) for one in jobs if isinstance(one, dict) and "job_id" in one]
+        infos.sort(key=lambda each: each[0].started_at or 0.0, reverse=True)
+        flags = ("alive", "is_here")
+        return [{**info.to_dict(), **{flag: bool(one.get(flag, True)) for flag in flags}} for info, one in infos]
 
     def metrics(
         self,
@@ -133,10 +141,12 @@ class HTTPTrainerControlClient(TrainerControlClient):
         parameters = {"stream": 0, **({} if kinds is None else {"kinds": ",".join(kinds)})}
         found: list[FeedEvent] = []
         while True:
-            page = self._at(job_id).get(_path(job_id, "events"), {**parameters, "after": after})["events"]
+            connection = self._at(job_id)
+            answer = connection.get(_path(job_id, "events"), {**parameters, "after": after})
+            page = field_of(answer, "events", list, connection)
+            found += (FeedEvent(one["id"], one["kind"], one["timestamp"], one["data"]) for one in page)
             if not page:
                 return found
-            found += [FeedEvent(one["id"], one["kind"], one["timestamp"], one["data"]) for one in page]
             after = found[-1].id
 
     def login_link(self, job_id: str) -> str:
@@ -151,7 +161,10 @@ class HTTPTrainerControlClient(TrainerControlClient):
                 f"the server of {job_id} listens on the Unix socket {connection.uds}, which browsers cannot open; "
                 "start the job without uds=True, or use `onstep dashboard`."
             )
-        return f"{connection.url}{connection.post('/login-links', {})['path']}"
+        path = field_of(connection.post("/login-links", {}), "path", str, connection)
+        if not re.fullmatch(r"/login/[\w-]+", path, re.ASCII):  # it could lead elsewhere: http://host@elsewhere/
+            raise ControlError(f"{connection.place} did not give a login link; is it a control server?")
+        return f"{connection.url}{path}"
 
     def _at(self, job_id: str) -> Connection:
         """The server of a job.

@@ -15,6 +15,7 @@ from onstep.control.serving.connections import Connection
 from onstep.control.serving.limits import (
     ACCEPT_PAUSE_SECONDS,
     ACCEPTS_AT_ONCE,
+    ACCEPTS_PER_SECOND,
     CONNECTIONS_AT_ONCE,
     CONNECTIONS_PER_SECOND,
     MOST_CONNECTIONS,
@@ -43,6 +44,7 @@ class Acceptor:
         self._listener = listener
         self._config = config
         self._on_error = on_error
+        self._accepts = Throttle(ACCEPTS_PER_SECOND, ACCEPTS_AT_ONCE)
         self._throttle = Throttle(CONNECTIONS_PER_SECOND, CONNECTIONS_AT_ONCE)
         self._silent: dict[socket.socket, float] = {}
         """Connections that have sent nothing yet, oldest first, and since when."""
@@ -79,23 +81,30 @@ class Acceptor:
             self._drop(one)
 
     def _accept(self) -> None:
-        """Accept a few connections, then none for a while."""
-        pause = ACCEPT_PAUSE_SECONDS
-        for _ in range(ACCEPTS_AT_ONCE):
+        """Accept what has come, or as much of it as may come in a while."""
+        for _ in range(MOST_CONNECTIONS):
             try:
                 accepted, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionError):
                 return
             except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    self._loop.remove_reader(self._listener)
-                    self._on_error(error)
-                    return
-                pause = _OUT_OF_DESCRIPTORS_SECONDS
-                break
+                self._cannot_accept(error)
+                return
             self._admit(accepted)
+            if self._accepts.reserve() > 0:
+                self._pause(ACCEPT_PAUSE_SECONDS)
+                return
+
+    def _cannot_accept(self, error: OSError) -> None:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+            self._pause(_OUT_OF_DESCRIPTORS_SECONDS)
+        else:
+            self._loop.remove_reader(self._listener)
+            self._on_error(error)
+
+    def _pause(self, seconds: float) -> None:
         self._loop.remove_reader(self._listener)
-        self._loop.call_later(pause, self._accept_on)
+        self._loop.call_later(seconds, self._accept_on)
 
     def _accept_on(self) -> None:
         if not self._is_finishing:
@@ -103,16 +112,18 @@ class Acceptor:
 
     def _admit(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
-        if len(self._silent) + self._num_speaking() >= MOST_CONNECTIONS and not self._make_room():
+        if self._is_full() and not self._make_room():
             accepted.close()
             return
         self._silent[accepted] = self._loop.time()
-        self._loop.add_reader(accepted, self._listen_to, accepted)
         self._listen_to(accepted)
+        if accepted in self._silent:
+            self._loop.add_reader(accepted, self._listen_to, accepted)
 
-    def _num_speaking(self) -> int:
-        self._speaking = {one for one in self._speaking if one.fileno() >= 0}
-        return len(self._speaking)
+    def _is_full(self) -> bool:
+        if len(self._silent) + len(self._speaking) >= MOST_CONNECTIONS:
+            self._speaking = {one for one in self._speaking if one.fileno() >= 0}
+        return len(self._silent) + len(self._speaking) >= MOST_CONNECTIONS
 
     def _make_room(self) -> bool:
         """Close the connection that has been idle for longest; returns whether there was one."""

@@ -14,7 +14,7 @@ MOST_CONNECTIONS = 64
 MOST_STREAMS = 16
 MOST_POINTS = 200_000
 """In one answer; with many curves each has fewer."""
-BACKLOG = 128
+BACKLOG = 32
 """Connections that the kernel keeps waiting."""
 
 REQUEST_SECONDS = 10.0
@@ -26,11 +26,11 @@ FINISH_SECONDS = 0.5
 SWEEP_SECONDS = 0.5
 """Between two looks at all connections."""
 
-ACCEPTS_AT_ONCE, ACCEPT_PAUSE_SECONDS = 10, 0.025
-"""Connections that are accepted in one go, and the pause after it; until they send something they cost little."""
-CONNECTIONS_PER_SECOND, CONNECTIONS_AT_ONCE = 20.0, 64.0
-"""HTTP on one costs some 200 microseconds of the interpreter, which the training thread needs as well."""
-STRANGERS_PER_SECOND, STRANGERS_AT_ONCE = 20.0, 100.0
+ACCEPTS_PER_SECOND, ACCEPTS_AT_ONCE, ACCEPT_PAUSE_SECONDS = 60.0, 128.0, 0.1
+"""Connections that are accepted; until they send the beginning of a request, each costs some 50 microseconds."""
+CONNECTIONS_PER_SECOND, CONNECTIONS_AT_ONCE = 10.0, 64.0
+"""HTTP on one costs some 500 microseconds of the interpreter, which the training thread needs as well."""
+STRANGERS_PER_SECOND, STRANGERS_AT_ONCE = 10.0, 100.0
 """Requests without a valid token."""
 MOST_STRANGERS_WAITING = 16
 """Further requests without a valid token are refused at once, with their connection."""

@@ -94,7 +94,7 @@ def _events(job: Json) -> Json:
     """The operation that streams events, or lists them."""
     kinds = {"type": "string", "pattern": f"^({'|'.join(KINDS)})(,({'|'.join(KINDS)}))*$"}
     found = _json("Events")
-    found["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    found["200"]["content"]["text/event-stream"] = {"schema": _reference("StreamedEvent")}
     found["204"] = {"description": "The job has ended, and there is nothing after that event"}
     return _operation(
         "What happens, as server-sent events until the job ends; or what has happened",
@@ -217,6 +217,10 @@ def _schemas() -> Json:
                 "data": {"type": "object"},
             }
         ),
+        "StreamedEvent": {
+            "type": "object",
+            "properties": {name: {"type": "string"} for name in ("id", "event", "data")},
+        },
         "Command": _object(
             {"command": {"type": "string", "examples": list(COMMANDS)}},
             {

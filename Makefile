@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := .venv-peers
 
-.PHONY: demo test test-all test-slow faults promises check lint bench bench-peers docs docs-serve clean
+.PHONY: demo test test-all test-slow faults promises check lint bench bench-peers browser docs docs-serve clean
 
 demo: $(READY)
 	$(BIN)/onstep train
@@ -49,6 +49,10 @@ bench: $(READY)
 	$(BIN)/python benchmarks/trackers.py
 	$(BIN)/python benchmarks/log_analysis.py
 	$(BIN)/python benchmarks/control.py
+
+# The distribution's Chromium, for the tests of the page; without one, and where this fails, they are skipped by name.
+browser:
+	@tools/install_browser.sh
 
 bench-peers: $(PEERS)/.ready
 	$(PEERS)/bin/python benchmarks/peers.py

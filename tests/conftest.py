@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["ONSTEP_REGISTRY"] = os.path.join(tempfile.mkdtemp(prefix="onstep-tests-"), "jobs")
 
 from onstep.config import ConfigContainer
 from tests.support import results

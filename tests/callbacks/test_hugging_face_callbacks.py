@@ -18,6 +18,8 @@ from onstep import (
     TrainerState,
 )
 from onstep.errors import ConfigError
+from tests.support.small_models import Regression, quiet, regression_rows
+from tests.support.small_models import arguments as small_arguments
 
 
 def arguments(**values):
@@ -83,6 +85,20 @@ def test_early_stopping_names_what_it_cannot_see(caplog):
 
     assert "the last weights are kept, not the best" in caplog.text
     assert "the evaluation has no eval_loss, so it is not counted" in caplog.text
+
+
+def stopping_trainer(directory, metric):
+    rows = regression_rows()
+    args = small_arguments(directory, eval_strategy="epoch", num_train_epochs=2, metric_for_best_model=metric)
+    sets = {"one": rows, "two": rows}
+    return quiet(Regression(), args, rows, eval_dataset=sets, callbacks=[EarlyStoppingCallback()])
+
+
+def test_in_a_trainer_a_missing_metric_is_an_error_but_for_a_set_of_several(tmp_path, caplog):
+    stopping_trainer(tmp_path / "there", "one_loss").train()
+    assert "the evaluation has no eval_one_loss, so it is not counted" in caplog.text
+    with pytest.raises(ConfigError, match=r"metric_for_best_model='f1' is not a metric .* has .*eval_one_loss"):
+        stopping_trainer(tmp_path / "missing", "f1").train()
 
 
 def test_the_printer_prints_what_that_of_transformers_prints(capsys):

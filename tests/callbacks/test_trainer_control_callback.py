@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
+from torch import nn
 
-from onstep import CallbackManager, JsonLogger, pretrain
-from onstep.callbacks import TrainerControlCallback
+from onstep import CallbackManager, JsonLogger, Trainer, TrainingArguments, pretrain
+from onstep.callbacks import EarlyStopping, TrainerControlCallback
 from onstep.config import ConfigContainer
 from onstep.control.registry import list_infos, read_info, read_token
 from onstep.errors import ConfigError
@@ -40,9 +42,7 @@ class Driver:
                     self._talk(client)
                 finally:
                     client.post(f"/jobs/{JOB}/control", json={"command": "abort"})
-        except httpx.TransportError as error:
-            self._error = error
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - it is raised in the test's own thread
             self._error = error
 
     def check(self) -> None:
@@ -206,6 +206,45 @@ def test_a_second_live_job_of_the_same_name_is_refused_before_it_trains(steered:
             callback._server.open(callback.feed, callback.inbox, {})
 
     steered(talk)
+
+
+def test_a_trainer_is_steered_the_same_way(tmp_path: Path) -> None:
+    rows = [{"x": torch.tensor([float(number)]), "labels": torch.tensor([2.0 * number])} for number in range(8)]
+    seen: dict[str, Any] = {}
+
+    def talk(client: httpx.Client) -> None:
+        assert "eval_loss" in send(client, "evaluate")["result"]
+        assert send(client, "set", key="EarlyStopping.patience", value=7)["result"]["old"] == 3
+        seen["patience"] = early.patience
+        assert Path(send(client, "save_checkpoint")["result"]["checkpoint"]).parent == tmp_path / "out"
+        seen["status"] = status(client)
+        seen["records"] = client.get(f"/jobs/{JOB}/events", params={"kinds": "evaluation", "stream": 0}).json()
+        send(client, "graceful_stop")
+
+    early = EarlyStopping()
+    arguments = TrainingArguments(
+        str(tmp_path / "out"), max_steps=1_000_000, eval_strategy="steps", eval_steps=900_000, control=True
+    )
+    driver = Driver(talk)
+    trainer = Trainer(
+        Line(), arguments, train_dataset=rows, eval_dataset=rows, callbacks=[early, TrainerControlCallback(JOB, port=0)]
+    )
+    assert sum(isinstance(one, TrainerControlCallback) for one in trainer.callback_manager.callbacks) == 1
+    driver.thread.start()
+    trainer.train()
+    driver.check()
+    assert seen["patience"] == 7
+    assert seen["status"]["output_dir"] == str(tmp_path / "out")
+    assert len(seen["records"]["events"]) == 1
+
+
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Any, labels: Any) -> dict[str, Any]:
+        return {"loss": ((self.weight * x - labels) ** 2).mean()}
 
 
 @pytest.mark.parametrize(

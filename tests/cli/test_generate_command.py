@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
+from onstep import Trainer, TrainingArguments
 from onstep.cli.main import main
+from tests.support.small_models import VOCABULARY, causal_rows, qwen
 from tests.support.small_weights import llama
 
 SMALL = [
@@ -98,3 +102,51 @@ def test_a_damaged_config_json_is_an_error_with_a_remedy(
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
     assert main([*GENERATE, "row", *ASKED]) == 1
     assert words in capsys.readouterr().err
+
+
+def train_in(directory: str, *, has_tokenizer: bool = True, has_adapter: bool = False) -> None:
+    """Two steps of a `Trainer` with a checkpoint of the last."""
+    tokenizer = letters() if has_tokenizer else None
+    model = qwen()
+    if has_adapter:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    args = TrainingArguments(directory, use_cpu=True, max_steps=2, save_steps=2, report_to="none")
+    Trainer(model, args, train_dataset=causal_rows(8), processing_class=tokenizer, default_callbacks=False).train()
+
+
+def letters() -> Qwen2Tokenizer:
+    """A token for each letter, and the end of the text, which pads too."""
+    return Qwen2Tokenizer(vocab={chr(ord("a") + number): number for number in range(VOCABULARY - 1)}, merges=[])
+
+
+def test_the_output_dir_of_a_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own tokenizer, and transformers' tokens; an interrupted run is continued from its newest checkpoint."""
+    train_in("out")
+    capsys.readouterr()
+    assert main(["generate", "out", "de", *ASKED]) == 0
+    printed = capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained("out")
+    ids = model.generate(torch.tensor([[3, 4]]), max_new_tokens=6, do_sample=False, pad_token_id=0)[0]
+    assert printed.strip() == letters().decode(ids, skip_special_tokens=True)
+    for name in ("config.json", "model.safetensors", "tokenizer_config.json", "tokenizer.json"):
+        Path("out", name).unlink()
+    assert main(["generate", "out", "de", *ASKED]) == 0
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"has_tokenizer": False}, "out has no tokenizer, since its Trainer had no processing_class"),
+        ({"has_adapter": True}, "out has the weights of an adapter, not of a whole model; generate with peft"),
+    ],
+    ids=str,
+)
+def test_an_output_dir_without_what_generation_requires_is_refused(
+    capsys: pytest.CaptureFixture[str], options: dict[str, bool], message: str
+) -> None:
+    train_in("out", **options)
+    assert main(["generate", "out", "d", *ASKED]) == 1
+    assert message in capsys.readouterr().err

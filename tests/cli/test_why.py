@@ -222,3 +222,23 @@ def test_what_a_real_run_decided_is_explained(
     assert head.endswith("during on_step_end: seen enough.")
     assert "log_interval set to 1" in lines[0]
     assert "step 3: stop" in lines[1]
+
+
+def test_commands_from_outside_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows: list[tuple[str, dict[str, Any]]] = [
+        ("pause", {}),
+        ("resume", {}),
+        ("skip_batch", {"count": 2}),
+        ("command", {"command": "generate", "data": {"prompts": ["a"]}}),
+        ("refused", {"refused": "rollback", "why": "there is no checkpoint"}),
+    ]
+    written = [{"step": 3, "flag": flag, "author": "onstep at 127.0.0.1", "details": details} for flag, details in rows]
+    (tmp_path / "decisions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+    _, *lines = captured(capsys, str(tmp_path))
+    assert [line.removeprefix("step 3: ").split(", by")[0] for line in lines] == [
+        "paused",
+        "resumed",
+        "the batches of 2 steps skipped",
+        "generate",
+        "rollback refused (there is no checkpoint)",
+    ]

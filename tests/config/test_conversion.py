@@ -272,6 +272,7 @@ OTHER_VALUES: dict[str, Any] = {
     "best_model_greater_is_better": False,
     "checkpoint_components": ["model", "trainer"],
     "config_overrides": {"model.num_layers": 7, "run.fresh": True},
+    "control": True,
     "report_to": ["csv", "comet"],
     "project": "my-project",
     "trackio_space_id": "me/space",
@@ -279,6 +280,7 @@ OTHER_VALUES: dict[str, Any] = {
 }
 RESERVED = {field.name: field for field in reserved_fields()}
 HF_DEFAULTS = {field.name: default_of(field) for field in dataclasses.fields(transformers.TrainingArguments)}
+OWN_DEFAULTS = {"config_overrides": None, "control": False}
 FORGATHER_DEFAULTS = {
     "max_eval_steps": -1,
     "epoch_train_steps": 100000,
@@ -308,7 +310,7 @@ def made(**values: Any) -> TrainingArguments:
 
 
 def test_the_names_are_hugging_faces_and_forgathers_and_each_has_another_value_or_none() -> None:
-    assert set(ARGUMENTS) == {*HF_DEFAULTS, *FORGATHER_DEFAULTS, "config_overrides"}
+    assert set(ARGUMENTS) == {*HF_DEFAULTS, *FORGATHER_DEFAULTS, *OWN_DEFAULTS}
     assert set(OTHER_VALUES) == set(ARGUMENTS) - set(RESERVED)
 
 
@@ -316,7 +318,7 @@ def test_the_names_are_hugging_faces_and_forgathers_and_each_has_another_value_o
 def test_an_argument_has_its_default_and_an_effect_or_a_refusal(name: str) -> None:
     """For every argument: its own default is the default; another value is refused by name, or survives conversion."""
     default = default_of(ARGUMENTS[name])
-    assert default == {**HF_DEFAULTS, **FORGATHER_DEFAULTS, "config_overrides": None}[name]
+    assert default == {**HF_DEFAULTS, **FORGATHER_DEFAULTS, **OWN_DEFAULTS}[name]
     assert TrainingArguments(**{name: default}) == TrainingArguments()
     if name in RESERVED:
         with pytest.raises(ConfigError, match=rf"TrainingArguments\.{name}=.* is not supported yet") as error:

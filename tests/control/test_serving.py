@@ -231,7 +231,7 @@ def test_a_bug_in_a_handler_is_answered_and_logged_without_its_text(
     server = ControlServer(build_app(jobs, access=Access(None), listed=describe_jobs, title="broken"), port=0)
     server.start()
     answer = httpx.get(f"http://127.0.0.1:{server.port}/jobs/job/status")
-    again = httpx.get(f"http://127.0.0.1:{server.port}/jobs")
+    again = httpx.get(f"http://127.0.0.1:{server.port}/openapi.json")
     server.stop()
     assert (answer.status_code, answer.json()) == (500, {"error": "ZeroDivisionError"})
     assert again.status_code == 200

@@ -1,4 +1,4 @@
-"""The code examples of Megatron Bridge's callbacks guide run here with only their import lines changed.
+"""The code examples of Megatron Bridge's callbacks guide run here once `megatron.bridge` is called `onstep`.
 
 The page lies beside the project, not in it; where it is missing, these tests are skipped.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-import onstep.recipes
+import onstep.recipes.qwen
 from onstep import Callback, CallbackManager, pretrain
 from onstep.config import ConfigContainer, apply_overrides
 from onstep.recipes import qwen25_500m_pretrain_config
@@ -23,14 +23,6 @@ from onstep.training import forward_step
 
 PAGE = Path(__file__).parents[3] / "shared" / "seeds" / "callbacks_guide.txt"
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-IMPORTS = {
-    "from megatron.bridge.training.callbacks import": "from onstep import",
-    "from megatron.bridge.training.gpt_step import": "from onstep.training import",
-    "from megatron.bridge.training.pretrain import": "from onstep import",
-    "from megatron.bridge.recipes.qwen import": "from onstep.recipes import",
-}
-"""The beginning of each import line of the page, and ours."""
 
 SHRUNK = [
     "train.train_iters=3",
@@ -75,23 +67,16 @@ def small_recipe(corpus: Path, empty_dir: Path, monkeypatch: pytest.MonkeyPatch)
         apply_overrides(config, [*SHRUNK, f"dataset.paths=[{corpus}]"])
         return config
 
-    monkeypatch.setattr(onstep.recipes, "qwen25_500m_pretrain_config", small)
+    monkeypatch.setattr(onstep.recipes.qwen, "qwen25_500m_pretrain_config", small)
     return small
 
 
 def examples() -> list[str]:
-    """The page's blocks with our import lines."""
+    """The page's blocks with the name of our package in their import lines."""
     if not PAGE.is_file():
         pytest.skip(f"{PAGE.name} is not beside the project")
     found = FENCE.findall(PAGE.read_text(encoding="utf-8"))
-    return [_with_our_imports(block) for block in found]
-
-
-def _with_our_imports(block: str) -> str:
-    for theirs, ours in IMPORTS.items():
-        block = block.replace(theirs, ours)
-    assert "megatron" not in block, "an import line of the page that has no counterpart"
-    return block
+    return [block.replace("megatron.bridge", "onstep") for block in found]
 
 
 def names_the_page_leaves_open() -> dict[str, Any]:

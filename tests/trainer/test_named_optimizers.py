@@ -13,10 +13,12 @@ from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
 
 from onstep import Trainer, TrainerCallback, TrainingArguments
+from onstep.config import OptimizerConfig, args_to_config, config_to_args
 from onstep.config.hf.argument import SCHEDULES
 from onstep.config.hf.optimizers import OPTIMIZERS
 from onstep.errors import ConfigError, OnstepError
-from tests.support.small_models import Regression, arguments, quiet, regression_rows
+from onstep.optim import MuonWithAdamW, build_optimizer
+from tests.support.small_models import Regression, TokenModel, arguments, quiet, ragged_rows, regression_rows
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
@@ -137,13 +139,56 @@ def test_the_options_of_an_optimizer_have_their_effect(tmp_path: Path, options: 
 
 def test_the_optimizer_and_its_options_are_part_of_the_run(tmp_path: Path) -> None:
     """They have no key in the configuration, so `trainer` has them: a run that continues compares them."""
-    from onstep.config import args_to_config, config_to_args
-
     args = TrainingArguments(str(tmp_path), optim="rmsprop", optim_args="alpha=0.9", max_steps=2)
     config = args_to_config(args)
     assert config.trainer["optim"] == "rmsprop"
     assert config.trainer["optim_args"] == "alpha=0.9"
     assert config_to_args(config) == args
+
+
+class DeepTokenModel(TokenModel):
+    """Has a matrix between embedding and output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.inner(self.embedding(input_ids))))
+
+
+def test_muon_trains_as_in_the_functional_door(tmp_path: Path) -> None:
+    """Muon for the matrix between embedding and output, AdamW for the rest, bit for bit."""
+    rows, model = ragged_rows(12), DeepTokenModel()
+    options = {"weight_decay": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 1.0, "num_train_epochs": 1}
+    args = arguments(tmp_path, **shared(optim="muon", **options))
+    trainer = quiet(DeepTokenModel(), args, rows)
+    trainer.train()
+
+    optimizer = build_optimizer([model], OptimizerConfig(optimizer="muon", lr=0.01, weight_decay=0.1, clip_grad=1.0))
+    for start in range(0, 12, 4):
+        optimizer.zero_grad()
+        model(**{key: torch.stack([row[key] for row in rows[start : start + 4]]) for key in rows[0]})["loss"].backward()
+        optimizer.step()
+    torch.testing.assert_close(trainer.model.state_dict(), model.state_dict(), rtol=0, atol=0)
+    assert [type(trainer.optimizer), trainer.optimizer.param_groups[0]["params"]] == [
+        MuonWithAdamW,
+        [trainer.model.inner.weight],
+    ]
+    assert config_to_args(args_to_config(args)) == args
+
+
+def test_the_settings_of_muon_are_overrides(tmp_path: Path) -> None:
+    overrides = {"run.save_weights": False, "optimizer": {"muon_momentum": 0.5}}
+    args = arguments(tmp_path, **shared(optim="muon", config_overrides=overrides, num_train_epochs=1))
+    trainer = quiet(DeepTokenModel(), args, ragged_rows(4))
+    trainer.train()
+    assert trainer.optimizer.param_groups[0]["momentum"] == 0.5
+    args = arguments(tmp_path, **shared(optim="muon", optim_args="momentum=0.5"))
+    with pytest.raises(
+        ConfigError, match=r"has 'momentum', which optim='muon' does not read.*optimizer\.muon_momentum"
+    ):
+        quiet(DeepTokenModel(), args, ragged_rows(4)).train()
 
 
 SCHEDULE_KWARGS: list[tuple[str, dict[str, Any] | None, float]] = [

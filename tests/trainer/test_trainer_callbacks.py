@@ -78,14 +78,19 @@ def test_callbacks_are_added_as_classes_or_instances(tmp_path: Path) -> None:
     assert [callback.steps for callback in trainer.callback_manager.callbacks] == [3, 3]
 
 
-def test_pop_takes_the_first_of_exactly_a_class_or_that_very_instance(tmp_path: Path) -> None:
-    special, first, second = Special(), Counts(), Counts()
-    trainer = make(tmp_path, callbacks=[special, first, second], default_callbacks=False)
-    assert trainer.pop_callback(Counts) is first
-    assert trainer.pop_callback(second) is second
-    assert trainer.pop_callback(Counts) is None
-    assert trainer.pop_callback(Counts()) is None
-    assert kinds(trainer) == [Special]
+def test_pop_takes_the_first_of_a_class_or_that_very_instance_as_in_transformers(tmp_path: Path) -> None:
+    """An instance of a derived class is one of the class too."""
+    args = transformers.TrainingArguments(str(tmp_path / "theirs"), report_to="none", use_cpu=True)
+    for trainer in (transformers.Trainer(Regression(), args), make(tmp_path)):
+        callbacks = [Special(), Counts(), Counts()]
+        for callback in callbacks:
+            trainer.add_callback(callback)
+        assert trainer.pop_callback(Counts) is callbacks[0]
+        assert trainer.pop_callback(callbacks[2]) is callbacks[2]
+        assert trainer.pop_callback(callbacks[2]) is None
+        assert trainer.pop_callback(Special) is None
+        trainer.remove_callback(Counts)
+        assert trainer.pop_callback(Counts) is None
 
 
 def test_an_instance_that_is_not_there_cannot_be_removed_as_in_transformers(tmp_path: Path) -> None:

@@ -105,4 +105,5 @@ def test_hugging_faces_wandb_callback_works(tmp_path: Path, monkeypatch: pytest.
         assert wandb.run is not None
         assert (wandb.run.name, wandb.run.summary["train/global_step"]) == ("theirs", 3)
     finally:
+        wandb.finish()  # else `wandb.run` would stay for the tests that follow
         wandb.teardown()

@@ -18,7 +18,7 @@ from onstep.callbacks.router_monitor import CountsRouting, RouterMonitor
 from onstep.callbacks.tb_logger import TBLogger, TBScalar, default_tb_scalars
 from onstep.callbacks.textgen_callback import TextgenCallback
 from onstep.callbacks.throughput_monitor import DefaultMetrics, ThroughputMonitor
-from onstep.callbacks.trainer_control_callback import TrainerControlCallback
+from onstep.callbacks.trainer_control_callback import TrainerControlCallback, add_control
 from onstep.callbacks.weight_average import EMA, WeightAverage
 from onstep.metrics.console_table import ColumnSpec, MetricSpec, default_final_metrics, default_step_columns
 from onstep.trackers.trackers_callback import TrackersCallback
@@ -54,6 +54,7 @@ __all__ = [
     "TrainerControlCallback",
     "WeightAverage",
     "WeightNormLogger",
+    "add_control",
     "default_final_metrics",
     "default_step_columns",
     "default_tb_scalars",

@@ -6,12 +6,12 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from onstep.config.field_types import is_integer_from, is_number
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError, require
-from onstep.events import Control, Request, TrainerCallback
+from onstep.events import Control, Request, Setting, TrainerCallback
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -56,6 +56,10 @@ class DivergenceDetector(TrainerCallback):
             not support rollbacks, such as that of Hugging Face's Trainer.
     """
 
+    settable: ClassVar = {
+        "threshold": Setting(float, 0, "How far the smoothed metric may be above its best"),
+        "patience": Setting(int, 1, "Observations in a row beyond the threshold that count as divergence"),
+    }
     smoothing: float = 0.3
     threshold: float | None = 1.0
     relative_threshold: float | None = None

@@ -6,13 +6,13 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from onstep.config.field_types import is_integer_from, is_number
 from onstep.config.hf.checks import evaluates
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError, require
-from onstep.events import ExportableState, TrainerCallback
+from onstep.events import ExportableState, Setting, TrainerCallback
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -39,6 +39,10 @@ class EarlyStopping(TrainerCallback):
         ConfigError: for an invalid value, and at an evaluation without the metric.
     """
 
+    settable: ClassVar = {
+        "patience": Setting(int, 1, "Evaluations in a row without improvement that stop training"),
+        "min_delta": Setting(float, 0, "Minimum change that counts as an improvement"),
+    }
     metric: str = "eval_loss"
     patience: int = 3
     min_delta: float = 0.0

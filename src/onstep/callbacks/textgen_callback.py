@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import yaml
@@ -14,7 +14,7 @@ from onstep.bounded_reading import read_bytes
 from onstep.config.field_types import is_integer_from
 from onstep.config.hf.checks import evaluates
 from onstep.errors import ConfigError, require
-from onstep.events import TrainerCallback
+from onstep.events import Setting, TrainerCallback
 from onstep.models.generation.prompts import (
     can_generate,
     check_options,
@@ -63,6 +63,10 @@ class TextgenCallback(TrainerCallback):
     seed = 0
     """The texts of a step depend on this seed and the step."""
     on_generation_error: Literal["warn", "raise"] = "warn"
+    settable: ClassVar = {
+        "generation_steps": Setting(int, 1, "Steps between generations"),
+        "max_new_tokens": Setting(int, 1, "Maximum number of tokens to add to a prompt"),
+    }
 
     def __init__(
         self,

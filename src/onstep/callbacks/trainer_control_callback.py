@@ -15,8 +15,8 @@ from onstep.control.inbox import Inbox
 from onstep.control.job_server import Address, JobServer, absolute, generated_id, missing_packages
 from onstep.control.live_status import LiveStatus
 from onstep.control.registry import check_job_id
-from onstep.errors import ConfigError
-from onstep.events import CallbackContext, RunView, TrainerCallback
+from onstep.errors import ConfigError, MissingExtraError
+from onstep.events import CallbackContext, CallbackManager, RunView, TrainerCallback
 from onstep.events.settings import check_setting
 from onstep.metrics.json_log_writer import logging_dir_of
 from onstep.metrics.torch_profiler import NextSteps, is_recording
@@ -145,7 +145,7 @@ class TrainerControlCallback(TrainerCallback):
             paused_by=None,
             versions=_versions(),
         )
-        self.feed.live = LiveStatus(run)
+        self.feed.live = LiveStatus(run, self.inbox)
 
     # Commands
 
@@ -195,7 +195,7 @@ class TrainerControlCallback(TrainerCallback):
             _refuse(command, "the run is paused already")
         if command == "resume" and not self._is_paused:
             _refuse(command, "the run is not paused")
-        if command == "evaluate" and run.eval_dataloader is None:
+        if command == "evaluate" and not _has_validation_data(run):
             _refuse(command, "this run has no validation data")
         if command == "generate" and (_tokenizer_of(run) is None or not can_generate(self._model)):
             _refuse(command, "the run has no tokenizer, or its model cannot generate text")
@@ -295,8 +295,26 @@ class TrainerControlCallback(TrainerCallback):
             self.feed.update(status=status or ("paused" if self._is_paused else "running"))
 
 
+def add_control(manager: CallbackManager) -> None:
+    """Add a `TrainerControlCallback` to the callbacks of a run, unless there is one.
+
+    Raises:
+        MissingExtraError: if a package that it requires is not installed.
+    """
+    if any(isinstance(one, TrainerControlCallback) for one in manager.callbacks):
+        return
+    if missing := missing_packages():
+        raise MissingExtraError(f"run.control requires {' and '.join(missing)}: pip install 'onstep[control]'")
+    manager.add(TrainerControlCallback())
+
+
 def _refuse(command: str, why: str) -> None:
     raise CommandRefusedError(f"{command}: {why}.")
+
+
+def _has_validation_data(run: RunView) -> bool:
+    is_opened_later = getattr(run.trainer, "eval_dataset", None) is not None  # by a Trainer, when it evaluates
+    return is_opened_later or run.eval_dataloader is not None
 
 
 def _tokenizer_of(run: RunView) -> Any:

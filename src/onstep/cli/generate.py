@@ -12,6 +12,9 @@ from onstep.bounded_reading import read_json
 from onstep.errors import ConfigError, OnstepError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from onstep.config import TokenizerConfig
     from onstep.models import Transformer
 
 
@@ -31,8 +34,7 @@ def generate(
     """Continue a text with the final weights of a run, or with its newest checkpoint if it has none."""
     import torch
 
-    from onstep.config import from_dict
-    from onstep.data import build_tokenizer, tokenizer_in_run
+    from onstep.data import build_tokenizer
     from onstep.models import generate as continue_tokens
     from onstep.training.runs.identity import changed_tokenizer
 
@@ -42,7 +44,7 @@ def generate(
             f"{run} is not a run: {directory / 'run.json'} is missing; name a directory such as runs/tiny_gpt."
         )
     record = _record(directory / "run.json")
-    config = tokenizer_in_run(from_dict(record["config"]).tokenizer, directory)
+    config = _tokenizer(directory, record["config"])
     tokenizer = build_tokenizer(config)
     if note := changed_tokenizer(config, record.get("identity")):
         print(f"warning: {note}", file=sys.stderr)
@@ -74,6 +76,50 @@ def _record(path: Path) -> dict[str, Any]:
     return record
 
 
+def _tokenizer(directory: Path, config: Mapping[str, Any]) -> TokenizerConfig:
+    """The configuration that opens a run's tokenizer; a Trainer's is saved beside the weights.
+
+    Raises:
+        OnstepError: if a Trainer had none.
+    """
+    from onstep.config import TokenizerConfig, from_dict
+    from onstep.data import tokenizer_in_run
+
+    place = _place_of_trainer(directory)
+    if place is None:
+        return tokenizer_in_run(from_dict(config).tokenizer, directory)
+    if not (place / "tokenizer_config.json").is_file():
+        raise OnstepError(
+            f"{place} has no tokenizer, since its Trainer had no processing_class; save the one of its data there: "
+            f"tokenizer.save_pretrained({str(place)!r})."
+        )
+    return TokenizerConfig(tokenizer_type="huggingface", tokenizer_model=str(place))
+
+
+def _place_of_trainer(directory: Path) -> Path | None:
+    """Where a Trainer's weights are, as a Hugging Face directory: `output_dir`, else its newest checkpoint.
+
+    None for other runs, and for a model that is not one of transformers.
+
+    Raises:
+        OnstepError: if these are the weights of an adapter.
+    """
+    from onstep.checkpoint.catalog.discovery import named_dirs
+    from onstep.training.runs.run_dir import RunDir
+
+    if RunDir(directory).layout != "hugging_face":
+        return None
+    for place in (directory, *(path for _, _, path in named_dirs(directory))):
+        if (place / "adapter_config.json").is_file():
+            raise OnstepError(
+                f"{place} has the weights of an adapter, not of a whole model; generate with peft: "
+                f"AutoPeftModelForCausalLM.from_pretrained({str(place)!r})."
+            )
+        if (place / "config.json").is_file():
+            return place
+    return None
+
+
 def _model(directory: Path) -> Transformer:
     """The model with the final weights of a run, or else with those of its newest checkpoint."""
     from onstep.models import load_hf
@@ -81,6 +127,8 @@ def _model(directory: Path) -> Transformer:
     from onstep.training.setup.pretrained import model_of_checkpoint
 
     run = RunDir(directory)
+    if (place := _place_of_trainer(directory)) is not None:
+        return load_hf(place)
     if (run.model / "config.json").is_file():
         return load_hf(run.model)
     if not run.has_checkpoints:

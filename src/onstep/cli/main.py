@@ -35,6 +35,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "logs.group:app",
         "Read, plot and compare logs of runs: onstep logs list|summary|tail|plot|compare|report|replay [RUN]",
     ),
+    "control": (
+        "control.group:app",
+        "Watch and steer running jobs: onstep control list|status|watch|save|stop|pause|set|... [JOB]",
+    ),
+    "dashboard": ("dashboard:dashboard", "Show running and finished runs in a browser: onstep dashboard [RUNS]"),
     "plot": ("plot:app", "Plot per-parameter norms: onstep plot heatmap [FILE]"),
     "verify-resume": (
         "verify_resume:verify_resume",
@@ -50,6 +55,12 @@ _DRAWING = ("logs", "plot")
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
+    if "_ONSTEP_COMPLETE" in os.environ:  # the shell asks for completions
+        from onstep.cli.completion import complete
+
+        return complete(COMMANDS)
+    if arguments and arguments[0] in ("--install-completion", "--show-completion"):
+        return _completion(arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview())
         return OK
@@ -84,8 +95,20 @@ def overview() -> str:
             "  torchrun --nproc-per-node 2 -m onstep train ...  # on two GPUs",
             "",
             "`onstep COMMAND --help` describes a command and its options.",
+            "`onstep --install-completion` lets the shell complete commands, options and jobs with Tab.",
         ]
     )
+
+
+def _completion(arguments: list[str]) -> int:
+    from onstep.cli.completion import install_or_show
+
+    try:
+        install_or_show(arguments)
+    except OnstepError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ERROR
+    return OK
 
 
 def _run(name: str, arguments: list[str]) -> int:

@@ -15,7 +15,7 @@ from onstep.cli.application import Imports, Recipe
 from onstep.cli.config import configuration, import_file, load_callback, sets
 from onstep.cli.exit_codes import ERROR, PREEMPTED
 from onstep.cli.hub import hf_directory
-from onstep.config import ConfigContainer
+from onstep.config import ConfigContainer, RunConfig
 from onstep.errors import ConfigError, DataError
 from onstep.events import CallbackManager
 from onstep.recipes import RECIPES, get_recipe
@@ -36,6 +36,12 @@ OnConfigChange = Annotated[
 ]
 
 
+Control = Annotated[
+    bool,
+    typer.Option("--control", help="Let `onstep control` and a browser watch and steer the job (run.control=true)."),
+]
+
+
 def train(
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [KEY=VALUE ...]", help="A file and overrides.")
@@ -51,6 +57,7 @@ def train(
     ] = None,
     imports: Imports = None,
     on_config_change: OnConfigChange = None,
+    control: Control = False,
 ) -> None:
     """Train a model. Without arguments: a tiny GPT on the source code of Python's standard library.
 
@@ -62,6 +69,7 @@ def train(
         config.checkpoint.pretrained_checkpoint = str(hf_directory(hf_model))
         is_length_set = any(sets(words or [], section, "seq_length") for section in ("model", "dataset"))
         _fit_length(config, is_set=is_length_set)
+    config.run.control = config.run.control or control
     from onstep.training import pretrain
 
     run_to_its_end(pretrain, config, names, imports or [], on_config_change)
@@ -96,6 +104,7 @@ def finetune(
     lora: Annotated[bool, typer.Option("--lora", help="Train low-rank adapters only (peft.peft_scheme=lora).")] = False,
     imports: Imports = None,
     on_config_change: OnConfigChange = None,
+    control: Control = False,
 ) -> None:
     """Fine-tune a pretrained model: onstep finetune checkpoint.pretrained_checkpoint=DIR 'dataset.paths=[chat.jsonl]'
 
@@ -107,6 +116,7 @@ def finetune(
     config, names = configuration(rest, recipe)
     if lora:
         _set_lora(config, words or [])
+    config.run.control = config.run.control or control
     from onstep.training import finetune as start
 
     run_to_its_end(start, config, names, imports or [], on_config_change)
@@ -167,7 +177,7 @@ def run_to_its_end(
         import_file(path)
     from onstep.training.runs.signals import Preempted
 
-    manager = _callbacks(config.run.default_callbacks, names)
+    manager = _callbacks(config.run, names)
     try:
         state = start(config, callbacks=manager)
     except Preempted as preempted:
@@ -180,11 +190,11 @@ def run_to_its_end(
         raise typer.Exit(ERROR)
 
 
-def _callbacks(with_defaults: bool, names: list[str]) -> CallbackManager:
-    from onstep.callbacks import DefaultMetrics, InfoCallback, JsonLogger, ProgressCallback
+def _callbacks(run: RunConfig, names: list[str]) -> CallbackManager:
+    from onstep.callbacks import DefaultMetrics, InfoCallback, JsonLogger, ProgressCallback, add_control
 
     given = [load_callback(name) for name in names]
-    defaults: list[Any] = [DefaultMetrics(), ProgressCallback(), InfoCallback()] if with_defaults else []
+    defaults: list[Any] = [DefaultMetrics(), ProgressCallback(), InfoCallback()] if run.default_callbacks else []
     defaults.append(JsonLogger())
     manager = CallbackManager()
     manager.add([one for one in defaults if not any(isinstance(mine, type(one)) for mine in given)])
@@ -193,6 +203,8 @@ def _callbacks(with_defaults: bool, names: list[str]) -> CallbackManager:
             manager.add(callback)
         except TypeError as error:
             raise ConfigError(f"callbacks={name}: {error}") from None
+    if run.control:
+        add_control(manager)
     return manager
 
 

@@ -13,7 +13,7 @@ from onstep.analysis.logs.lines import BLANK, FileSource
 from onstep.analysis.logs.record_file import decoded
 from onstep.analysis.logs.run_status import run_record
 from onstep.analysis.text_tables import printable
-from onstep.cli.cells import time_shown
+from onstep.cli.cells import counted, time_shown
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 
@@ -29,6 +29,11 @@ _WHAT = {
     "skip": "update skipped",
     "rollback": "rollback decided",
     "rolled_back": "rolled back",
+    "skip_batch": "batches skipped",
+    "pause": "paused",
+    "resume": "resumed",
+    "command": "command",
+    "refused": "refused",
     "set": "value set",
     "saved": "checkpoint saved",
     "raised": "ended with an error",
@@ -162,8 +167,21 @@ def _is_since(decision: Decision, started: Any) -> bool:
 
 
 def _lines(decision: Decision) -> list[str]:
+    first, *rest = decision_lines(decision)
+    when = time_shown(decision.get("timestamp")) or "no time"
+    return [f"step {decision.get('step', '?')}: {first} ({when})", *rest]
+
+
+def decision_lines(decision: Decision) -> list[str]:
+    """A decision in words, without its step and time; what belongs to it is in the lines after the first."""
     flag, details = str(decision.get("flag", "?")), _details(decision)
     what = _WHAT.get(flag, flag)
+    if flag == "command":
+        what = str(details.get("command"))
+    if flag == "skip_batch":
+        what = f"the batches of {counted(details.get('count', 1), 'step')} skipped"
+    if flag == "refused":
+        what = f"{details.get('refused', 'a request')} refused ({details.get('why')})"
     if flag == "set":
         value = details.get("value")
         what = f"{details.get('key')} set to {'the configured value' if value is None else value}"
@@ -171,8 +189,7 @@ def _lines(decision: Decision) -> list[str]:
         what = f"checkpoint of step {details.get('checkpoint_step')} saved"
     if flag == "rolled_back":
         what = f"rolled back to step {details.get('to_step')}"
-    when = time_shown(decision.get("timestamp")) or "no time"
-    lines = [f"step {decision.get('step', '?')}: {what}, {_by_whom(decision)} ({when})"]
+    lines = [f"{what}, {_by_whom(decision)}"]
     if flag in ("skip", "rollback", "should_training_stop", "raised") and "anomaly" in details:
         lines.append(f"    loss {details.get('loss')}, gradient norm {details.get('grad_norm')}")
     if flag in ("skip", "rollback") and details.get("sample_ids") is not None:

@@ -50,9 +50,11 @@ def optimizer_class(args: Any, model: nn.Module | None = None) -> tuple[Any, dic
     """The class and the keywords of the optimizer that the arguments name, with Hugging Face's values.
 
     Raises:
-        ConfigError: if its package is not installed.
+        ConfigError: if its package is not installed, and for Muon, which is two optimizers.
     """
     check_installed(args)
+    if args.optim == "muon":
+        raise ConfigError("optim='muon' has no single class: it is Muon and AdamW; call create_optimizer().")
     if args.optim in ("adamw_torch", "adamw_torch_fused"):
         keywords = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
         return torch.optim.AdamW, keywords | ({"fused": True} if args.optim == "adamw_torch_fused" else {})

@@ -6,7 +6,7 @@ import logging
 import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from math import inf, isfinite
+from math import inf, isfinite, prod
 from typing import Any
 
 from onstep.bounded_reading import brief
@@ -197,6 +197,11 @@ def read_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
         except (TypeError, ValueError):
             continue
     return numbers
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value can be a point: a number, or a tensor with one element, which is not read."""
+    return isinstance(value, (int, float)) or (hasattr(value, "__float__") and prod(getattr(value, "shape", ())) == 1)
 
 
 def _number(value: Any) -> Any:

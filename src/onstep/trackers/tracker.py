@@ -118,6 +118,8 @@ class Tracker(Protocol):
 
     # optional:  client: Any
     #     The object with the service's own methods and attributes (`run`, `config`, `log_artifact`) while it is open.
+    # optional:  def media(self, values: Mapping[str, Any], step: int) -> None
+    #     Show values of the service's own types (images, tables, histograms), each under its name.
     # optional:  def local_files(self) -> Iterable[Path]
     #     The local files that hold the points, to be made durable before a checkpoint is committed. Called in the
     #     thread that writes the checkpoint.

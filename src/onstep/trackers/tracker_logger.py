@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from onstep.trackers.points import RecentPoints, plain_point, saved_mapping, saved_points
+from onstep.trackers.points import RecentPoints, is_number, plain_point, saved_mapping, saved_points
 from onstep.trackers.tag_record import VS_SAMPLES
 from onstep.trackers.tracker import Point, RunIdentity
 from onstep.trackers.tracker_queue import TrackerQueue
@@ -51,8 +51,12 @@ class TrackerLogger:
         self.log_metrics({name: value}, step)
 
     def log(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """W&B's name for `log_metrics`."""
-        self.log_metrics(metrics, step)
+        """W&B's name for `log_metrics`; values that are not numbers are shown by a tracker with `media`."""
+        media = {name: value for name, value in metrics.items() if not is_number(value)}
+        if numbers := {name: value for name, value in metrics.items() if name not in media}:
+            self.log_metrics(numbers, step)
+        if media:
+            self.queue.media(media, max(self.recent.last_step, 0) if step is None else step)
 
     def add_text(self, tag: str, text: str, step: int = 0) -> None:
         """Show a text."""

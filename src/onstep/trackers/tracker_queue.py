@@ -153,6 +153,12 @@ class TrackerQueue:
         """Enqueue a text."""
         self._offer(lambda: self.tracker.text(tag, text, step))
 
+    def media(self, values: Mapping[str, Any], step: int) -> None:
+        """Enqueue values that are not numbers (images, tables), if the tracker has `media`."""
+        media = getattr(self.tracker, "media", None)
+        if media is not None:
+            self._offer(lambda: media(values, step))
+
     def state_dict(self) -> dict[str, Any]:
         """The tracker's state after its last completed call; before that, the state it was opened with."""
         return dict(self._state)
@@ -262,7 +268,7 @@ class TrackerQueue:
         if found is None:
             raise AttributeError(
                 f"the tracker {self.tracker.name!r} has no client now: its run is open from the start of training to "
-                f"its end"
+                f"its end; one of a TrackersCallback from that callback's on_train_start on"
             )
         return found
 

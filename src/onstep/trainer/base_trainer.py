@@ -9,7 +9,7 @@ from weakref import ref
 
 from torch import nn
 
-from onstep.callbacks import DefaultMetrics, InfoCallback, ProgressCallback
+from onstep.callbacks import DefaultMetrics, InfoCallback, ProgressCallback, add_control
 from onstep.config import ConfigContainer, merge
 from onstep.data import default_data_collator
 from onstep.errors import ConfigError
@@ -90,6 +90,8 @@ class BaseTrainer:
             merge(configured, self.args.config_overrides or {})
             has_defaults = default_callbacks and configured.run.default_callbacks
             self.callback_manager = _with_defaults(callbacks, has_defaults, disable_tqdm=bool(self.args.disable_tqdm))
+            if self.args.control or configured.run.control:
+                add_control(self.callback_manager)
         self.global_state: GlobalState | None = None
         """State of the current or most recent run."""
         self.session: Any = None

@@ -121,7 +121,7 @@ def eval_loader(
     )
 
 
-def evaluation_loader(
+def eval_loader_of(
     trainer: BaseTrainer,
     dataset: Any,
     collate: Collate,
@@ -182,10 +182,15 @@ def _reading(collate: Collate | None, config: ConfigContainer, world: World) -> 
     }
 
 
-def parameters_of(model: nn.Module) -> list[str]:
-    """The names of the parameters of a model's `forward`, without `*args` and `**kwargs`."""
+def forward_parameters(model: nn.Module) -> list[inspect.Parameter]:
+    """The parameters of a model's `forward`, without `*args` and `**kwargs`."""
     parameters = inspect.signature(inner_module(model).forward).parameters.values()
-    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def parameters_of(model: nn.Module) -> list[str]:
+    """The names of `forward_parameters`."""
+    return [parameter.name for parameter in forward_parameters(model)]
 
 
 def num_samples_of(dataset: Any) -> int | None:

@@ -55,17 +55,28 @@ class ModelStep:
         inputs = next(data_iterator)
         if not model.training:
             self.is_filler = isinstance(data_iterator, MicroBatches) and data_iterator.is_filler()
-        num_labels, are_tokens = self._labels.measure(inputs)
-        own_items = num_labels if self._gives_shares else None
+        measured = self._labels.measure(inputs)
+        own_items = measured[0] if self._gives_shares else None
         if own_items is None and self._gives_shares:  # not class ids
             own_items = self._labels.items(inputs)
         num_items = None if own_items is None else self._num_items(data_iterator, model, own_items)
         loss = self._loss(model, inputs, num_items)
+        return self._result(loss, inputs, measured, is_share=own_items is not None and model.training)
+
+    def _result(
+        self, loss: Any, inputs: Any, measured: tuple[Any, bool], *, is_share: bool
+    ) -> tuple[Any, Callable[..., Any]]:
+        """The loss as the loop reads it: a share of the step's, or a mean with its weight.
+
+        Args:
+            measured: the number of labels, and whether these are tokens.
+        """
         if loss is None:
             return None, lambda loss: None
+        num_labels, are_tokens = measured
         if self._num_averaged_ranks > 1:
             loss = loss / self._num_averaged_ranks
-        if own_items is not None and model.training:
+        if is_share:
             return loss, lambda loss: LossShare(loss, num_labels, {})
         weight = mean_weight(inputs, num_labels, self._weighting)
         tokens = num_labels if are_tokens else None

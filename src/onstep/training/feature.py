@@ -41,6 +41,9 @@ def is_due(step: int, every: int | None, *, start: int = 0) -> bool:
 class Hooks:
     """The points of the loop at which features run, in the order in which a run reaches them."""
 
+    def opening(self) -> None:
+        """The features' states of a checkpoint are loaded; `on_train_start` is about to fire."""
+
     def begin(self) -> None:
         """The state of a checkpoint is loaded and the data is ready; before the first step."""
 

@@ -33,6 +33,7 @@ class Loop:
         """Run the training from the current position, with the features' sessions open."""
         run, on, job = self.run, self.on, self.job
         position.prepare(job)
+        on.opening()
         self.notify.on_train_start()
         position.go_to(job)
         on.begin()

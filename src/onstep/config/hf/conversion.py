@@ -201,7 +201,8 @@ def _named_arguments(config: ConfigContainer, world_size: int) -> dict[str, Any]
     named["log_level"] = levels.get(config.logger.logging_level, "passive")
     named["report_to"] = tracker_list(config.logger.report_to, "logger.report_to")
     named["max_eval_steps"] = config.validation.eval_iters or -1
-    named["optim"] = "sgd" if config.optimizer.optimizer == "sgd" else "adamw_torch_fused"
+    optims = {optimizer: name for name, optimizer in reversed(NATIVE.items())}
+    named["optim"] = optims.get(config.optimizer.optimizer, "adamw_torch_fused")
     named["max_grad_norm"] = config.optimizer.clip_grad or 0.0
     named["bf16"] = config.mixed_precision in ("bf16_mixed", "bf16-mixed")
     named["fp16"] = config.mixed_precision in ("fp16_mixed", "fp16-mixed")

@@ -8,7 +8,7 @@ from typing import Any
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 
-NATIVE = {"adamw_torch_fused": "adam", "adamw_torch": "adam", "sgd": "sgd"}
+NATIVE = {"adamw_torch_fused": "adam", "adamw_torch": "adam", "sgd": "sgd", "muon": "muon"}
 """Names with a corresponding `optimizer.optimizer` of the configuration."""
 
 
@@ -86,7 +86,7 @@ OPTIMIZERS: dict[str, NamedOptimizer] = {
         ("lomo", "adalomo"),
         NamedOptimizer(refusal=f"{_IN_BACKWARD}; use 'adafactor', 'galore_adamw' or 'adamw_bnb_8bit' to save memory"),
     ),
-    "muon": NamedOptimizer(refusal="set config_overrides={'optimizer.optimizer': 'muon'}"),
+    "muon": NamedOptimizer(),  # of Onstep
 }
 """`optim`: every name of transformers 5.23, and Onstep's own."""
 
@@ -108,6 +108,8 @@ def check_options(args: Any) -> None:
     for key in parse_options(args.optim_args):
         if key not in named.options:
             allowed = ", ".join(named.options) or "nothing; adam_beta1, weight_decay and others are arguments"
+            if args.optim == "muon":
+                allowed = "nothing; set optimizer.muon_momentum and the like in config_overrides"
             raise ConfigError(
                 f"TrainingArguments.optim_args has {key!r}, which optim={args.optim!r} does not read; it reads "
                 f"{allowed}.{nearest(key, list(named.options))}"

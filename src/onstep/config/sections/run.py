@@ -31,6 +31,13 @@ class RunConfig(ConfigSection):
     default_callbacks: bool = option(
         True, SAFE, help="Add DefaultMetrics, ProgressCallback and InfoCallback first (`Trainer` and `onstep train`)."
     )
+    control: bool = option(
+        False,
+        SAFE,
+        hf="control",
+        help="Add a TrainerControlCallback, so that `onstep control` can watch and steer the job (`Trainer` and "
+        "`onstep train`).",
+    )
     save_weights: bool = option(True, SAFE, help="Write the final weights to `<run>/model` as safetensors.")
 
 

@@ -191,7 +191,12 @@ def _schemas() -> Json:
         "Unauthenticated": _object({"detail": {"type": "string"}}),
         "Jobs": _object({"jobs": {"type": "array", "items": _reference("Job")}}),
         "Job": _object(
-            {"job_id": _JOB_ID, "alive": {"type": "boolean"}, "is_here": {"type": "boolean"}},
+            {
+                "job_id": _JOB_ID,
+                "alive": {"type": "boolean"},
+                "is_here": {"type": "boolean"},
+                "is_served": {"type": "boolean", "description": "Whether this server has the job's routes."},
+            },
             {"host": {"type": "string"}, "port": {"type": "integer"}, "pid": {"type": ["integer", "null"]}},
         ),
         "Status": _object({"job_id": {"type": "string"}, "timestamp": {"type": "number"}}),

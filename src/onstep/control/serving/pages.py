@@ -99,7 +99,7 @@ class LoginRoutes:
         """GET /login/{code}"""
         if self._access.use_link(request.path_params["code"]):
             return self._admitted(303, {"Location": "/"})
-        return page("login.html", "This link has expired or has been used. Ask for another one.", 401)
+        return page("index.html", "This link has expired or has been used. Ask for another one.", 401)
 
     async def logout(self, request: Request) -> Response:
         """POST /logout"""

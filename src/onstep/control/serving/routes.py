@@ -47,7 +47,8 @@ class JobRoutes:
 
     async def listing(self, request: Request) -> Response:
         """GET /jobs"""
-        return answer({"jobs": self._listed()})
+        served = self._jobs()
+        return answer({"jobs": [{**one, "is_served": one.get("job_id") in served} for one in self._listed()]})
 
     async def status(self, request: Request) -> Response:
         """GET /jobs/{job_id}/status"""
@@ -171,10 +172,15 @@ def _command_names(job: ServedJob) -> list[str]:
 
 
 def _author(request: Request) -> str:
-    """Who sent a command, for the log of decisions: by which program, and from where."""
+    """Who sent a command, for the log of decisions: the user as the client names it, the program, and from where."""
     program = request.scope.get("onstep.author", "http")
     if program != "browser":
-        words = request.headers.get("user-agent", "").split("/")[0].split()
-        program = "".join(one for one in words[0] if one.isascii() and one.isprintable())[:40] if words else program
+        program = _printable(request.headers.get("user-agent", "").split("/")[0].split(" ")[0]) or program
+    user = _printable(request.headers.get("x-onstep-user", ""))
     client = request.client
-    return f"{program} at {client.host}" if client is not None and client.host else program
+    where = f" at {client.host}" if client is not None and client.host else ""
+    return f"{user} with {program}{where}" if user else f"{program}{where}"
+
+
+def _printable(text: str) -> str:
+    return "".join(one for one in text if one.isascii() and one.isprintable())[:40].strip()

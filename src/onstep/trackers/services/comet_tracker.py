@@ -242,7 +242,11 @@ def _others_untouched() -> Iterator[None]:
 
 
 def _offline_class(segment: Path) -> Any:
-    """Comet's offline experiment, but with its temporary files next to the archives, where they survive a kill."""
+    """Comet's offline experiment, but with its temporary files next to the archives, where they survive a kill.
+
+    Comet draws the end of the archive's name from `random`, whose seed is that of the run: the archive of a process
+    that continues the run would replace the one before.
+    """
     from comet_ml import OfflineExperiment
 
     class SegmentExperiment(OfflineExperiment):
@@ -253,5 +257,13 @@ def _offline_class(segment: Path) -> Any:
         @tmpdir.setter
         def tmpdir(self, made: str) -> None:
             Path(made).rmdir()
+
+        @property
+        def offline_archive_name_suffix(self) -> Any:  # Comet's own is declared as None
+            return segment.name.rpartition("-")[2]
+
+        @offline_archive_name_suffix.setter
+        def offline_archive_name_suffix(self, drawn: str | None) -> None:
+            """Keep the segment's own."""
 
     return SegmentExperiment

@@ -64,6 +64,11 @@ class TrackioTracker(ServiceTracker):
         _wait_for_imports()
         self._run.log({tag: trackio.Markdown(f"```\n{text}\n```")}, step=step)
 
+    def media(self, values: Mapping[str, Any], step: int) -> None:
+        """Add a row with Trackio's own types, such as `trackio.Table`."""
+        _wait_for_imports()
+        self._run.log(dict(values), step=step)
+
     def _end(self, run: Any, status: str) -> None:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints that it uploads even if it does not
             run.finish()

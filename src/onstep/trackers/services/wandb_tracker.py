@@ -99,14 +99,14 @@ class WandbTracker(ServiceTracker):
 
         self._run.log({plain_name(tag): wandb.Html(f"<pre>{html.escape(text)}</pre>"), STEP_NAME: step})
 
+    def media(self, values: Mapping[str, Any], step: int) -> None:
+        """Add a row with W&B's own types, such as `wandb.Histogram`."""
+        self._run.log({**{plain_name(name): value for name, value in values.items()}, STEP_NAME: step})
+
     @property
     def client(self) -> Any:
-        """The package `wandb`, whose functions act on the tracker's run; None while it is closed."""
-        if self._run is None:
-            return None
-        import wandb
-
-        return wandb
+        """The package `wandb` with the tracker's run as its `wandb.run`; None while it is closed."""
+        return None if self._run is None else _OfRun(self._run)
 
     def local_files(self) -> list[Path]:
         """The recording of an offline run."""
@@ -117,6 +117,21 @@ class WandbTracker(ServiceTracker):
         if status == "preempted":
             run.mark_preempting()
         run.finish(exit_code=0 if status in ("completed", "stopped") else 1)
+
+
+class _OfRun:
+    """The attributes of a run (`config`, `summary`, `log_artifact`), else those of the package (`Histogram`, `Table`).
+
+    In the package itself, `wandb.run` is another run: the tracker's does not replace the user's own.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+    def __getattr__(self, name: str) -> Any:
+        import wandb
+
+        return getattr(self.run if hasattr(self.run, name) else wandb, name)
 
 
 def _has_key() -> bool:

@@ -16,7 +16,7 @@ from onstep.models.generation.generate import inner_transformer
 from onstep.trainer.loss_convention import NUM_ITEMS
 from onstep.trainer.model_step import ModelStep, counted_micro_batches
 from onstep.trainer.overrides import overrides
-from onstep.training.compute.losses import LossShare, MeanLoss, mean_weight
+from onstep.training.compute.losses import LossShare, mean_weight
 from onstep.training.compute.step import MicroBatches
 
 METHODS = (
@@ -69,18 +69,11 @@ class CustomStep(ModelStep):
             return self._trained(model, inputs, num_items)
         if self.predict is None:  # prediction_step prepares its inputs itself
             inputs = self._trainer._prepare_inputs(inputs)
-        num_labels, are_tokens = self._labels.measure(inputs)
+        measured = self._labels.measure(inputs)
         with self._trainer.compute_loss_context_manager():
             loss = self._loss(model, inputs, num_items)
-        if loss is None:
-            return None, lambda loss: None
-        if self._num_averaged_ranks > 1:
-            loss = loss / self._num_averaged_ranks
-        if self._gives_shares and num_items is not None and step is not None:
-            return loss, lambda loss: LossShare(loss, num_labels, {})
-        weight = mean_weight(inputs, num_labels, self._weighting)
-        tokens = num_labels if are_tokens else None
-        return loss, lambda loss: MeanLoss(loss, weight, tokens, {})
+        is_share = self._gives_shares and num_items is not None and step is not None
+        return self._result(loss, inputs, measured, is_share=is_share)
 
     def part_of_step(self, loss: Tensor) -> Tensor:
         """The part of a loss from `compute_loss` in the loss of its step, as it is averaged over ranks."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from typing import Any
 
 from onstep.errors import ConfigError
 from onstep.events import Control, RunState, TrainerState
 from onstep.events.exportable_state import exported_states
 from onstep.trainer.base_trainer import BaseTrainer
-from onstep.trainer.callback_handler import TrainerCallbackHandler, pop_default
+from onstep.trainer.callback_handler import TrainerCallbackHandler
 from onstep.training.run import Run
 
 
@@ -73,7 +74,7 @@ class CallbackMethods(BaseTrainer):
         self.callback_manager.add(callback)
 
     def pop_callback(self, callback: Any) -> Any:
-        """Remove the first callback that is this instance, or exactly of this class; returns it, or None.
+        """Remove the first callback that equals this one, or is an instance of this class; returns it, or None.
 
         Hugging Face's `ProgressCallback`, or with `disable_tqdm` its `PrinterCallback`, stands for the one that prints
         progress here.
@@ -81,10 +82,11 @@ class CallbackMethods(BaseTrainer):
         Raises:
             ConfigError: for `DefaultFlowCallback`, since the loop itself decides what is due.
         """
-        try:
+        if not isinstance(callback, str):
+            return self.callback_handler.pop_callback(callback)
+        with suppress(ValueError):  # no callback of this name
             return self.callback_manager.remove(callback)
-        except ValueError:
-            return pop_default(self, callback)
+        return None
 
     def remove_callback(self, callback: Any) -> None:
         """Remove the same callback as `pop_callback`; a class without a match changes nothing.

@@ -15,7 +15,7 @@ from torch import nn
 
 from onstep.errors import ConfigError
 from onstep.trainer.base_trainer import BaseTrainer
-from onstep.trainer.dataloaders import as_eval_loader, evaluation_loader
+from onstep.trainer.dataloaders import as_eval_loader, eval_loader_of
 from onstep.trainer.full_eval import cast_weights
 from onstep.trainer.loss_convention import inner_module, label_parameters
 from onstep.trainer.model_step import call_model, find_loss
@@ -302,9 +302,7 @@ class EvaluatingMethods(BaseTrainer):
         """The loader of a dataset; an overridden loop gets one with Hugging Face's interface."""
         if overrides(self, "evaluation_loop") or overrides(self, "prediction_loop"):
             return getattr(self, "get_test_dataloader" if is_test else "get_eval_dataloader")(dataset)
-        return evaluation_loader(
-            self, dataset, session.collate, session.state.cfg, session.state.world, is_test=is_test
-        )
+        return eval_loader_of(self, dataset, session.collate, session.state.cfg, session.state.world, is_test=is_test)
 
     def _collector(self, session: Any, is_test: bool) -> PredictionCollector | None:
         args = self.args

@@ -14,7 +14,8 @@ from onstep.data.loaders.collate import mapping_like
 from onstep.errors import ConfigError
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.computing.accelerator import Accelerator
-from onstep.trainer.loss_convention import NUM_ITEMS, accepts_num_items, inner_module, of_model
+from onstep.trainer.dataloaders import forward_parameters
+from onstep.trainer.loss_convention import NUM_ITEMS, accepts_num_items, of_model
 from onstep.training.compute.step import LastStep, to_device
 
 
@@ -137,7 +138,8 @@ class SteppingMethods(BaseTrainer):
     @property
     def can_return_loss(self) -> bool:
         """Whether the model has a parameter `return_loss` that is True by default."""
-        return any(name == "return_loss" and one.default is True for name, one in self._forward_parameters().items())
+        parameters = [] if self.model is None else forward_parameters(self.model)
+        return any(one.name == "return_loss" and one.default is True for one in parameters)
 
     @property
     def current_gradient_accumulation_steps(self) -> int:
@@ -156,6 +158,3 @@ class SteppingMethods(BaseTrainer):
     def get_tp_size(self) -> int:
         """1: tensors are not split over ranks."""
         return 1
-
-    def _forward_parameters(self) -> Mapping[str, inspect.Parameter]:
-        return {} if self.model is None else inspect.signature(inner_module(self.model).forward).parameters

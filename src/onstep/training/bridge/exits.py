@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from onstep.data import as_step_source
+from onstep.distributed import open_world
 from onstep.events import Dispatcher
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.checkpointing.writing import RunCheckpoints
@@ -38,7 +40,8 @@ def checkpoint_and_decide_exit(
     GPU (`nvrx_straggler.stop_if_detected`).
 
     Args:
-        state: the run's state. Checkpoints go to `checkpoint.save`, unless it is a run with checkpoints of its own.
+        state: the run's state. Checkpoints go to `checkpoint.save`, unless it is a run with checkpoints of its own. A
+            state of your own decides for all ranks of the process group that you have opened.
         model: list of model chunks.
         optimizer: the optimizer that trains.
         opt_param_scheduler: the learning-rate schedule, or None.
@@ -52,6 +55,7 @@ def checkpoint_and_decide_exit(
     Raises:
         CheckpointError: if a checkpoint cannot be written and `checkpoint.on_save_error` is stop.
     """
+    _join_ranks(state)
     _open_checkpoints(state)
     train, step = state.cfg.train, state.train_state.step
     state.stage.has_stepped = state.saving.is_unsaved = True
@@ -101,6 +105,7 @@ def save_checkpoint_and_time(
     Raises:
         CheckpointError: if it cannot be written and `checkpoint.on_save_error` is stop; on all ranks alike.
     """
+    _join_ranks(state)
     _open_checkpoints(state)
     exits.save_checkpoint_and_time(
         state,
@@ -112,6 +117,13 @@ def save_checkpoint_and_time(
         non_persistent_ckpt,
         _source(train_data_iterator, state),
     )
+
+
+def _join_ranks(state: GlobalState) -> None:
+    """Give a state that is not a run's all ranks of the caller's process group. Collective."""
+    if state.world.size == 1 and dist.is_initialized() and dist.get_world_size() > 1:
+        state.world = open_world(state.cfg.dist)
+        state.control.rank = state.world.rank
 
 
 def _open_checkpoints(state: GlobalState) -> None:

@@ -63,15 +63,17 @@ class RunComponents:
         parts.append(_replicated("trainer", RunProgress(self.state), required=selected))
         return [*parts, _of_the_rank("callbacks", self.callbacks), *self._of_the_user()]
 
+    def features(self) -> list[StateComponent]:
+        """The states of the loop and its features between steps, loaded when training begins."""
+        features = self.state.features
+        parts = [_replicated("loop", FeatureStates(features.states(per_rank=False)))]
+        own = features.states(per_rank=True)
+        return [*parts, _of_the_rank("rank", FeatureStates(own))] if own else parts
+
     def position(self, data: DataPosition | None, loads: bool = False) -> list[StateComponent]:
         """The components that are loaded right before the first step; `data` is None if the data stays where it is."""
-        config, features = self.state.cfg.checkpoint, self.state.features
-        parts = [_replicated("loop", FeatureStates(features.states(per_rank=False)))]
-        if data is not None:
-            parts.append(_of_the_rank("dataset", data))
-        own = features.states(per_rank=True)
-        if own:
-            parts.append(_of_the_rank("rank", FeatureStates(own)))
+        config = self.state.cfg.checkpoint
+        parts = [] if data is None else [_of_the_rank("dataset", data)]
         if (config.load_rng or not self.state.stage.is_chosen_start) if loads else config.save_rng:
             parts.append(_of_the_rank("rng", self.rng))
         return parts

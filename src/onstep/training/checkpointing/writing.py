@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 class RunCheckpoints:
     """Writes the checkpoints of a run and resumes it from one.
 
-    Resuming has two halves: `load_progress` before any data is opened, `load_position` right before the first step, so
-    that nothing in between can advance the random generators.
+    Resuming has three parts: `load_progress` before any data is opened, `load_features` before `on_train_start`, and
+    `load_position` right before the first step, so that nothing in between can advance the random generators.
     """
 
     def __init__(self, state: Run, notify: Dispatcher, root: Path) -> None:
@@ -129,8 +129,13 @@ class RunCheckpoints:
         note_best_checkpoint(self.state, info.step, info.path)
         self.notify.on_checkpoint_load(checkpoint_step=info.step, checkpoint_path=str(info.path))
 
+    def load_features(self) -> None:
+        """Load the states of the loop and its features, such as the log interval and the trackers' runs. Collective."""
+        if self.start is not None:
+            self._load(self.start, self.components.features())
+
     def load_position(self, reader: StepSource, scheduler: UserScheduler | None = None) -> None:
-        """Load the data position, the log interval and the random generators. Collective."""
+        """Load the data position and the random generators. Collective."""
         if self.start is None:
             return
         loads_all = self.state.cfg.checkpoint.load_optim or not self.state.stage.is_chosen_start
@@ -149,7 +154,7 @@ class RunCheckpoints:
         The data position stays: the samples that led to the rollback are not read again.
         """
         self._load(info, self.components.progress(trained))
-        self._load(info, self.components.position(None, loads=True))
+        self._load(info, [*self.components.features(), *self.components.position(None, loads=True)])
         self._leave_branch(info)
         note_best_checkpoint(self.state, info.step, info.path)
         self.notify.on_checkpoint_load(checkpoint_step=info.step, checkpoint_path=str(info.path))
@@ -168,6 +173,7 @@ class RunCheckpoints:
         with state.features.pause("write"):
             components = [
                 *self.components.progress(trained),
+                *self.components.features(),
                 *self.components.position(DataPosition(reader, state)),
             ]
             request = SaveRequest(

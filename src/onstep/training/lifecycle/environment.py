@@ -75,8 +75,11 @@ class TrackerSessions(Feature[Run]):
         """Close the trackers at the end."""
         return self.host.bridge_trackers.held(lambda: self.host.ending.ended)
 
-    def begin(self) -> None:
-        """Share the run's id with every rank, and open the trackers. Collective."""
+    def opening(self) -> None:
+        """Share the run's id with every rank, and open the trackers, which callbacks use from `on_train_start` on.
+
+        Collective.
+        """
         trackers, progress = self.host.bridge_trackers, self.host.train_state
         trackers.agree_on_run()
         trackers.open(progress.step, progress.consumed_train_samples)

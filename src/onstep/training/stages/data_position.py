@@ -19,7 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 def prepare(job: Job) -> None:
-    """Forget what an earlier `train()` on this run left (its stop, its mean loss); keep what a checkpoint restored."""
+    """Forget what an earlier `train()` on this run left (its stop, its mean loss), and load the features' states.
+
+    What a checkpoint has restored is kept. Collective.
+    """
     run, stage = job.run, job.run.stage
     for chunk in job.model:
         chunk.train()
@@ -39,11 +42,13 @@ def prepare(job: Job) -> None:
         run.checkpoints.check_states(job.trained)
         if run.cfg.logger.log_progress:
             log_job_start(run)
+        if stage.is_resumed:
+            run.checkpoints.load_features()
     run.ending.train_started, run.ending.train_ended = True, False
 
 
 def go_to(job: Job) -> None:
-    """Move data, log interval and random generators to the position of the checkpoint. Collective."""
+    """Move data and random generators to the position of the checkpoint. Collective."""
     run = job.run
     if run.checkpoints is not None and run.stage.is_resumed:
         leave_out_skipped(job)

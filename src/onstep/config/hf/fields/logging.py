@@ -34,6 +34,8 @@ class LoggingArguments:
     log_level_replica: str = argument("warning", choices=tuple(LOG_LEVELS))
     """Level of Onstep's messages on the other ranks."""
     disable_tqdm: bool | None = None
+    control: bool = False
+    """Serve the job to `onstep control` and the live page: adds a `TrainerControlCallback`."""
     report_to: Texts = "none"
     """Trackers to report to: none | all (that are installed) | one or a list of csv, tensorboard, wandb,
     mlflow, comet (Hugging Face's comet_ml), trackio. Becomes a list, as in `transformers`."""

@@ -1,0 +1,181 @@
+"""One control server: requests to it over TCP or a Unix socket, and what their failures mean."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from onstep.analysis.text_tables import printable, shortened
+from onstep.bounded_reading import parse_json
+from onstep.errors import ConfigError, DataError, MissingExtraError, OnstepError
+
+if TYPE_CHECKING:
+    import httpx
+
+TIMEOUT_SECONDS = 30.0
+_LONGEST_REASON = 1000
+
+
+class ControlError(OnstepError):
+    """A control server that cannot be reached, or a request that it refuses."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        """The HTTP status code; None if there was no answer."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Requests to one control server.
+
+    Redirects are not followed, and proxies from the environment are not used, so a token reaches no other host.
+    """
+
+    url: str
+    """Without a path: `http://127.0.0.1:8900`."""
+    uds: str | None = None
+    """Path of a Unix socket to use in place of TCP."""
+    token: str | None = field(default=None, repr=False)
+    timeout: float = TIMEOUT_SECONDS
+
+    @property
+    def place(self) -> str:
+        """The address, for messages."""
+        return self.uds or self.url
+
+    def __post_init__(self) -> None:
+        if self.token is not None and not re.fullmatch(r"[!-~]+", self.token):
+            raise ConfigError(f"the token for {self.place} must be a single word of ASCII characters; check its file.")
+
+    def get(self, path: str, parameters: Mapping[str, Any] | None = None, wait: float = 0.0) -> dict[str, Any]:
+        """The JSON object that a path answers; `wait` are the seconds that the server may take before it answers."""
+        return self._request("GET", path, wait, params=dict(parameters or {}))
+
+    def post(self, path: str, body: Any, wait: float = 0.0) -> dict[str, Any]:
+        """Send JSON; the JSON object of the answer.
+
+        Raises:
+            ControlError: if the server cannot be reached, or the answer is not a success.
+            ConfigError: if `body` cannot be written as JSON.
+        """
+        try:
+            content = json.dumps(body, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"what is sent with a command must be JSON, got {body!r}: {error}.") from error
+        return self._request("POST", path, wait, content=content, headers={"Content-Type": "application/json"})
+
+    @contextmanager
+    def stream(
+        self, path: str, parameters: Mapping[str, Any], headers: Mapping[str, str], silence: float
+    ) -> Iterator[Any]:
+        """The bytes of an answer that does not end, as they arrive; fails after `silence` seconds without any."""
+        with (
+            self._client() as client,
+            self._explained(),
+            client.stream(
+                "GET",
+                path,
+                params=dict(parameters),
+                headers=dict(headers),
+                timeout=(self.timeout, silence, self.timeout, self.timeout),
+            ) as answer,
+        ):
+            if answer.status_code != 200:
+                answer.read()
+                raise refusal(answer, self)
+            yield answer.iter_bytes()
+
+    def _request(self, method: str, path: str, wait: float, **more: Any) -> dict[str, Any]:
+        with self._client() as client, self._explained():
+            answer = client.request(method, path, timeout=self.timeout + wait, **more)
+        if not answer.is_success:
+            raise refusal(answer, self)
+        return _json_of(answer, self)
+
+    def _client(self) -> httpx.Client:
+        try:
+            import httpx
+        except ImportError as error:
+            raise MissingExtraError("Steering a running job requires httpx: pip install 'onstep[control]'") from error
+        headers = {"User-Agent": f"onstep/{version('onstep')}", "X-Onstep-User": _user()}
+        if self.token is not None:
+            headers["Authorization"] = f"Bearer {self.token}"
+        # The protocol is plain HTTP; preparing TLS would cost 20 ms a request.
+        transport = httpx.HTTPTransport(verify=False, trust_env=False, uds=self.uds)
+        return httpx.Client(
+            base_url=self.url, headers=headers, transport=transport, trust_env=False, timeout=self.timeout
+        )
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn errors of the network into one line."""
+        import httpx
+
+        try:
+            yield
+        except httpx.TimeoutException as error:
+            raise ControlError(
+                f"{self.place} did not answer within {self.timeout:g} s; the process may be stopped or overloaded."
+            ) from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ControlError(f"cannot reach {self.place}: {str(error) or type(error).__name__}.") from error
+
+
+def refusal(answer: httpx.Response, connection: Connection) -> ControlError:
+    """The error for an answer that is not a success: `HTTP <code>: <what the server says>`."""
+    body = _parsed(answer)
+    text = (body.get("error") or body.get("detail")) if isinstance(body, dict) else None
+    if isinstance(body, dict) and isinstance(body.get("jobs"), list):
+        text = f"{text} It has {', '.join(map(str, body['jobs'][:10])) or 'none'}."
+    if text is None:
+        text = f"{answer.reason_phrase or 'no reason given'}; is {connection.place} a control server?"
+    remedy = ""
+    if answer.status_code == 401:
+        given = "the token given is not that of this server" if connection.token else "no token was given"
+        remedy = f" ({given}; the token is in the file auth_token of the job's registry entry)"
+    said = shortened(printable(str(text)), _LONGEST_REASON)
+    return ControlError(f"HTTP {answer.status_code}: {said}{remedy}", answer.status_code)
+
+
+def field_of(answer: Mapping[str, Any], name: str, kind: type, connection: Connection) -> Any:
+    """A field of an answer.
+
+    Raises:
+        ControlError: if it is missing or of another type.
+    """
+    value = answer.get(name)
+    if not isinstance(value, kind):
+        raise ControlError(f"the answer of {connection.place} has no {name!r}; is it a control server?")
+    return value
+
+
+def _json_of(answer: httpx.Response, connection: Connection) -> dict[str, Any]:
+    body = _parsed(answer)
+    if not isinstance(body, dict):
+        raise ControlError(
+            f"the answer of {connection.place} is not a JSON object; is it a control server?", answer.status_code
+        )
+    return body
+
+
+def _parsed(answer: httpx.Response) -> Any:
+    """The JSON of an answer; None for anything else."""
+    try:
+        return parse_json(answer.content, "the answer")
+    except DataError:
+        return None
+
+
+def _user() -> str:
+    """This user's name, for the log of decisions; nobody checks it."""
+    with suppress(OSError, KeyError):  # a container may have no name for its user
+        return quote(getpass.getuser(), safe=" @.-_+")
+    return ""

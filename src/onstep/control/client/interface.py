@@ -1,0 +1,156 @@
+"""Declares what a client of running jobs can do, and what it returns."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from onstep.control.feed import FeedEvent
+from onstep.control.registry import JobInfo
+
+
+@dataclass
+class ControlResponse:
+    """What became of a command."""
+
+    success: bool
+    """Whether the job queued the command; if the call waited, whether the job applied it."""
+    message: str
+    data: dict[str, Any] | None = None
+    """The server's answer; if the call waited, the ticket: `status`, `step`, `message`, `result`, ..."""
+    timestamp: float | None = None
+    """Unix time in seconds; None becomes the current time."""
+
+    def __post_init__(self) -> None:
+        self.timestamp = time.time() if self.timestamp is None else self.timestamp
+
+
+class TrainerControlClient(ABC):
+    """Sends commands to running jobs and reads what they report.
+
+    Every command has an argument `wait`: None returns as soon as the command is queued, a number of seconds waits until
+    the job has applied or refused it, `math.inf` without limit.
+    """
+
+    @abstractmethod
+    def send_command(
+        self, job_id: str, command: str, data: dict[str, Any] | None = None, wait: float | None = None
+    ) -> ControlResponse:
+        """Send a command, one of `onstep.control.commands.COMMANDS` or of the job's callbacks.
+
+        Raises:
+            ConfigError: if there is no such job. All else that fails is a response whose `success` is False.
+        """
+
+    @abstractmethod
+    def get_status(self, job_id: str) -> dict[str, Any]:
+        """The newest record and the status of a job; `{"error", "job_id", "status": "unknown"}` if it cannot be read.
+
+        Raises:
+            ConfigError: if there is no such job.
+        """
+
+    @abstractmethod
+    def list_jobs(self) -> list[JobInfo]:
+        """The jobs that are registered, newest first; some may have died without removing their entry."""
+
+    @abstractmethod
+    def wait(self, job_id: str, ticket_id: str, timeout: float | None = None) -> ControlResponse:
+        """Wait until the job has applied or refused a command; `ticket_id` is the `id` of the answer to it.
+
+        Args:
+            job_id: the job.
+            ticket_id: the `id` in the data of an earlier response.
+            timeout: seconds; None waits without limit.
+        """
+
+    @abstractmethod
+    def metrics(
+        self,
+        job_id: str,
+        names: Sequence[str] | None = None,
+        points: int = 1000,
+        since_step: int | None = None,
+    ) -> dict[str, Any]:
+        """The history of metrics, downsampled to about `points` a curve, minimum and maximum kept.
+
+        Returns `{"names", "num_points", "series": {name: {"step": [...], "value": [...], "time": [...]}}}`.
+
+        Raises:
+            ControlError: if the job cannot be reached or refuses.
+        """
+
+    @abstractmethod
+    def events(self, job_id: str, after: int = 0, kinds: Sequence[str] | None = None) -> Iterator[FeedEvent]:
+        """What the job reports from event `after` on, until it ends; reconnects after a lost connection.
+
+        The last event has the kind `end`.
+
+        Args:
+            job_id: the job.
+            after: the number of the last event that is known; 0 begins with the oldest that the job still has.
+            kinds: metrics, evaluation, decision, save, sample, command, status; None for all.
+
+        Raises:
+            ControlError: if the job cannot be reached any more without having reported its end.
+        """
+
+    def graceful_stop(self, job_id: str, wait: float | None = None) -> ControlResponse:
+        """Stop after the current step, with the final checkpoint."""
+        return self.send_command(job_id, "graceful_stop", wait=wait)
+
+    def save_checkpoint(self, job_id: str, wait: float | None = None) -> ControlResponse:
+        """Save a checkpoint after the current step."""
+        return self.send_command(job_id, "save_checkpoint", wait=wait)
+
+    def save_and_stop(self, job_id: str, wait: float | None = None) -> ControlResponse:
+        """Save a checkpoint after the current step, then stop."""
+        return self.send_command(job_id, "save_and_stop", wait=wait)
+
+    def abort(self, job_id: str, wait: float | None = None) -> ControlResponse:
+        """Stop after the current step without saving anything."""
+        return self.send_command(job_id, "abort", wait=wait)
+
+    def evaluate(self, job_id: str, wait: float | None = None) -> ControlResponse:
+        """Evaluate after the current step."""
+        return self.send_command(job_id, "evaluate", wait=wait)
+
+    def pause(self, job_id: str, wait: float | None = None) -> ControlResponse:
+        """Pause after the current step."""
+        return self.send_command(job_id, "pause", wait=wait)
+
+    def resume(self, job_id: str, wait: float | None = None) -> ControlResponse:
+        """Continue a paused run."""
+        return self.send_command(job_id, "resume", wait=wait)
+
+    def set_value(self, job_id: str, key: str, value: float | None, wait: float | None = None) -> ControlResponse:
+        """Change one of the job's settable values from the next step on; None restores the configured one."""
+        return self.send_command(job_id, "set", {"key": key, "value": value}, wait)
+
+    def skip_batch(self, job_id: str, count: int = 1, wait: float | None = None) -> ControlResponse:
+        """Read the batches of the next `count` steps without training on them."""
+        return self.send_command(job_id, "skip_batch", {"count": count}, wait)
+
+    def rollback(
+        self, job_id: str, step: int | None = None, lr_factor: float = 1.0, wait: float | None = None
+    ) -> ControlResponse:
+        """Go back to the newest checkpoint at or before `step`; None: the newest before the current step."""
+        return self.send_command(job_id, "rollback", {"step": step, "lr_factor": lr_factor}, wait)
+
+    def generate(
+        self, job_id: str, prompts: Sequence[str], max_new_tokens: int = 64, wait: float | None = 60.0
+    ) -> ControlResponse:
+        """Continue prompts with the current weights; the texts are in `data["result"]`."""
+        data = {"prompts": [prompts] if isinstance(prompts, str) else list(prompts), "max_new_tokens": max_new_tokens}
+        return self.send_command(job_id, "generate", data, wait)
+
+    def profile(self, job_id: str, steps: int = 3, wait: float | None = None) -> ControlResponse:
+        """Record the next steps with PyTorch's profiler, on every rank."""
+        return self.send_command(job_id, "profile", {"steps": steps}, wait)
+
+    def stacks(self, job_id: str, wait: float | None = 30.0) -> ControlResponse:
+        """The Python stacks of all threads of all ranks, in `data["result"]`, even if training hangs."""
+        return self.send_command(job_id, "stacks", wait=wait)

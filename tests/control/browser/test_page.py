@@ -219,5 +219,5 @@ def test_a_lost_connection_is_told_and_comes_back_by_itself(
     job.step(5)
     watched.page.context.set_offline(False)
     watched.until("document.querySelector('[data-chart=loss]').dataset.points >= 35")
-    assert watched.page.locator("#banner").is_hidden()
+    watched.page.locator("#banner").wait_for(state="hidden")
     watched.complaints[:] = [one for one in watched.complaints if "net::ERR_" not in one]

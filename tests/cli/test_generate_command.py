@@ -59,7 +59,7 @@ def test_a_run_without_final_weights_is_continued_from_its_newest_checkpoint(
     assert main([*GENERATE, "row", *ASKED]) == 1
     assert "runs/run has no weights: there is neither runs/run/model nor a checkpoint" in capsys.readouterr().err
     assert main(["generate", "runs", "row"]) == 1
-    assert "there is no run 'runs'. Did you mean 'run'? runs has run." in capsys.readouterr().err
+    assert "there is no run 'runs'. Did you mean 'run'? Available: run." in capsys.readouterr().err
 
 
 def test_learned_positions_do_not_limit_the_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,6 +76,21 @@ def test_streams_and_handlers_are_restored(make_state: Any, monkeypatch: pytest.
     assert terminal.shown() == ["unfinished"]
 
 
+def test_input_recognizes_the_terminal(make_state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`input` and `pdb` show their prompt only on a stream with the number of standard output."""
+    monkeypatch.setattr(Terminal, "fileno", lambda self: self.number)
+    terminals = {name: Terminal() for name in ("stdout", "stderr")}
+    for number, (name, terminal) in enumerate(terminals.items(), start=1):
+        terminal.number = number  # type: ignore[attr-defined]
+        monkeypatch.setattr(sys, name, terminal)
+    callback = ProgressCallback()
+    begin(callback, make_state)
+    assert sys.stdout is not terminals["stdout"]
+    assert [sys.stdout.fileno(), sys.stderr.fileno()] == [1, 2]
+    assert sys.stdout.isatty()
+    callback.on_train_end(None, make_state(), None)
+
+
 def test_a_stream_that_somebody_else_has_replaced_is_left_alone(
     make_state: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

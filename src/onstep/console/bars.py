@@ -101,7 +101,7 @@ class _Above:
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if stream.isatty() and not isinstance(stream, _AboveBars):
-                above = _AboveBars(self.bar_stream)
+                above = _AboveBars(self.bar_stream, stream)
                 self._replaced.append((name, stream, above))
                 setattr(sys, name, above)
         for handler in _stream_handlers():
@@ -125,8 +125,9 @@ class _Above:
 class _AboveBars(io.TextIOBase):
     """A terminal whose lines appear above the bars that are drawn on it."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, replaced: TextIO) -> None:
         self._wrapped = stream  # tqdm compares streams by this name
+        self._replaced = replaced
         self._pid = os.getpid()
         self._line = ""
 
@@ -155,8 +156,8 @@ class _AboveBars(io.TextIOBase):
         return self._wrapped.isatty()
 
     def fileno(self) -> int:
-        """The terminal's."""
-        return self._wrapped.fileno()
+        """That of the stream that it replaces, by which `input`, and so `pdb`, recognizes a terminal."""
+        return self._replaced.fileno()
 
     def writable(self) -> bool:
         """True."""

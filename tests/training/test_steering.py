@@ -216,6 +216,16 @@ def test_a_rollback_from_outside_is_repeated_too(make: Make) -> None:
     assert found["weights"] == expected["weights"]
 
 
+def test_a_checkpoint_before_a_repeated_request_does_not_lose_it(make: Make) -> None:
+    expected = trained(make("whole"), PLAN)
+    config = make("killed")
+    trained(config, PLAN, 8)  # dies at step 8; the newest checkpoint is of step 4
+    trained(config, {5: ("should_save", {})}, 2)  # saves after step 5, dies at step 6
+    found = trained(config, {9: PLAN[9]})
+    assert expected["weights"] is not None
+    assert found["weights"] == expected["weights"]
+
+
 def entry(step: int, flag: str, **details: Any) -> dict[str, Any]:
     return {"step": step, "flag": flag, "author": "a", "reason": "", "details": details}
 
@@ -241,6 +251,18 @@ def entry(step: int, flag: str, **details: Any) -> dict[str, Any]:
         ),
         ([entry(4, "saved", checkpoint_step=4), entry(5, "set", command_id="a")], 4, True, [5]),
         ([entry(4, "saved", checkpoint_step=4), entry(5, "stop", command_id="a")], 4, False, []),
+        ([entry(6, "set", command_id="a"), entry(5, "saved", checkpoint_step=5, to_repeat=["a"])], 5, False, [6]),
+        (  # saved in the background while the request was repeated
+            [
+                entry(6, "set", command_id="a"),
+                entry(5, "saved", checkpoint_step=4),
+                entry(6, "set", command_id="a", repeated=True),
+                entry(7, "saved", checkpoint_step=5),
+            ],
+            5,
+            False,
+            [6],
+        ),
     ],
 )
 def test_which_decisions_are_repeated(

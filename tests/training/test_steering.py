@@ -146,6 +146,15 @@ def test_a_rollback_from_outside_without_a_checkpoint_is_refused_and_training_co
     assert "no verified checkpoint of step 0 or earlier" in decisions(tmp_path)[1]["details"]["why"]
 
 
+def test_a_refused_rollback_takes_nothing_else_that_is_due_with_it() -> None:
+    state, manager, evaluated = small_state(train_iters=3), CallbackManager(), []
+    manager.add(Steers({2: ("rollback", {"to_step": None, "lr_factor": 1.0})}))
+    manager.register("on_step_end", lambda context: context.step == 2 and context.control.evaluate())
+    manager.register("on_eval_end", lambda context: evaluated.append(context.step))
+    run(state, manager, valid=eval_loader())
+    assert evaluated == [2]
+
+
 Make = Callable[[str], ConfigContainer]
 
 

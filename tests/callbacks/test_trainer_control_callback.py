@@ -171,6 +171,18 @@ def test_what_cannot_be_done_is_refused_with_the_reason(steered: Any) -> None:
     steered(talk)
 
 
+def test_checkpoints_that_a_rollback_has_put_aside_are_not_shown(steered: Any) -> None:
+    def talk(client: httpx.Client) -> None:
+        first = send(client, "save_checkpoint")["result"]["step"]
+        second = send(client, "save_checkpoint")["result"]["step"]
+        send(client, "pause")
+        assert status(client)["checkpoints"] == [first, second]
+        send(client, "rollback", step=first)
+        assert status(client)["checkpoints"] == [first]
+
+    steered(talk)
+
+
 def test_a_socket_that_only_its_owner_can_open_takes_the_place_of_the_port(steered: Any) -> None:
     def talk(client: httpx.Client) -> None:
         assert status(client)["status"] == "running"

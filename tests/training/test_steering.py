@@ -146,6 +146,15 @@ def test_a_rollback_from_outside_without_a_checkpoint_is_refused_and_training_co
     assert "no verified checkpoint of step 0 or earlier" in decisions(tmp_path)[1]["details"]["why"]
 
 
+def test_a_refused_rollback_takes_nothing_else_that_is_due_with_it() -> None:
+    state, manager, evaluated = small_state(train_iters=3), CallbackManager(), []
+    manager.add(Steers({2: ("rollback", {"to_step": None, "lr_factor": 1.0})}))
+    manager.register("on_step_end", lambda context: context.step == 2 and context.control.evaluate())
+    manager.register("on_eval_end", lambda context: evaluated.append(context.step))
+    run(state, manager, valid=eval_loader())
+    assert evaluated == [2]
+
+
 Make = Callable[[str], ConfigContainer]
 
 
@@ -216,6 +225,16 @@ def test_a_rollback_from_outside_is_repeated_too(make: Make) -> None:
     assert found["weights"] == expected["weights"]
 
 
+def test_a_checkpoint_before_a_repeated_request_does_not_lose_it(make: Make) -> None:
+    expected = trained(make("whole"), PLAN)
+    config = make("killed")
+    trained(config, PLAN, 8)  # dies at step 8; the newest checkpoint is of step 4
+    trained(config, {5: ("should_save", {})}, 2)  # saves after step 5, dies at step 6
+    found = trained(config, {9: PLAN[9]})
+    assert expected["weights"] is not None
+    assert found["weights"] == expected["weights"]
+
+
 def entry(step: int, flag: str, **details: Any) -> dict[str, Any]:
     return {"step": step, "flag": flag, "author": "a", "reason": "", "details": details}
 
@@ -241,6 +260,18 @@ def entry(step: int, flag: str, **details: Any) -> dict[str, Any]:
         ),
         ([entry(4, "saved", checkpoint_step=4), entry(5, "set", command_id="a")], 4, True, [5]),
         ([entry(4, "saved", checkpoint_step=4), entry(5, "stop", command_id="a")], 4, False, []),
+        ([entry(6, "set", command_id="a"), entry(5, "saved", checkpoint_step=5, to_repeat=["a"])], 5, False, [6]),
+        (  # saved in the background while the request was repeated
+            [
+                entry(6, "set", command_id="a"),
+                entry(5, "saved", checkpoint_step=4),
+                entry(6, "set", command_id="a", repeated=True),
+                entry(7, "saved", checkpoint_step=5),
+            ],
+            5,
+            False,
+            [6],
+        ),
     ],
 )
 def test_which_decisions_are_repeated(

@@ -181,6 +181,8 @@ class TrainerControlCallback(TrainerCallback):
             self.feed.update(status="paused" if self._is_paused else "running", paused_by=by)
         if request.flag == "rolled_back":
             self.feed.truncate(context.step)
+            kept = [step for step in self.feed.status.get("checkpoints", ()) if step <= context.step]
+            self.feed.update(checkpoints=kept)
         self._delivery.note_decision(request, context.step)
 
     def on_command(self, context: CallbackContext) -> None:

@@ -27,6 +27,9 @@ _REQUESTS: dict[str, tuple[str, ...]] = {
 _DONE_LATER = ("save_checkpoint", "save_and_stop", "evaluate", "rollback", "profile")
 """Commands whose outcome is known only after the decision."""
 
+_UNDONE = ("save_checkpoint", "evaluate", "rollback")
+"""Commands that the loop does not do any more after a rollback at the same step."""
+
 
 @dataclass
 class Delivery:
@@ -59,6 +62,8 @@ class Delivery:
     def note_decision(self, request: Request, step: int) -> None:
         """Note what the loop has decided about a command."""
         identity = request.details.get("command_id")
+        if request.flag == "rolled_back":
+            self._refuse_undone(identity, step)
         if identity is None or request.details.get("repeated"):
             return
         ticket = self._awaiting.pop(identity, None) or self._decided.get(identity)
@@ -72,6 +77,13 @@ class Delivery:
             self._settle(ticket, "applied", step, result={"to_step": request.details.get("to_step")})
         elif ticket.command not in _DONE_LATER:
             self._settle(ticket, "applied", step, result=_result_of(request))
+
+    def _refuse_undone(self, identity: str | None, step: int) -> None:
+        """Refuse what was decided at the step that a rollback undid: the loop does not do it any more."""
+        why = f"the run was rolled back to step {step} before this was done; send it again"
+        undone = [one for one in self._decided.values() if one.command in _UNDONE and one.id != identity]
+        for ticket in undone:
+            self._settle(ticket, "refused", ticket.step, why)
 
     def finish(self, commands: Iterable[str], result: Any, *, error: str = "") -> None:
         """Settle what was decided of these commands: it is done now."""

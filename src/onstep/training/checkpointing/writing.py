@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -34,6 +35,7 @@ from onstep.training.checkpointing.saved_states import DataPosition, RunComponen
 from onstep.training.checkpointing.starts import compare_identity, is_own
 from onstep.training.protocols import Trained, UserOptimizer, UserScheduler
 from onstep.training.run import Run
+from onstep.training.runs.steering import TO_REPEAT, Steering, ids_to_repeat
 from onstep.training.stages.agreement import write_decision
 from onstep.training.stages.best_metric import note_best_checkpoint
 from onstep.training.stages.progress_log import log_async_checkpoint_saved
@@ -328,7 +330,9 @@ class RunCheckpoints:
     def _notify_durable(self, saved: SavedCheckpoint) -> None:
         if self.state.cfg.checkpoint.async_save and self.state.cfg.logger.log_progress:
             log_async_checkpoint_saved(self.state, saved.step)
-        details = {"checkpoint_step": saved.step, "path": str(saved.path)}
+        details: dict[str, Any] = {"checkpoint_step": saved.step, "path": str(saved.path)}
+        if repeats := self.state.features.room(Steering).repeats:
+            details[TO_REPEAT] = ids_to_repeat(repeats)
         note_best_checkpoint(self.state, saved.step, saved.path)
         write_decision(self.state, Request("saved", "the loop", "", self.state.saving.save_reason, 0, details))
         self.notify.on_checkpoint_save(checkpoint_step=saved.step, checkpoint_path=str(saved.path))

@@ -18,6 +18,8 @@ REPEATED = ("set", "skip_batch", "rollback")
 """Requests from outside that change what is learned."""
 BATCHES_TO_SKIP = "batches_to_skip"
 """Key of `TrainState.overrides`: how many of the next steps only read their batches."""
+TO_REPEAT = "to_repeat"
+"""Of the decision `saved`: ids of the requests that were still to be repeated, so that the checkpoint lacks them."""
 _MOST_BYTES = 1 << 28
 
 
@@ -52,11 +54,19 @@ def decisions_after(path: Path, step: int, *, is_chosen: bool = False) -> deque[
     own = [at for at in saved if lines[at]["details"].get("checkpoint_step") == step]
     if is_chosen and saved and own[-1:] != saved[-1:]:
         return deque()
-    start = own[-1] if own else len(lines)
+    at_save = own[-1] if own else len(lines)
+    start = at_save
     while start > 0 and _step(lines[start - 1]) > step:  # made while the checkpoint was being written
         start -= 1
-    found = (one for one in lines[start:] if one.get("flag") in REPEATED)
-    return deque((_step(one), _request(one)) for one in found if _is_steered(one))
+    waiting = {_id(one) for one in lines[start:at_save]}
+    waiting.update(lines[at_save]["details"].get(TO_REPEAT, ()) if own else ())
+    found = (one for at, one in enumerate(lines) if at >= at_save or _id(one) in waiting)
+    return deque((_step(one), _request(one)) for one in found if one.get("flag") in REPEATED and _is_steered(one))
+
+
+def ids_to_repeat(repeats: Iterable[tuple[int, Request]]) -> list[str]:
+    """The ids of requests that a checkpoint does not contain, since they are still to be repeated."""
+    return [request.details["command_id"] for _, request in repeats]
 
 
 def _decisions(path: Path) -> Iterable[dict[str, Any]]:
@@ -75,6 +85,10 @@ def _decisions(path: Path) -> Iterable[dict[str, Any]]:
 
 def _is_steered(entry: dict[str, Any]) -> bool:
     return "command_id" in entry["details"] and not entry["details"].get("repeated")
+
+
+def _id(entry: dict[str, Any]) -> Any:
+    return entry["details"].get("command_id")
 
 
 def _step(entry: dict[str, Any]) -> int:

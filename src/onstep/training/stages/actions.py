@@ -107,8 +107,8 @@ def carry_out(job: Job) -> None:
     request = control.rollback_request
     if request is not None:
         control.rollback_request = None
-        roll_back(job, request)
-        return
+        if roll_back(job, request):
+            return
     on.after_agreement()
     if control.should_log:
         control.clear("should_log")
@@ -256,10 +256,10 @@ class RollBack:
         )
 
 
-def roll_back(job: Job, request: Request) -> None:
+def roll_back(job: Job, request: Request) -> bool:
     """Undo a bad step: load the newest verified checkpoint before it and continue with the data after it. Collective.
 
-    A request from outside that cannot be met is refused, and training continues.
+    A request from outside that cannot be met is refused, and training continues. Returns whether the step was undone.
 
     Raises:
         AnomalyError: if no such checkpoint exists, or after more than `anomaly.max_rollbacks` rollbacks.
@@ -273,7 +273,7 @@ def roll_back(job: Job, request: Request) -> None:
     if info is None and request.is_steered:
         why = {"refused": request.flag, "why": rollback.lacking}
         write_decision(run, replace(request, flag="refused", details=request.details | why))
-        return
+        return False
     if checkpoints is None or info is None:
         raise rollback.without_checkpoint()
     checkpoints.restore(info, job.trained)
@@ -287,6 +287,7 @@ def roll_back(job: Job, request: Request) -> None:
     record = {"rolled_back_from": rollback.bad_step, "anomaly": request.reason or str(request)}
     publish(run, {"epoch": run.trainer_state.epoch, **record}, job.notify)
     restart_interval(job)
+    return True
 
 
 def _checkpoint_to_load(run: Run, rollback: RollBack) -> CheckpointInfo | None:

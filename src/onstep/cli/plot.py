@@ -42,6 +42,7 @@ def plot(
         int | None, typer.Option(metavar="N", help="Window of the moving mean in points; 1: off; default: by length.")
     ] = None,
     log_scale: Annotated[bool, typer.Option("--log-scale", help="Logarithmic y axes.")] = False,
+    log_x: Annotated[bool, typer.Option("--log-x", help="Logarithmic x axes.")] = False,
     output: Picture = None,
     form: PictureFormat = None,
     compare: Annotated[
@@ -79,7 +80,7 @@ def plot(
     target = output_path(output, form, file_prefix(logs) + kind)
     options = {
         "x_axis": x_axis, "smooth_window": smooth, "log_scale": log_scale, "output_path": target, "title": title,
-        "ignore_outliers": ignore_outliers, "x_min": x_min, "x_max": x_max, "y_min": y_min, "y_max": y_max,
+        "ignore_outliers": ignore_outliers, "x_min": x_min, "x_max": x_max, "y_min": y_min, "y_max": y_max, "log_x": log_x,
     }  # fmt: skip
     if not grad_norm:
         options["perplexity"] = perplexity

@@ -79,8 +79,9 @@ def plot(
         kind = f"plot_{as_file_name('_'.join(names))}"
     target = output_path(output, form, file_prefix(logs) + kind)
     options = {
-        "x_axis": x_axis, "smooth_window": smooth, "log_scale": log_scale, "output_path": target, "title": title,
-        "ignore_outliers": ignore_outliers, "x_min": x_min, "x_max": x_max, "y_min": y_min, "y_max": y_max, "log_x": log_x,
+        "x_axis": x_axis, "smooth_window": smooth, "log_scale": log_scale, "log_x": log_x, "output_path": target,
+        "title": title, "ignore_outliers": ignore_outliers,
+        "x_min": x_min, "x_max": x_max, "y_min": y_min, "y_max": y_max,
     }  # fmt: skip
     if not grad_norm:
         options["perplexity"] = perplexity

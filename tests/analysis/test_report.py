@@ -145,8 +145,8 @@ def test_ten_long_runs_are_a_page_below_a_megabyte(tmp_path: Path) -> None:
                 "global_step": 3 * step,
                 "timestamp": 1e9 + 1.7 * step,
                 "total_tokens": 6144 * step,
-                **dict(zip(keys, row)),
-            }  # noqa: B905
+                **dict(zip(keys, row, strict=True)),
+            }
             for step, row in enumerate(noise)
         ]
         logs.append(log_of(records, name, path=str(tmp_path / name / "trainer_logs.json")))

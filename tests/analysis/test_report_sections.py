@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_machine_versions_and_code_are_shown(directory: Path) -> None:
     later = {"machine": {**machine, "host": "node2"}}
     write_run(directory, versions={"torch": "2.13.0"}, machine=machine, code=code, continued_with=later, started_at=1e9)
     cells = page_of(directory).texts["td"]
-    facts = dict(zip(cells, cells[1:], strict=False))
+    facts = dict(pairwise(cells))
     assert facts["code"] == "0123456789ab (trunk), with uncommitted changes"
     assert facts["GPUs"] == "2 x H200"
     assert (facts["host"], facts["torch"], facts["cpus"]) == ("node1", "2.13.0", "8")
@@ -127,3 +128,20 @@ def test_a_log_without_times_has_no_ledger(directory: Path) -> None:
     assert time_ledger(log_of(points("loss", [2.0, 1.0]))) is None
     assert "Where the time went" not in page_of(directory).texts["h2"]
     assert "Where the time went" in page_of(directory, list(run().records)).texts["h2"]
+
+
+def test_the_time_between_two_processes_of_a_run_is_told_apart(directory: Path) -> None:
+    records = [{"timestamp": 100.0 + step, "global_step": step, "loss": 1.0} for step in range(10)]
+    records += [{"timestamp": 1000.0 + step, "global_step": step, "loss": 1.0} for step in range(10, 20)]
+    ledger = time_ledger(log_of(records), 1001.0)
+    assert ledger is not None
+    assert ledger.seconds["stopped, before it was continued"] == 892.0
+    assert ledger.total == 919.0
+    write_run(directory, continued_at=1001.0)
+    assert "stopped, before it was continued" in page_of(directory, records).texts["td"]
+
+
+def test_a_file_that_may_not_be_read_is_named_in_the_notes(directory: Path) -> None:
+    (directory / "decisions.jsonl").symlink_to("/proc/self/mem")  # reading its first bytes fails, even for root
+    page = page_of(directory)
+    assert any("decisions.jsonl cannot be read: Input/output error" in note for note in page.texts["li"])

@@ -1,4 +1,4 @@
-"""Prepares the curves of runs for the charts of the report: grouped metrics, thinned to a budget of numbers."""
+"""Prepares the curves of runs for the charts of the report: grouped metrics, downsampled to a budget of numbers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def report_data(logs: Sequence[TrainingLog], labels: Sequence[str]) -> dict[str,
     `axes` has, for each axis but "step", a list of steps and one of values. A series is {run, points, missing, gaps,
     range, bulk, at, y}: `missing` is the number of values that are not finite, `gaps` the first steps of these; `range`
     and `bulk` are the lowest and highest y of all values and of those that are not outliers; `at` is the index of the
-    steps. A long curve is thinned to columns, of which `low`, `y` and `high` are the lowest, the mean and the highest
+    steps. A long curve is downsampled to columns, of which `low`, `y` and `high` are the lowest, the mean and the highest
     value; if it has spikes, `calm` are the means without them. A short one has `spikes`, the indices of its spikes.
     """
     known = list(NAMES)  # these come first; the rest in order of appearance
@@ -129,7 +129,7 @@ class _Run:
         notified = {
             name: _short(np.array(pair)) if pair and np.isfinite(pair).all() else None for name, pair in limits.items()
         }
-        curve = self._thinned(steps, y) if len(rows) > _PER_COLUMN * self._columns else self._whole(steps, y)
+        curve = self._downsampled(steps, y) if len(rows) > _PER_COLUMN * self._columns else self._whole(steps, y)
         gaps = _short(steps[np.isnan(y)][:_MOST_GAPS])
         counts = {"run": self._index, "points": len(rows), "missing": len(y) - len(finite), "gaps": gaps or []}
         return {**counts, **notified, **curve}
@@ -139,7 +139,7 @@ class _Run:
         curve = {"at": self._at(steps), "y": _short(y)}
         return {**curve, "spikes": found} if found else curve
 
-    def _thinned(self, steps: Values, y: Values) -> dict[str, Any]:
+    def _downsampled(self, steps: Values, y: Values) -> dict[str, Any]:
         """Columns of equally many steps; the first and the last point are columns of their own."""
         span = steps[-1] - steps[0]
         column = np.floor((steps - steps[0]) / (span if span > 0 else 1.0) * self._columns)

@@ -31,7 +31,7 @@ class TimeLedger:
     seconds: dict[str, float]
     """In words, in the order of display; all above 0."""
     is_measured: bool
-    """Whether `ThroughputMonitor` measured it; else only evaluations are told apart from the rest."""
+    """Whether `ThroughputMonitor` measured it; else only evaluations are known."""
 
     @property
     def total(self) -> float:
@@ -39,11 +39,16 @@ class TimeLedger:
         return sum(self.seconds.values())
 
 
-def time_ledger(log: TrainingLog) -> TimeLedger | None:
+def time_ledger(log: TrainingLog, continued_at: float | None = None) -> TimeLedger | None:
     """Where the time of the run went, time lost to rollbacks included; None if its log has no times.
 
     With `ThroughputMonitor`, the sum over its intervals. Otherwise, evaluations by their `eval_runtime`, and all other
-    time between the first and the last record; the time between two processes of the run counts as such, too.
+    time between the first and the last record.
+
+    Args:
+        log: The run.
+        continued_at: When its last process started (Unix seconds), if there was an earlier one; the time between the
+            two is listed separately.
     """
     measured = _measured(log)
     if measured:
@@ -51,10 +56,23 @@ def time_ledger(log: TrainingLog) -> TimeLedger | None:
     times = log.column("timestamp")
     times = times[np.isfinite(times)]
     wall = float(times.max() - times.min()) if len(times) else 0.0
-    evaluation = min(_sum(log.column(_EVAL_KEY)), wall)
-    found = {"steps, saving and everything else": wall - evaluation, "evaluation": evaluation}
+    stopped = _stopped(times, continued_at)
+    evaluation = min(_sum(log.column(_EVAL_KEY)), wall - stopped)
+    found = {
+        "steps, saving and everything else": wall - evaluation - stopped,
+        "evaluation": evaluation,
+        "stopped, before it was continued": stopped,
+    }
     known = {name: seconds for name, seconds in found.items() if seconds > 0}
     return TimeLedger(known, is_measured=False) if known else None
+
+
+def _stopped(times: NDArray[np.float64], continued_at: float | None) -> float:
+    """Seconds from the last record of the earlier process to the start of the last one."""
+    if continued_at is None:
+        return 0.0
+    before = times[times < continued_at]
+    return continued_at - float(before.max()) if 0 < len(before) < len(times) else 0.0
 
 
 def _measured(log: TrainingLog) -> dict[str, float]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, TypeVar
 
 from onstep.analysis.logs import decisions_log, samples_log
 from onstep.analysis.logs.run_status import run_record
@@ -20,7 +20,10 @@ from onstep.analysis.reports import sections
 from onstep.analysis.reports.charts_data import MOST_CHARTS, report_data
 from onstep.analysis.reports.comparison import Comparison, compare_runs
 from onstep.analysis.reports.ledger import time_ledger
+from onstep.analysis.reports.summary import as_number
 from onstep.errors import ConfigError, DataError
+
+T = TypeVar("T")
 
 
 def _asset(name: str) -> str:
@@ -92,13 +95,24 @@ def _details(logs: Sequence[TrainingLog], comparison: Comparison, left_out: int)
         remarks.append(
             f"{left_out:,} metrics beyond the first {MOST_CHARTS:,} have no chart; use onstep logs plot --metrics"
         )
-    decided = [list(decisions_log.read_decisions(place / decisions_log.FILE_NAME)) for place in places]
-    written = [samples_log.read_samples(place / samples_log.FILE_NAME) for place in places]
+    records = [run_record(place) for place in places]
+    ledgers = [time_ledger(log, as_number(one.get("continued_at"))) for log, one in zip(logs, records, strict=True)]
+    decided = [_readable(decisions_log.read_decisions, place / decisions_log.FILE_NAME, remarks) for place in places]
+    written = [_readable(samples_log.read_samples, place / samples_log.FILE_NAME, remarks) for place in places]
     parts = (
         sections.samples(labels, written),
-        sections.time(labels, [time_ledger(log) for log in logs]),
+        sections.time(labels, ledgers),
         sections.decisions(labels, decided),
-        sections.machines(labels, [run_record(place) for place in places]),
+        sections.machines(labels, records),
         sections.notes(remarks),
     )
     return "\n".join(filter(None, parts))
+
+
+def _readable(read: Callable[[Path], Iterable[T]], path: Path, remarks: list[str]) -> list[T]:
+    """What is in a file; nothing, and a remark, if it cannot be read."""
+    try:
+        return list(read(path))
+    except OSError as error:
+        remarks.append(f"{path} cannot be read: {error.strerror or error}")
+        return []

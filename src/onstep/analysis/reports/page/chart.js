@@ -132,7 +132,8 @@ class Chart {
     this.svg.addEventListener("pointermove", (event) => this.move(event));
     this.svg.addEventListener("pointerup", (event) => this.release(event));
     this.svg.addEventListener("pointercancel", () => this.leave());
-    this.svg.addEventListener("pointerleave", () => this.leave());
+    this.svg.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") this.leave(); });
+    document.addEventListener("pointerdown", (event) => { if (!this.node.contains(event.target)) this.leave(); });
     this.svg.addEventListener("dblclick", () => this.onZoom(null));
   }
 
@@ -147,7 +148,7 @@ class Chart {
     this.y = makeScale(yLow, yHigh, HEIGHT - ROOM.bottom, ROOM.top, view.logY);
     this.drawAxes(width, view);
     const clip = shape("clipPath", { id: this.clip }, shape("defs", {}, this.svg));
-    const inside = { x: ROOM.left, y: ROOM.top - 4, width: width - ROOM.left - ROOM.right, height: HEIGHT - ROOM.top - ROOM.bottom + 8 };
+    const inside = { x: ROOM.left - 4, y: ROOM.top - 4, width: width - ROOM.left - ROOM.right + 8, height: HEIGHT - ROOM.top - ROOM.bottom + 8 };
     shape("rect", inside, clip);
     const place = shape("g", { "clip-path": `url(#${this.clip})` }, this.svg);
     lines.forEach((line) => this.drawLine(line, place));

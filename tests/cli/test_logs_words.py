@@ -136,7 +136,6 @@ def test_killed_run_is_listed_as_such(project: Path, capsys: pytest.CaptureFixtu
 def test_file_that_cannot_be_written_is_reported_in_a_line(
     project: Path, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
-    if words[0] == "report":
     (project / "file").touch()
     assert refused(capsys, "logs", *words).splitlines()[-1].startswith("error: file")
 

@@ -62,8 +62,8 @@ def report_data(logs: Sequence[TrainingLog], labels: Sequence[str]) -> dict[str,
     `axes` has, for each axis but "step", a list of steps and one of values. A series is {run, points, missing, gaps,
     range, bulk, at, y}: `missing` is the number of values that are not finite, `gaps` the first steps of these; `range`
     and `bulk` are the lowest and highest y of all values and of those that are not outliers; `at` is the index of the
-    steps. A long curve is downsampled to columns, of which `low`, `y` and `high` are the lowest, the mean and the highest
-    value; if it has spikes, `calm` are the means without them. A short one has `spikes`, the indices of its spikes.
+    steps. A long curve is downsampled to columns, of which `low`, `y` and `high` are the lowest, the mean and the
+    highest value; if it has spikes, `calm` are the means without them. A short one has `spikes`, their indices.
     """
     known = list(NAMES)  # these come first; the rest in order of appearance
     metrics = list(dict.fromkeys(metric for log in logs for metric in metrics_of(log)))

@@ -21,6 +21,9 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "guide" / "gallery.md"
 ASSETS = ROOT / "docs" / "assets"
 
+_WIDTH = 1400
+"""Of a picture, in pixels."""
+
 SMALL = ("train.train_iters=300", "logger.log_interval=2", "validation.eval_interval=25", "run.output_dir=runs")
 RUNS = {
     "base": (),
@@ -130,8 +133,19 @@ def draw(runs: Sequence[str]) -> None:
 
     for one in PICTURES:
         _run(main, [*shlex.split(one.command)[1:], "-o", str(ASSETS / one.name)])
+        shrink(ASSETS / one.name)
     _run(main, ["logs", "report", *runs, "--title", "Learning rate and width", "-o", "report.html"])
     photograph(Path("report.html").absolute())
+
+
+def shrink(path: Path) -> None:
+    """Reduce a picture for print to what a page needs."""
+    from PIL import Image
+
+    with Image.open(path) as picture:
+        height = round(picture.height * _WIDTH / picture.width)
+        small = picture.convert("RGB").resize((_WIDTH, height), Image.Resampling.LANCZOS)
+    small.quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def photograph(report: Path) -> None:
@@ -149,6 +163,7 @@ def photograph(report: Path) -> None:
             shown.wait_for_timeout(500)
             shown.locator(".plot").first.hover()
             shown.screenshot(path=ASSETS / name)
+            shown.close()
         browser.close()
 
 

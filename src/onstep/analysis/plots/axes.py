@@ -116,7 +116,7 @@ def number_axis(axis: Axis, *, is_integer: bool = False, si_from: float = 1e6) -
 def log_axis(axis: Axis, low: float, high: float) -> None:
     """Set the ticks of a logarithmic axis from `low` to `high`, even if they are less than a decade apart."""
     decades = math.log10(high / low) if 0 < low < high else 1.0
-    if decades < 0.7:
+    if decades < 1:
         axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     else:
         axis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 4 else (1,)))

@@ -42,7 +42,7 @@ function linearTicks(low, high, count, whole) {
 /** Places 1, 2 and 5 of each decade; of many decades, fewer; of less than one, round places. */
 function logTicks(low, high, count) {
   const decades = Math.log10(high / low);
-  if (decades < 0.7) return linearTicks(low, high, count);
+  if (decades < 1) return linearTicks(low, high, count);
   const every = Math.max(1, Math.ceil(decades / count)), parts = decades <= count / 3 ? [1, 2, 5] : [1], found = [];
   for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power += every) {
     parts.forEach((part) => found.push(part * 10 ** power));

@@ -189,6 +189,12 @@ def test_charts_say_what_they_do_not_show_and_a_constant_is_not_zero(show: Calla
     assert not {"0", "1", "-1"} & set(labels), labels
 
 
+def test_the_first_evaluation_is_in_view_however_far_it_is_from_the_others(show: Callable[..., Watched]) -> None:
+    values = [250.0, *(10 + 0.1 * index for index in range(30))]
+    watched = show(log_of(points("eval_perplexity", values)))
+    assert watched.page.locator(".remark").all_text_contents() == [""]
+
+
 def test_the_moving_mean_of_the_page_is_that_of_the_figures(show: Callable[..., Watched]) -> None:
     values = [math.sin(index) for index in range(97)]
     values[30] = 1e9

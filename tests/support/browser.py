@@ -1,4 +1,4 @@
-"""A headless Chromium, and pages of it that notice what a page must not do: fixtures for conftest files."""
+"""A headless Chromium, and pages of it that notice what a page must not do: fixtures."""
 
 from __future__ import annotations
 

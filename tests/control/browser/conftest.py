@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from tests.control.browser.steered_job import Served, SteeredJob
-from tests.support.browser import Watched, chromium, new_page
+from tests.support.browser import Watched
 
 pytest.importorskip("starlette", reason="requires the control extra: pip install 'onstep[control]'")
-
-__all__ = ["Watched", "chromium", "new_page"]
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ function yRange(metric, lines, seen) {
     });
   });
   const whole = extent(inView, state.logY) || (state.logY ? [0.1, 1] : [0, 1]);
-  const bulk = state.bulk && !state.logY ? limits(metric, "bulk") : null;
+  const bulk = state.bulk && !state.logY && !metric.evaluation ? limits(metric, "bulk") : null;
   const low = bulk && bulk[1] > bulk[0] ? Math.max(whole[0], bulk[0]) : whole[0];
   const high = bulk && bulk[1] > bulk[0] ? Math.min(whole[1], bulk[1]) : whole[1];
   if (state.logY) return [low / Math.max((high / low) ** 0.05, 1.02), high * Math.max((high / low) ** 0.05, 1.02)];

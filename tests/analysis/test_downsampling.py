@@ -7,7 +7,12 @@ import math
 import numpy as np
 import pytest
 
-from onstep.analysis.plots.smoothing import column_means, downsample
+from onstep.analysis.plots.smoothing import column_means, downsampled_rows
+
+
+def downsample(x: np.ndarray, y: np.ndarray, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    rows = downsampled_rows(x, y, columns)
+    return x[rows], y[rows]
 
 
 @pytest.fixture

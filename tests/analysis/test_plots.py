@@ -397,3 +397,38 @@ def test_tick_labels_of_neighbours_differ() -> None:
         labels = ShortNumbers().format_ticks(values)
         assert all(one != other for one, other in pairwise(labels)), labels
     assert LogNumbers().format_ticks([1e-5, 0.1, 20, 1e6]) == ["1e-5", "0.1", "20", "1e6"]
+
+
+def test_a_logarithmic_x_axis_shows_the_first_steps() -> None:
+    [axes] = plot_training_metrics(run(), ["loss"], log_x=True).axes
+    low, high = axes.get_xlim()
+    assert axes.get_xscale() == "log"
+    assert 5 < low < 10
+    assert 1000 < high < 1500
+    assert {text.get_text() for text in axes.get_xticklabels()} >= {"10", "100", "1000"}
+
+
+def test_a_point_at_zero_is_left_out_of_a_logarithmic_x_axis() -> None:
+    [axes] = plot_training_metrics(run(), ["loss"], x_axis="time", log_x=True, smooth_window=1).axes
+    assert axes.get_xscale() == "log"
+    assert axes.lines[0].get_xdata()[0] == 0.5
+
+
+def test_a_logarithmic_x_axis_of_a_long_run_has_its_first_steps_point_by_point() -> None:
+    values = (5 / np.arange(1, 100_001)).tolist()
+    [axes] = plot_training_metrics(log_of(points("loss", values)), ["loss"], log_x=True, smooth_window=1).axes
+    assert axes.lines[0].get_xdata()[:50].tolist() == list(range(1, 51))
+    assert len(axes.lines[0].get_xdata()) < 10_000
+
+
+@pytest.mark.parametrize("bounds", [{"x_min": 0.0}, {"x_max": -3.0}])
+def test_bounds_that_a_logarithmic_x_axis_cannot_have_are_refused(bounds: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="must be > 0 on a logarithmic axis"):
+        plot_loss_curves(run(), log_x=True, **bounds)
+
+
+def test_two_runs_with_the_same_first_loss_start_at_the_same_place() -> None:
+    logs = [log_of(points("loss", (5.55 * np.exp(-np.arange(300) / scale)).tolist())) for scale in (8, 60)]
+    [axes] = plot_training_metrics(logs, ["loss"]).axes
+    smooth = [line for line in axes.lines if line.get_linewidth() > 1]
+    assert [float(line.get_ydata()[0]) for line in smooth] == [5.55, 5.55]

@@ -13,10 +13,10 @@ from onstep.analysis.plots.smoothing import automatic_window, spikes
 
 def reference(values: list[float], window: int) -> list[float]:
     """The definition, point by point."""
-    half = window // 2
     means = []
     for index, value in enumerate(values):
-        near = [one for one in values[max(index - half, 0) : index + half + 1] if math.isfinite(one)]
+        half = min(window // 2, index)
+        near = [one for one in values[index - half : index + half + 1] if math.isfinite(one)]
         means.append(sum(near) / len(near) if math.isfinite(value) else value)
     return means
 
@@ -64,7 +64,7 @@ def test_a_lone_spike_counts_in_no_mean() -> None:
     values[77] = 1e20
     left_out = spikes(values, 20)
     assert np.flatnonzero(left_out).tolist() == [77]
-    assert smooth_values(values, 20, left_out) == pytest.approx(np.full(200, 2.02), abs=0.01)
+    assert smooth_values(values, 20, left_out)[2:] == pytest.approx(np.full(198, 2.02), abs=0.01)
     assert not spikes(values, 1).any()
 
 
@@ -74,3 +74,23 @@ def test_a_stretch_far_outside_is_no_spike(where: slice) -> None:
     values[where] = 50.0
     assert not spikes(values, 40).any()
     assert smooth_values(values, 40, spikes(values, 40))[where].max() > 45
+
+
+def test_a_smoothed_curve_starts_where_the_data_starts() -> None:
+    fast, slow = (5.55 * np.exp(-np.arange(200) / scale) for scale in (5, 50))
+    means = [smooth_values(curve, automatic_window(200)) for curve in (fast, slow)]
+    assert [float(one[0]) for one in means] == [5.55, 5.55]
+    assert means[0][1] == pytest.approx(fast[:3].mean())
+
+
+def test_a_straight_line_stays_one_at_its_start() -> None:
+    line = np.arange(100.0, 0.0, -1.0)
+    assert smooth_values(line, 21)[:90] == pytest.approx(line[:90])
+
+
+def test_a_huge_first_value_spoils_only_the_means_that_it_belongs_to() -> None:
+    values = np.full(100, 0.1)
+    values[3] = 1e20
+    means = smooth_values(values, 21)
+    assert means[:2] == pytest.approx([0.1, 0.1])
+    assert means[14:] == pytest.approx(np.full(86, 0.1))

@@ -171,7 +171,6 @@ def test_compare_takes_a_directory_of_runs_and_writes_files(project: Path, capsy
 
 
 def test_report_writes_a_page(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("plotly")
     assert onstep(capsys, "logs", "report") == "tmp/fast_report.html"
     words = ["logs", "report", "fast", "slow", "--title", "Both", "--labels", "A,B", "-o", "both.html"]
     assert onstep(capsys, *words) == "both.html"

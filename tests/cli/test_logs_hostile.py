@@ -101,7 +101,6 @@ def test_hostile_numbers_of_options_are_named(
 
 
 def test_names_and_values_cannot_become_part_of_the_report() -> None:
-    pytest.importorskip("plotly")
     attack = "</script><script>alert(1)</script>"
     records = [step_record(step, **{f"eval_{attack}": 1.0, f"eval_\ud800{attack}_loss": 2.0}) for step in range(4)]
     path = write_log(records)

@@ -96,7 +96,6 @@ def test_a_directory_of_runs_is_all_of_them_or_the_newest_which_is_reported(
 
 
 def test_a_report_of_a_directory_is_about_all_its_runs(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("plotly")
     assert captured(capsys, "logs", "report", "runs")[0] == "tmp/comparison_report.html\n"
     page = Path("tmp/comparison_report.html").read_text()
     assert all(f'"label":"{name}"' in page for name in ("new", "old"))
@@ -137,8 +136,6 @@ def test_killed_run_is_listed_as_such(project: Path, capsys: pytest.CaptureFixtu
 def test_file_that_cannot_be_written_is_reported_in_a_line(
     project: Path, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
-    if words[0] == "report":
-        pytest.importorskip("plotly")
     (project / "file").touch()
     assert refused(capsys, "logs", *words).splitlines()[-1].startswith("error: file")
 

@@ -43,6 +43,7 @@ def plot(
         int | None, typer.Option(metavar="N", help="Window of the moving mean in points; 1: off; default: by length.")
     ] = None,
     log_scale: Annotated[bool, typer.Option("--log-scale", help="Logarithmic y axes.")] = False,
+    log_x: Annotated[bool, typer.Option("--log-x", help="Logarithmic x axes.")] = False,
     output: Picture = None,
     form: PictureFormat = None,
     compare: Annotated[
@@ -79,8 +80,9 @@ def plot(
         kind = f"plot_{as_file_name('_'.join(names))}"
     target = output_path(output, form, file_prefix(logs) + kind)
     options = {
-        "x_axis": x_axis, "smooth_window": smooth, "log_scale": log_scale, "output_path": target, "title": title,
-        "ignore_outliers": ignore_outliers, "x_min": x_min, "x_max": x_max, "y_min": y_min, "y_max": y_max,
+        "x_axis": x_axis, "smooth_window": smooth, "log_scale": log_scale, "log_x": log_x, "output_path": target,
+        "title": title, "ignore_outliers": ignore_outliers,
+        "x_min": x_min, "x_max": x_max, "y_min": y_min, "y_max": y_max,
     }  # fmt: skip
     if not grad_norm:
         options["perplexity"] = perplexity
@@ -138,9 +140,9 @@ def report(
     edit: Annotated[bool, typer.Option("--edit", "-e", help="Open the page in $VISUAL, $EDITOR or a browser.")] = False,
     show: Annotated[bool, typer.Option(help="Open the page in the browser.")] = False,
 ) -> None:
-    """Write an HTML report: a chart for each metric, a summary, and the differences in configuration.
+    """Write an HTML report: charts, summary, configuration differences, text samples, decisions, times, machines.
 
-    The report is one self-contained file that works offline. Requires plotly: pip install 'onstep[reports]'
+    The report is one self-contained file that works offline, below 1 MB for ten runs.
     """
     from onstep.analysis.logs.training_log import natural_order
     from onstep.analysis.reports.report import write_report

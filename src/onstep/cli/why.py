@@ -3,47 +3,29 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from onstep.analysis.logs.lines import BLANK, FileSource
-from onstep.analysis.logs.record_file import decoded
+from onstep.analysis.logs.decisions_log import (
+    EVERYDAY,
+    FILE_NAME,
+    Decision,
+    by_whom,
+    decision_lines,
+    details_of,
+    read_decisions,
+)
 from onstep.analysis.logs.run_status import run_record
 from onstep.analysis.text_tables import printable
-from onstep.cli.cells import counted, time_shown
+from onstep.cli.cells import time_shown
 from onstep.cli.runs import RUNS, find_named, not_found, run_names
 from onstep.errors import ConfigError
 
-Decision = dict[str, Any]
-
-_WHAT = {
-    "should_training_stop": "stop",
-    "should_abort_without_save": "abort, without a final save",
-    "should_epoch_stop": "end of the epoch",
-    "should_save": "save",
-    "should_evaluate": "evaluation",
-    "should_log": "log",
-    "skip": "update skipped",
-    "rollback": "rollback decided",
-    "rolled_back": "rolled back",
-    "skip_batch": "batches skipped",
-    "pause": "paused",
-    "resume": "resumed",
-    "command": "command",
-    "refused": "refused",
-    "set": "value set",
-    "saved": "checkpoint saved",
-    "raised": "ended with an error",
-    "rerun_exit": "exited because a result may be wrong",
-}
 _ENDING = ("should_training_stop", "should_abort_without_save", "rerun_exit", "raised")
 """Flags that end a run."""
-_EXITS = {"16": " (restart, on another device if possible)", "17": " (the fault is known)"}
-_EVERYDAY = ("should_log", "should_evaluate")
-"""Shown only with `--step`."""
 _STATUS = {
     "running": "is running, or was killed",
     "completed": "completed",
@@ -82,7 +64,7 @@ def why(
     if len(words) != 1:
         raise typer.BadParameter(f"expected one run, got {' '.join(words) or 'none'}.", param_hint="RUN")
     directory = find_run(words[0])
-    path = directory / "decisions.jsonl"
+    path = directory / FILE_NAME
     for line in [headline(directory, read_decisions(path)), *explain(read_decisions(path), step)]:
         print(printable(line))
 
@@ -114,21 +96,11 @@ def find_run(run: str) -> Path:
     Raises:
         ConfigError: when there is none; the message suggests a similar name.
     """
-    found = find_named(run, lambda one: (one / "run.json").is_file() or (one / "decisions.jsonl").is_file())
+    found = find_named(run, lambda one: (one / "run.json").is_file() or (one / FILE_NAME).is_file())
     if found is not None:
         return found
     parent = RUNS if len(Path(run).parts) == 1 else Path(run).parent
     raise ConfigError(f"there is no run {run!r}.{not_found(run, run_names(parent), f' {parent} has no runs.')}")
-
-
-def read_decisions(path: Path) -> Iterator[Decision]:
-    """The decisions in the order they were written; a line torn by a crash, or too long, is skipped."""
-    if not path.is_file():
-        return
-    for piece in FileSource(path).pieces():
-        for line in [] if piece.is_too_long else piece.lines:
-            if isinstance(decision := decoded(line.strip(BLANK)), dict):
-                yield decision
 
 
 def headline(directory: Path, decisions: Iterable[Decision]) -> str:
@@ -140,7 +112,7 @@ def headline(directory: Path, decisions: Iterable[Decision]) -> str:
     started = content.get("continued_at", content.get("started_at"))
     ending = deque((one for one in decisions if one.get("flag") in _ENDING and _is_since(one, started)), maxlen=1)
     if status in ("stopped", "preempted", "paused", "failed") and ending:
-        line += f" The last decision to stop: {_by_whom(ending[0]).removesuffix('.')}."
+        line += f" The last decision to stop: {by_whom(ending[0]).removesuffix('.')}."
     error = content.get("error")
     return f"{line} {error}" if error else line
 
@@ -148,9 +120,9 @@ def headline(directory: Path, decisions: Iterable[Decision]) -> str:
 def explain(decisions: Iterable[Decision], step: int | None = None) -> list[str]:
     """One entry per decision, for one step or all; logs and evaluations only for a given step."""
     if step is None:
-        chosen = [one for one in decisions if one.get("flag") not in _EVERYDAY]
+        chosen = [one for one in decisions if one.get("flag") not in EVERYDAY]
     else:  # includes later decisions about it: the device reports a bad step with a delay
-        chosen = [one for one in decisions if step in (one.get("step"), _details(one).get("bad_step"))]
+        chosen = [one for one in decisions if step in (one.get("step"), details_of(one).get("bad_step"))]
     if not chosen:
         return ["No decisions are recorded." if step is None else f"Nothing was decided at step {step}."]
     return [line for one in chosen for line in _lines(one)]
@@ -167,57 +139,3 @@ def _lines(decision: Decision) -> list[str]:
     first, *rest = decision_lines(decision)
     when = time_shown(decision.get("timestamp")) or "no time"
     return [f"step {decision.get('step', '?')}: {first} ({when})", *rest]
-
-
-def decision_lines(decision: Decision) -> list[str]:
-    """A decision in words, without its step and time; what belongs to it is in the lines after the first."""
-    flag, details = str(decision.get("flag", "?")), _details(decision)
-    what = _WHAT.get(flag, flag)
-    if flag == "command":
-        what = str(details.get("command"))
-    if flag == "skip_batch":
-        what = f"the batches of {counted(details.get('count', 1), 'step')} skipped"
-    if flag == "refused":
-        what = f"{details.get('refused', 'a request')} refused ({details.get('why')})"
-    if flag == "set":
-        value = details.get("value")
-        what = f"{details.get('key')} set to {'the configured value' if value is None else value}"
-    if flag == "saved":
-        what = f"checkpoint of step {details.get('checkpoint_step')} saved"
-    if flag == "rolled_back":
-        what = f"rolled back to step {details.get('to_step')}"
-    lines = [f"{what}, {_by_whom(decision)}"]
-    if flag in ("skip", "rollback", "should_training_stop", "raised") and "anomaly" in details:
-        lines.append(f"    loss {details.get('loss')}, gradient norm {details.get('grad_norm')}")
-    if flag in ("skip", "rollback") and details.get("sample_ids") is not None:
-        lines.append(f"    skipped from the next epoch on: samples {_shortened(details['sample_ids'])}")
-    if flag == "raised" and details.get("sample_ids") is not None:
-        lines.append(f"    the update was not applied; samples {_shortened(details['sample_ids'])}")
-    if flag == "rerun_exit":
-        saved = "with a checkpoint from before the step" if details.get("checkpoint") else "without a checkpoint"
-        lines.append(
-            f"    exit code {details.get('exit_code')}{_EXITS.get(str(details.get('exit_code')), '')}; {saved}"
-        )
-    if flag == "rolled_back":
-        factor = details.get("lr_factor", 1.0)
-        rate = "" if factor == 1.0 else f"; the learning rate is multiplied by {factor}"
-        lines.append(f"    the data continues after step {details.get('bad_step')}{rate}")
-    return lines
-
-
-def _by_whom(decision: Decision) -> str:
-    event, rank, reason = decision.get("event"), decision.get("rank", 0), decision.get("reason")
-    where = f" during {event}" if event else ""
-    on = f" on rank {rank}" if rank else ""
-    return f"by {decision.get('author', 'unknown')}{where}{on}" + (f": {reason}" if reason else "")
-
-
-def _details(decision: Decision) -> dict[str, Any]:
-    details = decision.get("details")
-    return details if isinstance(details, dict) else {}
-
-
-def _shortened(ids: Any, most: int = 12) -> str:
-    if not isinstance(ids, list) or len(ids) <= most:
-        return str(ids)
-    return f"{ids[:most]} and {len(ids) - most} more"

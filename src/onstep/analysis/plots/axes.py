@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import Formatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from onstep.analysis.plots.series import MOST_DRAWN, PlotOptions, Shape, Values, has_outliers, is_loss
-from onstep.analysis.plots.smoothing import downsample, outlier_limits
+from onstep.analysis.plots.smoothing import downsampled_rows, outlier_limits
 from onstep.analysis.text_tables import shortened
 
 Dash = Literal["-", "--", ":"]
@@ -116,7 +116,7 @@ def number_axis(axis: Axis, *, is_integer: bool = False, si_from: float = 1e6) -
 def log_axis(axis: Axis, low: float, high: float) -> None:
     """Set the ticks of a logarithmic axis from `low` to `high`, even if they are less than a decade apart."""
     decades = math.log10(high / low) if 0 < low < high else 1.0
-    if decades < 0.7:
+    if decades < 1:
         axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     else:
         axis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 4 else (1,)))
@@ -209,13 +209,12 @@ def draw(axes: Axes, shape: Shape, look: Look, label: str) -> None:
     """Draw a curve: a line, with markers if there are few points; a smoothed line has the raw line faintly below."""
     if len(shape.raw) == 0:
         return
-    x = shape.raw.x
     faint = shape.smoothed is not None
     if faint:
-        axes.plot(*downsample(x, shape.raw.y), color=look.colour, linewidth=0.7, alpha=0.28, zorder=2)
+        axes.plot(*_few(shape, shape.raw.y), color=look.colour, linewidth=0.7, alpha=0.28, zorder=2)
     has_markers = len(shape.raw) <= _MARKERS_UP_TO
     axes.plot(
-        *downsample(x, shape.shown),
+        *_few(shape, shape.shown),
         color=look.colour,
         linestyle=look.dash,
         linewidth=1.8 if faint or has_markers else 1.2,
@@ -227,8 +226,16 @@ def draw(axes: Axes, shape: Shape, look: Look, label: str) -> None:
         zorder=3,
     )
     if not has_markers:
-        _draw_alone(axes, *downsample(x, shape.raw.y), look)
-    _mark_gaps(axes, x[np.isnan(shape.raw.y) & shape.is_inside], look)
+        _draw_alone(axes, *_few(shape, shape.raw.y), look)
+    _mark_gaps(axes, shape.raw.x[np.isnan(shape.raw.y) & shape.is_inside], look)
+
+
+def _few(shape: Shape, y: Values) -> tuple[Values, Values]:
+    """The points that yield the same picture, at the resolution of the axis."""
+    x = shape.raw.x
+    is_log = shape.log_x and len(x) > 0 and x[0] > 0
+    rows = downsampled_rows(np.log10(x) if is_log else x, y)
+    return x[rows], y[rows]
 
 
 def finish_axes(axes: Axes, shapes: Sequence[Shape], options: PlotOptions, *, neighbours: Sequence[Shape] = ()) -> None:
@@ -238,7 +245,7 @@ def finish_axes(axes: Axes, shapes: Sequence[Shape], options: PlotOptions, *, ne
     axes.margins(x=0.02)
     if options.x_min is not None and options.x_max is not None:
         axes.set_xlim(options.x_min, options.x_max)
-    number_axis(axes.xaxis, is_integer=options.x_axis == "step", si_from=1e6 if options.x_axis == "step" else 1e4)
+    _scale_x(axes, [*shapes, *neighbours], options)
     name = _X_NAMES.get(options.x_axis, "time (hours)" if options.in_hours else "time (minutes)")
     axes.set_xlabel(name, color=TEXT_COLOUR, fontsize=FONT_SIZE)
     note = _note(axes, shapes)
@@ -250,6 +257,21 @@ def finish_axes(axes: Axes, shapes: Sequence[Shape], options: PlotOptions, *, ne
         axes.text(
             0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=QUIET_COLOUR, fontsize=FONT_SIZE
         )
+
+
+def _scale_x(axes: Axes, shapes: Sequence[Shape], options: PlotOptions) -> None:
+    """Set the scale and the ticks of the x axis; logarithmic ones need a positive x."""
+    known = [shape.inside.x for shape in shapes if len(shape.inside)]
+    if not options.log_x or not any(x[-1] > 0 for x in known):
+        is_step = options.x_axis == "step"
+        number_axis(axes.xaxis, is_integer=is_step, si_from=1e6 if is_step else 1e4)
+        return
+    axes.set_xscale("log", nonpositive="mask")
+    if options.x_min is None:
+        low, high = min(float(x[x > 0][0]) for x in known if x[-1] > 0), max(float(x[-1]) for x in known)
+        room = max((high / low) ** 0.02, 1.02)
+        axes.set_xlim(low / room, high * room)
+    log_axis(axes.xaxis, *axes.get_xlim())
 
 
 def add_legend(figure: Figure, handles: Sequence[Line2D], labels: Sequence[str]) -> None:

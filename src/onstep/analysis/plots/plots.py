@@ -64,6 +64,7 @@ def plot_training_metrics(
     x_max: float | None = None,
     y_min: float | None = None,
     y_max: float | None = None,
+    log_x: bool = False,
 ) -> Figure:
     """Plot one axes per metric, in two columns, with a curve per run.
 
@@ -86,6 +87,7 @@ def plot_training_metrics(
         x_max: Upper limit of the x axis.
         y_min: Lower limit of every y axis; overrides the data and `ignore_outliers`.
         y_max: Upper limit of every y axis.
+        log_x: Whether the x axes are logarithmic; a point at 0 is left out.
 
     Returns:
         The figure, a `matplotlib.figure.Figure` that is not registered with pyplot.
@@ -97,7 +99,7 @@ def plot_training_metrics(
     """
     options = PlotOptions(
         x_axis, smooth_window, log_scale, output_path, figsize, show, title, ignore_outliers, perplexity,
-        x_min, x_max, y_min, y_max,
+        x_min, x_max, y_min, y_max, log_x,
     )  # fmt: skip
     logs = _as_list(logs)
     return _draw_grid(logs, default_metrics(logs, x_axis) if metrics is None else list(metrics), options)
@@ -118,6 +120,7 @@ def plot_loss_curves(
     x_max: float | None = None,
     y_min: float | None = None,
     y_max: float | None = None,
+    log_x: bool = False,
 ) -> Figure:
     """Plot the losses: for a single run with its learning rate, for several with training and validation side by side.
 
@@ -125,7 +128,7 @@ def plot_loss_curves(
     """
     options = PlotOptions(
         x_axis, smooth_window, log_scale, output_path, figsize, show, title, ignore_outliers, perplexity,
-        x_min, x_max, y_min, y_max,
+        x_min, x_max, y_min, y_max, log_x,
     )  # fmt: skip
     logs = _as_list(logs)
     if len(logs) == 1:
@@ -148,6 +151,7 @@ def plot_grad_norm(
     x_max: float | None = None,
     y_min: float | None = None,
     y_max: float | None = None,
+    log_x: bool = False,
 ) -> Figure:
     """Plot the gradient norm before clipping; for a single run, also its maximum between logged steps, if logged.
 
@@ -155,7 +159,7 @@ def plot_grad_norm(
     """
     options = PlotOptions(
         x_axis, smooth_window, log_scale, output_path, figsize, show, title, ignore_outliers, False,
-        x_min, x_max, y_min, y_max,
+        x_min, x_max, y_min, y_max, log_x,
     )  # fmt: skip
     logs = _as_list(logs)
     if len(logs) > 1:

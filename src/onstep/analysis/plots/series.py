@@ -215,6 +215,7 @@ class PlotOptions:
     x_max: float | None = None
     y_min: float | None = None
     y_max: float | None = None
+    log_x: bool = False
     in_hours: bool = False
     """Whether the axis "time", including curves and bounds, is in hours instead of minutes."""
 
@@ -226,8 +227,16 @@ class PlotOptions:
         check_range("y", self.y_min, self.y_max)
         check_figsize(self.figsize)
         for name, bound in (("y_min", self.y_min), ("y_max", self.y_max)):
-            if self.log_scale and bound is not None and bound <= 0:
-                raise ConfigError(f"{name} must be > 0 on a logarithmic axis, got {bound:g}.")
+            if self.log_scale:
+                _check_positive(name, bound)
+        for name, bound in (("x_min", self.x_min), ("x_max", self.x_max)):
+            if self.log_x:
+                _check_positive(name, bound)
+
+
+def _check_positive(name: str, bound: float | None) -> None:
+    if bound is not None and bound <= 0:
+        raise ConfigError(f"{name} must be > 0 on a logarithmic axis, got {bound:g}.")
 
 
 def check_range(name: str, low: float | None, high: float | None) -> None:
@@ -270,6 +279,8 @@ class Shape:
     """Replaces `raw.y`; None if not smoothed."""
     is_inside: NDArray[np.bool_]
     """Mask of the points of `raw` between the bounds of the x axis."""
+    log_x: bool = False
+    """Whether the x axis is logarithmic; all x are then positive, unless none is."""
 
     @property
     def shown(self) -> Values:
@@ -296,10 +307,14 @@ def shaped(curve: Curve, metric: str, options: PlotOptions) -> Shape:
     if options.perplexity and is_loss(metric):
         curve = replace(curve, y=_perplexity(curve.y))
         smoothed = None if smoothed is None else _perplexity(smoothed)
+    first = int(np.searchsorted(curve.x, 0.0, side="right")) if options.log_x else 0
+    if 0 < first < len(curve):  # only now, since the moving mean starts with the first point
+        curve = Curve(curve.x[first:], curve.y[first:])
+        smoothed = None if smoothed is None else smoothed[first:]
     seen = curve.within(options.x_min, options.x_max)
     if smoothed is not None:
         smoothed = Curve(curve.x, smoothed).within(options.x_min, options.x_max).y
-    return Shape(metric, seen, smoothed, seen.inside(options.x_min, options.x_max))
+    return Shape(metric, seen, smoothed, seen.inside(options.x_min, options.x_max), options.log_x)
 
 
 def with_x_bounds(options: PlotOptions, curves: Iterable[Curve]) -> PlotOptions:
@@ -321,6 +336,9 @@ def with_x_bounds(options: PlotOptions, curves: Iterable[Curve]) -> PlotOptions:
         )
     low = least if options.x_min is None else options.x_min
     high = most if options.x_max is None else options.x_max
+    if options.log_x:
+        low = min((float(one.x[one.x > 0][0]) for one in known if one.x[-1] > 0), default=low)
+        return replace(options, x_min=options.x_min or low, x_max=high)
     room = _X_ROOM * (high - low) or 0.05 * abs(high) or 0.5
     low = low - room if options.x_min is None else low
     return replace(options, x_min=low, x_max=high + room if options.x_max is None else high)

@@ -49,9 +49,11 @@ SMOOTHING_SHARE = 25
 def smooth_values(
     values: Sequence[float] | Values, window_size: int, left_out: NDArray[np.bool_] | None = None
 ) -> Values:
-    """Centered moving mean of `values`, over `window_size // 2` neighbors on either side and fewer at the edges.
+    """Centered moving mean of `values`, over `window_size // 2` neighbors on either side.
 
-    A window of 10 therefore averages 11 points. Values that are not finite are unchanged and excluded from all means.
+    A window of 10 therefore averages 11 points. At the start it narrows on both sides, so that the curve starts at its
+    first value instead of at the mean of half a window, far below it where a loss falls quickly; at the end it has
+    fewer neighbors on the right. Values that are not finite are unchanged and excluded from all means.
 
     Args:
         values: Shape (num_points,).
@@ -64,8 +66,8 @@ def smooth_values(
     is_finite = np.isfinite(array)
     counted = is_finite if left_out is None else is_finite & ~left_out
     width = _width(window_size)
-    sums = _window_sums(np.where(counted, array, 0.0), width)
-    counts = _window_sums(counted.astype(np.float64), width)
+    sums = _narrowing_sums(np.where(counted, array, 0.0), width)
+    counts = _narrowing_sums(counted.astype(np.float64), width)
     return np.where(is_finite & (counts > 0), sums / np.maximum(counts, 1.0), array)
 
 
@@ -111,14 +113,16 @@ def _window_sums(values: Values, width: int) -> Values:
     return np.where(first % width == 0, to_end[:num], to_end[:num] + from_start[first + width - 1])
 
 
+def _narrowing_sums(values: Values, width: int) -> Values:
+    """`_window_sums`, but the windows at the start are as narrow on the right as they are on the left."""
+    sums = _window_sums(values, width)
+    first = np.cumsum(values[: width - 2])[::2]  # positions 0, 1, 2, ... with 1, 3, 5, ... values
+    sums[: len(first)] = first
+    return sums
+
+
 COLUMNS = 2000
 """Number of columns that a curve is reduced to: about the pixels across a printed figure."""
-
-
-def downsample(x: Values, y: Values, columns: int = COLUMNS) -> tuple[Values, Values]:
-    """Downsample a curve to the points that `downsampled_rows` keeps."""
-    rows = downsampled_rows(x, y, columns)
-    return x[rows], y[rows]
 
 
 def downsampled_rows(x: Values, y: Values, columns: int = COLUMNS) -> NDArray[np.intp]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from onstep.analysis.logs.decisions_log import decision_lines
 from onstep.analysis.text_tables import printable, shortened
 from onstep.cli.cells import time_shown
-from onstep.cli.why import decision_lines
 from onstep.control.feed import FeedEvent
 
 _LONGEST_VALUE = 200

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
-import platform
 import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from onstep.config import ChangeClass, ConfigContainer
 from onstep.config.differences import Change, changes, decide, of_kind
 from onstep.errors import ConfigError, RunExistsError
 from onstep.training.protocols import StateDict
 from onstep.training.runs.identity import IDENTITY_FILE, Comparison, Identify, Identity, compare, ways_to_continue
+from onstep.training.runs.provenance import provenance
 from onstep.training.runs.run_dir import FINISHED, RunDir, RunLock, next_free
 
 EVENT_FILES = "events.out.tfevents.*"
@@ -137,7 +135,7 @@ def start(directory: RunDir, config: ConfigContainer, identity: Identity, **furt
         "status": "running",
         "step": 0,
         "started_at": time.time(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        **provenance(),
         **further,
         "config": config.to_dict(),
     }
@@ -149,6 +147,9 @@ def go_on(claim: Claim, identity: Identity, **further: object) -> None:
     """Record that this process continues a run; see `start`."""
     content = {**claim.directory.read(), "status": "running", "config": claim.config.to_dict()}
     content |= {"continued_at": time.time(), **further}
+    changed = {name: facts for name, facts in provenance().items() if content.get(name) != facts}
+    content.pop("continued_with", None)
+    content |= {"continued_with": changed} if changed else {}
     claim.directory.write(_with_identity(claim.directory, content, identity))
 
 

@@ -1,0 +1,105 @@
+"""Reads a run's `decisions.jsonl`, and puts decisions into words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from onstep.analysis.logs.lines import BLANK, FileSource
+from onstep.analysis.logs.record_file import decoded
+
+Decision = dict[str, Any]
+
+FILE_NAME = "decisions.jsonl"
+"""Its place is next to the metrics log."""
+EVERYDAY = ("should_log", "should_evaluate")
+"""Flags of what happens all the time."""
+_WHAT = {
+    "should_training_stop": "stop",
+    "should_abort_without_save": "abort, without a final save",
+    "should_epoch_stop": "end of the epoch",
+    "should_save": "save",
+    "should_evaluate": "evaluation",
+    "should_log": "log",
+    "skip": "update skipped",
+    "rollback": "rollback decided",
+    "rolled_back": "rolled back",
+    "skip_batch": "batches skipped",
+    "pause": "paused",
+    "resume": "resumed",
+    "command": "command",
+    "refused": "refused",
+    "set": "value set",
+    "saved": "checkpoint saved",
+    "raised": "ended with an error",
+    "rerun_exit": "exited because a result may be wrong",
+}
+_EXITS = {"16": " (restart, on another device if possible)", "17": " (the fault is known)"}
+
+
+def read_decisions(path: Path) -> Iterator[Decision]:
+    """The decisions in the order they were written; a line torn by a crash, or too long, is skipped."""
+    if not path.is_file():
+        return
+    for piece in FileSource(path).pieces():
+        for line in [] if piece.is_too_long else piece.lines:
+            if isinstance(decision := decoded(line.strip(BLANK)), dict):
+                yield decision
+
+
+def decision_lines(decision: Decision) -> list[str]:
+    """A decision in words, without its step and time; what belongs to it is in the lines after the first."""
+    flag, details = str(decision.get("flag", "?")), details_of(decision)
+    what = _WHAT.get(flag, flag)
+    if flag == "command":
+        what = str(details.get("command"))
+    if flag == "skip_batch":
+        count = details.get("count", 1)
+        what = f"the batches of {count} {'step' if count == 1 else 'steps'} skipped"
+    if flag == "refused":
+        what = f"{details.get('refused', 'a request')} refused ({details.get('why')})"
+    if flag == "set":
+        value = details.get("value")
+        what = f"{details.get('key')} set to {'the configured value' if value is None else value}"
+    if flag == "saved":
+        what = f"checkpoint of step {details.get('checkpoint_step')} saved"
+    if flag == "rolled_back":
+        what = f"rolled back to step {details.get('to_step')}"
+    lines = [f"{what}, {by_whom(decision)}"]
+    if flag in ("skip", "rollback", "should_training_stop", "raised") and "anomaly" in details:
+        lines.append(f"    loss {details.get('loss')}, gradient norm {details.get('grad_norm')}")
+    if flag in ("skip", "rollback") and details.get("sample_ids") is not None:
+        lines.append(f"    skipped from the next epoch on: samples {_shortened(details['sample_ids'])}")
+    if flag == "raised" and details.get("sample_ids") is not None:
+        lines.append(f"    the update was not applied; samples {_shortened(details['sample_ids'])}")
+    if flag == "rerun_exit":
+        saved = "with a checkpoint from before the step" if details.get("checkpoint") else "without a checkpoint"
+        lines.append(
+            f"    exit code {details.get('exit_code')}{_EXITS.get(str(details.get('exit_code')), '')}; {saved}"
+        )
+    if flag == "rolled_back":
+        factor = details.get("lr_factor", 1.0)
+        rate = "" if factor == 1.0 else f"; the learning rate is multiplied by {factor}"
+        lines.append(f"    the data continues after step {details.get('bad_step')}{rate}")
+    return lines
+
+
+def by_whom(decision: Decision) -> str:
+    """Who made a decision, when in a step, and why."""
+    event, rank, reason = decision.get("event"), decision.get("rank", 0), decision.get("reason")
+    where = f" during {event}" if event else ""
+    on = f" on rank {rank}" if rank else ""
+    return f"by {decision.get('author', 'unknown')}{where}{on}" + (f": {reason}" if reason else "")
+
+
+def details_of(decision: Decision) -> dict[str, Any]:
+    """What a decision is about; {} if it says nothing."""
+    details = decision.get("details")
+    return details if isinstance(details, dict) else {}
+
+
+def _shortened(ids: Any, most: int = 12) -> str:
+    if not isinstance(ids, list) or len(ids) <= most:
+        return str(ids)
+    return f"{ids[:most]} and {len(ids) - most} more"

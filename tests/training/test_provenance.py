@@ -1,0 +1,130 @@
+"""What run.json records of the process: machine, versions and code; never at the cost of the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onstep import pretrain
+from onstep.config import ConfigContainer
+from onstep.training.runs.provenance import code_revision, provenance
+
+
+def git(directory: Path, *words: str) -> str:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    command = ["git", "-C", str(directory), *who, *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    there = tmp_path / "project"
+    (there / "scripts").mkdir(parents=True)
+    (there / "train.py").write_text("print(1)\n")
+    git(there, "init", "-q", "-b", "trunk")
+    git(there, "add", "train.py")
+    git(there, "commit", "-q", "-m", "First")
+    return there
+
+
+def recorded(config: ConfigContainer) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((Path(config.run.output_dir) / "mine" / "run.json").read_text())
+    return content
+
+
+@pytest.fixture
+def config(tiny_config: ConfigContainer, tmp_path: Path) -> ConfigContainer:
+    tiny_config.run.name, tiny_config.run.output_dir = "mine", str(tmp_path / "runs")
+    tiny_config.train.train_iters, tiny_config.scheduler.lr_warmup_iters = 2, 0
+    tiny_config.validation.eval_iters = 0
+    return tiny_config
+
+
+def test_a_run_records_its_machine_versions_and_code(
+    config: ConfigContainer, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(repository)
+    pretrain(config)
+    left = recorded(config)
+    assert left["versions"]["torch"] == torch.__version__
+    assert left["versions"]["python"] == platform.python_version()
+    assert left["versions"]["onstep"]
+    assert left["machine"]["host"] == socket.gethostname()
+    assert left["machine"]["cpus"] >= 1
+    assert left["machine"]["processor"]
+    assert left["code"] == {"revision": git(repository, "rev-parse", "HEAD"), "branch": "trunk", "dirty": False}
+    assert "continued_with" not in left
+
+
+def test_a_run_that_continues_elsewhere_records_both(
+    config: ConfigContainer, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(repository)
+    config.train.exit_interval = 1
+    pretrain(config)
+    first = recorded(config)["code"]
+    (repository / "train.py").write_text("print(2)\n")
+    config.train.exit_interval = None
+    pretrain(config)
+    left = recorded(config)
+    assert left["code"] == first
+    assert left["continued_with"]["code"] == {**first, "dirty": True}
+
+
+def test_new_files_do_not_make_the_code_dirty_and_changed_ones_do(repository: Path) -> None:
+    (repository / "notes.txt").write_text("new")
+    assert code_revision(repository / "scripts") == {**code_revision(repository), "dirty": False}
+    (repository / "train.py").unlink()
+    assert code_revision(repository / "scripts")["dirty"] is True
+
+
+def test_a_checkout_of_a_commit_has_no_branch(repository: Path) -> None:
+    git(repository, "checkout", "-q", "--detach")
+    assert "branch" not in code_revision(repository)
+
+
+def test_code_without_a_repository_or_a_commit_has_no_revision(tmp_path: Path) -> None:
+    assert code_revision(tmp_path) == {}
+    git(tmp_path, "init", "-q")
+    assert "revision" not in code_revision(tmp_path)
+
+
+def test_nothing_of_a_repository_is_executed(repository: Path, tmp_path: Path) -> None:
+    proof = tmp_path / "executed"
+    program = tmp_path / "monitor.sh"
+    program.write_text(f"#!/bin/sh\ntouch {proof}\n")
+    program.chmod(0o755)
+    git(repository, "config", "core.fsmonitor", str(program))
+    git(repository, "config", "core.pager", str(program))
+    assert code_revision(repository)["branch"] == "trunk"
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize("script", ["exit 3", "echo '# branch.oid '", "head -c 100000 /dev/urandom", "exec sleep 60"])
+def test_a_git_that_fails_costs_no_run(
+    script: str, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "git").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "bin" / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    started = time.monotonic()
+    assert code_revision(repository, timeout_seconds=0.5).get("revision") is None
+    assert time.monotonic() - started < 30
+
+
+def test_a_working_directory_that_is_gone_costs_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert "code" not in provenance()
+    assert provenance()["machine"]["host"]

@@ -24,6 +24,10 @@ FENCE = re.compile(
 )
 
 
+GENERATED = re.compile(r"^<!-- generated: .*?^<!-- end of generated part -->$", re.MULTILINE | re.DOTALL)
+"""What `docs/generate.py` wrote, such as the loop: shown, not an example."""
+
+
 @dataclass(frozen=True)
 class Block:
     """A fenced block of a page."""
@@ -43,7 +47,7 @@ class Block:
 
 def blocks(page: Path, language: str) -> list[Block]:
     """The blocks of one language in a page, in order."""
-    text = page.read_text(encoding="utf-8")
+    text = GENERATED.sub(lambda part: "\n" * part[0].count("\n"), page.read_text(encoding="utf-8"))
     found = [match for match in FENCE.finditer(text) if match["language"] == language]
     return [
         Block(page, text.count("\n", 0, match.start("code")) + 1, textwrap.dedent(match["code"])) for match in found

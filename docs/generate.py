@@ -224,8 +224,10 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 def _cell(text: str) -> str:
     """`text` on one line, with each `|` written so that neither GitHub nor the site ends the cell there."""
-    escaped = re.sub(r"`([^`|]*\|[^`]*)`", lambda code: f"<code>{_as_html(code[1])}</code>", text)
-    return " ".join(_outside_code(escaped, {"|": "\\|"}).split())
+    parts = text.split("`")
+    parts[::2] = [prose.replace("|", "\\|") for prose in parts[::2]]
+    parts[1::2] = [f"<code>{_as_html(code)}</code>" if "|" in code else f"`{code}`" for code in parts[1::2]]
+    return " ".join("".join(parts).split())
 
 
 def _as_html(code: str) -> str:

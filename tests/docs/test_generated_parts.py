@@ -92,7 +92,7 @@ def test_every_row_of_a_table_has_the_cells_of_its_head(generate: ModuleType) ->
 
 
 def test_a_bar_in_code_is_written_so_that_no_cell_ends_there(generate: ModuleType) -> None:
-    assert generate._cell("one of `a | b*`, or c | d") == "one of <code>a &#124; b&#42;</code>, or c \\| d"
+    assert generate._cell("`a` | `b | c*` or `d` | e") == "`a` \\| <code>b &#124; c&#42;</code> or `d` \\| e"
 
 
 def test_what_looks_like_html_in_a_doc_string_is_shown_as_text(generate: ModuleType) -> None:

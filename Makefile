@@ -48,6 +48,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/trackers.py
 	$(BIN)/python benchmarks/log_analysis.py
+	$(BIN)/python benchmarks/control.py
 
 # The distribution's Chromium, for the tests of the page; without one, and where this fails, they are skipped by name.
 browser:

@@ -112,6 +112,17 @@ def test_results_are_printed(job: SteeredJob, capsys: Captured) -> None:
     assert job.applied[0].data == {"prompts": ["def "], "max_new_tokens": 64}
 
 
+def test_a_command_of_a_callback_is_sent_by_its_name(job: SteeredJob, capsys: Captured) -> None:
+    assert said(capsys, "send", "celebrate", "--wait") == "celebrate: applied at step 7\n"
+    assert said(capsys, "send", "celebrate", "job_a", "--data", '{"how": "loudly"}', "--wait")
+    assert commands_of(job) == [("celebrate", {}), ("celebrate", {"how": "loudly"})]
+    assert "Unknown command: 'celebrat'" in refused(capsys, "send", "celebrat")
+    for data in ("loudly", "[1]"):
+        assert f"--data must be a JSON object, such as '{{\"n\": 1}}', got {data!r}" in refused(
+            capsys, "send", "celebrate", "--data", data
+        )
+
+
 def test_a_result_cannot_control_the_terminal() -> None:
     assert list(outcome.result_lines({"a": ["x\x1b[2Jy", 1]})) == ["a:", "  x?[2Jy", "  1"]
 
@@ -232,9 +243,10 @@ def test_status_shows_what_the_job_does(job: SteeredJob, capsys: Captured) -> No
     assert json.loads(said(capsys, "status", "--json"))["loss"] == 2.5
 
 
-def test_status_says_who_paused(job: SteeredJob, capsys: Captured) -> None:
+def test_status_says_who_paused(job: SteeredJob, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGNAME", "somebody")
     said(capsys, "pause", "--wait")
-    assert said(capsys, "status").startswith("job_a: paused by onstep at 127.0.0.1 in ")
+    assert said(capsys, "status").startswith("job_a: paused by somebody with onstep at 127.0.0.1 in ")
 
 
 def test_set_lists_what_can_be_set(job: SteeredJob, capsys: Captured) -> None:
@@ -357,7 +369,7 @@ def test_help_names_every_command_and_no_token_option(capsys: Captured) -> None:
     names = [command.name for command in app.registered_commands]
     assert " ".join(map(str, names)) == (
         "list status watch save stop save-stop abort pause resume set evaluate skip rollback generate profile stacks "
-        "open cleanup"
+        "send open cleanup"
     )
     for name in names:
         assert f"\n  {name} " in text

@@ -53,7 +53,7 @@ def test_no_invented_request_is_answered_with_5xx_or_beside_the_description(
 def test_no_invented_request_in_many_is_answered_with_5xx_or_beside_the_description(
     ended_job: Served, headers: dict[str, str]
 ) -> None:
-    fuzz(ended_job, headers, examples=300 if headers else 40)
+    fuzz(ended_job, headers, examples=60 if headers else 15)
 
 
 def description(job: Served) -> dict:

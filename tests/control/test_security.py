@@ -77,6 +77,7 @@ ROUTES = [
         f"Authorization: Basic {TOKEN}\r\n",
         f"Authorization: {TOKEN}\r\n",
         f"Authorization: Bearer wrong\r\nAuthorization: Bearer {TOKEN}\r\n",
+        f"Authorization: Bearer {TOKEN}\r\nAuthorization: Bearer wrong\r\n",
         "Authorization: Bearer \xe4\xff\r\n",
         f"Cookie: onstep_session={TOKEN}\r\n",
         f"X-Token: {TOKEN}\r\n",

@@ -145,7 +145,7 @@ class TrainerControlCallback(TrainerCallback):
             paused_by=None,
             versions=_versions(),
         )
-        self.feed.live = LiveStatus(run)
+        self.feed.live = LiveStatus(run, self.inbox)
 
     # Commands
 

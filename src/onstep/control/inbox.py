@@ -95,6 +95,11 @@ class Inbox:
             threading.Thread(target=self._carry_out, args=(ticket,), name="onstep-command", daemon=True).start()
         return ticket
 
+    @property
+    def num_waiting(self) -> int:
+        """How many commands wait."""
+        return len(self._waiting)
+
     def is_at_once(self, command: str) -> bool:
         """Whether a command does not wait for the training thread."""
         return command in self._at_once

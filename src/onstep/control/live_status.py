@@ -6,6 +6,7 @@ import time
 from collections import deque
 from typing import Any
 
+from onstep.control.inbox import Inbox
 from onstep.events import RunView
 from onstep.events.settings import SETTABLE
 from onstep.events.views import configured_values
@@ -18,10 +19,12 @@ class LiveStatus:
 
     Args:
         run: the run, which is about to train.
+        inbox: the commands that wait for it.
     """
 
-    def __init__(self, run: RunView) -> None:
+    def __init__(self, run: RunView, inbox: Inbox) -> None:
         self._run = run
+        self._inbox = inbox
         self._configured = configured_values(run)
         self._declared = {key: one.value for key, one in run.control.declared.items()}
         self._started = (time.monotonic(), run.train_state.step)
@@ -41,6 +44,7 @@ class LiveStatus:
             "progress": min(1.0, progress.step / limit) if limit else None,
             "steps_per_second": rate,
             "eta_seconds": left / rate if left is not None and rate else None,
+            "queue": self._inbox.num_waiting,
             "overrides": dict(progress.overrides),
             "settable": self._settable(),
         }

@@ -26,7 +26,8 @@ def test_the_page_loads_nothing_from_elsewhere(opened: Watched) -> None:
 def test_curves_grow_while_one_looks(opened: Watched, job: SteeredJob) -> None:
     before = opened.points("loss")
     job.step(25)
-    opened.until(f"document.querySelector('[data-chart=loss]').dataset.points >= {before + 25}")
+    drawn = "document.querySelector('[data-chart=loss] .plot').calcdata[0].length"
+    opened.until(f"{drawn} >= {before + 25}")
     opened.until("document.querySelector('.progress-words').textContent.includes('Step 55 of 400')")
 
 
@@ -218,5 +219,5 @@ def test_a_lost_connection_is_told_and_comes_back_by_itself(
     job.step(5)
     watched.page.context.set_offline(False)
     watched.until("document.querySelector('[data-chart=loss]').dataset.points >= 35")
-    assert watched.page.locator("#banner").is_hidden()
+    watched.page.locator("#banner").wait_for(state="hidden")
     watched.complaints[:] = [one for one in watched.complaints if "net::ERR_" not in one]

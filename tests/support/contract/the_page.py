@@ -1,4 +1,4 @@
-"""What the page "Trainer Callbacks" documents, job control and DiLoCo aside, as tables."""
+"""What the page "Trainer Callbacks" documents, DiLoCo aside, as tables."""
 
 from __future__ import annotations
 
@@ -55,6 +55,14 @@ PARAMETERS: dict[str, dict[str, Any]] = {
         "record_shapes": True,
     },
     "ResumableSummaryWriter": {"log_dir": REQUIRED},
+    "TrainerControlCallback": {
+        "job_id": None,
+        "port": None,
+        "enable_http": None,
+        "host": None,
+        "auth_token": None,
+        "disable_auth": False,
+    },
     "TraceMalloc": {"top_k": 10, "monitor_system_memory": True, "comprehensive_mode": True},
 }
 """Class: its documented parameters in order, with their defaults."""
@@ -64,6 +72,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "GradNormLogger": ("on_pre_optimizer_step", "on_evaluate"),
     "TBLogger": ("mapping_as_markdown",),
     "DefaultMetrics": ("on_log_step",),
+    "TrainerControlCallback": ("on_train_begin", "on_log", "on_train_end"),
 }
 
 STATEFUL = ("DivergenceDetector", "JsonLogger", "GradNormLogger", "ParameterNormLogger", "ResumableSummaryWriter")

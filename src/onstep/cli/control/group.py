@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 from onstep.cli.application import application
 from onstep.cli.control.listing import cleanup, list_
 from onstep.cli.control.opening import open_
-from onstep.cli.control.sending import abort, generate, plain, profile, rollback, skip, stacks
+from onstep.cli.control.sending import abort, generate, plain, profile, rollback, send, skip, stacks
 from onstep.cli.control.setting import set_
 from onstep.cli.control.status import status
 from onstep.cli.control.target import refuse_tokens
@@ -50,6 +50,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate,
     "profile": profile,
     "stacks": stacks,
+    "send": send,
     "open": open_,
     "cleanup": cleanup,
 }

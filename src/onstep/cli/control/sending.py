@@ -8,9 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
+from onstep.bounded_reading import parse_json
 from onstep.cli.control.options import AsJson, Force, Job, Remote, TokenFile, Wait
 from onstep.cli.control.outcome import confirm, show
 from onstep.cli.control.target import Target, find_target
+from onstep.config.suggestions import shown
+from onstep.errors import ConfigError, DataError
 
 
 def plain(command: str, text: str) -> Callable[..., None]:
@@ -112,6 +115,29 @@ def profile(
 def stacks(job: Job = None, as_json: AsJson = False, remote: Remote = None, token_file: TokenFile = None) -> None:
     """Print the Python stacks of all threads of all ranks, even if training hangs."""
     _send(find_target(job, remote, token_file), "stacks", wait=True, as_json=as_json)
+
+
+def send(
+    command: Annotated[str, typer.Argument(metavar="COMMAND", help="A command that a callback of the job declares.")],
+    job: Job = None,
+    data: Annotated[str, typer.Option(metavar="JSON", help="What to send with it: a JSON object.")] = "{}",
+    wait: Wait = False,
+    as_json: AsJson = False,
+    remote: Remote = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Send any command by its name, such as one that a callback of the job declares."""
+    _send(find_target(job, remote, token_file), command, _object(data), wait=wait, as_json=as_json)
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = parse_json(text, "--data")
+    except DataError:
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f"--data must be a JSON object, such as '{{\"n\": 1}}', got {shown(text)}.")
+    return value
 
 
 def _send(target: Target, command: str, data: dict[str, Any] | None = None, *, wait: bool, as_json: bool) -> None:

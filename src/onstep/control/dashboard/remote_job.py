@@ -160,7 +160,7 @@ class RemoteJob:
 
     def _options(self) -> dict[str, Any]:
         token = read_token(self.job_id)
-        headers = {"Authorization": f"Bearer {token}"} if token and not self.info.uds else {}
+        headers = {"User-Agent": "dashboard"} | ({"Authorization": f"Bearer {token}"} if token else {})
         # The server is this user's own, without TLS: no proxy of the environment is asked, no TLS context is made.
         return {
             "base_url": self.info.endpoint_url,

@@ -5,6 +5,7 @@ import { clock, number, value, words } from "./format.js";
 import { labelOf } from "./commands.js";
 
 const MOST_SHOWN = 200;
+const OWN_DETAILS = new Set(["key", "old", "new", "value", "command_id", "path"]);
 
 /** Fills the lists of events, samples and results of the shown runs, newest first. */
 export function showActivity(runs) {
@@ -58,20 +59,20 @@ const DESCRIBED = {
     [words(item.status ?? ""), item.message].filter(Boolean).join(": "),
     [item.author ? `by ${item.author}` : "", rest(item.data)].filter(Boolean).join(" · "),
   ],
-  save: (item) => ["Saved", item.path ?? item.checkpoint ?? "", ""],
+  save: (item) => ["Saved", item.details?.path ?? item.path ?? "", item.reason ?? ""],
   evaluation: (item) => ["Evaluation", numbers(item), ""],
   status: (item) => [words(item.status ?? "status"), item.reason ?? item.message ?? "", ""],
   end: (item) => ["End", item.reason ?? item.message ?? item.status ?? "The run has ended.", ""],
 };
 
 function change(item) {
-  const { key, old, new: to } = { ...item, ...(item.details ?? {}) };
-  return key === undefined ? "" : `${key} ${value(old)} → ${value(to)}`;
+  const { key, old, new: to, value: set } = { ...item, ...(item.details ?? {}) };
+  return key === undefined || key === null ? "" : `${key} ${value(old)} → ${value(to ?? set)}`;
 }
 
 function rest(details) {
   if (details === null || typeof details !== "object") return "";
-  const shown = Object.entries(details).filter(([key]) => !["key", "old", "new"].includes(key));
+  const shown = Object.entries(details).filter(([key, one]) => one !== null && !OWN_DETAILS.has(key));
   return shown.map(([key, one]) => `${key} ${value(one)}`).join(", ");
 }
 

@@ -74,13 +74,15 @@ function made(run) {
     element("div", { class: "commands", role: "group", "aria-label": `Commands of ${run.label}` }));
 }
 
-function fill(card, { job, label }) {
+function fill(card, { job, label, state }) {
   const status = job.status;
   setText(card.querySelector(".name"), label);
-  fillChip(card.querySelector(".chip"), status.status);
+  fillChip(card.querySelector(".chip"), state);
+  card.classList.toggle("is-over", job.isEnded);
   setText(card.querySelector(".where"), where(status));
+  card.querySelector(".where").title = status.output_dir ?? "";
   fillProgress(card, status);
-  setText(card.querySelector(".note"), job.error || note(job));
+  setText(card.querySelector(".note"), (!job.isEnded && job.error) || note(job));
   card.querySelectorAll(".tiles dd").forEach((tile, index) => setText(tile, TILES[index][1](status)));
   fillRanks(card.querySelector(".ranks"), status.memory ?? []);
   commandBar(card.querySelector(".commands"), job);
@@ -88,7 +90,8 @@ function fill(card, { job, label }) {
 
 function where(status) {
   const ranks = status.world_size > 1 ? `${status.world_size} ranks` : "";
-  return [ranks, status.output_dir].filter(Boolean).join(" · ");
+  const place = String(status.output_dir ?? "").split("/").slice(-2).join("/");
+  return [ranks, place].filter(Boolean).join(" · ");
 }
 
 function fillProgress(card, status) {
@@ -111,7 +114,7 @@ function note(job) {
   const status = job.status;
   if (job.isEnded) {
     const end = [...job.events].reverse().find((one) => one.kind === "end") ?? {};
-    const why = status.reason ?? end.reason ?? end.message ?? status.ended ?? "";
+    const why = [status.reason ?? end.reason, end.error].filter(Boolean).join(": ");
     return `This run has ended${why ? `: ${why}` : ""}.${status.read_only ? "" : " It accepts no commands."}`;
   }
   if (status.read_only) return words(status.read_only);
@@ -122,7 +125,7 @@ function note(job) {
 }
 
 function throughput(status) {
-  const names = [["tok_per_sec", "tokens/s"], ["tokens_per_second", "tokens/s"], ["tokens_per_sec", "tokens/s"],
+  const names = [["tok_per_sec", "tok/s"], ["tokens_per_second", "tok/s"], ["tokens_per_sec", "tok/s"],
     ["samples_per_second", "samples/s"], ["steps_per_second", "steps/s"]];
   const found = names.find(([name]) => typeof status[name] === "number");
   return found ? `${count(status[found[0]])} ${found[1]}` : "–";

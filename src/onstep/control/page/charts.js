@@ -3,7 +3,7 @@
 import { byId, element, setText } from "./dom.js";
 import { colour, preferences } from "./preferences.js";
 import { bytes, count, number } from "./format.js";
-import { extent, isEvaluation, smoothed, variant } from "./metrics.js";
+import { extent, isEvaluation, isNoisy, smoothed, variant } from "./metrics.js";
 
 const DRAW_MS = 400;
 const FEW_POINTS = 40;
@@ -92,9 +92,8 @@ export class Charts {
 
   lines(chart) {
     return scaled(chart, this.getRuns().flatMap(({ job, label, colourIndex }) => {
-      const all = [...new Set([...job.names, ...(job.names.some((n) => n.startsWith("peak_mem")) ? [] : job.memory.keys())])];
-      return chart.names(all).flatMap((name, index) => {
-        const series = job.series.get(name) ?? job.memory.get(name);
+      return chart.names(job.names).flatMap((name, index) => {
+        const series = job.series.get(name);
         if (!series || series.step.length === 0) return [];
         const line = { name, label, colourIndex, index, unit: chart.unit, job };
         return [{ ...line, x: across(series, job), y: series.value }];
@@ -108,7 +107,9 @@ export class Charts {
     const axis = { gridcolor: token("--grid"), zeroline: false, linecolor: token("--border"), tickfont: { size: 11 } };
     const isTime = preferences.axis === "clock";
     const range = this.zoom.range;
+    this.revision = (this.revision ?? 0) + 1;
     return {
+      datarevision: this.revision, // the arrays are the same ones, with further points
       margin: { l: 52, r: 10, t: 6, b: 28 },
       font: { family: token("--font"), size: 12, color: token("--muted") },
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false,
@@ -144,8 +145,10 @@ export class Charts {
     chart.legend.replaceChildren(...several.map((line) => {
       const swatch = element("span", { class: `swatch run-${line.colourIndex} dash-${DASHES[dashOf(line)]}`, "aria-hidden": "true" });
       const isSeveral = this.getRuns().length > 1;
-      const words = [isSeveral ? line.label : "", variant(line.name) || (isSeveral ? "" : "train")].filter(Boolean);
-      return element("li", {}, swatch, element("span", { class: "name" }, words.join(" ")), element("b", {}, shown(line)));
+      const words = variant(line.name) || (isSeveral ? "" : "train");
+      const label = element("span", { class: chart.id === "loss" ? "name" : "visually-hidden" }, line.label);
+      const text = words ? element("span", {}, words) : null;
+      return element("li", {}, swatch, isSeveral ? label : null, text, element("b", {}, shown(line)));
     }));
   }
 }
@@ -176,7 +179,7 @@ function escaped(text) {
 
 function tracesOf(line) {
   const isFew = isEvaluation(line.name) || line.y.length <= FEW_POINTS;
-  const weight = isEvaluation(line.name) ? 0 : preferences.smoothing;
+  const weight = isNoisy(line.name) ? preferences.smoothing : 0;
   const base = {
     type: "scatter", x: line.x, connectgaps: isEvaluation(line.name), marker: { size: 5 },
     mode: isFew ? "lines+markers" : "lines", name: escaped([line.label, variant(line.name)].filter(Boolean).join(" ")),

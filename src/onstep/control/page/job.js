@@ -7,8 +7,10 @@ const POINTS = 1500;
 const MOST_POINTS = 10_000;
 const STATUS_MS = 2000;
 const MOST_STREAMS = 3; // a browser opens six connections to a server, for all of its tabs
+const MOST_FAILURES = 3;
 const MOST_EVENTS = 1000;
 const MOST_SAMPLES = 200;
+const WITHOUT_RESULT = new Set(["status", "set", "evaluate", "save_checkpoint", "save_and_stop", "rollback"]); // events tell
 const OWN_KEYS = new Set(["step", "global_step", "epoch", "timestamp"]);
 const LISTED = "decision,evaluation,save,sample,command,status,end";
 
@@ -20,6 +22,7 @@ export class Job extends EventTarget {
     this.id = id;
     this.isShown = false;
     this.error = "";
+    this.failures = 0;
     this.clear();
   }
 
@@ -28,7 +31,7 @@ export class Job extends EventTarget {
     this.names = [];
     this.series = new Map(); // name -> {step, value, time}
     this.wanted = new Set();
-    this.memory = new Map(); // name -> {step, value, time}, of the status, for runs that do not log their memory
+    this.knowsNames = false;
     this.events = [];
     this.samples = [];
     this.results = [];
@@ -72,7 +75,8 @@ export class Job extends EventTarget {
   async tick() {
     if (!this.isShown) return;
     const succeeded = document.hidden || (await this.attempt(() => this.poll()));
-    if (!succeeded) this.closeStream();
+    this.failures = succeeded ? 0 : this.failures + 1;
+    if (this.failures >= MOST_FAILURES) this.closeStream(); // not at once: the end of the run may be on its way
     clearTimeout(this.timer);
     if (this.isShown) this.timer = setTimeout(() => this.tick(), this.isLoading ? STATUS_MS / 5 : STATUS_MS);
   }
@@ -88,7 +92,7 @@ export class Job extends EventTarget {
       await this.readStatus();
       await this.readBacklog();
     }
-    if (this.wanted.size === 0) await this.readSeries();
+    if (!this.knowsNames) await this.readSeries();
     if (!this.stream && !this.isEnded) this.openStream();
     if (!this.stream?.isOpen) await this.readEvents();
   }
@@ -111,12 +115,20 @@ export class Job extends EventTarget {
 
   async readStatus() {
     this.status = await request(jobPath(this.id, "status"));
-    for (const { rank, rss_bytes: rss, peak_device_bytes: peak } of this.status.memory ?? []) {
-      const point = { step: this.status.global_step ?? 0, time: this.status.timestamp };
-      if (Number.isFinite(peak)) push(this.memory, `device memory[${rank}]`, point, peak, true);
-      else if (Number.isFinite(rss)) push(this.memory, `memory[${rank}]`, point, rss, true);
-    }
+    for (const { rank, rss_bytes: rss } of this.status.memory ?? []) this.takeMemory(`rss_bytes[${rank}]`, rss);
     this.changed("status");
+  }
+
+  /** Memory is in the status, and not in the records. */
+  takeMemory(name, bytes) {
+    if (!Number.isFinite(bytes) || !Number.isFinite(this.status.global_step)) return;
+    this.addNames([name]);
+    this.wanted.add(name);
+    push(this.series, name, { step: this.status.global_step, time: this.status.timestamp }, bytes, true);
+  }
+
+  addNames(names) {
+    for (const name of names) if (!this.names.includes(name)) this.names.push(name);
   }
 
   /** The events that were there before this page, without the metrics, which come as series. */
@@ -137,21 +149,21 @@ export class Job extends EventTarget {
 
   /** Curves, decimated by the server; with `range` (steps), finer where one looks. */
   async readSeries(range = null) {
-    const names = [...this.wanted];
-    if (names.length === 0) {
+    if (!this.knowsNames) {
       const { names: all } = await request(jobPath(this.id, "metrics?points=10&names=loss"));
-      this.names = all;
-      firstNames(all).forEach((name) => this.wanted.add(name));
-      if (this.wanted.size === 0) return;
-      return this.readSeries(range);
+      this.knowsNames = all.length > 0;
+      this.addNames(all);
+      firstNames(this.names).forEach((name) => this.wanted.add(name));
     }
+    const names = [...this.wanted];
+    if (names.length === 0) return;
     const last = Math.max(this.lastPoint.step, this.status.global_step ?? 0, 1);
     const share = range ? Math.max(1e-6, (range[1] - range[0]) / Math.max(1, last - range[0])) : 1;
     const points = Math.round(Math.min(MOST_POINTS, POINTS / Math.min(1, share)));
     const since = range ? `&since_step=${Math.max(0, Math.floor(range[0]) - 1)}` : "";
     const query = `metrics?points=${points}${since}&names=${names.map(encodeURIComponent).join(",")}`;
     const answer = await request(jobPath(this.id, query));
-    this.names = answer.names;
+    this.addNames(answer.names);
     for (const [name, series] of Object.entries(answer.series)) this.replace(name, series, range);
     this.changed("series");
   }
@@ -205,14 +217,15 @@ export class Job extends EventTarget {
     }
     if (kind === "metrics" || kind === "evaluation") this.takeRecord(data, isOld);
     if (kind !== "metrics") this.takeListed(kind, id, data);
-    if (kind === "end") this.closeStream();
+    if (kind === "end") this.end(data);
+    if (data.flag === "rolled_back" && !isOld) this.goBack(data.step);
     if (!isOld && ["status", "end", "save", "command", "decision"].includes(kind)) this.readStatusSoon();
   }
 
   takeListed(kind, id, data) {
     const item = { kind, id, job: this, ...data };
     if (kind === "sample") keep(this.samples, item, MOST_SAMPLES);
-    else keep(this.events, item, MOST_EVENTS);
+    else if (data.flag !== "command") keep(this.events, item, MOST_EVENTS);
     if (kind === "command" && hasResult(data)) keep(this.results, item, MOST_SAMPLES);
     this.changed("events");
   }
@@ -231,14 +244,26 @@ export class Job extends EventTarget {
       return;
     }
     if (point.step >= this.lastPoint.step) this.lastPoint = point;
-    const known = new Set(this.names);
-    for (const [name, value] of flat(record)) {
-      if (!known.has(name)) this.names.push(name);
+    const values = [...flat(record)];
+    this.addNames(values.map(([name]) => name));
+    for (const [name, value] of values) {
       if (!this.wanted.has(name) && firstNames(this.names).includes(name)) this.wanted.add(name);
       if (this.wanted.has(name)) push(this.series, name, point, value);
     }
     if (this.hasGrown()) this.readSeriesSoon();
     this.changed("series");
+  }
+
+  /** The server of a job ends with it, so that the status cannot be asked for. */
+  end({ reason }) {
+    this.closeStream();
+    this.status = { ...this.status, status: "ended", reason: this.status.reason ?? reason };
+    this.changed("status");
+  }
+
+  goBack(step) {
+    this.lastPoint = { step, time: this.lastPoint.time };
+    this.readSeriesSoon();
   }
 
   hasGrown() {
@@ -252,7 +277,7 @@ export class Job extends EventTarget {
 }
 
 function hasResult(data) {
-  return data.result !== null && data.result !== undefined && data.command !== "status";
+  return data.result !== null && data.result !== undefined && !WITHOUT_RESULT.has(data.command);
 }
 
 function keep(list, item, most) {

@@ -6,11 +6,11 @@ const THROUGHPUT = [
 ];
 const EVALUATION = /^(eval|test)_/;
 const TIMES = /_(runtime|per_second)$/;
-const MEMORY = /^(peak_mem_allocated|peak_mem|memory|device memory)(\[\d+\])?$/;
+const MEMORY = ["peak_mem_allocated", "peak_mem", "rss_bytes"];
 
 /** The charts that are always shown: id, title, unit, and which of a run's metrics they have. */
 export const CHARTS = [
-  { id: "loss", title: "Loss", names: (all) => all.filter((name) => name === "loss" || name === "eval_loss") },
+  { id: "loss", title: "Loss", names: (all) => ["loss", "eval_loss"].filter((name) => all.includes(name)) },
   { id: "learning_rate", title: "Learning rate", names: (all) => first(all, ["learning_rate", "lr"]) },
   { id: "grad_norm", title: "Gradient norm", names: (all) => first(all, ["grad_norm"]) },
   { id: "throughput", title: "Throughput", names: (all) => first(all, THROUGHPUT) },
@@ -23,9 +23,8 @@ function first(all, candidates) {
 }
 
 function memoryNames(all) {
-  const found = all.filter((name) => MEMORY.test(name));
-  const logged = found.filter((name) => name.startsWith("peak_mem_allocated"));
-  return logged.length > 0 ? logged : found;
+  const groups = MEMORY.map((bare) => all.filter((name) => name.replace(/\[\d+\]$/, "") === bare));
+  return groups.find((names) => names.length > 0) ?? [];
 }
 
 /** The metrics of the charts that are always shown. */
@@ -51,6 +50,11 @@ export function otherCharts(all) {
 /** Whether a metric belongs to evaluations: few points, drawn with markers and never smoothed. */
 export function isEvaluation(name) {
   return EVALUATION.test(name) && !TIMES.test(name);
+}
+
+/** Whether a metric has noise to be smoothed away. */
+export function isNoisy(name) {
+  return !isEvaluation(name) && !/^(learning_rate|lr|epoch|(total|peak|rss)_.*)(\[\d+\])?$/.test(name);
 }
 
 /** What is said of a curve of a chart with more than one of a run: "eval", "rank 0"; "" for the main one. */

@@ -19,6 +19,7 @@ let listed = [];
 let elsewhere = [];
 let chosen = [];
 let isLoggedIn = false;
+let isOffline = false;
 
 const shownRuns = () => chosen.filter((id) => jobs.has(id)).map((id) => described(id));
 const charts = new Charts(byId("charts"), shownRuns, zoom, setZoom);
@@ -28,7 +29,9 @@ function described(id) {
   const job = jobs.get(id);
   const info = listed.find((one) => one.job_id === id) ?? {};
   job.label = job.status.run || info.run || info.name || id;
-  const state = job.status.status ?? info.status ?? (info.alive === false ? "ended" : "running");
+  const listedState = info.status ?? (info.alive === false ? "ended" : "running");
+  const isKnown = job.status.status !== undefined && !job.isEnded && !job.isLoading;
+  const state = isKnown ? job.status.status : job.isEnded && listedState === "running" ? "ended" : listedState;
   return { id, job, label: job.label, state, colourIndex: colourOf(id, [...jobs.keys()]) };
 }
 
@@ -92,6 +95,7 @@ function drawWaiting() {
   waiting.clear();
   const runs = shownRuns();
   if (what.has("status")) {
+    showBanner();
     showList();
     showCards(runs);
     showSettings(byId("settings"), runs);
@@ -196,9 +200,15 @@ async function start() {
 function setConnection(state, text) {
   byId("connection").className = `connection is-${state}`;
   setText(byId("connection").querySelector(".words"), text);
-  const isOffline = state === "offline";
+  isOffline = state === "offline";
+  showBanner();
+}
+
+function showBanner() {
   byId("banner").hidden = !isOffline;
-  setText(byId("banner"), isOffline ? "The connection to the server is lost. Trying again by itself; what is shown may be old." : "");
+  const isOver = shownRuns().length > 0 && shownRuns().every(({ job }) => job.isEnded);
+  setText(byId("banner"), !isOffline ? "" : isOver ? "The run has ended, and its server with it. What is shown is how it ended."
+    : "The connection to the server is lost. Trying again by itself; what is shown may be old.");
 }
 
 function setTheme(theme) {

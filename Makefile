@@ -8,10 +8,7 @@ PEERS := .venv-peers
 .PHONY: demo test test-all test-slow faults promises check lint bench bench-peers browser docs docs-serve docs-tables clean
 
 demo: $(READY)
-	$(BIN)/onstep train
-	@echo
-	@echo 'What it makes of "def ":'
-	@$(BIN)/onstep generate runs/tiny_gpt "def " --seed 1
+	$(BIN)/onstep demo
 
 # The tests to run while working: minutes on two cores. What starts whole programs is left to test-all.
 test: $(READY)

@@ -16,6 +16,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from onstep import Callback, Trainer, TrainingArguments, pretrain
+from onstep.analysis.logs.samples_log import read_samples
 from onstep.callbacks.textgen_callback import TextgenCallback
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
@@ -117,6 +118,32 @@ def test_without_a_writer_the_texts_are_logged(config: ConfigContainer, caplog: 
     calls = [message for message in caplog.messages if message.startswith("eval-text at step 2:\n")]
     assert len(calls) == 1
     assert "def  [START] " in calls[0]
+
+
+def test_the_texts_of_a_run_with_a_directory_are_kept_in_a_file(config: ConfigContainer, tmp_path: Path) -> None:
+    config.logger.logging_dir = str(tmp_path / "logs")
+    writer = Writer()
+    pretrain(config, callbacks=[textgen(writer, generation_steps=4)])
+    samples = read_samples(tmp_path / "logs" / "text_samples.jsonl")
+    assert [(one.step, one.prompt) for one in samples] == [(s, p) for s in writer.steps for p in PROMPTS]
+    assert writer.texts[0][1] == "\n\n---\n\n".join(f"{one.prompt} [START] {one.text}" for one in samples[:2])
+    assert samples[0].timestamp > 1.7e9
+
+
+def test_a_run_that_starts_anew_keeps_the_texts_of_the_one_before(config: ConfigContainer, tmp_path: Path) -> None:
+    config.logger.logging_dir = str(tmp_path)
+    for _ in range(2):
+        pretrain(config, callbacks=[textgen(Writer(), generation_steps=100)])
+    files = [read_samples(tmp_path / name) for name in ("text_samples.jsonl", "text_samples.1.jsonl")]
+    assert [len(samples) for samples in files] == [2, 2]
+
+
+def test_a_text_may_be_longer_than_the_sequences_that_were_trained_on(config: ConfigContainer, tmp_path: Path) -> None:
+    config.logger.logging_dir = str(tmp_path)
+    config.model.position_embedding_type = "learned_absolute"
+    length = 4 * config.model.seq_length
+    pretrain(config, callbacks=[textgen(Writer(), generation_steps=100, max_new_tokens=length)])
+    assert all(len(one.text) > length // 2 for one in read_samples(tmp_path / "text_samples.jsonl"))
 
 
 def test_prompts_can_come_from_a_yaml_file(config: ConfigContainer, tmp_path: Path) -> None:

@@ -294,7 +294,15 @@ def test_what_it_adds_is_known_to_differ_in_a_resumed_run() -> None:
     run.go()
     for logs in run.recorder.logs:
         plain = {"epoch", "loss", "tokens", "total_tokens", "total_flos", "learning_rate", "grad_norm", "max_grad_norm"}
-        plain |= {"train_samples", "step", "effective_batch_size", "total_flops", "train_loss"}
+        plain |= {
+            "train_samples",
+            "step",
+            "effective_batch_size",
+            "total_flops",
+            "train_loss",
+            "first_loss",
+            "last_loss",
+        }
         assert set(without_wall_clock(logs)) <= plain
 
 

@@ -128,6 +128,9 @@ def test_each_command_is_applied_at_the_end_of_a_step_and_recorded_with_its_auth
         texts = send(client, "generate", prompts=["def "], max_new_tokens=3)["result"]
         assert texts[0]["prompt"] == "def "
         assert texts[0]["text"]
+        seen["text"] = texts[0]
+        events = client.get(f"/jobs/{JOB}/events", params={"kinds": "sample", "stream": 0}).json()["events"]
+        assert [one["data"]["text"] for one in events] == [texts[0]["text"]]
         trace = Path(send(client, "profile", steps=2)["result"]["trace"])
         assert "traceEvents" in json.loads(trace.read_text())
         assert "pretrain" in send(client, "stacks")["result"]["rank 0"]
@@ -138,6 +141,8 @@ def test_each_command_is_applied_at_the_end_of_a_step_and_recorded_with_its_auth
         seen["stop"] = send(client, "graceful_stop")
 
     directory = steered(talk)
+    samples = [json.loads(line) for line in (directory / "text_samples.jsonl").read_text().splitlines()]
+    assert [(one["prompt"], one["text"]) for one in samples] == [(seen["text"]["prompt"], seen["text"]["text"])]
     entries = decisions(directory)
     by_id = {one["details"].get("command_id"): one for one in entries}
     assert by_id[seen["set"]["id"]]["step"] == seen["set"]["step"]

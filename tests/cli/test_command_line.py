@@ -47,7 +47,7 @@ def test_train_leaves_a_run_that_generate_continues_from(shell: Shell) -> None:
     assert sum("test_loss" in record for record in records) == 1
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (run / "model" / "model.safetensors").exists()
-    assert "eval-loss" in done.stdout
+    assert {" eval ", " test "} <= {row for row in (" eval ", " test ") if row in done.stdout}
     assert "runs/tiny_gpt" in done.stdout
 
     text = shell.onstep("generate", "runs/tiny_gpt", "def ", "--max-new-tokens", "20", "--seed", "1")

@@ -17,9 +17,18 @@ def test_the_defaults_are_the_common_keys_with_help_as_yaml_that_is_read_back(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = printed(capsys, "defaults")
-    assert text.startswith(f"# The 43 keys that most runs set, of {len(KEYS)}; all of them: onstep config ")
+    assert text.startswith(f"# The 44 keys that most runs set, of {len(KEYS)}; all of them: onstep config ")
     assert "  # Peak learning rate.\n  lr: null\n" in text
     assert "adam_beta2" not in text
+    assert from_dict(parse_yaml(text)) == ConfigContainer()
+
+
+def test_every_key_has_a_line_of_help(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "defaults", "--help-text")
+    comments = [line for line in text.splitlines()[1:] if line.lstrip().startswith("# ")]
+    assert len(comments) == len(KEYS)
+    assert all(len(comment.strip(" #")) > 5 for comment in comments)
+    assert "  # Peak learning rate.\n  lr: null\n" in text
     assert from_dict(parse_yaml(text)) == ConfigContainer()
 
 

@@ -152,9 +152,9 @@ def test_a_signal_is_recorded_as_a_preemption_and_not_as_a_failure(command: Comm
 
 def test_times_of_parts_are_printed_where_they_are_asked_for(command: Command) -> None:
     """`onstep train` shows a bar, so Megatron Bridge's lines come only for the option."""
-    assert command.start("untimed", "train.train_iters=2") == 0
+    assert command.start("untimed", "train.train_iters=3") == 0
     assert "time across ranks" not in said(command, "untimed")
-    assert command.start("timed", "train.train_iters=2", "logger.timing_log_level=1") == 0
+    assert command.start("timed", "train.train_iters=3", "logger.timing_log_level=1") == 0
     text = said(command, "timed")
     for name in ("model-and-optimizer-setup", "forward-backward", "optimizer", "evaluate", "save-checkpoint"):
         assert re.search(rf"^    {name} \.+: \(\d+\.\d\d, \d+\.\d\d\)$", text, re.MULTILINE), name

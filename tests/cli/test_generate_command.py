@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
 from onstep import Trainer, TrainingArguments
+from onstep.cli.generation.trained import open_trained
 from onstep.cli.main import main
+from onstep.models import generate as continue_tokens
+from onstep.models.generation.generate import Sampling
+from tests.support.chat_directory import chat_directory
 from tests.support.small_models import VOCABULARY, causal_rows, qwen
 from tests.support.small_weights import llama
 
@@ -54,25 +59,78 @@ def test_a_run_without_final_weights_is_continued_from_its_newest_checkpoint(
     assert main([*GENERATE, "row", *ASKED]) == 1
     assert "runs/run has no weights: there is neither runs/run/model nor a checkpoint" in capsys.readouterr().err
     assert main(["generate", "runs", "row"]) == 1
-    assert "runs is not a run" in capsys.readouterr().err
+    assert "there is no run 'runs'. Did you mean 'run'? Available: run." in capsys.readouterr().err
 
 
-def test_learned_positions_cut_what_is_added_and_refuse_a_prompt_that_fills_them(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_learned_positions_do_not_limit_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["model.num_layers=1", "model.position_embedding_type=learned_absolute"]
     gpt2 = ["model.normalization=LayerNorm", "model.gated_linear_unit=false", "model.activation_func=gelu_tanh"]
     assert main(["train", "--recipe", "tiny_gpt", *words, *gpt2, *SMALL]) == 0
     capsys.readouterr()
-    assert main([*GENERATE, "row, row, ", "--seed=1"]) == 0
+    prompt = "row, row, row your boat"  # longer than the 16 positions
+    assert main(["generate", "run", prompt, "--max-new-tokens=40", "--seed=1"]) == 0
     said = capsys.readouterr()
-    assert "--max-new-tokens 200 is reduced to 6: the model has 16 learned positions" in said.err
-    assert main([*GENERATE, "row, row, row your boat", "--seed=1"]) == 1
-    said = capsys.readouterr()
-    assert "the prompt has 23 tokens, but the model has 16 learned positions" in said.err
-    assert "shorten the prompt to 15" in said.err
-    assert main([*GENERATE, "row, row", "--max-new-tokens=8", "--seed=1"]) == 0
-    assert "cut" not in capsys.readouterr().err
+    assert said.out.startswith(prompt)
+    assert len(said.out) > len(prompt) + 10
+    assert said.err == ""
+    assert main(["generate", "run", prompt, "--rope-scaling=linear"]) == 1
+    assert "requires rotary positions, and this model has position_embedding_type=learned_absolute" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["train", "--recipe", "tiny_gpt", "model.num_layers=1", *SMALL]) == 0
+    capsys.readouterr()
+    return "run"
+
+
+def test_a_name_stands_for_the_run_below_runs(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for name in (run, "runs/run", str(Path("runs/run").absolute())):
+        assert main(["generate", name, "row", *ASKED]) == 0
+        texts.append(capsys.readouterr().out)
+    assert len(set(texts)) == 1
+    assert main(["generate", "rum"]) == 1
+    assert "there is no run 'rum'. Did you mean 'run'?" in capsys.readouterr().err
+
+
+def test_a_text_appears_while_it_is_written(run: str) -> None:
+    trained = open_trained(run)
+    pieces = trained.pieces(trained.tokenizer.encode_text("row"), Sampling(), max_new_tokens=10**7, seed=1)
+    first = list(itertools.islice(pieces, 5))  # of ten million tokens, which nobody waits for
+    assert all(first)
+
+
+def test_the_context_is_extended_where_asked(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def text(*words: str) -> str:
+        assert main(["generate", run, "row, row, row your boat", "--temperature=0", *words]) == 0
+        return capsys.readouterr().out
+
+    assert text("--rope-scaling=dynamic", "--rope-factor=4") != text()
+    assert text("--rope-scaling=linear") != text()
+    for words, message in {
+        ("--rope-scaling=yarn",): "rope scaling must be one of linear, dynamic, got 'yarn'",
+        ("--rope-scaling=linear", "--rope-factor=0.5"): "must be a finite number > 1, got 0.5",
+    }.items():
+        assert main(["generate", run, "row", *words]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_a_hugging_face_directory_is_continued_until_one_of_its_end_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    directory = Path("theirs")
+    chat_directory(directory)
+    words = ["generate", str(directory), "row your", "--temperature=0", "--max-new-tokens=12"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("row your")
+    trained = open_trained(str(directory))
+    start = torch.tensor([trained.tokenizer.encode_text("row your")])
+    first = int(continue_tokens(trained.model, start, max_new_tokens=1, temperature=0)[0, -1])
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [first, 7]}))
+    assert main(words) == 0
+    assert capsys.readouterr().out == "row your\n"
 
 
 @pytest.mark.parametrize("text", ['{"config": "cut', "[]", "{}", '{"config": 3}', '{"config": ' + "[" * 5000, "\ufeff"])

@@ -198,7 +198,7 @@ def test_about_forty_keys_are_common_and_shown_first_as_yaml_that_loads() -> Non
     shown = parse_yaml(text)
     assert from_dict(shown) == ConfigContainer()
     assert [key for key in to_flat(from_dict(shown)) if key in _flat(shown)] == common
-    assert "onstep config defaults --all" in text
+    assert "onstep config defaults --help-text" in text
     assert "  # Peak learning rate.\n  lr: null\n" in text
 
 

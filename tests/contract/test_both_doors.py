@@ -273,6 +273,7 @@ ONE_DOOR = {
     "checkpoint.resume": "a Trainer decides by it whether a run that is there goes on, as Hugging Face's argument says",
     "run.name": "a Trainer trains again into the directory that it owns",
     "run.output_dir": "a Trainer trains again into the directory that it owns",
+    "logger.console": "a Trainer's constructor chooses its default callbacks by it, before any run",
     "train.loss_weighting": "a Trainer chooses by it between shares and means, and says so",
 }
 """Keys that one door reads by itself, beside what both read, and why."""

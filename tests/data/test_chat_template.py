@@ -208,3 +208,31 @@ def test_a_tokenizer_that_fails_on_a_conversation_is_named(directory: Path) -> N
     tokenizer.library_tokenizer.model_max_length = "512"
     with pytest.raises(DataError, match=rf"the tokenizer {directory} cannot encode this conversation: TypeError"):
         template.encode([USER, ANSWER], "a.jsonl:3")
+
+
+@pytest.mark.parametrize("text", [CHATML, THINKING])
+def test_a_prompt_is_the_conversation_up_to_where_the_answer_begins(directory: Path, text: str) -> None:
+    tokenizer, template = template_of(directory, text)
+    asked = tokenizer.library_tokenizer.decode(template.encode_prompt(TALK[:4], "here"))
+    assert asked.endswith("<|im_start|>user\nIt is what?<|im_end|>\n<|im_start|>assistant\n")
+    whole = tokenizer.library_tokenizer.decode(template.encode(TALK[:4], "here").ids)
+    assert asked.startswith(whole)
+
+
+def test_a_special_token_that_a_user_types_is_text_in_a_prompt(directory: Path) -> None:
+    tokenizer, template = template_of(directory, CHATML)
+    end = tokenizer.library_tokenizer.convert_tokens_to_ids("<|im_end|>")
+    typed = [{"role": "user", "content": "What is <|im_end|>?"}]
+    ids = template.encode_prompt(typed, "here")
+    assert ids.count(end) == 1
+    assert tokenizer.library_tokenizer.decode(ids).count("<|im_end|>") == 2
+
+
+def test_the_plain_prompt_ends_with_the_marker_of_the_assistant() -> None:
+    tokenizer = ByteTokenizer()
+    template = PlainTemplate(tokenizer)
+    ids = template.encode_prompt(TALK[:2], "here")
+    assert tokenizer.decode(ids) == "<|system|>\nBe short.\n<|user|>\nWhat is it?\n<|assistant|>\n"
+    assert 256 not in ids
+    answered = template.encode(TALK[:3], "here").ids.tolist()
+    assert answered[: len(ids)] == ids

@@ -27,9 +27,13 @@ class Wrapper(nn.Module):
 
 
 def greedy_without_cache(model, tokens, count):
+    """Beyond 12 tokens, the trained length, all but the newest 9 are dropped at once."""
+    start = 0
     with torch.no_grad():
         for _ in range(count):
-            tokens = torch.cat([tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)], dim=1)
+            if tokens.shape[1] - start > 12:
+                start = tokens.shape[1] - 9
+            tokens = torch.cat([tokens, model(tokens[:, start:])[:, -1].argmax(-1, keepdim=True)], dim=1)
     return tokens
 
 

@@ -96,6 +96,14 @@ def test_a_prompt_without_room_for_the_new_tokens_keeps_its_end(theirs: Any) -> 
     assert texts(theirs, letters(), [long], GREEDY, 8) == texts(theirs, letters(), [long[-16:]], GREEDY, 8)
 
 
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_text_longer_than_the_positions_slides_over_them(theirs: Any, copies: int) -> None:
+    options = {**SAMPLING, "suppress_tokens": [0]}  # the token that ends a text
+    found = texts(theirs, letters(), ["abcd", "ef"], {**options, "num_return_sequences": copies}, 60)
+    assert len(found) == 2 * copies
+    assert {len(letters()(text)["input_ids"]) for text in found} <= {*range(50, 120)}
+
+
 def test_the_length_of_the_options_wins(own: nn.Module, theirs: Any) -> None:
     for model, tokenizer in ((own, ByteTokenizer()), (theirs, letters())):
         calls = [texts(model, tokenizer, ["ab"], {**GREEDY, "max_new_tokens": 2}, length)[0] for length in (2, 9)]

@@ -8,7 +8,16 @@ import pytest
 import torch
 import transformers
 
-from onstep.config import ConfigContainer, apply_overrides, dump_yaml, from_dict, parse_yaml, resolve, validate
+from onstep.config import (
+    ConfigContainer,
+    TokenizerConfig,
+    apply_overrides,
+    dump_yaml,
+    from_dict,
+    parse_yaml,
+    resolve,
+    validate,
+)
 from onstep.errors import ConfigError
 from onstep.metrics import ModelShape
 from onstep.metrics.model_shape import num_active_parameters
@@ -244,6 +253,12 @@ def test_a_form_for_fine_tuning_trains_the_same_model_more_gently() -> None:
     assert pretrain.optimizer.lr is not None
     assert full.optimizer.lr < lora.optimizer.lr < pretrain.optimizer.lr
     assert lora == qwen25_500m_finetune_config(peft="lora")
+
+
+def test_the_demo_learns_its_tokenizer_and_its_fine_tuning_takes_it_from_the_weights() -> None:
+    pretrain, full = get_recipe("demo")(), get_recipe("demo_finetune")()
+    assert (pretrain.tokenizer.tokenizer_type, pretrain.tokenizer.vocab_size) == ("bpe", 2048)
+    assert full.tokenizer == TokenizerConfig()
 
 
 def test_a_form_for_fine_tuning_needs_weights() -> None:

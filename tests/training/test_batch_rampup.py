@@ -324,7 +324,7 @@ def test_the_trainers_schedule_ends_with_its_run(tmp_path: Path) -> None:
 
 
 def test_the_console_line_shows_the_size_of_its_step(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    pretrain(make("console", "logger.log_interval=1", "validation.eval_interval=null"))
+    pretrain(make("console", "logger.console=bridge", "logger.log_interval=1", "validation.eval_interval=null"))
     lines = [line for line in capsys.readouterr().out.splitlines() if "consumed samples" in line]
     sizes = [int(line.split("global batch size:")[1].split("|")[0]) for line in lines]
     assert sizes == [2, 2, 2, 4, 4, 6, 8, 8, 8, 8]

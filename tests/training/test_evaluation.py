@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from onstep import CallbackManager, ProgressCallback, pretrain
+from onstep import CallbackManager, pretrain
 from onstep.config import ConfigContainer
 from onstep.data import EvalLoader
 from onstep.training import evaluate, evaluate_and_print_results
@@ -150,16 +150,17 @@ def test_the_result_is_printed_between_two_rules(capsys: pytest.CaptureFixture[s
     assert printed(capsys, False) == ""
 
 
-@pytest.mark.parametrize("shows", [False, True])
-def test_blocks_and_lines_are_bridges_unless_a_callback_shows_progress(
-    tiny_config: ConfigContainer, capsys: pytest.CaptureFixture[str], shows: bool
+@pytest.mark.parametrize("level", ["default", "bridge"])
+def test_blocks_and_lines_are_bridges_where_asked_for(
+    tiny_config: ConfigContainer, capsys: pytest.CaptureFixture[str], level: str
 ) -> None:
-    pretrain(tiny_config, callbacks=[ProgressCallback(use_tqdm=False)] if shows else None)
+    tiny_config.logger.console = level
+    pretrain(tiny_config)
     output = capsys.readouterr().out
     blocks = re.findall(r"^ validation loss at (.+?) \|", output, re.MULTILINE)
     expected = ["iteration 5", "iteration 8 on validation set", "iteration 8 on test set"]
-    assert blocks == ([] if shows else expected)
-    assert len(re.findall(r"consumed samples", output)) == (0 if shows else 2)
+    assert blocks == (expected if level == "bridge" else [])
+    assert len(re.findall(r"consumed samples", output)) == (2 if level == "bridge" else 0)
 
 
 LINE = (
@@ -173,6 +174,7 @@ LINE = (
 def test_the_line_of_a_logged_step_has_bridges_fields(
     tiny_config: ConfigContainer, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    tiny_config.logger.console = "bridge"
     pretrain(tiny_config)
     assert re.search(f"^{LINE}$", capsys.readouterr().out, re.MULTILINE)
 

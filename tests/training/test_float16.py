@@ -28,7 +28,7 @@ def test_a_run_falls_from_bridges_scale_to_one_that_fits_and_learns(
     exact, half = Recorder(), Recorder()
     pretrain(tiny_config, callbacks=[exact])
     capsys.readouterr()
-    tiny_config.mixed_precision = "fp16_mixed"
+    tiny_config.mixed_precision, tiny_config.logger.console = "fp16_mixed", "bridge"
     pretrain(tiny_config, callbacks=[half])
     first = half.skipped.index(False)
     assert half.skipped[:first] == [True] * first

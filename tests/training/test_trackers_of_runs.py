@@ -88,7 +88,7 @@ def mlflow_runs(directory: Path) -> list[Any]:
 
 
 def test_two_ranks_fill_the_trackers_once_and_one_rank_goes_on(runs: Runs) -> None:
-    runs.start(ranks=2, dies_at=7)
+    runs.start(ranks=2, words=["logger.console=bridge"], dies_at=7)
     assert runs.curves()["lm loss"] == [1, 2, 3, 4, 5, 6, 7]
     first, last = ((runs.directory / f"rank-{rank}.out").read_text() for rank in (0, 1))
     assert re.findall(r"^Step Time : ", first, re.MULTILINE)

@@ -1,6 +1,5 @@
 """Built-in callbacks. They use only what any callback receives, so you can copy one and adapt it."""
 
-from onstep.callbacks.console import InfoCallback, PrinterCallback, ProgressCallback
 from onstep.callbacks.divergence_detector import (
     DivergenceDetector,
     DualTimeScaleDivergenceDetector,
@@ -20,7 +19,8 @@ from onstep.callbacks.textgen_callback import TextgenCallback
 from onstep.callbacks.throughput_monitor import DefaultMetrics, ThroughputMonitor
 from onstep.callbacks.trainer_control_callback import TrainerControlCallback, add_control
 from onstep.callbacks.weight_average import EMA, WeightAverage
-from onstep.metrics.console_table import ColumnSpec, MetricSpec, default_final_metrics, default_step_columns
+from onstep.console import InfoCallback, PrinterCallback, ProgressCallback
+from onstep.console.table import ColumnSpec, MetricSpec, default_final_metrics, default_step_columns
 from onstep.trackers.trackers_callback import TrackersCallback
 
 __all__ = [

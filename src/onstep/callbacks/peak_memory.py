@@ -13,9 +13,9 @@ import torch
 
 from onstep.bounded_reading import integer_from_environment
 from onstep.config.field_types import is_integer_from
+from onstep.console.table import format_gib
 from onstep.errors import MissingExtraError, require
 from onstep.events import TrainerCallback
-from onstep.metrics.console_table import format_gib
 from onstep.metrics.memory_reports import MAX_EVENTS, record_memory_history, write_memory_snapshot
 
 logger: logging.Logger = logging.getLogger(__name__)

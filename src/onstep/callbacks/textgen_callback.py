@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 import yaml
 
+from onstep.analysis.logs.samples_log import FILE_NAME, TextSample, append_samples, set_samples_aside
 from onstep.bounded_reading import read_bytes
 from onstep.config.field_types import is_integer_from
 from onstep.config.hf.checks import evaluates
 from onstep.errors import ConfigError, require
 from onstep.events import Setting, TrainerCallback
+from onstep.metrics.json_log_writer import logging_dir_of
 from onstep.models.generation.prompts import (
     can_generate,
     check_options,
@@ -35,6 +38,10 @@ DEFAULT_GENERATION: dict[str, Any] = {"do_sample": True, "top_k": 20, "temperatu
 
 class TextgenCallback(TrainerCallback):
     """Continues prompts after an evaluation, and writes the texts to TensorBoard under `eval-text`.
+
+    In a run with a directory, the texts are also appended to its `text_samples.jsonl`, next to the metrics log (see
+    `onstep.analysis.logs.samples_log`). Texts longer than the model's trained length are continued within a sliding
+    window of that length.
 
     Works with Onstep's transformer (`pretrain`, with the tokenizer of the run) and with models that have the `generate`
     method of `transformers` (`Trainer`, with its `processing_class`), both with a key/value cache. Rank 0 generates
@@ -93,6 +100,7 @@ class TextgenCallback(TrainerCallback):
         """Check that the model supports the options, and reset the schedule if training starts from step 0."""
         if state.global_step == 0:
             self.next_gen_step = 0
+            self._set_samples_aside(args, state)
         self._has_warned = self._has_traced = False
         if kwargs.get("trainer") is not None and state.is_world_process_zero and not evaluates(args):
             logger.warning("no text will be generated: there is no evaluation to follow; set eval_strategy")
@@ -113,9 +121,9 @@ class TextgenCallback(TrainerCallback):
         if not self._is_able(model, tokenizer, trainer):
             return
         if getattr(trainer, "pipeline_generate", None):
-            self._warn_of_error(state, self._with_pipeline(model, tokenizer, trainer))
+            self._write(args, state, self._with_pipeline(model, tokenizer, trainer))
         elif state.is_world_process_zero:
-            self._generate(state, model, tokenizer)
+            self._generate(args, state, model, tokenizer)
 
     def state_dict(self) -> dict[str, Any]:
         """The step of the next generation."""
@@ -137,14 +145,14 @@ class TextgenCallback(TrainerCallback):
         self._has_warned = True
         return False
 
-    def _generate(self, state: Any, model: Any, tokenizer: Any) -> None:
+    def _generate(self, args: Any, state: Any, model: Any, tokenizer: Any) -> None:
         seed = (self.seed * 1_000_003 + state.global_step * 1_009) % 2**32
         try:
             with preserve_state(model):
                 texts = continue_prompts(
                     model, tokenizer, self.prompts, self.generation_config, self.max_new_tokens, seed
                 )
-            self._warn_of_error(state, texts)
+            self._write(args, state, texts)
         except Exception as error:  # models and writers can raise anything; a failed sample must not end the run
             if self.on_generation_error == "raise":
                 raise
@@ -167,15 +175,27 @@ class TextgenCallback(TrainerCallback):
                 texts.append((prompt, decode_new(tokenizer, out[0, ids.shape[1] :].tolist())))
         return texts
 
-    def _warn_of_error(self, state: Any, texts: Sequence[tuple[str, str]]) -> None:
+    def _write(self, args: Any, state: Any, texts: Sequence[tuple[str, str]]) -> None:
         if not state.is_world_process_zero:
             return
+        directory = logging_dir_of(args)
+        if directory is not None:
+            now = time.time()
+            directory.mkdir(parents=True, exist_ok=True)
+            samples = [TextSample(now, state.global_step, prompt, text) for prompt, text in texts]
+            append_samples(directory / FILE_NAME, samples)
         text = "\n\n---\n\n".join(f"{prompt} [START] {continuation}" for prompt, continuation in texts)
         if self.summary_writer is None:
             logger.info("%s at step %d:\n%s", TAG, state.global_step, text)
             return
         self.summary_writer.add_text(TAG, text, state.global_step)
         self.summary_writer.flush()
+
+    def _set_samples_aside(self, args: Any, state: Any) -> None:
+        """Rename the samples of an earlier run in the same directory."""
+        directory = logging_dir_of(args)
+        if directory is not None and state.is_world_process_zero:
+            set_samples_aside(directory / FILE_NAME)
 
 
 def read_prompts(prompts: Any) -> list[str]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from onstep.analysis.logs.reading import LogTail
+from onstep.analysis.logs.samples_log import FILE_NAME, TextSample, append_samples
 from onstep.control.commands import CommandError, CommandRefusedError
 from onstep.control.delivery import Delivery, describe_commands
 from onstep.control.feed import Feed
@@ -79,6 +82,8 @@ class TrainerControlCallback(TrainerCallback):
         self._model: Any = None
         self._stacks: StackExchange | None = None
         self._profile: NextSteps | None = None
+        self._samples: LogTail | None = None
+        self._samples_path: Path | None = None
         self._is_paused = False
 
     # The life of the server
@@ -97,6 +102,9 @@ class TrainerControlCallback(TrainerCallback):
             self._reset(run, state)
             dirs = {"output_dir": getattr(args, "output_dir", None), "logging_dir": logging_dir_of(args)}
             paths = {name: absolute(path) for name, path in dirs.items()}
+            directory = logging_dir_of(args)
+            self._samples, self._samples_path = None, None if directory is None else directory / FILE_NAME
+            self._show_samples()
             self._server.open(self.feed, self.inbox, run.control.commands, **paths)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -219,10 +227,30 @@ class TrainerControlCallback(TrainerCallback):
                 texts = continue_prompts(self._model, tokenizer, prompts, _SAMPLING, max_new_tokens, seed=context.step)
         except Exception as error:  # noqa: BLE001 - models can raise anything; a failed sample must not end the run
             return [{"error": f"{type(error).__name__}: {error}"}]
-        samples = [{"prompt": prompt, "text": text} for prompt, text in texts]
-        for one in samples:
-            self.feed.add_event("sample", {"step": context.step, **one})
-        return samples
+        if self._samples_path is not None:
+            samples = [TextSample(time.time(), context.step, prompt, text) for prompt, text in texts]
+            with self._explained("keep the texts"):
+                append_samples(self._samples_path, samples)
+            self._show_samples()
+        return [{"prompt": prompt, "text": text} for prompt, text in texts]
+
+    def _show_samples(self) -> None:
+        """Show what has been added to the file of texts, by a TextgenCallback or a command."""
+        if self._samples_path is not None:
+            with self._explained("show the texts"):
+                self._samples = self._samples or LogTail(self._samples_path)
+                for sample in self._samples.news():
+                    self.feed.add_event("sample", dict(sample))
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Warn if a file cannot be used: the training does not depend on it."""
+        try:
+            yield
+        except FileNotFoundError:  # nothing was written yet
+            pass
+        except OSError as error:
+            logger.warning("control: cannot %s: %s", what, error)
 
     def _begin_profile(self, context: CallbackContext, steps: int) -> None:
         run = context.state
@@ -260,6 +288,8 @@ class TrainerControlCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Show a record of the metrics log."""
+        if self._server.is_open:
+            self._show_samples()
         if self._server.is_open and logs:
             self.feed.add_record({"timestamp": time.time(), "step": state.global_step, "epoch": state.epoch, **logs})
 

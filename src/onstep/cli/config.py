@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from onstep.analysis.logs.run_status import run_record
 from onstep.cli.application import application
+from onstep.cli.runs import find_named, not_found, run_names
 from onstep.config import ConfigContainer, apply_overrides, dump_yaml, explain, load_yaml, merge, resolve
-from onstep.config.explanation import common_defaults
+from onstep.config.explanation import all_defaults, common_defaults
+from onstep.config.short_runs import fit_short_run
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 from onstep.recipes import get_recipe
@@ -21,7 +26,8 @@ from onstep.recipes import get_recipe
 def configuration(words: list[str], recipe: str | None) -> tuple[ConfigContainer, list[str]]:
     """The recipe, overridden by a YAML file and `key=value` words; and the callbacks that `callbacks=` names.
 
-    The recipe is `--recipe`, else the file's `run.recipe`, else `tiny_gpt`.
+    The recipe is `--recipe`, else the file's `run.recipe`, else `tiny_gpt`. In the place of a file, the name of a run
+    means its stored configuration; `checkpoint.load` and `checkpoint.pretrained_checkpoint` may name one too.
 
     Raises:
         ConfigError: for a word that is neither a file nor `key=value`, or an unknown or mistyped key.
@@ -39,8 +45,21 @@ def configuration(words: list[str], recipe: str | None) -> tuple[ConfigContainer
     config = get_recipe(name)()
     merge(config, values)
     apply_overrides(config, pairs)
+    given = {*_keys_in(values), *(pair.partition("=")[0].strip() for pair in pairs)}
+    note = fit_short_run(config, get_recipe(name)(), given)
+    if note is not None and os.environ.get("RANK", "0") == "0" and config.logger.console != "quiet":
+        print(textwrap.fill(note, 80, subsequent_indent="  ", break_long_words=False), file=sys.stderr)
+    for name in ("load", "pretrained_checkpoint"):
+        if (value := getattr(config.checkpoint, name)) and (run_dir := _run_dir(value)) is not None:
+            setattr(config.checkpoint, name, str(run_dir))
     callbacks = [word.partition("=")[2] for word in words if word.startswith("callbacks=")]
     return config, [each for text in callbacks for each in _names(text)]
+
+
+def _keys_in(values: dict[str, Any]) -> list[str]:
+    """The dotted keys that a file sets."""
+    inner = ((key, value if isinstance(value, dict) else {}) for key, value in values.items())
+    return [*values, *(f"{key}.{name}" for key, names in inner for name in names)]
 
 
 def sets(words: list[str], section: str, name: str) -> bool:
@@ -100,12 +119,19 @@ def load_callback(name: str) -> Any:
 
 
 def _read(path: str) -> dict[str, Any]:
-    if not Path(path).is_file():
-        raise ConfigError(
-            f"{path!r} is neither a configuration file nor key=value. Write values as optimizer.lr=3e-4; "
-            f"`onstep config defaults` lists the keys."
-        )
-    return load_yaml(path)
+    if Path(path).is_file():
+        return load_yaml(path)
+    stored = run_record(directory).get("config") if (directory := _run_dir(path)) is not None else None
+    if isinstance(stored, dict):
+        return stored
+    raise ConfigError(
+        f"{path!r} is neither a configuration file nor key=value, nor a run.{not_found(path, run_names(), '')} Write "
+        f"values as optimizer.lr=3e-4; `onstep config defaults` lists the keys."
+    )
+
+
+def _run_dir(words: str) -> Path | None:
+    return find_named(words, lambda one: (one / "run.json").is_file())
 
 
 def _names(text: str) -> list[str]:
@@ -134,9 +160,13 @@ def show(
 @app.command()
 def defaults(
     every: Annotated[bool, typer.Option("--all", help="Every key, without help.")] = False,
+    help_text: Annotated[bool, typer.Option("--help-text", help="Every key, with a line of help.")] = False,
 ) -> None:
     """Print the common keys with their defaults and help, as YAML that can be read back."""
-    print(dump_yaml(ConfigContainer()) if every else common_defaults(), end="")
+    if help_text:
+        print(all_defaults(), end="")
+    else:
+        print(dump_yaml(ConfigContainer()) if every else common_defaults(), end="")
 
 
 @app.command("explain")

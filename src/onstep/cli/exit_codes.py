@@ -5,3 +5,5 @@ OK = 0
 ERROR = 1
 PREEMPTED = 75
 """Preempted; run the same command again to resume."""
+INTERRUPTED = 130
+"""Ctrl-C before there was anything to save."""

@@ -7,7 +7,7 @@ import re
 import sys
 from importlib.metadata import version
 
-from onstep.cli.exit_codes import ERROR, OK
+from onstep.cli.exit_codes import ERROR, INTERRUPTED, OK
 from onstep.errors import OnstepError
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -16,10 +16,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "train:finetune",
         "Fine-tune pretrained weights: onstep finetune [RECIPE] [key=value ...]",
     ),
-    "generate": (
-        "generate:generate",
-        'Generate text with a trained model: onstep generate runs/NAME "def "',
-    ),
+    "demo": ("demo.command:demo", "Train a small GPT on Python's source in a minute or two, and see what it learns"),
+    "generate": ("generation.generate:generate", 'Continue a text with a trained model: onstep generate NAME "def "'),
+    "chat": ("generation.chat:chat", "Talk with a trained model: onstep chat NAME"),
     "config": ("config:app", "Show a configuration or explain a key: onstep config show|defaults|explain KEY"),
     "recipes": ("recipes:app", "List and show recipes (named configurations): onstep recipes list|show NAME"),
     "memory": ("recipes:memory", "Estimate GPU memory before training: onstep memory RECIPE [key=value ...]"),
@@ -73,7 +72,11 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"error: there is no command {name!r}.{nearest(name, list(COMMANDS))}\n\n{overview()}", file=sys.stderr)
         return ERROR
-    return _run(name, rest)
+    try:
+        return _run(name, rest)
+    except KeyboardInterrupt:  # before a run handles it, or in a command that has nothing to save
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def overview() -> str:
@@ -90,7 +93,7 @@ def overview() -> str:
             *lines,
             "",
             "Examples:",
-            "  onstep train                                     # a tiny GPT, in a few minutes on a CPU",
+            "  onstep demo                                      # a small GPT, in a minute or two on a CPU",
             "  onstep train config.yaml optimizer.lr=3e-4       # your own configuration",
             "  torchrun --nproc-per-node 2 -m onstep train ...  # on two GPUs",
             "",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onstep.cli.application import Labels, application
+from onstep.cli.runs import find_named, not_found, run_names
 from onstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -227,15 +228,13 @@ def find_file(words: str | None, metric: str | None = None) -> Path:
         if not found:
             raise ConfigError(f"there is no {' or '.join(names)} below {Path.cwd()}; {_remedy(names)}")
         return found[0]
-    for path in (Path(words), Path("runs") / words):
-        if path.is_file():
-            return path
+    path = find_named(words, lambda one: one.is_file() or any((one / name).is_file() for name in names))
+    if path is not None:
         there = [path / name for name in names if (path / name).is_file()]
-        if there:
-            return max(there, key=lambda one: one.stat().st_mtime)
-    if Path(words).is_dir() or (Path("runs") / words).is_dir():
+        return max(there, key=lambda one: one.stat().st_mtime) if there else path
+    if find_named(words, Path.is_dir) is not None:
         raise ConfigError(f"{words} has no {' or '.join(names)}; {_remedy(names)}")
-    raise ConfigError(f"there is no file or run {words!r}.")
+    raise ConfigError(f"there is no file or run {words!r}.{not_found(words, run_names(), '')}")
 
 
 def _remedy(names: list[str]) -> str:

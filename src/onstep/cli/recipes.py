@@ -13,8 +13,8 @@ from onstep.analysis.text_tables import table
 from onstep.cli.application import application
 from onstep.cli.config import configuration
 from onstep.config import ConfigContainer, diff, dump_yaml, resolve
+from onstep.console.table import format_si
 from onstep.errors import ConfigError
-from onstep.metrics.console_table import format_si
 from onstep.metrics.flops import num_floating_point_operations
 from onstep.metrics.memory_estimate import MemoryEstimate, estimate_training_memory, format_training_memory_estimate
 from onstep.metrics.model_shape import ModelShape, num_active_parameters, num_parameters
@@ -69,7 +69,7 @@ def show(
 def sized(config: ConfigContainer) -> ConfigContainer:
     """Set the built-in tokenizer's vocabulary size where the configuration has none, in place."""
     if config.model.vocab_size is None:
-        config.model.vocab_size = BYTE_VOCABULARY
+        config.model.vocab_size = config.tokenizer.vocab_size or BYTE_VOCABULARY
     return config
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -15,7 +15,9 @@ from onstep.cli.application import Imports, Recipe
 from onstep.cli.config import configuration, import_file, load_callback, sets
 from onstep.cli.exit_codes import ERROR, PREEMPTED
 from onstep.cli.hub import hf_directory
-from onstep.config import ConfigContainer, RunConfig
+from onstep.config import ConfigContainer
+from onstep.console.level import Level
+from onstep.console.messages import show_messages
 from onstep.errors import ConfigError, DataError
 from onstep.events import CallbackManager
 from onstep.recipes import RECIPES, get_recipe
@@ -40,6 +42,8 @@ Control = Annotated[
     bool,
     typer.Option("--control", help="Let `onstep control` and a browser watch and steer the job (run.control=true)."),
 ]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Show warnings and the end (logger.console=quiet).")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show every row and size (logger.console=verbose).")]
 
 
 def train(
@@ -58,18 +62,22 @@ def train(
     imports: Imports = None,
     on_config_change: OnConfigChange = None,
     control: Control = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Train a model. Without arguments: a tiny GPT on the source code of Python's standard library.
 
     The run is stored in runs/NAME; the same command resumes an interrupted run from its newest checkpoint.
     Add your own callbacks with: --import my.py callbacks='[my:MyCallback]'
     """
-    config, names = configuration(words or [], recipe or (None if hf_model is None else "any"))
+    words = _with_level(words or [], quiet=quiet, verbose=verbose)
+    config, names = configuration(words, recipe or (None if hf_model is None else "any"))
     if hf_model is not None:
         config.checkpoint.pretrained_checkpoint = str(hf_directory(hf_model))
-        is_length_set = any(sets(words or [], section, "seq_length") for section in ("model", "dataset"))
+        is_length_set = any(sets(words, section, "seq_length") for section in ("model", "dataset"))
         _fit_length(config, is_set=is_length_set)
     config.run.control = config.run.control or control
+    announce(config)
     from onstep.training import pretrain
 
     run_to_its_end(pretrain, config, names, imports or [], on_config_change)
@@ -105,6 +113,8 @@ def finetune(
     imports: Imports = None,
     on_config_change: OnConfigChange = None,
     control: Control = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Fine-tune a pretrained model: onstep finetune checkpoint.pretrained_checkpoint=DIR 'dataset.paths=[chat.jsonl]'
 
@@ -112,11 +122,13 @@ def finetune(
     The run is stored in runs/NAME; the same command resumes an interrupted run. With --lora, it writes adapter/ in
     addition to the merged model/.
     """
-    recipe, rest = _finetuned_recipe(words or [], lora)
+    words = _with_level(words or [], quiet=quiet, verbose=verbose)
+    recipe, rest = _finetuned_recipe(words, lora)
     config, names = configuration(rest, recipe)
     if lora:
-        _set_lora(config, words or [])
+        _set_lora(config, words)
     config.run.control = config.run.control or control
+    announce(config)
     from onstep.training import finetune as start
 
     run_to_its_end(start, config, names, imports or [], on_config_change)
@@ -158,8 +170,8 @@ def run_to_its_end(
     names: list[str],
     imports: list[str],
     on_config_change: str | None,
-) -> None:
-    """Start a run with the callbacks named in `names`, and report how it ended.
+) -> GlobalState:
+    """Start a run with the callbacks named in `names`, report how it ended, and return its state.
 
     Args:
         start: `pretrain` or `finetune`.
@@ -168,16 +180,14 @@ def run_to_its_end(
         imports: files to import first.
         on_config_change: policy for changed values; None uses the configuration's.
     """
-    logging.basicConfig(level=logging.INFO if _is_main() else logging.WARNING, format="%(message)s")
-    if config.run.name is None:
-        config.run.name = config.run.recipe or "run"
+    show_messages(cast(Level, config.logger.console), is_main=_is_main())
     if on_config_change is not None:
         config.checkpoint.on_config_change = on_config_change
     for path in imports:
         import_file(path)
     from onstep.training.runs.signals import Preempted
 
-    manager = _callbacks(config.run, names)
+    manager = _callbacks(config, names)
     try:
         state = start(config, callbacks=manager)
     except Preempted as preempted:
@@ -188,13 +198,35 @@ def run_to_its_end(
         _say_where(state)
     if state.ending.by_anomaly:
         raise typer.Exit(ERROR)
+    return state
 
 
-def _callbacks(run: RunConfig, names: list[str]) -> CallbackManager:
-    from onstep.callbacks import DefaultMetrics, InfoCallback, JsonLogger, ProgressCallback, add_control
+def _with_level(words: list[str], *, quiet: bool, verbose: bool) -> list[str]:
+    if quiet and verbose:
+        raise ConfigError("-q and -v ask for less and for more output; drop one of them.")
+    return [*words, f"logger.console={'quiet' if quiet else 'verbose'}"] if quiet or verbose else words
+
+
+def announce(config: ConfigContainer) -> None:
+    """Name the run, and say what is being started, before seconds of importing torch."""
+    config.run.name = config.run.name or config.run.recipe or "run"
+    if not _is_main() or config.logger.console == "quiet":
+        return
+    train, place = config.train, Path(config.run.output_dir) / config.run.name
+    length = f"{train.train_iters:,} steps" if train.train_iters is not None else "training"
+    length = f"{train.num_epochs:g} epochs" if train.num_epochs is not None else length
+    size = f" of {train.global_batch_size} x {config.model.seq_length} tokens" if train.global_batch_size else ""
+    print(f"{config.run.recipe or config.run.name}: {length}{size} into {place}; loading PyTorch ...", flush=True)
+
+
+def _callbacks(config: ConfigContainer, names: list[str]) -> CallbackManager:
+    from onstep.callbacks import DefaultMetrics, JsonLogger, add_control
+    from onstep.console import shown_by_default
 
     given = [load_callback(name) for name in names]
-    defaults: list[Any] = [DefaultMetrics(), ProgressCallback(), InfoCallback()] if run.default_callbacks else []
+    defaults: list[Any] = []
+    if config.run.default_callbacks:
+        defaults = [DefaultMetrics(), *shown_by_default(cast(Level, config.logger.console))]
     defaults.append(JsonLogger())
     manager = CallbackManager()
     manager.add([one for one in defaults if not any(isinstance(mine, type(one)) for mine in given)])
@@ -203,7 +235,7 @@ def _callbacks(run: RunConfig, names: list[str]) -> CallbackManager:
             manager.add(callback)
         except TypeError as error:
             raise ConfigError(f"callbacks={name}: {error}") from None
-    if run.control:
+    if config.run.control:
         add_control(manager)
     return manager
 

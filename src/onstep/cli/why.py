@@ -14,7 +14,7 @@ from onstep.analysis.logs.record_file import decoded
 from onstep.analysis.logs.run_status import run_record
 from onstep.analysis.text_tables import printable
 from onstep.cli.cells import counted, time_shown
-from onstep.config.suggestions import nearest
+from onstep.cli.runs import RUNS, find_named, not_found, run_names
 from onstep.errors import ConfigError
 
 Decision = dict[str, Any]
@@ -114,14 +114,11 @@ def find_run(run: str) -> Path:
     Raises:
         ConfigError: when there is none; the message suggests a similar name.
     """
-    candidates = [Path(run)] + ([Path("runs") / run] if len(Path(run).parts) == 1 else [])
-    for directory in candidates:
-        if (directory / "run.json").is_file() or (directory / "decisions.jsonl").is_file():
-            return directory
-    parent = candidates[-1].parent
-    known = sorted(path.parent.name for path in parent.glob("*/run.json"))
-    there = f" {parent} has {', '.join(known[:10])}." if known else f" {parent} has no runs."
-    raise ConfigError(f"there is no run {run!r}.{nearest(Path(run).name, known)}{there}")
+    found = find_named(run, lambda one: (one / "run.json").is_file() or (one / "decisions.jsonl").is_file())
+    if found is not None:
+        return found
+    parent = RUNS if len(Path(run).parts) == 1 else Path(run).parent
+    raise ConfigError(f"there is no run {run!r}.{not_found(run, run_names(parent), f' {parent} has no runs.')}")
 
 
 def read_decisions(path: Path) -> Iterator[Decision]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from onstep.config.field_types import type_name
 from onstep.config.keys import KEYS, Key
@@ -68,21 +68,32 @@ def common_defaults(keys: Mapping[str, Key] = KEYS) -> str:
     """The keys that most runs set with their defaults, as YAML with their help as comments."""
     common = [key for key in keys.values() if key.option.common]
     lines = [
-        f"# The {len(common)} keys that most runs set, of {len(keys)}; all of them: onstep config defaults --all",
+        f"# The {len(common)} keys that most runs set, of {len(keys)}; all of them: onstep config defaults --help-text",
         "# Everything about one of them: onstep config explain KEY",
     ]
+    return "\n".join([*lines, *_commented(common, WIDTH)]) + "\n"
+
+
+def all_defaults(keys: Mapping[str, Key] = KEYS) -> str:
+    """Every key with its default, as YAML with a line of help as a comment."""
+    lines = [f"# All {len(keys)} keys. Everything about one of them: onstep config explain KEY"]
+    return "\n".join([*lines, *_commented(keys.values(), None)]) + "\n"
+
+
+def _commented(keys: Iterable[Key], width: int | None) -> list[str]:
+    """The keys as YAML, by section, each below the first sentence of its help; without a width, on one line."""
+    lines: list[str] = []
     section = ""
-    for key in common:
+    for key in keys:
         head, _, name = key.name.rpartition(".")
         if head != section:
             section = head
             lines += [f"{section}:"] if section else []
         indent = "  " if section else ""
-        lines += textwrap.wrap(
-            _first_sentence(key.option.help), WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
-        )
-        lines.append(f"{indent}{name}: {yaml_value(key.default)}")
-    return "\n".join(lines) + "\n"
+        text, comment = _first_sentence(key.option.help), f"{indent}# "
+        wrapped = textwrap.wrap(text, width or len(comment + text), initial_indent=comment, subsequent_indent=comment)
+        lines += [*wrapped, f"{indent}{name}: {yaml_value(key.default)}"]
+    return lines
 
 
 def _first_sentence(text: str) -> str:

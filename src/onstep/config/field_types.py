@@ -60,7 +60,8 @@ def coerce(value: Any, annotation: Any, name: str) -> Any:
     """`value` as the annotation requires it; what would change its meaning is refused.
 
     An int serves as a float, an integral float (``1e5``) as an int, a number in a string (YAML's ``1e-3``) as a float,
-    a path as a str, a tuple as a list and an enum member as its value. Nothing else is converted. Integers have 64
+    a path as a str, a tuple as a list, a text as a list of one where a list of texts is required, and an enum member as
+    its value. Nothing else is converted. Integers have 64
     bits, and text has no NUL and no unpaired surrogates.
 
     Raises:
@@ -96,6 +97,8 @@ def _converted(value: Any, annotation: Any) -> Any:
     members = _members(annotation)
     if len(members) > 1:
         problem: Exception = TypeError()
+        if str in members and isinstance(value, str | os.PathLike):  # it is not a list of one
+            members = tuple(member for member in members if get_origin(member) is not list)
         for member in members:
             try:
                 return _converted(value, member)
@@ -109,6 +112,8 @@ def _converted(value: Any, annotation: Any) -> Any:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is list and isinstance(value, list | tuple):
         return [_converted(element, arguments[0]) for element in value]
+    if origin is list and isinstance(value, str | os.PathLike) and arguments == (str,):
+        return [_converted(value, str)]
     if origin is dict and isinstance(value, Mapping):
         return {_converted(key, arguments[0]): _converted(item, arguments[1]) for key, item in value.items()}
     if annotation in (bool, type(None)) and isinstance(value, annotation):

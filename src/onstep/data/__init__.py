@@ -10,7 +10,7 @@ adapts whatever a user passes to a `StepSource`.
 
 from onstep.data.chat.dataset import ChatDataset, ChatFile, PackedDataset, build_chat_file
 from onstep.data.chat.records import ChatFiles, ChatKeys, ChatRows, ChatSource
-from onstep.data.chat.template import EncodedChat, PlainTemplate, TokenizerTemplate, template_for
+from onstep.data.chat.template import ChatTemplate, EncodedChat, PlainTemplate, TokenizerTemplate, template_for
 from onstep.data.corpus.bpe import learn_bpe
 from onstep.data.corpus.build_cache import default_cache_dir
 from onstep.data.corpus.corpus import DocumentSource, default_corpus_files, find_files, iter_documents
@@ -47,6 +47,7 @@ __all__ = [
     "ChatKeys",
     "ChatRows",
     "ChatSource",
+    "ChatTemplate",
     "DocumentSource",
     "EncodedChat",
     "EpochBatches",

@@ -19,7 +19,7 @@ class Callback:
 
     - `ranks`: "all" calls the callback on every rank, "main" on rank 0 only;
     - `on_error`: "raise" ends the run, "warn" continues, "disable" continues without this callback;
-    - `shows_progress`: True if the callback reports progress itself, which turns off `pretrain()`'s console lines;
+    - `shows_progress`: True if the callback reports progress itself, so that `pretrain()` adds none that does.
     - `settable`: attributes that can be set during the run, as `<name of the callback>.<attribute>`: on all ranks at
       one step, recorded, saved in checkpoints, and set again when the run resumes;
     - `commands`: names of commands that its `on_command` carries out, and one line about each.

@@ -33,6 +33,8 @@ from onstep.recipes.qwen import (
     qwen25_500m_pretrain_config,
 )
 from onstep.recipes.tiny import (
+    demo_finetune_config,
+    demo_pretrain_config,
     tiny_gpt_finetune_config,
     tiny_gpt_pretrain_config,
     tiny_moe_finetune_config,
@@ -42,6 +44,7 @@ from onstep.recipes.tiny import (
 Recipe = Callable[[], ConfigContainer]
 
 _PRETRAIN: dict[str, Recipe] = {
+    "demo": demo_pretrain_config,
     "tiny_gpt": tiny_gpt_pretrain_config,
     "tiny_moe": tiny_moe_pretrain_config,
     "gpt2_124m": gpt2_124m_pretrain_config,
@@ -56,6 +59,7 @@ _PRETRAIN: dict[str, Recipe] = {
 
 _FINETUNE: dict[str, Callable[..., ConfigContainer]] = {
     "any": any_finetune_config,
+    "demo": demo_finetune_config,
     "tiny_gpt": tiny_gpt_finetune_config,
     "tiny_moe": tiny_moe_finetune_config,
     "gpt2_124m": gpt2_124m_finetune_config,
@@ -80,6 +84,8 @@ __all__ = [
     "Recipe",
     "any_finetune_config",
     "any_pretrain_config",
+    "demo_finetune_config",
+    "demo_pretrain_config",
     "get_recipe",
     "gpt2_124m_finetune_config",
     "gpt2_124m_pretrain_config",

@@ -11,6 +11,7 @@ from onstep.config import (
     OptimizerConfig,
     RunConfig,
     SchedulerConfig,
+    TokenizerConfig,
     TrainingConfig,
     ValidationConfig,
 )
@@ -18,6 +19,8 @@ from onstep.recipes.finetuning import finetuned
 
 SEQ_LENGTH = 128
 """Bytes per training sequence."""
+DEMO_SEQ_LENGTH = 256
+"""Tokens per training sequence of the demo."""
 
 
 def tiny_gpt_pretrain_config() -> ConfigContainer:
@@ -82,3 +85,31 @@ def tiny_moe_finetune_config(peft: str | None = None) -> ConfigContainer:
     Set `checkpoint.pretrained_checkpoint` (such as runs/tiny_moe) and `dataset.paths` (JSONL with conversations).
     """
     return finetuned(tiny_moe_pretrain_config(), peft, full_lr=3e-4)
+
+
+def demo_pretrain_config() -> ConfigContainer:
+    """The model of `onstep demo`: two layers on 2,048 tokens learned from the text, trained for 800 steps by Muon.
+
+    It costs about as much as tiny_gpt, and writes better: a token has three bytes of Python on average, so the same
+    number of them covers three times the text, and a context of 256 reaches as far back as 800 bytes.
+    """
+    model = ModelConfig(num_layers=2, hidden_size=128, num_attention_heads=4, seq_length=DEMO_SEQ_LENGTH)
+    config = tiny_run("demo", model)
+    config.tokenizer = TokenizerConfig(tokenizer_type="bpe", vocab_size=2048)
+    config.dataset.seq_length = DEMO_SEQ_LENGTH
+    config.train.train_iters, config.scheduler.lr_warmup_iters = 800, 40
+    config.optimizer.optimizer, config.optimizer.lr, config.optimizer.min_lr = "muon", 8e-3, 0.0
+    config.logger.log_interval, config.logger.log_first_step = 80, True
+    config.validation.eval_interval, config.validation.eval_iters = 400, 10
+    config.checkpoint.save_interval = 200
+    return config
+
+
+def demo_finetune_config(peft: str | None = None) -> ConfigContainer:
+    """A trained demo, taught to answer.
+
+    Set `checkpoint.pretrained_checkpoint` (such as runs/demo) and `dataset.paths` (JSONL with conversations).
+    """
+    config = finetuned(demo_pretrain_config(), peft, full_lr=3e-4)
+    config.tokenizer = TokenizerConfig()  # that of the weights
+    return config

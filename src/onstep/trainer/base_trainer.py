@@ -9,8 +9,9 @@ from weakref import ref
 
 from torch import nn
 
-from onstep.callbacks import DefaultMetrics, InfoCallback, ProgressCallback, add_control
+from onstep.callbacks import DefaultMetrics, add_control
 from onstep.config import ConfigContainer, merge
+from onstep.console import Level, shown_by_default
 from onstep.data import default_data_collator
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager, normalize_callbacks
@@ -89,7 +90,12 @@ class BaseTrainer:
             configured = ConfigContainer()
             merge(configured, self.args.config_overrides or {})
             has_defaults = default_callbacks and configured.run.default_callbacks
-            self.callback_manager = _with_defaults(callbacks, has_defaults, disable_tqdm=bool(self.args.disable_tqdm))
+            shown: list[Any] = []
+            if has_defaults:
+                level = cast(Level, configured.logger.console)
+                shown = shown_by_default(level, use_tqdm=False if self.args.disable_tqdm else None)
+            defaults = [DefaultMetrics(), *shown] if has_defaults else []
+            self.callback_manager = _with_defaults(callbacks, defaults)
             if self.args.control or configured.run.control:
                 add_control(self.callback_manager)
         self.global_state: GlobalState | None = None
@@ -174,17 +180,14 @@ def _check_model(model: Any, model_init: Any) -> None:
         raise ConfigError(f"model_init must be a function that returns a model, got {type(model_init).__name__}.")
 
 
-def _with_defaults(callbacks: Any, wanted: bool, *, disable_tqdm: bool) -> CallbackManager:
+def _with_defaults(callbacks: Any, defaults: list[Any]) -> CallbackManager:
     """A manager with the defaults first, then the user's; an instance of a default's class replaces that default.
 
     A user's own `CallbackManager` is extended, not copied, so that callbacks registered later count too.
     """
     manager = normalize_callbacks(callbacks) or CallbackManager()
-    if not wanted:
-        return manager
-    progress = ProgressCallback(use_tqdm=False) if disable_tqdm else ProgressCallback()
     first = manager.callbacks[0] if manager.callbacks else None
-    for default in (DefaultMetrics(), progress, InfoCallback()):
+    for default in defaults:
         if not any(isinstance(callback, type(default)) for callback in manager.callbacks):
             manager.add(default, before=first)
     return manager

@@ -22,9 +22,10 @@ from onstep.training.checkpointing.writing import open_checkpoints
 from onstep.training.features import RUN, SECTIONS, SETUP
 from onstep.training.reporting.bridge_trackers import check_trackers
 from onstep.training.run import EntryPoint
-from onstep.training.runs.claims import Claim, acquire_run_dir
+from onstep.training.runs.claims import Claim, acquire_run_dir, named_dir
 from onstep.training.runs.identity import Identify, Identity, remembered
 from onstep.training.runs.run_dir import RunLock, Status
+from onstep.training.runs.start_traces import StartTraces
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +72,16 @@ def open_run(
     has_trackers = any(hasattr(callback, "tag_loggers") for callback in callbacks)
     manager = attach_trackers(manager, config)
     check_trackers(config)
+    entry_point.prints_console_line = config.logger.console == "bridge"
     run = GlobalState(cfg=config, entry_point=entry_point)
     with run.features.open(SETUP, run, run.world), join(config) as world:
-        claim, lock = claim_run(config, world)
+        traces = _traces(config, world)
+        try:
+            claim, lock = claim_run(config, world)
+        except BaseException:
+            if traces is not None:
+                traces.undo()
+            raise
         run.world, run.control = world, Control(rank=world.rank)
         if claim is not None:
             run.cfg, run.run_dir = resolve(claim.config, world.size), claim.directory
@@ -101,10 +109,33 @@ def open_run(
                 world.no_collectives_after_an_error(),
             ):
                 yield OpenRun(run, manager, notify, claim)
-        finally:
+        except BaseException as error:
+            is_undone = not isinstance(error, SystemExit) and _undo_start(run, traces)
+            if not is_undone:
+                _record_end(run)
+            raise
+        else:
             _record_end(run)
+        finally:
             if lock is not None:
                 lock.release()
+
+
+def _traces(config: ConfigContainer, world: World) -> StartTraces | None:
+    """The run's directory before it is claimed, on rank 0."""
+    if config.run.name is None or not world.is_main:
+        return None
+    try:
+        return StartTraces.before(named_dir(config).path)
+    except OSError:  # claiming it says what is wrong
+        return None
+
+
+def _undo_start(run: GlobalState, traces: StartTraces | None) -> bool:
+    """Restore the run's directory if an error ended the run before it trained; whether that was done."""
+    if traces is None or run.ending.train_started or run.run_dir is None or run.run_dir.path != traces.path:
+        return False
+    return traces.undo()
 
 
 def _name_idle_settings(run: GlobalState, has_trackers: bool) -> None:

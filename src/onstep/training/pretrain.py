@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
 from functools import partial
@@ -10,10 +11,13 @@ from torch import nn
 
 from onstep.config import ConfigContainer, resolve
 from onstep.config.keys import typed_copy
+from onstep.config.short_runs import with_fitting_warmup
+from onstep.console import with_progress
 from onstep.distributed import World, open_world, world_size_from_environment
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager, Dispatcher, normalize_callbacks
 from onstep.models import ModelHook
+from onstep.recipes import RECIPES
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.bridge.housekeeping import _finish_train
 from onstep.training.opening import already_finished, claim_for_all, open_run
@@ -26,6 +30,8 @@ from onstep.training.setup.setup import TrainingSetup, set_up
 from onstep.training.stages.evaluation import evaluate_and_print_results
 from onstep.training.stages.forward_step import forward_step
 from onstep.training.train import train
+
+logger = logging.getLogger(__name__)
 
 
 def pretrain(
@@ -59,12 +65,15 @@ def pretrain(
         RunExistsError: if the run's directory holds another run, or one whose data or tokenizer files have changed.
         NonFiniteError: if a loss or gradient norm is NaN or infinite.
     """
+    recipe = RECIPES.get(config.run.recipe or "")
+    config, note = with_fitting_warmup(config, None if recipe is None else recipe())
+    if note is not None:
+        logger.warning("%s", note)
     config = resolve(fill_from_pretrained(config), world_size_from_environment())
-    manager = normalize_callbacks(callbacks)
+    manager = with_progress(normalize_callbacks(callbacks), config)
     entry_point = EntryPoint(
         forward_step_func=forward_step_func,
         pre_wrap_hooks=tuple(pre_wrap_hooks),
-        prints_console_line=not shows_progress(manager),
         identify=configured_identity,
     )
     claim_run = partial(claim_for_all, identify=configured_identity)
@@ -180,8 +189,3 @@ def load_best_model(state: Run, model: list[nn.Module]) -> None:
     """With `checkpoint.load_best_model_at_end`, load the best checkpoint's weights, not its progress. Collective."""
     if state.cfg.checkpoint.load_best_model_at_end and state.checkpoints is not None and state.exits.decided is None:
         state.checkpoints.load_best_model(model)
-
-
-def shows_progress(manager: CallbackManager | None) -> bool:
-    """Whether a registered callback reports progress itself."""
-    return manager is not None and any(getattr(callback, "shows_progress", False) for callback in manager.callbacks)

@@ -87,6 +87,8 @@ class RunSums:
     flops_per_token: float = 0.0
     """Floating-point operations of training on one token: 6 for each parameter outside the embeddings.
     Source: Kaplan et al. 2020, "Scaling Laws for Neural Language Models", section 2.1."""
+    first_loss: torch.Tensor | float | None = None
+    """The loss of the first step, on the device until a checkpoint is saved."""
     loss_sum: float = 0.0
     loss_steps: int = 0
     flops_at_start: float = 0.0
@@ -125,7 +127,7 @@ class EntryPoint:
     given_args: object = None
     """The `TrainingArguments` as the user passed them to `Trainer`."""
     prints_console_line: bool = False
-    """Whether to print Megatron Bridge's lines for logged steps: no callback shows progress."""
+    """Whether to print Megatron Bridge's lines for logged steps (`logger.console=bridge`)."""
     fire: Callable[..., None] = lambda event, **fields: None
     """Fires the events of the run's end."""
     evaluates_last_step: bool = False
@@ -358,7 +360,7 @@ class Run:
     def print_timers(self, names: Sequence[str], normalizer: float = 1.0) -> None:
         """Print times as Megatron Bridge does, on the last rank. Collective.
 
-        If a callback shows progress, only with `logger.timing_log_level` above 0.
+        Only with Megatron Bridge's lines, or with `logger.timing_log_level` above 0.
         """
         is_shown = self.entry_point.prints_console_line or self.cfg.logger.timing_log_level > 0
         self.timers.log(names, rank=None if is_shown else _NOBODY, normalizer=normalizer)

@@ -11,7 +11,7 @@ from onstep.checkpoint import CheckpointInfo, Retention, checkpoints, resolve, v
 from onstep.checkpoint.catalog.discovery import inventory
 from onstep.checkpoint.catalog.retention import best_verified
 from onstep.checkpoint.storage.manifest import MANIFEST
-from onstep.config.suggestions import nearest
+from onstep.cli.runs import RUNS, find_named, not_found
 from onstep.errors import CheckpointError
 
 BEST = "best"
@@ -105,20 +105,14 @@ def retention_of(infos: list[CheckpointInfo]) -> Retention:
 
 
 def _existing(path: str) -> Path:
-    candidates = [Path(path)] + ([] if Path(path).is_absolute() else [Path("runs") / path])
-    for directory in candidates:
-        if directory.exists():
-            return directory
-    known = {
-        sibling.name: sibling.parent
-        for directory in reversed(candidates)
-        if directory.parent.is_dir()
-        for sibling in directory.parent.iterdir()
-        if sibling.is_dir() and not sibling.name.startswith(".")
-    }
-    there = sorted(known)
-    listed = f" Available: {', '.join(there[:10])}{', ...' if len(there) > 10 else ''}." if there else ""
-    raise CheckpointError(f"{path} does not exist.{nearest(Path(path).name, there)}{listed}")
+    found = find_named(path)
+    if found is not None:
+        return found
+    siblings = [
+        one for parent in {Path(path).parent, (RUNS / path).parent} if parent.is_dir() for one in parent.iterdir()
+    ]
+    names = [one.name for one in siblings if one.is_dir() and not one.name.startswith(".")]
+    raise CheckpointError(f"{path} does not exist.{not_found(path, names, '')}")
 
 
 def _root_of(directory: Path) -> Path:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from onstep.analysis.logs.files import FILE_NAME, FOREIGN_FILE_NAME, find_foreign_log, find_log_files
 from onstep.analysis.logs.training_log import TrainingLog, distinct_labels
+from onstep.cli.runs import find_named, not_found
 from onstep.errors import ConfigError
 
 
@@ -28,20 +29,15 @@ def find_log(words: str | None) -> Path:
     if words is None:
         return _newest(Path())
     path = Path(words)
-    for candidate in (path, Path("runs") / path):
-        if (candidate / FILE_NAME).is_file():
-            return candidate / FILE_NAME
-        if candidate.is_file():
-            return candidate
+    found = find_named(words, lambda one: one.is_file() or (one / FILE_NAME).is_file())
+    if found is not None:
+        return found if found.is_file() else found / FILE_NAME
     if path.is_dir():
         if not find_log_files(path) and (foreign := find_foreign_log(path)) is not None:
             return foreign
         return _newest(path)
-    from onstep.config.suggestions import nearest
-
-    known = sorted(log.parent.name for log in find_log_files(Path()))
-    there = f" Available: {', '.join(known[:10])}." if known else " No run here has a log."
-    raise ConfigError(f"there is no log {words!r}.{nearest(path.name, known)}{there}")
+    known = [log.parent.name for log in find_log_files(Path())]
+    raise ConfigError(f"there is no log {words!r}.{not_found(words, known, ' No run here has a log.')}")
 
 
 def _newest(directory: Path) -> Path:

@@ -20,6 +20,14 @@ class LoggerConfig(ConfigSection):
     log_interval: int = option(
         100, SAFE, bound=">= 0", common=True, help="Steps between logged steps; 0 disables logging."
     )
+    console: str = option(
+        "default",
+        SAFE,
+        choices=("quiet", "default", "verbose", "bridge"),
+        common=True,
+        help="What is shown: quiet (warnings, and the end of the run) | default (rows and a summary) | verbose (every "
+        "row also in a file, all sizes, messages for debugging) | bridge (Megatron Bridge's lines).",
+    )
     log_first_step: bool = option(False, SAFE, hf="logging_first_step", help="Log step 1 too.")
     log_on_each_epoch: bool = option(False, SAFE, help="Log at the end of each epoch.")
     logging_level: int | None = option(
@@ -47,7 +55,7 @@ class LoggerConfig(ConfigSection):
         "`wandb_project` and the like enable.",
     )
     log_params_norm: bool = option(False, SAFE, help="Report the L2 norm of all parameters.")
-    log_throughput: bool = option(False, SAFE, help="Show TFLOP/s per device in the console line.")
+    log_throughput: bool = option(False, SAFE, help="Show TFLOP/s per device in Megatron Bridge's console line.")
     timing_log_level: int = option(
         0,
         SAFE,

@@ -29,7 +29,10 @@ class RunConfig(ConfigSection):
     recipe: str | None = option(None, SAFE, help="Name of the recipe that this configuration is based on.")
     fresh: bool = option(False, SAFE, help="Start a new run `<name>-2` if a run of this name exists.")
     default_callbacks: bool = option(
-        True, SAFE, help="Add DefaultMetrics, ProgressCallback and InfoCallback first (`Trainer` and `onstep train`)."
+        True,
+        SAFE,
+        help="Add DefaultMetrics, ProgressCallback and InfoCallback first (`Trainer` and `onstep train`), or "
+        "ProgressCallback alone (`pretrain`).",
     )
     control: bool = option(
         False,

@@ -53,14 +53,16 @@ class ChatRenderer:
         locate = _marked if self.has_marks else _located
         self._process = LimitedProcess(lambda request: locate(tokenizer, *request), limits, NAME)
 
-    def render(self, messages: Sequence[Message], *, wants_answers: bool = True) -> RenderedChat:
-        """The text of a conversation, and where its answers are.
+    def render(
+        self, messages: Sequence[Message], *, wants_answers: bool = True, opens_answer: bool = False
+    ) -> RenderedChat:
+        """The text of a conversation, and where its answers are; with `opens_answer`, up to where the next one begins.
 
         Raises:
             DataError: for messages that the template does not accept, for answers that cannot be located, and if a
                 limit is exceeded.
         """
-        text, answers = self._process.call((list(messages), wants_answers))
+        text, answers = self._process.call((list(messages), wants_answers, opens_answer))
         return RenderedChat(text, [(start, end) for start, end in answers])
 
 
@@ -77,11 +79,11 @@ def _template_of(tokenizer: Any) -> str:
     return template
 
 
-def _marked(tokenizer: Any, messages: list[Message], wants_answers: bool) -> tuple[str, list[Span]]:
+def _marked(tokenizer: Any, messages: list[Message], wants_answers: bool, opens_answer: bool) -> tuple[str, list[Span]]:
     """The text, and what the template marks as generated."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    text = _text(tokenizer, messages)
+    text = _text(tokenizer, messages, opens_answer)
     if not wants_answers:
         return text, []
     given = [{key: value for key, value in message.items() if value is not None} for message in messages]
@@ -93,9 +95,11 @@ def _marked(tokenizer: Any, messages: list[Message], wants_answers: bool) -> tup
     return text, spans
 
 
-def _located(tokenizer: Any, messages: list[Message], wants_answers: bool) -> tuple[str, list[Span]]:
+def _located(
+    tokenizer: Any, messages: list[Message], wants_answers: bool, opens_answer: bool
+) -> tuple[str, list[Span]]:
     """The text, and the spans from the end of each generation prompt to the end of the content."""
-    text = _text(tokenizer, messages)
+    text = _text(tokenizer, messages, opens_answer)
     numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant" and wants_answers]
     return text, [_answer(tokenizer, messages, number, text) for number in numbers]
 

@@ -53,6 +53,13 @@ class ChatTemplate(Protocol):
             DataError: with `place`, for messages that the template does not accept.
         """
 
+    def encode_prompt(self, messages: Sequence[Message], place: str) -> list[int]:
+        """Encode a conversation up to where the assistant's next answer begins.
+
+        Raises:
+            DataError: as for `encode`.
+        """
+
 
 def template_for(tokenizer: Tokenizer) -> ChatTemplate:
     """The chat template of a `transformers` tokenizer if it has one, else the plain template.
@@ -108,6 +115,12 @@ class PlainTemplate:
             pieces.append((self._encode_prompt(prompt), False))
         ids = np.concatenate([np.asarray(piece, dtype=np.int64) for piece, _ in pieces])
         return EncodedChat(ids, np.repeat([trained for _, trained in pieces], [len(piece) for piece, _ in pieces]))
+
+    def encode_prompt(self, messages: Sequence[Message], place: str) -> list[int]:
+        """Encode a conversation and the marker of the assistant."""
+        opened = [*messages, {"role": "assistant", "content": ""}]
+        ids: list[int] = self.encode(opened, place).ids.tolist()
+        return ids[:-1]  # without the end token of the empty answer
 
     def _encode_prompt(self, turns: Sequence[tuple[str, str]]) -> list[int]:
         """The ids of the role markers, each with the text after it."""
@@ -165,13 +178,26 @@ class TokenizerTemplate:
     def encode(self, messages: Sequence[Message], place: str) -> EncodedChat:
         """Encode a conversation."""
         chat = self._render(messages, place)
-        ids, offsets = self._encode(chat.text)
-        if any(self._special.search(str(value)) for message in messages for value in message.values()):
-            ids, offsets = self._encode_with_text(messages, chat.text, (ids, offsets), place)
+        ids, offsets = self._encode_chat(messages, chat.text, place)
         trained = np.zeros(ids.size, dtype=np.bool_)
         for span in chat.answers:
             trained[self._answer_tokens(chat.text, ids, offsets, span)] = True
         return EncodedChat(ids, trained)
+
+    def encode_prompt(self, messages: Sequence[Message], place: str) -> list[int]:
+        """Encode a conversation and what the template adds as the generation prompt."""
+        text = self._render(messages, place, wants_answers=False, opens_answer=True).text
+        ids: list[int] = self._encode_chat(messages, text, place, opens_answer=True)[0].tolist()
+        return ids
+
+    def _encode_chat(
+        self, messages: Sequence[Message], text: str, place: str, *, opens_answer: bool = False
+    ) -> _Encoded:
+        """Encode `text`, in which the template has rendered the messages."""
+        whole = self._encode(text)
+        if any(self._special.search(str(value)) for message in messages for value in message.values()):
+            return self._encode_with_text(messages, text, whole, place, opens_answer)
+        return whole
 
     def _encode(self, text: str, *, parses_special: bool = True, start: int = 0) -> _Encoded:
         """Ids and their character spans; `text` begins at character `start`."""
@@ -186,7 +212,9 @@ class TokenizerTemplate:
         offsets = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         return np.array(encoding["input_ids"], dtype=np.int64), offsets + start
 
-    def _encode_with_text(self, messages: Sequence[Message], text: str, whole: _Encoded, place: str) -> _Encoded:
+    def _encode_with_text(
+        self, messages: Sequence[Message], text: str, whole: _Encoded, place: str, opens_answer: bool
+    ) -> _Encoded:
         """The ids, with special tokens in the messages encoded as text and those of the template as tokens."""
         if sum(1 for _ in self._special.finditer(text)) > _MAX_SPECIAL:
             raise DataError(
@@ -194,7 +222,8 @@ class TokenizerTemplate:
                 f"{_MAX_SPECIAL:,}, the limit; remove them from the messages, or divide the conversation"
             )
         guarded = [{key: self._guarded(value) for key, value in message.items()} for message in messages]
-        parts = _GUARDS.split(self._render(guarded, place, wants_answers=False).text)
+        rendered = self._render(guarded, place, wants_answers=False, opens_answer=opens_answer)
+        parts = _GUARDS.split(rendered.text)
         ends = np.cumsum([len(part) for part in parts]).tolist()
         texts = [(end - len(part), end) for part, end in zip(parts[1::2], ends[1::2], strict=False)]
         is_deeper = any(not isinstance(value, str) for message in messages for value in message.values())
@@ -248,8 +277,10 @@ class TokenizerTemplate:
                     break
         return found
 
-    def _render(self, messages: Sequence[Message], place: str, *, wants_answers: bool = True) -> RenderedChat:
+    def _render(
+        self, messages: Sequence[Message], place: str, *, wants_answers: bool = True, opens_answer: bool = False
+    ) -> RenderedChat:
         try:
-            return self._renderer.render(messages, wants_answers=wants_answers)
+            return self._renderer.render(messages, wants_answers=wants_answers, opens_answer=opens_answer)
         except DataError as error:
             raise DataError(f"{place}: {error}") from error

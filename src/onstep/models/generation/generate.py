@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from onstep.errors import ConfigError
-from onstep.models.layers.sequence_context import KeyValueCache, check_positions
+from onstep.models.generation.context_window import ContextWindow, context_length
+from onstep.models.layers.sequence_context import KeyValueCache
 from onstep.models.transformer import Transformer
 
 
@@ -72,7 +73,6 @@ def _keep_top_p(scores: Tensor, p: float) -> Tensor:
     return torch.empty_like(scores).scatter_(-1, order, kept)
 
 
-@torch.no_grad()
 def generate(
     model: nn.Module,
     tokens: Tensor,
@@ -89,8 +89,8 @@ def generate(
 
     Runs in evaluation mode and restores the model's mode, also after an error. Torch's global RNG is neither read nor
     changed. Not collective: for a wrapped model (DDP, compiled) the inner module is called, so a single rank may call
-    this. There is no sliding window: positions beyond `config.seq_length` attend to all earlier ones, although the
-    model was not trained there; only learned positions end at that length.
+    this. The model sees no more tokens than it was trained on (`context_length`): the window slides over a text that
+    becomes longer, whatever its positions are.
 
     Args:
         model: a `Transformer`, or a wrapper of one.
@@ -107,8 +107,28 @@ def generate(
         (batch, seq + new), int64: the prompt followed by up to `max_new_tokens` tokens.
 
     Raises:
-        ConfigError: for a value out of range, more positions than the model has learned, a model with a value head, or
-            one that does not contain a `Transformer`.
+        ConfigError: for a value out of range, a model with a value head, or one that does not contain a `Transformer`.
+    """
+    sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
+    new = stream_tokens(model, tokens, sampling, max_new_tokens=max_new_tokens, seed=seed, eos_id=eos_id)
+    return torch.cat([tokens, *new], dim=1)
+
+
+def stream_tokens(
+    model: nn.Module,
+    tokens: Tensor,
+    sampling: Sampling,
+    *,
+    max_new_tokens: int,
+    seed: int | None = None,
+    eos_id: int | None = None,
+) -> Iterator[Tensor]:
+    """The tokens that `generate` adds, (batch, 1) each, as soon as they are chosen.
+
+    The model is in evaluation mode until the iterator ends or is closed.
+
+    Raises:
+        ConfigError: as for `generate`, before the first token is asked for.
     """
     transformer = inner_transformer(model)
     if transformer is None:
@@ -127,17 +147,12 @@ def generate(
             "the model ends in a value head, which does not score tokens; generate with a model that has a "
             "language-model head."
         )
-    if transformer.position_embedding is not None:
-        check_positions(transformer.position_embedding, tokens.shape[1] + max_new_tokens)
-    sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
     generator = torch.Generator(device=tokens.device)
     if seed is None:
         generator.seed()
     else:
         generator.manual_seed(seed)
-    with preserve_modes([transformer]):
-        transformer.eval()
-        return _continue(transformer, tokens, max_new_tokens, sampling, generator, eos_id)
+    return _continue(transformer, tokens, max_new_tokens, sampling, generator, eos_id)
 
 
 def inner_transformer(model: nn.Module) -> Transformer | None:
@@ -152,25 +167,54 @@ def _continue(
     sampling: Sampling,
     generator: torch.Generator,
     eos_id: int | None,
-) -> Tensor:
+) -> Iterator[Tensor]:
     batch, prompt_length = tokens.shape
-    out = tokens.new_empty(batch, prompt_length + max_new_tokens)
-    out[:, :prompt_length] = tokens
-    cache = KeyValueCache(model.config.num_layers, capacity=out.shape[1])
+    text = tokens.new_empty(batch, prompt_length + max_new_tokens)
+    text[:, :prompt_length] = tokens
+    reader = _WindowReader(model, text)
     has_ended = torch.zeros(batch, 1, dtype=torch.bool, device=tokens.device)
-    for end in range(prompt_length, out.shape[1]):
-        if model.rotary is None or model.rotary.keeps_angles(end):
-            hidden = model.hidden_states(out[:, cache.length : end], cache)
+    with preserve_modes([model]):
+        model.eval()
+        for end in range(prompt_length, text.shape[1]):
+            with torch.no_grad():  # not around the whole loop, whose consumer runs between its steps
+                chosen = sampling.choose(reader.next_logits(end), generator, text[:, :end])
+            if eos_id is not None:
+                chosen = chosen.masked_fill(has_ended, eos_id)
+                has_ended |= chosen == eos_id
+            text[:, end : end + 1] = chosen
+            yield chosen
+            if eos_id is not None and has_ended.all():
+                return
+
+
+class _WindowReader:
+    """Reads a growing text through a sliding window, each token once as long as the window rests.
+
+    Args:
+        text: (batch, capacity), int64, filled by the caller.
+    """
+
+    def __init__(self, model: Transformer, text: Tensor) -> None:
+        self._model = model
+        self._text = text
+        self._window = ContextWindow(context_length(model.config))
+        self._capacity = min(self._window.length, text.shape[1])
+        self._cache = self._empty_cache()
+
+    def next_logits(self, end: int) -> Tensor:
+        """The scores of token `end` (batch, vocab), given those before it that are in the window."""
+        if self._window.include(end):
+            self._cache = self._empty_cache()  # what is left has other positions and sees less
+        start = self._window.start
+        rotary = self._model.rotary
+        if rotary is None or rotary.keeps_angles(end - start):
+            hidden = self._model.hidden_states(self._text[:, start + self._cache.length : end], self._cache)
         else:  # dynamic scaling: each new token changes the rotation of all earlier ones
-            hidden = model.hidden_states(out[:, :end])
-        chosen = sampling.choose(model.logits(hidden[:, -1]), generator, out[:, :end])
-        if eos_id is not None:
-            chosen = chosen.masked_fill(has_ended, eos_id)
-            has_ended |= chosen == eos_id
-        out[:, end : end + 1] = chosen
-        if eos_id is not None and has_ended.all():
-            return out[:, : end + 1].clone()
-    return out
+            hidden = self._model.hidden_states(self._text[:, start:end])
+        return self._model.logits(hidden[:, -1])
+
+    def _empty_cache(self) -> KeyValueCache:
+        return KeyValueCache(self._model.config.num_layers, self._capacity)
 
 
 @contextmanager

@@ -65,7 +65,8 @@ def continue_prompts(
     """Pairs of prompt and continuation (without the prompt); repeated prompts with `num_return_sequences`.
 
     A `transformers` model draws from torch's global RNG, which is seeded here; the caller must restore it. Onstep's
-    models do not. A prompt that leaves no room for the new tokens is truncated at its beginning.
+    models do not. No model sees more tokens than it was trained on: a text that becomes longer is truncated at its
+    beginning.
 
     Args:
         model: a model for which `can_generate` is true.
@@ -149,7 +150,24 @@ def _sampling_of(options: Mapping[str, Any]) -> dict[str, Any]:
 def _continue_with_theirs(
     model: Any, tokenizer: Any, rows: Sequence[list[int]], options: dict[str, Any], seed: int
 ) -> list[str]:
-    """Continue all prompts in one batch, padded on the left."""
+    """Continue all prompts in one batch; a text longer than the model's positions in pieces, each within them."""
+    length, positions = options["max_new_tokens"], _positions_of(model)
+    piece = length if positions is None or length < positions else max(1, positions // 4)
+    texts, new = list(rows), [list[int]() for _ in rows]
+    _warn_of_cut(rows, positions, piece)
+    torch.manual_seed(seed)
+    for done in range(0, length, piece):
+        count = min(piece, length - done)
+        added = _new_ids(model, tokenizer, _fitting(texts, positions, count), {**options, "max_new_tokens": count})
+        of = [number * len(texts) // len(added) for number in range(len(added))]  # with num_return_sequences
+        texts = [texts[number] + ids for number, ids in zip(of, added, strict=True)]
+        new = [new[number] + ids for number, ids in zip(of, added, strict=True)]
+        options = {**options, "num_return_sequences": 1}
+    return [decode_new(tokenizer, ids) for ids in new]
+
+
+def _new_ids(model: Any, tokenizer: Any, rows: list[list[int]], options: dict[str, Any]) -> list[list[int]]:
+    """The ids that the model adds to each row; the batch is padded on the left."""
     from transformers import GenerationConfig
 
     eos = eos_of(tokenizer)
@@ -157,28 +175,33 @@ def _continue_with_theirs(
     options = {"pad_token_id": pad, "use_cache": True, **options}
     if eos is not None and getattr(getattr(model, "generation_config", None), "eos_token_id", None) is None:
         options.setdefault("eos_token_id", eos)
-    ids, mask = left_padded(_fitting(model, rows, options["max_new_tokens"]), pad)
+    ids, mask = left_padded(rows, pad)
     device = _device_of(model)
-    torch.manual_seed(seed)
     config = GenerationConfig(**options)  # type: ignore[no-untyped-call]
     out = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=config)
-    return [decode_new(tokenizer, row) for row in out[:, ids.shape[1] :].tolist()]
+    added: list[list[int]] = out[:, ids.shape[1] :].tolist()
+    return added
 
 
-def _fitting(model: Any, rows: Sequence[list[int]], max_new_tokens: int) -> list[list[int]]:
+def _positions_of(model: Any) -> int | None:
+    """The number of positions of a `transformers` model; None if its configuration does not say."""
+    positions: int | None = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return positions
+
+
+def _fitting(rows: Sequence[list[int]], positions: int | None, num_new: int) -> list[list[int]]:
     """The rows, truncated at the beginning if the model lacks positions for them and the new tokens."""
-    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if positions is None or positions <= max_new_tokens:
-        return list(rows)
-    room = positions - max_new_tokens
-    num_cut = sum(len(row) > room for row in rows)
-    if num_cut:
+    return list(rows) if positions is None or positions <= num_new else [row[num_new - positions :] for row in rows]
+
+
+def _warn_of_cut(rows: Sequence[list[int]], positions: int | None, num_new: int) -> None:
+    num_cut = 0 if positions is None else sum(len(row) + num_new > positions for row in rows)
+    if positions is not None and num_cut:
         warn_once(
             logger,
-            f"{num_cut} of {len(rows)} prompts are longer than the {room} tokens that max_new_tokens={max_new_tokens} "
-            f"leaves of {positions} positions; they are cut at their beginning",
+            f"{num_cut} of {len(rows)} prompts are longer than the {positions - num_new} tokens that "
+            f"max_new_tokens={num_new} leaves of {positions} positions; they are cut at their beginning",
         )
-    return [row[-room:] for row in rows]
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -29,7 +29,7 @@ class BridgeLog(Feature[Job]):
     """
 
     name = "training_log"
-    when = "no callback shows progress, a tracker of tags, logger.timing_log_level, profiling.record_memory_history"
+    when = "logger.console=bridge, a tracker of tags, logger.timing_log_level, profiling.record_memory_history"
     collective = True
     needs_grad_norm = True
     has_state = True

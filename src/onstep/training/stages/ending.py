@@ -66,6 +66,7 @@ def conclude(job: Job) -> None:
         why = f"stopped: {ending.stopped_by}" if ending.was_stopped else "all steps done"
         why = "no more data" if run.stage.data_exhausted else why
         level = logging.WARNING if control.should_abort_without_save else logging.INFO
+        level = level if ending.was_stopped or run.stage.data_exhausted else logging.DEBUG
         logger.log(level, "training ended at step %d: %s", run.train_state.step, why)
     if not control.should_abort_without_save and not run.leaves:
         publish_final_metrics(job)

@@ -322,7 +322,7 @@ def evaluate_and_print_results(
 ) -> dict[str, Tensor] | None:
     """Evaluate, and report the losses with their perplexities on the last rank. Collective.
 
-    They are printed between two rules if no callback shows progress, and sent to the trackers of Megatron Bridge's
+    They are printed between two rules with `logger.console=bridge`, and sent to the trackers of Megatron Bridge's
     tags: `<loss> validation` or `<loss> test`, at most once per step.
 
     Args:

@@ -230,6 +230,8 @@ class RunStart:
     def note_first_step(self, run: Run, step: Step) -> None:
         """Log how losses are weighted, and exclude this step and its tokens from the rates, whose clock starts now."""
         log_weighting(run, step)
+        if run.sums.first_loss is None:
+            run.sums.first_loss = step.total.value()
         if run.is_over:
             return
         self.seconds, self.is_first = time.perf_counter(), False
@@ -277,4 +279,11 @@ def final_metrics(state: Run, start: RunStart) -> Metrics:
         "total_flos": progress.floating_point_operations_so_far,
         "train_loss": state.mean_loss(),
         "flops_per_second": flops * per_second,
+        **_first_and_last_loss(state),
     }
+
+
+def _first_and_last_loss(state: Run) -> Metrics:
+    """The losses of the first and the last step; reads the device."""
+    first, last = state.sums.first_loss, state.features.room(LastStep).loss
+    return {} if first is None or last is None else {"first_loss": float(first), "last_loss": float(last.value())}

@@ -57,6 +57,16 @@ def resume(share: float = 1.0, **more: Any) -> Door:
     return Door(f"onstep train, resuming{''.join(f' {key}={value}' for key, value in more.items())}", door.enter, share)
 
 
+def show_samples() -> None:
+    """Read the text samples of a run and lay them out for a terminal."""
+    from onstep.analysis.logs.samples_log import newest_by_step, read_samples
+    from onstep.cli.demo.ending import sample_lines
+
+    for line in sample_lines(newest_by_step(read_samples(Path("runs/run/text_samples.jsonl"))), 80):
+        if len(line) > 80 or not line.replace("\ufffd", "").isprintable():
+            raise SilentlyWrongError(f"a sample reaches the terminal as {line[:100]!r}")
+
+
 def start(*words: str, name: str, share: float = 1.0) -> Door:
     """Start a run of one step of a tiny model."""
     own = ("run.name=started", "train.train_iters=1", "run.save_weights=false", "checkpoint.save_interval=null")

@@ -203,6 +203,13 @@ FORMATS: dict[str, Format] = {
             "run",
         ),
         Format(
+            "text_samples.jsonl",
+            (("runs/run/text_samples.jsonl", "records", 1),),
+            (Door("the samples of the demo", doors.show_samples),),
+            "run",
+            0.5,
+        ),
+        Format(
             "trainer_state.json",
             (("trainer_state.json", "json", 1),),
             _log_doors("trainer_state.json"),

@@ -99,6 +99,11 @@ def _run(directory: Path) -> None:
         for flag, details in _DECISIONS.items():
             line = {"timestamp": 1.7e9, "step": 4, "flag": flag, "author": "a callback", "event": "on_step_end"}
             file.write(json.dumps({**line, "reason": "why not", "rank": 1, "details": details}) + "\n")
+    with (run / "text_samples.jsonl").open("w") as file:
+        for step in (0, 3, 6):
+            for prompt in ("def", "class "):
+                sample = {"timestamp": 1.7e9, "step": step, "prompt": prompt, "text": f"of\tstep\n{step}"}
+                file.write(json.dumps(sample) + "\n")
     shutil.copytree(run / "checkpoints" / "checkpoint-6", directory / "copied" / "checkpoint-6")
     (directory / "other").mkdir()
     shutil.copy(run / "trainer_logs.json", directory / "other")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onstep.metrics.console_table import check_format, check_reduce, format_gib, format_si, format_value
+from onstep.console.table import check_format, check_reduce, format_gib, format_si, format_value
 
 
 @pytest.mark.parametrize(

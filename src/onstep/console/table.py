@@ -13,6 +13,7 @@ from typing import Any, TextIO, TypeVar
 from tqdm import tqdm
 
 from onstep.config.suggestions import nearest
+from onstep.console.style import Style, styled
 from onstep.errors import ConfigError
 
 Format = str | Callable[[Any], str]
@@ -24,8 +25,14 @@ OutputStream = str | TextIO | None
 """Where to write lines: "stdout", "stderr", a text stream, or None for stdout."""
 
 _INTEGER_PRESENTATIONS = frozenset("doxXbn")
-_STEP_WIDTH = 10
-_FINAL_LABEL_WIDTH = 28
+_STEP_WIDTH = 8
+_SPLIT_WIDTH = 5
+_FINAL_LABEL_WIDTH = 24
+_MANY = 5
+"""Lines from which on the summary has two columns."""
+_OMITTED_AT_ZERO = ("total_tokens", "tokens_per_second", "total_flops", "flops_per_second")
+LOSSES = ("first_loss", "last_loss")
+"""Final metrics that the title of the summary shows."""
 
 
 def format_si(value: float) -> str:
@@ -170,15 +177,15 @@ Spec = TypeVar("Spec", ColumnSpec, MetricSpec)
 def default_step_columns() -> dict[str, ColumnSpec]:
     """The default columns of `ProgressCallback`, in order."""
     columns = (
-        ColumnSpec("epoch", fmt=".4g"),
+        ColumnSpec("epoch", width=6, fmt=".4f"),
         ColumnSpec("loss", width=8, fmt=".5f"),
         ColumnSpec("grad_norm", "grad", 8, ".4f"),
-        ColumnSpec("learning_rate", "lr", 10, ".2e"),
-        ColumnSpec("tokens", fmt=",d"),
-        ColumnSpec("total_tokens", "total_tok", 10, "si"),
-        ColumnSpec("tok_per_sec", "tok/s", 10, ",d"),
-        ColumnSpec("mfu", width=6, fmt=".1%"),
-        ColumnSpec("peak_mem", width=11, fmt="gib", reduce="max"),
+        ColumnSpec("learning_rate", "lr", 8, ".2e"),
+        ColumnSpec("tokens", width=8, fmt=",d"),
+        ColumnSpec("total_tokens", "tokens", 6, "si"),
+        ColumnSpec("tok_per_sec", "tok/s", 7, ",d"),
+        ColumnSpec("mfu", width=5, fmt=".1%"),
+        ColumnSpec("peak_mem", "memory", 9, "gib", "max"),
     )
     return {column.key: column for column in columns}
 
@@ -234,24 +241,64 @@ def present_columns(columns: Mapping[str, ColumnSpec], logs: Mapping[str, Any]) 
     return [column for column in columns.values() if column.key in logs]
 
 
+_SPARE = 30
+"""Columns that must be free for the tokens of an interval, which are nearly constant."""
+DROPPED_FIRST = ("tokens", "total_tokens", "epoch", "mfu", "peak_mem", "tok_per_sec")
+"""Default columns that a narrow line omits, in this order."""
+
+
+def fitting_columns(columns: list[ColumnSpec], width: int) -> list[ColumnSpec]:
+    """The columns that fit into a line; only default columns are dropped, not those that the user has set."""
+    defaults = default_step_columns()
+    for key in DROPPED_FIRST:
+        if len(header_line(columns)) <= width - (_SPARE if key == "tokens" else 0):
+            break
+        columns = [column for column in columns if column != defaults[key]]
+    return columns
+
+
 def header_line(columns: list[ColumnSpec]) -> str:
     """The headings above the rows."""
-    return "  ".join(["step".rjust(_STEP_WIDTH), *(column.heading() for column in columns)])
+    first = ("step".rjust(_STEP_WIDTH), "split".ljust(_SPLIT_WIDTH))
+    return "  ".join([*first, *(column.heading() for column in columns)])
 
 
-def row_line(step: int, columns: list[ColumnSpec], logs: Mapping[str, Any]) -> str:
-    """The row of one logged step."""
-    return "  ".join([f"{step:>{_STEP_WIDTH},d}", *(column.cell(logs) for column in columns)])
+def row_line(step: int, split: str, columns: list[ColumnSpec], logs: Mapping[str, Any]) -> str:
+    """The row of a logged step or of an evaluation; a metric that it lacks is blank."""
+    cells = (column.cell(logs) if column.key in logs else " " * column.width for column in columns)
+    return "  ".join([f"{step:>{_STEP_WIDTH},d}", split.ljust(_SPLIT_WIDTH), *cells]).rstrip()
 
 
 def summary_lines(metrics: Mapping[str, MetricSpec], logs: Mapping[str, Any]) -> list[str]:
     """The lines for the final metrics in `logs`: those of `metrics`, then metrics without a spec.
 
     A default entry that was removed stays hidden, and so does `total_flos`, Hugging Face's name of `total_flops`.
+    Counts of tokens and FLOPs that are 0, as for a model without tokens, are omitted, as are the losses of the title.
     """
-    known = default_final_metrics().keys() | {metric.key for metric in metrics.values()} | {"total_flos"}
-    others = [MetricSpec(key) for key in logs if key not in known]
-    return [metric.line(logs) for metric in [*metrics.values(), *others] if metric.key in logs]
+    known = default_final_metrics().keys() | {metric.key for metric in metrics.values()} | {"total_flos", *LOSSES}
+    others = [MetricSpec(key, "Mean loss" if key == "train_loss" else "") for key in logs if key not in known]
+    shown = [metric for metric in [*metrics.values(), *others] if metric.key in logs]
+    return [metric.line(logs) for metric in shown if logs[metric.key] or metric.key not in _OMITTED_AT_ZERO]
+
+
+def in_two_columns(lines: Sequence[str], width: int) -> list[str]:
+    """The lines side by side, the first half on the left, if two of them fit into `width`."""
+    half = (len(lines) + 1) // 2
+    left, right = lines[:half], lines[half:]
+    widest = max(map(len, left), default=0) + 2
+    if len(lines) < _MANY or widest + max(map(len, right), default=0) > width:
+        return list(lines)
+    pairs = zip(left, [*right, ""], strict=False)
+    return [(one.ljust(widest) + other.strip()).rstrip() for one, other in pairs]
+
+
+def summary_title(logs: Mapping[str, Any], *, is_complete: bool = True) -> str:
+    """The first line of the summary: the loss of the first and of the last step."""
+    first, last = (logs.get(key) for key in LOSSES)
+    ended = "Training complete:" if is_complete else f"Training stopped at step {logs.get('step', 0):,}:"
+    if not isinstance(first, float) or not isinstance(last, float):
+        return ended
+    return f"{ended} loss {first:.4g} at the start, {last:.4g} at the end"
 
 
 class LineWriter:
@@ -261,28 +308,42 @@ class LineWriter:
     """
 
     def __init__(
-        self, logger_name: str, line_format: str, stream: OutputStream = None, level: int = logging.INFO
+        self,
+        logger_name: str,
+        line_format: str,
+        stream: OutputStream = None,
+        level: int = logging.INFO,
+        date_format: str | None = None,
     ) -> None:
         if isinstance(stream, str) and stream not in ("stdout", "stderr"):
             raise ConfigError(f"output_stream must be 'stdout', 'stderr', a text stream or None, got {stream!r}.")
         self._stream = stream
-        self._formatter = logging.Formatter(line_format)
+        self._formatter = logging.Formatter(line_format, date_format)
         self._level = level
         self._logger = logging.getLogger(logger_name)
         self._logger.propagate = False
         if self._logger.level == logging.NOTSET:
             self._logger.setLevel(logging.DEBUG)
 
-    def write(self, text: str, level: int = logging.INFO) -> None:
-        """Write a record unless its level is below that of the writer or the logger."""
+    @property
+    def prefix_width(self) -> int:
+        """Characters of a line besides its text."""
+        return len(self._formatter.format(self._record("", logging.INFO)))
+
+    def write(self, text: str, level: int = logging.INFO, style: Style | None = None) -> None:
+        """Write a record unless its level is below that of the writer or the logger; a terminal shows its style."""
         if level < self._level or not self._logger.isEnabledFor(level):
             return
-        record = self._logger.makeRecord(self._logger.name, level, __file__, 0, text, (), None)
-        stream = self._resolve()
-        tqdm.write(self._formatter.format(record), file=stream)  # above any progress bars
+        record, stream = self._record(text, level), self._resolve()
+        line = self._formatter.format(record)
+        # above any progress bars
+        tqdm.write(line if style is None else styled(line, style, stream), file=stream)
         stream.flush()
         if self._logger.handlers:
             self._logger.handle(record)
+
+    def _record(self, text: str, level: int) -> logging.LogRecord:
+        return self._logger.makeRecord(self._logger.name, level, __file__, 0, text, (), None)
 
     def _resolve(self) -> TextIO:
         """The stream, looked up for every line, since a test or notebook may have replaced `sys.stdout`."""

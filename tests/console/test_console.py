@@ -9,7 +9,7 @@ import sys
 import pytest
 from tqdm import tqdm
 
-from onstep.metrics.console_table import LineWriter
+from onstep.console.table import LineWriter
 
 
 def test_two_writers_of_one_name_do_not_double_lines(capsys: pytest.CaptureFixture[str]) -> None:

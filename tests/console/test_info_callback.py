@@ -26,8 +26,18 @@ def printed(capsys: pytest.CaptureFixture[str], callback: InfoCallback, args: An
 
 
 def test_signature_is_the_documented_one() -> None:
-    (parameter,) = inspect.signature(InfoCallback).parameters.values()
-    assert (parameter.name, parameter.default) == ("verbose", False)
+    parameters = inspect.signature(InfoCallback).parameters.values()
+    assert {parameter.name: parameter.default for parameter in parameters} == {"verbose": False, "brief": False}
+
+
+def test_in_brief_it_prints_two_lines(capsys: pytest.CaptureFixture[str], args: Any, make_state: Any) -> None:
+    state = make_state(max_steps=30, steps_per_epoch=20, num_processes=2, train_batch_size=4)
+    assert printed(capsys, InfoCallback(brief=True), args, state, model=model(tied=False)) == (
+        "model: 836 parameters, 400 in embeddings, 832 of them trained\n"
+        "training: 30 steps of 16 samples, 1.5 epochs of 320 samples\n"
+    )
+    bare = SimpleNamespace(is_world_process_zero=True, max_steps=-1)
+    assert printed(capsys, InfoCallback(brief=True), SimpleNamespace(), bare, model=None) == ""
 
 
 def test_info_block(capsys: pytest.CaptureFixture[str], args: Any, make_state: Any) -> None:

@@ -6,16 +6,19 @@ from dataclasses import astuple
 
 import pytest
 
-from onstep.metrics.console_table import (
+from onstep.console.table import (
     ColumnSpec,
     MetricSpec,
     default_final_metrics,
     default_step_columns,
+    fitting_columns,
     header_line,
+    in_two_columns,
     merge_specs,
     present_columns,
     row_line,
     summary_lines,
+    summary_title,
 )
 
 
@@ -25,15 +28,15 @@ def test_default_columns_are_the_documented_ones() -> None:
         for name, column in default_step_columns().items()
     ]
     assert shown == [
-        ("epoch", "epoch", "epoch", 10, ".4g", None),
+        ("epoch", "epoch", "epoch", 6, ".4f", None),
         ("loss", "loss", "loss", 8, ".5f", None),
         ("grad_norm", "grad_norm", "grad", 8, ".4f", None),
-        ("learning_rate", "learning_rate", "lr", 10, ".2e", None),
-        ("tokens", "tokens", "tokens", 10, ",d", None),
-        ("total_tokens", "total_tokens", "total_tok", 10, "si", None),
-        ("tok_per_sec", "tok_per_sec", "tok/s", 10, ",d", None),
-        ("mfu", "mfu", "mfu", 6, ".1%", None),
-        ("peak_mem", "peak_mem", "peak_mem", 11, "gib", "max"),
+        ("learning_rate", "learning_rate", "lr", 8, ".2e", None),
+        ("tokens", "tokens", "tokens", 8, ",d", None),
+        ("total_tokens", "total_tokens", "tokens", 6, "si", None),
+        ("tok_per_sec", "tok_per_sec", "tok/s", 7, ",d", None),
+        ("mfu", "mfu", "mfu", 5, ".1%", None),
+        ("peak_mem", "peak_mem", "memory", 9, "gib", "max"),
     ]
 
 
@@ -78,8 +81,27 @@ def test_nested_key_lets_two_columns_show_one_metric() -> None:
         {}, {"mem_max": {"key": "peak", "reduce": "max"}, "mem_all": {"key": "peak", "reduce": "all"}}, ColumnSpec
     )
     columns = present_columns(merged, {"peak": [1, 2]})
-    assert header_line(columns) == "      step     mem_max     mem_all"
-    assert row_line(5, columns, {"peak": [1, 2]}) == "         5           2         1/2"
+    assert header_line(columns) == "    step  split     mem_max     mem_all"
+    assert row_line(5, "train", columns, {"peak": [1, 2]}) == "       5  train           2         1/2"
+
+
+def test_an_evaluation_has_a_row_of_the_same_table() -> None:
+    columns = [default_step_columns()[name] for name in ("epoch", "loss", "learning_rate")]
+    train, test = {"epoch": 0.5, "loss": 2.5, "learning_rate": 1e-3}, {"epoch": 0.5, "loss": 2.75}
+    assert [row_line(1000, "train", columns, train), row_line(1000, "test", columns, test)] == [
+        "   1,000  train  0.5000   2.50000  1.00e-03",
+        "   1,000  test   0.5000   2.75000",
+    ]
+
+
+def test_a_line_is_not_wider_than_a_terminal_and_columns_of_the_user_stay() -> None:
+    mine = ColumnSpec("mine", width=20)
+    columns = [*default_step_columns().values(), mine]
+    fitting = fitting_columns(columns, 80)
+    assert len(header_line(fitting)) <= 80
+    assert mine in fitting
+    assert {"loss", "grad_norm", "learning_rate"} < {column.key for column in fitting}
+    assert fitting_columns(columns, 200) == columns
 
 
 def test_override_of_another_type_is_a_type_error() -> None:
@@ -103,17 +125,35 @@ def test_wrong_format_or_reduction_is_refused_before_training(wrong: dict[str, s
 def test_summary_has_known_metrics_in_order_then_the_rest() -> None:
     logs = {"extra": 3, "step": 1200, "train_runtime": 61.5, "train_steps_per_second": float("nan")}
     assert summary_lines(default_final_metrics(), logs) == [
-        "  Runtime:                    61.50 s",
-        "  Total steps:                1,200",
-        "  Steps/sec:                  nan",
-        "  extra:                      3",
+        "  Runtime:                61.50 s",
+        "  Total steps:            1,200",
+        "  Steps/sec:              nan",
+        "  extra:                  3",
     ]
 
 
 def test_summary_of_a_run_too_short_to_time_shows_none() -> None:
-    assert summary_lines(default_final_metrics(), {"train_runtime": None}) == ["  Runtime:                    None"]
+    assert summary_lines(default_final_metrics(), {"train_runtime": None}) == ["  Runtime:                None"]
 
 
 def test_erased_final_metric_stays_hidden() -> None:
     metrics = merge_specs(default_final_metrics(), {"total_flops": None}, MetricSpec)
-    assert summary_lines(metrics, {"total_flops": 1e12, "step": 1}) == ["  Total steps:                1"]
+    assert summary_lines(metrics, {"total_flops": 1e12, "step": 1}) == ["  Total steps:            1"]
+
+
+def test_a_model_without_tokens_has_no_lines_about_them() -> None:
+    logs = {"step": 3, "total_tokens": 0, "tokens_per_second": 0.0, "total_flops": 0.0, "flops_per_second": 0.0}
+    assert summary_lines(default_final_metrics(), logs) == ["  Total steps:            3"]
+
+
+def test_the_title_of_the_summary_shows_the_first_and_the_last_loss() -> None:
+    assert summary_title({"first_loss": 5.5, "last_loss": 2.25}).endswith(": loss 5.5 at the start, 2.25 at the end")
+    assert summary_title({}) == "Training complete:"
+    assert summary_title({"step": 1200}, is_complete=False) == "Training stopped at step 1,200:"
+
+
+def test_many_lines_of_a_summary_are_side_by_side_if_they_fit() -> None:
+    lines = [f"  {name}: 1" for name in "abcde"]
+    assert in_two_columns(lines, 80) == ["  a: 1  d: 1", "  b: 1  e: 1", "  c: 1"]
+    assert in_two_columns(lines, 11) == lines
+    assert in_two_columns(lines[:4], 80) == lines[:4]

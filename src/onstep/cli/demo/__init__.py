@@ -1,0 +1,1 @@
+"""`onstep demo`: `command`, what its run writes (`samples`) and its end (`ending`, `held_out`)."""

@@ -1,0 +1,34 @@
+"""`onstep demo`: trains a small GPT in a minute or two, and shows what it has learned."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from onstep.cli.config import configuration
+from onstep.cli.train import run_to_its_end
+
+SAMPLES = "onstep.cli.demo.samples:DemoSamples"
+
+
+def demo(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE ...]", help="Overrides of the recipe.")
+    ] = None,
+) -> None:
+    """Train a small GPT on the source code of Python's standard library: a minute or two on two CPU cores.
+
+    It shows what the model writes before, during and after training, and the loss. The run is stored in runs/demo; the
+    same command continues an interrupted run, and shows the end of a finished one again.
+    """
+    config, names = configuration(words or [], "demo")
+    config.run.name = config.run.name or "demo"
+    print("Training a small GPT on the source code of Python's standard library.", flush=True)
+    from onstep.training import pretrain  # after the line above: this imports torch
+
+    state = run_to_its_end(pretrain, config, [SAMPLES, *names], [], None)
+    if state.run_dir is not None and state.world.is_main:
+        from onstep.cli.demo.ending import show_end
+
+        show_end(state.run_dir.path)

@@ -1,0 +1,1 @@
+"""`onstep generate` and `onstep chat`, and the models that they open (`trained`)."""

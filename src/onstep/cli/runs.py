@@ -1,0 +1,29 @@
+"""Finds what a command line names: a path, or the name of a run below `runs/`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from onstep.config.suggestions import nearest
+
+RUNS = Path("runs")
+"""Where runs are looked up by name."""
+
+
+def find_named(words: str, is_meant: Callable[[Path], bool] = Path.exists) -> Path | None:
+    """The path `words`, else `runs/<words>`, whichever is the first that is meant; None if neither is."""
+    path = Path(words).expanduser()
+    return next((one for one in (path, RUNS / path) if is_meant(one)), None)
+
+
+def not_found(words: str, known: Iterable[str], otherwise: str) -> str:
+    """The end of an error about a name that does not exist: the nearest one, and those that do."""
+    names = sorted(set(known))
+    there = f" Available: {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}." if names else otherwise
+    return f"{nearest(Path(words).name, names)}{there}"
+
+
+def run_names(parent: Path = RUNS) -> list[str]:
+    """The names of the runs in a directory."""
+    return [record.parent.name for record in parent.glob("*/run.json")]

@@ -1,0 +1,64 @@
+"""Restores the directory of a run whose start failed, so that nothing of it is left behind."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from onstep.training.runs.identity import IDENTITY_FILE
+
+logger = logging.getLogger(__name__)
+
+_RECORDS = ("run.json", IDENTITY_FILE)
+_OURS = (*_RECORDS, ".run.lock", *(f"{name}.tmp" for name in _RECORDS))
+"""What claiming a directory writes into it."""
+
+
+@dataclass(frozen=True)
+class StartTraces:
+    """A directory as it was before a start."""
+
+    path: Path
+    entries: frozenset[str]
+    """Names of what was in it."""
+    records: dict[str, bytes] = field(repr=False)
+    """The content of its records."""
+    missing: tuple[Path, ...]
+    """The directories among it and its parents that did not exist, the innermost first."""
+
+    @classmethod
+    def before(cls, path: Path) -> StartTraces:
+        """The present state of a directory, which need not exist."""
+        missing = tuple(one for one in (path, *path.parents) if not one.exists())
+        entries = frozenset(one.name for one in path.iterdir()) if path.is_dir() else frozenset()
+        records = {name: (path / name).read_bytes() for name in _RECORDS if (path / name).is_file()}
+        return cls(path, entries, records, missing)
+
+    def undo(self) -> bool:
+        """Remove what the start wrote, if that is nothing but the records of a run; the process holds its lock.
+
+        Returns:
+            Whether the directory is as before. It is left as it is if callbacks or trackers have written into it.
+        """
+        try:
+            new = {one.name for one in self.path.iterdir()} - self.entries
+            if not new <= set(_OURS) and not self._only_empty_directories(new - set(_OURS)):
+                return False
+            for name, content in self.records.items():
+                if (self.path / name).read_bytes() != content:
+                    (self.path / name).write_bytes(content)
+            for name in new:
+                one = self.path / name
+                one.rmdir() if one.is_dir() else one.unlink(missing_ok=True)
+            for directory in self.missing:
+                directory.rmdir()
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError as error:
+            logger.warning("what the failed start has written to %s could not be removed: %s", self.path, error)
+            return False
+        return True
+
+    def _only_empty_directories(self, names: set[str]) -> bool:
+        return all((self.path / name).is_dir() and not any((self.path / name).iterdir()) for name in names)

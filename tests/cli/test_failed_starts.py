@@ -1,0 +1,55 @@
+"""A command whose start fails leaves no directory, on one rank or two, and two ranks print a run once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onstep.cli.main import main
+from tests.support.torchrun import finish
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["dataset.paths=nowhere.txt"],
+        ["callbacks=nowhere:Nothing"],
+        ["--import", "nowhere.py"],
+        ["model.num_attention_heads=7"],
+        ["train.train_iters=50", "scheduler.lr_warmup_iters=75"],
+    ],
+)
+def test_nothing_is_left_behind(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "-q", *words]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.process
+def test_two_ranks_leave_nothing_behind_either(tmp_path: Path) -> None:
+    code, said = finish(["-m", "onstep", "train", "dataset.paths=nowhere.txt"], tmp_path)
+    assert code == 1
+    assert "the corpus path 'nowhere.txt' does not exist" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.process
+def test_two_ranks_print_a_run_once(tmp_path: Path, corpus: Path, token_cache: Path) -> None:
+    words = [
+        "train.train_iters=4",
+        "model.num_layers=1",
+        "model.hidden_size=32",
+        "validation.eval_iters=1",
+        "dist.device=cpu",
+        f"dataset.paths={corpus}",
+        f"dataset.cache_dir={token_cache}",
+    ]
+    code, said = finish(["-m", "onstep", "train", *words], tmp_path)
+    assert code == 0, said
+    lines = [line.split(maxsplit=1)[-1] if line[2:3] == ":" else line for line in said.splitlines() if line.strip()]
+    assert len(lines) == len(set(lines)), said
+    assert len([line for line in lines if "split" in line]) == 1

@@ -1,0 +1,54 @@
+"""What `onstep train` prints before anything heavy is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.process
+
+TORCH = """
+import sys
+print("torch is imported", flush=True)
+sys.exit(3)
+"""
+
+
+def printed(tmp_path: Path, *words: str, **environment: str) -> list[str]:
+    """The lines of a command in a process whose torch says that it is imported, and ends the process."""
+    (tmp_path / "torch.py").write_text(TORCH)
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    command = [sys.executable, "-m", "onstep", *words]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path, **environment}, text=True, capture_output=True
+    )
+    assert done.returncode == 3, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_first_line_comes_before_torch_is_imported(tmp_path: Path) -> None:
+    assert printed(tmp_path, "train") == [
+        "tiny_gpt: 1,500 steps of 8 x 128 tokens into runs/tiny_gpt; loading PyTorch ...",
+        "torch is imported",
+    ]
+
+
+@pytest.mark.parametrize(("words", "environment"), [(["-q"], {}), ([], {"RANK": "1"})])
+def test_quiet_runs_and_other_ranks_do_not_print_it(
+    tmp_path: Path, words: list[str], environment: dict[str, str]
+) -> None:
+    assert printed(tmp_path, "train", *words, **environment) == ["torch is imported"]
+
+
+def test_more_and_less_at_once_is_refused(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "onstep", "train", "-q", "-v"], cwd=tmp_path, text=True, capture_output=True
+    )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: -q and -v ask for less and for more output; drop one of them.\n",
+    )

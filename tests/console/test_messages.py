@@ -1,0 +1,50 @@
+"""Messages of `logging` and `warnings` in the process of a command: one line each, by level."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.process
+
+SCRIPT = """
+import logging, warnings
+from onstep.console.messages import show_messages
+show_messages({level!r}, is_main={is_main})
+log = logging.getLogger("onstep.part")
+log.debug("debugging")
+log.info("informing")
+log.warning("warned of %s", "this")
+log.error("failed")
+logging.getLogger("foreign").info("of another package")
+warnings.warn("python's own", UserWarning)
+"""
+
+
+def lines(level: str, is_main: bool = True) -> list[str]:
+    script = SCRIPT.format(level=level, is_main=is_main)
+    done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, check=True)
+    assert done.stdout == ""
+    return done.stderr.splitlines()
+
+
+WARNINGS = ["warning: warned of this", "error: failed"]
+PYTHONS = ["warning: python's own"]
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ("quiet", [*WARNINGS, *PYTHONS]),
+        ("default", ["informing", *WARNINGS, "of another package", *PYTHONS]),
+        ("verbose", ["debugging", "informing", *WARNINGS, "of another package", *PYTHONS]),
+    ],
+)
+def test_a_level_shows_its_messages_without_lines_of_code(level: str, expected: list[str]) -> None:
+    assert lines(level) == expected
+
+
+def test_other_ranks_show_onsteps_warnings_once_each() -> None:
+    assert lines("default", is_main=False) == WARNINGS

@@ -1,0 +1,116 @@
+"""A start that fails leaves nothing behind: no directory of a new run, and an existing one as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onstep import Callback, Trainer, TrainingArguments, pretrain
+from onstep.config import ConfigContainer
+from onstep.errors import DataError, OnstepError
+from tests.support.small_runs import RaggedRows, TinyModel
+
+
+class Fails(Callback):
+    """Raises while the run is set up."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def on_init_end(self, context: Any) -> None:
+        raise self.error
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {str(one.relative_to(directory)): one.read_bytes() for one in directory.rglob("*") if one.is_file()}
+
+
+def no_data(config: ConfigContainer) -> None:
+    config.dataset.paths = ["nowhere.txt"]
+    pretrain(config)
+
+
+def wrong_model(config: ConfigContainer) -> None:
+    config.model.vocab_size = 10  # fewer than the bytes
+    pretrain(config)
+
+
+def failing_callback(config: ConfigContainer) -> None:
+    pretrain(config, callbacks=[Fails(RuntimeError("broken"))])
+
+
+def interrupted(config: ConfigContainer) -> None:
+    pretrain(config, callbacks=[Fails(KeyboardInterrupt())])
+
+
+STARTS = pytest.mark.parametrize(
+    ("start", "error"),
+    [
+        (no_data, DataError),
+        (wrong_model, OnstepError),
+        (failing_callback, RuntimeError),
+        (interrupted, KeyboardInterrupt),
+    ],
+)
+Start = Callable[[ConfigContainer], None]
+
+
+@STARTS
+def test_a_start_that_failed_leaves_no_directory(
+    tiny_config: ConfigContainer, tmp_path: Path, start: Start, error: type[BaseException]
+) -> None:
+    tiny_config.run.name, tiny_config.run.output_dir = "mine", str(tmp_path / "deep" / "runs")
+    with pytest.raises(error):
+        start(tiny_config)
+    assert list(tmp_path.glob("deep*")) == []
+
+
+@STARTS
+def test_an_unfinished_run_is_untouched_by_a_start_that_failed(
+    tiny_config: ConfigContainer, tmp_path: Path, start: Start, error: type[BaseException]
+) -> None:
+    tiny_config.run.name, tiny_config.run.output_dir = "mine", str(tmp_path)
+    tiny_config.train.exit_interval = 2
+    pretrain(tiny_config)
+    before = content(tmp_path / "mine")
+    tiny_config.checkpoint.on_config_change = "apply"
+    with pytest.raises(error):
+        start(tiny_config)
+    assert content(tmp_path / "mine") == before
+
+
+def test_what_a_callback_has_written_is_kept_with_the_record_of_the_failure(
+    tiny_config: ConfigContainer, tmp_path: Path
+) -> None:
+    class Writes(Callback):
+        def on_init_end(self, context: Any) -> None:
+            (context.state.run_dir.path / "mine.txt").write_text("kept")
+
+    tiny_config.run.name, tiny_config.run.output_dir = "mine", str(tmp_path)
+    with pytest.raises(RuntimeError, match="broken"):
+        pretrain(tiny_config, callbacks=[Writes(), Fails(RuntimeError("broken"))])
+    assert {"mine.txt", "run.json"} <= content(tmp_path / "mine").keys()
+    assert b'"status": "failed"' in content(tmp_path / "mine")["run.json"]
+
+
+def test_files_of_others_in_a_trainers_directory_stay(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("theirs")
+    args = TrainingArguments(str(tmp_path / "out"), max_steps=2)
+    with pytest.raises(RuntimeError, match="broken"):
+        Trainer(TinyModel(), args, train_dataset=RaggedRows(16), callbacks=[Fails(RuntimeError("broken"))]).train()
+    assert content(tmp_path / "out") == {"notes.txt": b"theirs"}
+
+
+def test_a_run_that_has_trained_keeps_its_directory(tiny_config: ConfigContainer, tmp_path: Path) -> None:
+    class Breaks(Callback):
+        def on_step_end(self, context: Any) -> None:
+            raise RuntimeError("broken")
+
+    tiny_config.run.name, tiny_config.run.output_dir = "mine", str(tmp_path)
+    with pytest.raises(RuntimeError, match="broken"):
+        pretrain(tiny_config, callbacks=[Breaks()])
+    assert b'"status": "failed"' in content(tmp_path / "mine")["run.json"]

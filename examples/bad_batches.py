@@ -9,6 +9,7 @@ returns to the checkpoint before it.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from onstep import Callback, OnstepError, pretrain
@@ -62,7 +63,8 @@ def main() -> None:
             train(policy)
         except OnstepError as error:
             print(f"{type(error).__name__}: {error}")
-        onstep(["why"])
+        newest = max(Path("runs").glob(f"nan-{policy}*"), key=lambda path: path.stat().st_mtime)
+        onstep(["why", str(newest)])
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,13 @@ class Kill(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(name: str, *, is_killed: bool = False) -> None:
+def train(directory: str, name: str, *, is_killed: bool = False) -> None:
     """Train the run, or continue it."""
     config = tiny_gpt_pretrain_config()
     apply_overrides(
         config,
         [
+            f"run.output_dir={directory}",
             f"run.name={name}",
             "tokenizer.tokenizer_type=bytes",
             "model.num_layers=1",
@@ -57,24 +59,31 @@ def train(name: str, *, is_killed: bool = False) -> None:
     pretrain(config, callbacks=[Kill()] if is_killed else [])
 
 
-def chain(name: str) -> str:
+def chain(directory: str, name: str) -> str:
     """The last link of a run's trajectory hash."""
-    return str(json.loads(Path(f"runs/{name}/certificate/rank_0.json").read_text(encoding="utf-8"))[-1]["chain"])
+    records = json.loads(Path(directory, name, "certificate", "rank_0.json").read_text(encoding="utf-8"))
+    return str(records[-1]["chain"])
+
+
+def compare(directory: str) -> bool:
+    """Train both runs; whether they did the same."""
+    killed = subprocess.run([sys.executable, __file__, directory], check=False)
+    print(f"exit code of the first process: {killed.returncode}, that is, signal {-killed.returncode}")
+    train(directory, "killed")
+    train(directory, "undisturbed")
+    first, second = chain(directory, "killed"), chain(directory, "undisturbed")
+    print(f"killed at step {KILLED_AT} and resumed: {first}\nundisturbed:                   {second}")
+    return first == second
 
 
 def main() -> None:
     if len(sys.argv) > 1:  # the process that will be killed
-        train("killed", is_killed=True)
+        train(sys.argv[1], "killed", is_killed=True)
         return
-    killed = subprocess.run([sys.executable, __file__, "killed"], check=False)
-    print(f"exit code of the first process: {killed.returncode}, that is, signal {-killed.returncode}")
-    train("killed")
-    train("undisturbed")
-    first, second = chain("killed"), chain("undisturbed")
-    print(f"killed at step {KILLED_AT} and resumed: {first}\nundisturbed:                   {second}")
-    print("equal, to the last bit" if first == second else "DIFFERENT")
-    if first != second:
-        sys.exit(1)
+    with tempfile.TemporaryDirectory() as directory:
+        is_equal = compare(directory)
+    print("equal, to the last bit" if is_equal else "DIFFERENT")
+    sys.exit(0 if is_equal else 1)
 
 
 if __name__ == "__main__":

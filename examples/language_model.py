@@ -26,13 +26,13 @@ SETTINGS = [
     "model.hidden_size=64",
     "model.seq_length=128",
     "dataset.seq_length=128",
-    "train.train_iters=150",
+    "train.train_iters=300",
     "train.global_batch_size=8",
     "train.micro_batch_size=8",
-    "scheduler.lr_warmup_iters=10",
-    "validation.eval_interval=50",
+    "scheduler.lr_warmup_iters=20",
+    "validation.eval_interval=100",
     "validation.eval_iters=4",
-    "logger.log_interval=25",
+    "logger.log_interval=50",
 ]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onstep import JsonLogger, pretrain
+from onstep import pretrain
 from onstep.config import apply_overrides
 from onstep.recipes import tiny_gpt_pretrain_config
 
@@ -42,7 +42,6 @@ def main() -> None:
     apply_overrides(
         config,
         [
-            "run.name=own_loss",
             "tokenizer.tokenizer_type=bytes",
             "model.num_layers=2",
             "model.hidden_size=64",
@@ -55,7 +54,7 @@ def main() -> None:
             "validation.eval_iters=2",
         ],
     )
-    state = pretrain(config, smoothed_step, callbacks=[JsonLogger()])
+    state = pretrain(config, smoothed_step)
     for record in state.info.log_history:
         if "z loss" in record:
             print("  ".join(f"{name} {record[name]:.4f}" for name in ("loss", "smoothed nll", "z loss")))

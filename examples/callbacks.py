@@ -52,7 +52,9 @@ class Stopwatch(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in logs:
             seconds = time.monotonic() - self.started
-            print(f"{seconds:5.1f} s  step {state.global_step:3}  loss {logs['loss']:.3f}  |w| {logs['weight_norm']:.2f}")
+            print(
+                f"{seconds:5.1f} s  step {state.global_step:3}  loss {logs['loss']:.3f}  |w| {logs['weight_norm']:.2f}"
+            )
 
 
 def main() -> None:

@@ -93,6 +93,16 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, empty_dir: Pat
             block.run_commands()
 
 
+@pytest.mark.parametrize("block", blocks(ROOT / "README.md", "python"), ids=str)
+def test_an_example_of_the_readme_runs_by_itself(
+    block: Block, empty_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    block.run({"__name__": "__main__"})
+    shown = re.search(r"loss (\S+) at the start, (\S+) at the end", "".join(capfd.readouterr()))
+    assert shown is not None
+    assert float(shown[2]) < float(shown[1])
+
+
 def test_every_answer_of_how_do_i_has_an_example() -> None:
     answers = re.split(r"^### ", HOW_DO_I.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
     assert len(answers) >= 40

@@ -14,7 +14,7 @@ from onstep.cli.main import main
 from onstep.config import ConfigContainer, DatasetConfig
 from onstep.data import learn_bpe, tokenizer_source
 from onstep.errors import DataError, OnstepError
-from onstep.training import pretrain
+from onstep.training import GlobalState, pretrain
 from tests.support.small_weights import llama
 
 SMALL = [
@@ -68,7 +68,12 @@ def test_a_recipe_is_taken_in_its_form_for_fine_tuning(capsys: pytest.CaptureFix
 def given(monkeypatch: pytest.MonkeyPatch, *words: str) -> ConfigContainer:
     """The configuration that would be trained."""
     found: list[ConfigContainer] = []
-    monkeypatch.setattr("onstep.cli.train.run_to_its_end", lambda start, config, *rest: found.append(config))
+
+    def note(start: Any, config: ConfigContainer, *rest: Any) -> GlobalState:
+        found.append(config)
+        return GlobalState()
+
+    monkeypatch.setattr("onstep.cli.train.run_to_its_end", note)
     assert main(["finetune", *words, *SMALL]) == 0
     return found[0]
 

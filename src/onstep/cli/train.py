@@ -80,7 +80,7 @@ def train(
     announce(config)
     from onstep.training import pretrain
 
-    run_to_its_end(pretrain, config, names, imports or [], on_config_change)
+    _suggest(run_to_its_end(pretrain, config, names, imports or [], on_config_change))
 
 
 def _fit_length(config: ConfigContainer, *, is_set: bool) -> None:
@@ -131,7 +131,7 @@ def finetune(
     announce(config)
     from onstep.training import finetune as start
 
-    run_to_its_end(start, config, names, imports or [], on_config_change)
+    _suggest(run_to_its_end(start, config, names, imports or [], on_config_change))
 
 
 def _set_lora(config: ConfigContainer, words: list[str]) -> None:
@@ -256,7 +256,12 @@ def _say_where(state: GlobalState) -> None:
     for what, path in files.items():
         if path.exists():
             print(f"  {what:<11} {path}")
-    if directory.model.exists():
+
+
+def _suggest(state: GlobalState) -> None:
+    """Name what to do with the weights of a run."""
+    directory = state.run_dir
+    if directory is not None and state.train_state.step > 0 and directory.model.exists() and _is_main():
         print(f'Try it: onstep generate {directory.path} "def "')
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from onstep.cli.config import configuration
-from onstep.cli.train import run_to_its_end
+from onstep.cli.train import announce, run_to_its_end
 
 SAMPLES = "onstep.cli.demo.samples:DemoSamples"
 
@@ -24,8 +24,8 @@ def demo(
     """
     config, names = configuration(words or [], "demo")
     config.run.name = config.run.name or "demo"
-    print("Training a small GPT on the source code of Python's standard library.", flush=True)
-    from onstep.training import pretrain  # after the line above: this imports torch
+    announce(config)
+    from onstep.training import pretrain  # after the first line: this imports torch
 
     state = run_to_its_end(pretrain, config, [SAMPLES, *names], [], None)
     if state.run_dir is not None and state.world.is_main:

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := .venv-peers
 
-.PHONY: demo test test-all test-slow faults promises check lint bench bench-peers browser docs docs-serve clean
+.PHONY: demo test test-all test-slow faults promises check lint bench bench-peers browser docs docs-serve docs-tables clean
 
 demo: $(READY)
 	$(BIN)/onstep demo
@@ -53,6 +53,10 @@ browser:
 
 bench-peers: $(PEERS)/.ready
 	$(PEERS)/bin/python benchmarks/peers.py
+
+# The tables that are read from the code, written into the pages of docs/.
+docs-tables: $(READY)
+	$(BIN)/python docs/generate.py
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

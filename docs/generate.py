@@ -1,7 +1,10 @@
-"""Generates the parts of the documentation that are read from the code, as a mkdocs hook (see mkdocs.yml).
+"""Writes the parts of the documentation that are read from the code into the pages.
 
-A page contains a marker, a comment such as `<!-- generated: events -->`, and the site shows the table in its place. No
-file is written.
+    python docs/generate.py [--check]
+
+A part is the text between two comments, such as `<!-- generated: events -->` and `<!-- end of generated part -->`. The
+pages are committed with it, so the repository shows what the site shows. `--check` writes nothing, and exits with 1 and
+the names of the pages whose text is stale.
 """
 
 from __future__ import annotations
@@ -10,9 +13,11 @@ import ast
 import inspect
 import itertools
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from onstep.cli.why_features import PARTS, Row
@@ -24,7 +29,12 @@ from onstep.events.events import Event
 from onstep.training import loop
 from onstep.training.feature import HOOKS, Feature
 
-MARKER = re.compile(r"^<!-- generated: (.+?) -->$", re.MULTILINE)
+DOCS = Path(__file__).parent
+RENEW = "make docs-tables"
+"""The command that writes the parts again."""
+
+END = "<!-- end of generated part -->"
+PART = re.compile(rf"^<!-- generated: (?P<name>.+?) -->\n(?P<text>.*?)^{re.escape(END)}$", re.MULTILINE | re.DOTALL)
 _TRAINING_FIELDS = ("optimizer", "scheduler", "train_dataloader", "eval_dataloader")
 
 
@@ -38,18 +48,21 @@ class Entry:
     text: str
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the markers of a page by the generated parts. Called by mkdocs for every page."""
-    return fill(markdown)
-
-
 def fill(markdown: str) -> str:
-    """`markdown` with every marker replaced.
+    """`markdown` with every generated part renewed.
 
     Raises:
-        KeyError: for an unknown marker; mkdocs stops the build.
+        KeyError: for a part with an unknown name.
     """
-    return MARKER.sub(lambda match: GENERATED[match[1]](), markdown)
+    return PART.sub(
+        lambda part: f"<!-- generated: {part['name']} -->\n\n{GENERATED[part['name']]()}\n\n{END}", markdown
+    )
+
+
+def stale_pages(docs: Path = DOCS) -> dict[Path, str]:
+    """The pages whose generated parts differ from what the code says, each with the text that it should have."""
+    pages = ((page, page.read_text(encoding="utf-8")) for page in sorted(docs.rglob("*.md")))
+    return {page: renewed for page, text in pages if (renewed := fill(text)) != text}
 
 
 def events_table() -> str:
@@ -210,8 +223,16 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """`text` on one line, with `|` escaped outside of code."""
-    return " ".join(_outside_code(text, {"|": "\\|"}).split())
+    """`text` on one line, with each `|` written so that neither GitHub nor the site ends the cell there."""
+    parts = text.split("`")
+    parts[::2] = [prose.replace("|", "\\|") for prose in parts[::2]]
+    parts[1::2] = [f"<code>{_as_html(code)}</code>" if "|" in code else f"`{code}`" for code in parts[1::2]]
+    return " ".join("".join(parts).split())
+
+
+def _as_html(code: str) -> str:
+    """`code` for a `<code>` element, inside of which Markdown is still read."""
+    return "".join(f"&#{ord(letter)};" if letter in "&<>|*_[]`" else letter for letter in code)
 
 
 def _prose(text: str) -> str:
@@ -223,3 +244,20 @@ def _outside_code(text: str, replacements: dict[str, str]) -> str:
     parts = text.split("`")
     parts[::2] = ["".join(replacements.get(letter, letter) for letter in part) for part in parts[::2]]
     return "`".join(parts)
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Renew the pages, or with `--check` only name those that are stale; the exit code."""
+    stale = stale_pages()
+    names = ", ".join(str(page.relative_to(DOCS.parent)) for page in stale)
+    if "--check" in arguments:
+        print(f"stale: {names}; run {RENEW}" if stale else "every generated part is up to date")
+        return bool(stale)
+    for page, text in stale.items():
+        page.write_text(text, encoding="utf-8")
+    print(f"renewed: {names or 'nothing, every part was up to date'}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

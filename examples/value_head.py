@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     head, constant = train_value_head(small_config(chosen.steps, chosen.overrides))
     text = f"mean squared error of log(1 + bytes left): value head {head:.4f}, constant guess {constant:.4f}"
-    print(text)  # noqa: T201 - what the example is for
+    print(text)
 
 
 if __name__ == "__main__":

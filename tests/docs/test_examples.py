@@ -13,15 +13,20 @@ import pytest
 import torch
 
 from onstep.cli.config import configuration
-from onstep.cli.main import COMMANDS
-from onstep.config import ConfigContainer, merge, parse_yaml, resolve
+from onstep.cli.main import COMMANDS, main
+from onstep.config import KEYS, ConfigContainer, merge, parse_yaml, resolve
 from onstep.recipes import get_recipe
 
 ROOT = Path(__file__).parents[2]
+HOW_DO_I = ROOT / "docs" / "guide" / "how-do-i.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
 )
+
+
+GENERATED = re.compile(r"^<!-- generated: .*?^<!-- end of generated part -->$", re.MULTILINE | re.DOTALL)
+"""What `docs/generate.py` wrote, such as the loop: shown, not an example."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +41,27 @@ class Block:
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
+    language: str = "python"
+
     def run(self, namespace: dict[str, Any]) -> None:
         """Execute the code as if it stood in the page, so that a traceback has the page's lines."""
         exec(compile("\n" * (self.line - 1) + self.code, str(self.page), "exec"), namespace)
 
+    def run_commands(self) -> None:
+        """Run the `onstep` command lines in this process."""
+        for line in self.code.splitlines():
+            command = shlex.split(line, comments=True)
+            if command[:1] == ["onstep"]:
+                assert main(command[1:]) == 0, f"{self}: {line}"
 
-def blocks(page: Path, language: str) -> list[Block]:
-    """The blocks of one language in a page, in order."""
-    text = page.read_text(encoding="utf-8")
-    found = [match for match in FENCE.finditer(text) if match["language"] == language]
+
+def blocks(page: Path, *languages: str) -> list[Block]:
+    """The blocks of some languages in a page, in order."""
+    text = GENERATED.sub(lambda part: "\n" * part[0].count("\n"), page.read_text(encoding="utf-8"))
+    found = [match for match in FENCE.finditer(text) if match["language"] in languages]
     return [
-        Block(page, text.count("\n", 0, match.start("code")) + 1, textwrap.dedent(match["code"])) for match in found
+        Block(page, text.count("\n", 0, match.start("code")) + 1, textwrap.dedent(match["code"]), match["language"])
+        for match in found
     ]
 
 
@@ -62,7 +77,7 @@ def commands() -> list[Any]:
     for block, command in words:
         if command[:1] == ["torchrun"]:
             command = command[command.index("-m") + 1 :]
-        if command[:1] == ["onstep"]:
+        if command[:1] == ["onstep"] and command[1:] != ["--version"]:
             found.append(pytest.param(command[1:], id=f"{block} {' '.join(command[:3])}"))
     return found
 
@@ -71,8 +86,27 @@ def commands() -> list[Any]:
 def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, empty_dir: Path) -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     torch.manual_seed(0)
-    for block in blocks(page, "python"):
-        block.run(namespace)
+    for block in blocks(page, "python", *(["bash"] if page == HOW_DO_I else [])):
+        if block.language == "python":
+            block.run(namespace)
+        else:
+            block.run_commands()
+
+
+@pytest.mark.parametrize("block", blocks(ROOT / "README.md", "python"), ids=str)
+def test_an_example_of_the_readme_runs_by_itself(
+    block: Block, empty_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    block.run({"__name__": "__main__"})
+    shown = re.search(r"loss (\S+) at the start, (\S+) at the end", "".join(capfd.readouterr()))
+    assert shown is not None
+    assert float(shown[2]) < float(shown[1])
+
+
+def test_every_answer_of_how_do_i_has_an_example() -> None:
+    answers = re.split(r"^### ", HOW_DO_I.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    assert len(answers) >= 40
+    assert not [answer.splitlines()[0] for answer in answers if not FENCE.search(answer)]
 
 
 def test_pages_that_teach_have_examples() -> None:
@@ -94,8 +128,11 @@ def test_a_command_names_what_exists(words: list[str], empty_dir: Path) -> None:
         config, _ = configuration(arguments, recipe)
         assert isinstance(resolve(config), ConfigContainer)
     elif name == "config":
-        assert arguments[0] in ("show", "defaults")
-        configuration(arguments[1:], None)
+        assert arguments[0] in ("show", "defaults", "explain")
+        if arguments[0] == "explain":
+            assert set(arguments[1:]) <= set(KEYS)
+        else:
+            configuration(arguments[1:], None)
 
 
 @pytest.mark.parametrize("block", all_blocks("yaml"), ids=str)

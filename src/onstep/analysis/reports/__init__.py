@@ -1,1 +1,3 @@
-"""Summaries, comparisons and the interactive report page: `summary`, `comparison`, `report`."""
+"""Summaries, comparisons and the interactive report page: `summary`, `comparison`, and `report` with its parts
+`charts_data`, `sections`, `ledger` and the files in `page/`.
+"""

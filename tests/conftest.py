@@ -21,7 +21,7 @@ from tests.support.browser import chromium, new_page
 from tests.support.forked_processes import Processes
 from tests.support.small_configs import small_pretrain_config
 
-__all__ = ["chromium", "new_page"]  # of one browser for all tests: a process can drive no second one
+__all__ = ["chromium", "new_page"]  # a process can drive one browser at a time
 
 ROOT = Path(__file__).parents[1]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

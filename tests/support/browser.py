@@ -21,9 +21,12 @@ NOT_LOGGED_IN = "the server responded with a status of 401"
 """What Chromium itself writes to the console when a page has no cookie yet."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    """The browser of all tests; without one they are skipped."""
+    """The browser of a file of tests; without one they are skipped.
+
+    Playwright keeps an event loop running in this thread, so the tests of other files could not start one.
+    """
     playwright = pytest.importorskip("playwright.sync_api", reason="requires pip install playwright")
     path = next(filter(None, map(shutil.which, _CHROMIUM)), None)
     if path is None:

@@ -158,6 +158,7 @@ def test_what_cannot_be_done_is_refused_with_the_reason(steered: Any) -> None:
         assert "not paused" in refused(client, 409, "resume")
         assert "Did you mean 'lr_factor'" in refused(client, 400, "set", key="lr_facto", value=1.0)
         assert "must be a number >= 0" in refused(client, 400, "set", key="lr_factor", value=-1.0)
+        assert "would end the run" in refused(client, 409, "set", key="train_iters", value=1)
         assert "Did you mean 'pause'" in refused(client, 400, "pauze")
         ticket = client.post(f"/jobs/{JOB}/control", json={"command": "rollback", "wait": 15}).json()["ticket"]
         assert ticket["status"] == "refused"

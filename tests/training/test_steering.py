@@ -260,6 +260,23 @@ def entry(step: int, flag: str, **details: Any) -> dict[str, Any]:
         ),
         ([entry(4, "saved", checkpoint_step=4), entry(5, "set", command_id="a")], 4, True, [5]),
         ([entry(4, "saved", checkpoint_step=4), entry(5, "stop", command_id="a")], 4, False, []),
+        (
+            [entry(4, "saved", checkpoint_step=4), entry(9, "set", command_id="a"), entry(6, "set", command_id="b")],
+            4,
+            False,
+            [6, 9],
+        ),
+        (
+            [
+                entry(4, "saved", checkpoint_step=4),
+                entry(9, "rollback", command_id="a"),
+                entry(6, "set", command_id="b"),
+            ],
+            4,
+            False,
+            [9, 6],
+        ),
+        ([entry(4, "saved", checkpoint_step=4, to_repeat=[[], 3]), entry(5, "set", command_id=["a"])], 4, False, []),
         ([entry(6, "set", command_id="a"), entry(5, "saved", checkpoint_step=5, to_repeat=["a"])], 5, False, [6]),
         (  # saved in the background while the request was repeated
             [

@@ -193,9 +193,9 @@ class TrainerControlCallback(TrainerCallback):
         assert run is not None
         if command in (*_SAVING, "rollback") and run.checkpoints is None:
             _refuse(command, "this run has no directory for checkpoints; give it a run.name or an output_dir")
-        if command == "pause" and self._is_paused:
+        if command == "pause" and self._is_paused and not self.inbox.awaits("resume"):
             _refuse(command, "the run is paused already")
-        if command == "resume" and not self._is_paused:
+        if command == "resume" and not self._is_paused and not self.inbox.awaits("pause"):
             _refuse(command, "the run is not paused")
         if command == "evaluate" and not _has_validation_data(run):
             _refuse(command, "this run has no validation data")
@@ -213,6 +213,11 @@ class TrainerControlCallback(TrainerCallback):
             check_setting(data["key"], data["value"], run.control.declared)
         except ConfigError as error:
             raise CommandError(f"set: {error}") from None
+        step = run.train_state.step
+        if data["key"] == "train_iters" and data["value"] is not None and data["value"] <= step:
+            _refuse(
+                "set", f"train_iters={data['value']} would end the run, which is at step {step}; send graceful_stop"
+            )
 
     def _generate(self, context: CallbackContext, prompts: list[str], max_new_tokens: int) -> list[dict[str, str]]:
         try:

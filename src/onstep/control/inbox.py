@@ -100,6 +100,11 @@ class Inbox:
         """How many commands wait."""
         return len(self._waiting)
 
+    def awaits(self, command: str) -> bool:
+        """Whether a command of this name has no outcome yet."""
+        with self._lock:
+            return any(one.command == command and one.status == "queued" for one in self._known.values())
+
     def is_at_once(self, command: str) -> bool:
         """Whether a command does not wait for the training thread."""
         return command in self._at_once
@@ -139,7 +144,10 @@ class Inbox:
             self.settle(ticket, "refused", message=why)
 
     def _carry_out(self, ticket: Ticket) -> None:
-        self.settle(ticket, "applied", result=self._at_once[ticket.command]())
+        try:
+            self.settle(ticket, "applied", result=self._at_once[ticket.command]())
+        except Exception as error:  # noqa: BLE001 - whoever waits gets an answer, whatever goes wrong in this thread
+            self.settle(ticket, "refused", message=f"{type(error).__name__}: {error}")
 
     def _remember(self, ticket: Ticket) -> None:
         self._known[ticket.id] = ticket

@@ -51,7 +51,7 @@ def set_(
     for key in values.keys() - settable.keys():
         known = list(settable)
         raise ConfigError(
-            f"{target.job_id} has no value {key!r} to set.{nearest(key, known)} {listed(known, _LISTED)}."
+            f"{target.job_id} has no value {key!r} to set.{nearest(key, known)} Settable: {listed(known, _LISTED)}."
         )
     seconds = math.inf if wait else None
     for key, value in values.items():

@@ -59,9 +59,26 @@ def decisions_after(path: Path, step: int, *, is_chosen: bool = False) -> deque[
     while start > 0 and _step(lines[start - 1]) > step:  # made while the checkpoint was being written
         start -= 1
     waiting = {_id(one) for one in lines[start:at_save]}
-    waiting.update(lines[at_save]["details"].get(TO_REPEAT, ()) if own else ())
+    listed = lines[at_save]["details"].get(TO_REPEAT) if own else None
+    waiting |= {one for one in listed if isinstance(one, str)} if isinstance(listed, list) else set()
     found = (one for at, one in enumerate(lines) if at >= at_save or _id(one) in waiting)
-    return deque((_step(one), _request(one)) for one in found if one.get("flag") in REPEATED and _is_steered(one))
+    return _in_order((_step(one), _request(one)) for one in found if one.get("flag") in REPEATED and _is_steered(one))
+
+
+def _in_order(requests: Iterable[tuple[int, Request]]) -> deque[tuple[int, Request]]:
+    """Requests by their step, as a run is sent new ones while older ones are still to be repeated.
+
+    A rollback ends the steps before it: what was sent after it follows it.
+    """
+    ordered: deque[tuple[int, Request]] = deque()
+    part: list[tuple[int, Request]] = []
+    for one in requests:
+        part.append(one)
+        if one[1].flag == "rollback":
+            ordered.extend(sorted(part, key=lambda pair: pair[0]))
+            part = []
+    ordered.extend(sorted(part, key=lambda pair: pair[0]))
+    return ordered
 
 
 def ids_to_repeat(repeats: Iterable[tuple[int, Request]]) -> list[str]:
@@ -84,11 +101,12 @@ def _decisions(path: Path) -> Iterable[dict[str, Any]]:
 
 
 def _is_steered(entry: dict[str, Any]) -> bool:
-    return "command_id" in entry["details"] and not entry["details"].get("repeated")
+    return _id(entry) is not None and not entry["details"].get("repeated")
 
 
-def _id(entry: dict[str, Any]) -> Any:
-    return entry["details"].get("command_id")
+def _id(entry: dict[str, Any]) -> str | None:
+    identity = entry["details"].get("command_id")
+    return identity if isinstance(identity, str) else None
 
 
 def _step(entry: dict[str, Any]) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,10 @@ JOB = "job-under-test"
 
 
 @pytest.fixture(autouse=True)
-def _registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ONSTEP_REGISTRY", str(tmp_path / "registry"))
+def _registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with tempfile.TemporaryDirectory(prefix="onstep-") as directory:  # a short path, for Unix sockets
+        monkeypatch.setenv("ONSTEP_REGISTRY", f"{directory}/registry")
+        yield
 
 
 class Driver:
@@ -41,7 +45,8 @@ class Driver:
                 try:
                     self._talk(client)
                 finally:
-                    client.post(f"/jobs/{JOB}/control", json={"command": "abort"})
+                    with suppress(httpx.TransportError):  # the job may have ended
+                        client.post(f"/jobs/{JOB}/control", json={"command": "abort"})
         except BaseException as error:  # noqa: BLE001 - it is raised in the test's own thread
             self._error = error
 

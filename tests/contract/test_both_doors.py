@@ -319,6 +319,7 @@ UNREAD = {
     **{f"ft.{name}": FAULT for name in ("simulated_fault_type", "simulated_fault_rank", "simulated_fault_base_delay")},
     **{key: NVRX for key in KEYS if key.startswith("nvrx_straggler.") and key != "nvrx_straggler.enabled"},
     "run.default_callbacks": "of Trainer and the command line: pretrain adds no callbacks",
+    "run.control": "of Trainer and the command line: pretrain adds no callbacks",
     "trainer": "of Trainer alone: fields of TrainingArguments that no other key names",
 }
 """Keys that none of these runs reads, and why; code that both doors share reads them where they count."""

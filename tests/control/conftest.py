@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from tests.support.control_server import Served, served
 
 
 @pytest.fixture
-def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty registry, of this process and of those that it starts."""
-    monkeypatch.setenv("ONSTEP_REGISTRY", str(tmp_path / "registry"))
-    return tmp_path / "registry"
+    with tempfile.TemporaryDirectory(prefix="onstep-") as directory:  # a short path, for Unix sockets
+        monkeypatch.setenv("ONSTEP_REGISTRY", f"{directory}/registry")
+        yield Path(directory) / "registry"
 
 
 @pytest.fixture

@@ -37,9 +37,8 @@ from tests.support.steered_job import SteeredJob, commands_of, steered_job
 
 
 @pytest.fixture(autouse=True)
-def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ONSTEP_REGISTRY", str(tmp_path / "registry"))
-    return tmp_path / "registry"
+def _own_registry(registry: Path) -> None:
+    """Each test has a registry of its own."""
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ TRAINING = [
     *["on_init_end", "on_train_begin"],
     *["on_epoch_begin", *STEP, *STEP, *LOG, *SHORT_STEP, "on_epoch_end", *EVALUATION],
     *["on_epoch_begin", *STEP, *LOG, *STEP, *SHORT_STEP, *LOG, "on_epoch_end", *EVALUATION],
-    *["on_final_metrics", "on_log", "on_save_begin", "on_save", "on_train_end", "on_run_end"],
+    *["on_final_metrics", "on_log", "on_save_begin", "on_decision", "on_save", "on_train_end", "on_run_end"],
 ]
 PREDICTION = ["on_init_end", "on_prediction_step", "on_predict", "on_run_end"]
 DOCUMENTED = HF_EVENTS - {"on_data_init_start", "on_train_step_start", "on_train_step_end"}

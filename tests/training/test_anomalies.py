@@ -349,7 +349,7 @@ def test_what_a_rollback_must_not_undo_is_carried_into_the_loaded_progress() -> 
     left = TrainState(step=15, epoch=2, samples_in_epoch=12, steps_in_epoch=3, consumed_train_samples=60)
     left.skip_list, left.num_skips, left.num_rollbacks = [[1, 7], [2, 3]], 4, 1
     left.overrides = {"log_interval": 3, "lr_factor": 0.5}
-    rollback = RollBack.at(left, 15, Request("rollback", "anomaly gate", ""), factor=0.5)
+    rollback = RollBack.at(left, Request("rollback", "anomaly gate", ""), factor=0.5)
     left.epoch = 9  # the loop goes on with the same object
     loaded = TrainState(step=10, epoch=1, samples_in_epoch=20, consumed_train_samples=40, skipped_train_samples=4)
     loaded.overrides = {"eval_interval": 5}
@@ -371,7 +371,7 @@ def test_rollbacks_are_counted_over_loads_of_older_states_and_bounded(tmp_path: 
         request, left = Request("rollback", "anomaly gate", "", f"spike {count}"), state.train_state
         left.step, left.num_rollbacks = 5 + count, left.num_rollbacks + 1
         watch.before_rollback(left.step, request)
-        rollback = RollBack.at(left, left.step, request, 0.5)
+        rollback = RollBack.at(left, request, 0.5)
         state.train_state = copy.deepcopy(old_progress)
         watch.load_state_dict(old_watch)
         rollback.carry_over(state.train_state)

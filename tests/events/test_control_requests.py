@@ -79,6 +79,8 @@ def test_what_can_be_set(key: str, value: float | None) -> None:
         ("log_interval", True, "must be an integer"),
         ("save_interval", -1, ">= 0"),
         ("train_iters", 0, ">= 1"),
+        ("train_iters", 10**400, r"at most 2\*\*53"),
+        ("lr_factor", float("inf"), "must be a number"),
     ],
 )
 def test_what_cannot_be_set_is_refused_at_once(key: str, value: float, says: str) -> None:

@@ -21,6 +21,9 @@ class Setting(NamedTuple):
     help: str = ""
 
 
+_MOST = 2**53
+"""Larger integers are not exact in JSON."""
+
 SETTABLE: dict[str, Setting] = {
     "lr_factor": Setting(float, 0, "Multiplies every learning rate of the schedule"),
     "log_interval": Setting(int, 0, "Steps between logged steps; 0 means never"),
@@ -83,7 +86,11 @@ def check_setting(key: str, value: object, declared: Mapping[str, DeclaredSettin
     kind, least, _ = settings[key]
     if value is None:
         return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST
+    if isinstance(value, float) and math.isnan(value):
+        is_number = False
     if not is_number or (kind is int and not isinstance(value, int)) or value < least:  # type: ignore[operator]
         what = "an integer" if kind is int else "a number"
-        raise ConfigError(f"{key} must be {what} >= {least}, or None for the configured value; got {value!r}.")
+        raise ConfigError(
+            f"{key} must be {what} >= {least} and at most 2**53, or None for the configured value; got {value!r}."
+        )

@@ -253,6 +253,7 @@ def test_a_key_does_the_same_through_both_doors(case: Case, doors: Doors) -> Non
 SOURCE_OF_DATA = "pretrain builds the data, Trainer is given it"
 TOKENIZER = "pretrain makes the tokenizer, Trainer is given a processing class"
 ONE_DOOR = {
+    "run.control": "of Trainer and the command line: pretrain adds no callbacks",
     "checkpoint.on_config_change": "pretrain reads it for changed files too, which a Trainer's datasets do not name",
     **dict.fromkeys(
         (
@@ -319,7 +320,6 @@ UNREAD = {
     **{f"ft.{name}": FAULT for name in ("simulated_fault_type", "simulated_fault_rank", "simulated_fault_base_delay")},
     **{key: NVRX for key in KEYS if key.startswith("nvrx_straggler.") and key != "nvrx_straggler.enabled"},
     "run.default_callbacks": "of Trainer and the command line: pretrain adds no callbacks",
-    "run.control": "of Trainer and the command line: pretrain adds no callbacks",
     "trainer": "of Trainer alone: fields of TrainingArguments that no other key names",
 }
 """Keys that none of these runs reads, and why; code that both doors share reads them where they count."""

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from onstep.cli.main import main
+
 pytestmark = pytest.mark.process
 
 TORCH = """
@@ -52,3 +54,20 @@ def test_more_and_less_at_once_is_refused(tmp_path: Path) -> None:
         1,
         "error: -q and -v ask for less and for more output; drop one of them.\n",
     )
+
+
+def test_a_quiet_run_prints_its_end_in_one_line(
+    tmp_path: Path,
+    corpus: Path,
+    token_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = ["train.train_iters=3", "model.num_layers=1", "model.hidden_size=32", "validation.eval_iters=1"]
+    data = [f"dataset.paths={corpus}", f"dataset.cache_dir={token_cache}", "dist.device=cpu"]
+    assert main(["train", "-q", *small, *data]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1, lines
+    assert "Training complete: loss " in lines[0]
+    assert (tmp_path / "runs" / "tiny_gpt" / "loss.png").exists()

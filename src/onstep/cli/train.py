@@ -241,16 +241,19 @@ def _callbacks(config: ConfigContainer, names: list[str]) -> CallbackManager:
 
 
 def _say_where(state: GlobalState) -> None:
-    """Plot the loss and list the files of the run."""
+    """Plot the loss and list the files of the run; a quiet run's end is one line, which it has printed."""
     directory = state.run_dir
     assert directory is not None
+    is_drawn = _is_drawn(directory)
+    if state.cfg.logger.console == "quiet":
+        return
     files = {
         "run": directory.run_json,
         "metrics log": directory.metrics_log,
         "weights": directory.model,
         "adapter": directory.adapter,
     }
-    if _is_drawn(directory):
+    if is_drawn:
         files["loss plot"] = directory.plot
     print(f"\nFinished at step {state.train_state.step}. Files in {directory.path}:")
     for what, path in files.items():
@@ -261,7 +264,9 @@ def _say_where(state: GlobalState) -> None:
 def _suggest(state: GlobalState) -> None:
     """Name what to do with the weights of a run."""
     directory = state.run_dir
-    if directory is not None and state.train_state.step > 0 and directory.model.exists() and _is_main():
+    if directory is None or state.train_state.step == 0 or state.cfg.logger.console == "quiet":
+        return
+    if directory.model.exists() and _is_main():
         print(f'Try it: onstep generate {directory.path} "def "')
 
 

@@ -42,6 +42,7 @@ from onstep.control.serving.served_job import LiveJob
 from onstep.control.serving.server import ControlServer
 from onstep.recipes import tiny_gpt_pretrain_config
 from onstep.training import forward_step, pretrain
+from step_times import StepTimes
 
 IDLE_LIMIT_US, FLOOD_LIMIT, CURVE_LIMIT_MS = 5.0, 1.02, 50.0
 _ATTACKS = ("none", "idle connections", "slow clients", "garbage", "wrong tokens", "all of them")
@@ -67,22 +68,6 @@ _CACHE = tempfile.TemporaryDirectory()
 
 
 # --- idle
-
-
-class StepTimes(Callback):
-    """The seconds between the ends of two steps."""
-
-    def __init__(self) -> None:
-        self._ends: list[float] = []
-
-    def on_step_end(self, context: CallbackContext) -> None:
-        """Note when a step ended."""
-        self._ends.append(time.perf_counter())
-
-    def median(self) -> float:
-        """Without the first steps, which warm up."""
-        ends = self._ends[len(self._ends) // 10 :]
-        return statistics.median(after - before for before, after in itertools.pairwise(ends))
 
 
 def _idle(repeats: int) -> Iterator[Row]:

@@ -13,7 +13,6 @@ import contextlib
 import copy
 import functools
 import io
-import itertools
 import logging
 import statistics
 import tempfile
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 
-from onstep import Callback, CallbackContext, CallbackManager, JsonLogger
+from onstep import CallbackManager, JsonLogger
 from onstep.callbacks import TrackersCallback
 from onstep.config import ConfigContainer, resolve
 from onstep.data import TrainLoader, build_datasets, build_tokenizer
@@ -37,6 +36,7 @@ from onstep.recipes import tiny_gpt_pretrain_config
 from onstep.trackers import RunIdentity
 from onstep.training import GlobalState, forward_step, train
 from onstep.training.setup.setup import count_steps, resolve_vocabulary, scheduler_for
+from step_times import StepTimes
 
 LIMIT = 1.05
 
@@ -67,22 +67,6 @@ class Tracker:
 
     def close(self, status: str) -> None:
         """Nothing to let go of."""
-
-
-class StepTimes(Callback):
-    """The seconds between the ends of two steps."""
-
-    def __init__(self) -> None:
-        self._ends: list[float] = []
-
-    def on_step_end(self, context: CallbackContext) -> None:
-        """Note when a step ended."""
-        self._ends.append(time.perf_counter())
-
-    def median(self) -> float:
-        """Without the first steps, which warm up."""
-        ends = self._ends[len(self._ends) // 10 :]
-        return statistics.median(after - before for before, after in itertools.pairwise(ends))
 
 
 def fail() -> None:

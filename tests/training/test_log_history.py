@@ -12,7 +12,7 @@ from onstep import CallbackManager, JsonLogger, pretrain
 from onstep.checkpoint import encode_state
 from onstep.config import ConfigContainer
 from onstep.training import GlobalState
-from onstep.training.checkpointing.saved_states import RunProgress
+from onstep.training.checkpointing.run_progress import RunProgress
 from tests.support.resuming import Interrupted
 from tests.support.small_runs import RaggedRows, run, small_state, stack, sum_step
 

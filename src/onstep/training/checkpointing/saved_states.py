@@ -13,13 +13,12 @@ from typing import Any
 from onstep.checkpoint import ModelState, RngState, SharingPattern, StateComponent, Stateful, check_encodable
 from onstep.checkpoint.components import make_durable
 from onstep.data import StepSource
-from onstep.durability import try_to_sync
 from onstep.errors import CheckpointError
-from onstep.events import CallbackManager, Dispatcher, Request
-from onstep.events.control import FLAGS
+from onstep.events import CallbackManager, Dispatcher
 from onstep.events.exportable_state import is_exportable
 from onstep.optim import OptimizerParamScheduler
 from onstep.optim.protocol import HasState
+from onstep.training.checkpointing.run_progress import RunProgress
 from onstep.training.protocols import Metrics, StateDict, Trained, UserScheduler, has_state
 from onstep.training.run import Run
 
@@ -119,66 +118,6 @@ def _replicated(key: str, part: Stateful, *, required: bool = False, **options: 
 
 def _of_the_rank(key: str, part: Stateful) -> StateComponent:
     return StateComponent(key, part, SharingPattern.PER_RANK, required=False)
-
-
-class RunProgress:
-    """Counters, pending decisions and the sums of the mean loss: the same on all ranks.
-
-    Of the log it holds only the length, for a rollback, and the final metrics: the records are in the metrics log.
-    """
-
-    def __init__(self, state: Run) -> None:
-        self._state = state
-
-    def state_dict(self) -> StateDict:
-        """Plain values, and Megatron Bridge's counters as 0-d tensors."""
-        state, history = self._state, self._state.info.history
-        return {
-            "train_state": state.train_state.state_dict(),
-            "flags": {flag: getattr(state.control, flag) for flag in FLAGS},
-            "stopped_by": None if state.ending.stopped_by is None else vars(state.ending.stopped_by),
-            "first_loss": None if state.sums.first_loss is None else float(state.sums.first_loss),
-            "loss_sum": state.sums.loss_sum,
-            "loss_steps": state.sums.loss_steps,
-            "num_records": len(history),
-            "final_metrics": None if history.final_metrics is None else dict(history.final_metrics),
-            "last_metrics": dict(state.evaluated.last_metrics),
-            "evaluated_at": state.evaluated.at_step,
-            "epoch_is_open": state.stage.epoch_is_open,
-            "was_concluded": state.stage.final_metrics_logged,
-        }
-
-    def make_durable(self) -> None:
-        """Fsync the decisions that precede the checkpoint, on rank 0."""
-        run_dir = self._state.run_dir
-        if run_dir is not None and self._state.world.is_main and run_dir.decisions.exists():
-            try_to_sync(run_dir.decisions)
-
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore everything; a decided stop stays decided."""
-        state = self._state
-        state.train_state.load_state_dict(state_dict["train_state"])
-        for flag, value in state_dict["flags"].items():
-            if flag in FLAGS:
-                state.control.__dict__[flag] = value
-        asked = state_dict["stopped_by"]
-        state.ending.stopped_by = None if asked is None else Request(**asked)
-        state.sums.loss_sum, state.sums.loss_steps = state_dict["loss_sum"], state_dict["loss_steps"]
-        state.sums.first_loss = state_dict.get("first_loss")
-        history, final = state.info.history, state_dict.get("final_metrics")
-        if "log_history" in state_dict:  # in checkpoints before version 0.5
-            history.replace(state_dict["log_history"])
-        else:
-            history.final_metrics = None if final is None else dict(final)
-        history.num_saved = state_dict.get("num_records", len(history))
-        history.go_back(history.num_saved, state.train_state.step)
-        if final is not None and not len(history):
-            history.append(dict(final))
-        state.evaluated.last_metrics, state.evaluated.at_step = state_dict["last_metrics"], state_dict["evaluated_at"]
-        state.stage.epoch_is_open, state.stage.final_metrics_logged = (
-            state_dict["epoch_is_open"],
-            state_dict["was_concluded"],
-        )
 
 
 class FeatureStates:

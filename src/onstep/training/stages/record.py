@@ -285,5 +285,11 @@ def final_metrics(state: Run, start: RunStart) -> Metrics:
 
 def _first_and_last_loss(state: Run) -> Metrics:
     """The losses of the first and the last step; reads the device."""
-    first, last = state.sums.first_loss, state.features.room(LastStep).loss
-    return {} if first is None or last is None else {"first_loss": float(first), "last_loss": float(last.value())}
+    first, last = state.sums.first_loss, last_loss(state)
+    return {} if first is None or last is None else {"first_loss": float(first), "last_loss": last}
+
+
+def last_loss(state: Run) -> float | None:
+    """The loss of the run's last step, in whichever process; None before the first. Reads the device."""
+    known = state.features.room(LastStep).loss
+    return state.sums.restored_loss if known is None else float(known.value())

@@ -47,7 +47,9 @@ def test_nothing_cuts_the_bar_and_the_bar_cuts_nothing(make_state: Any, monkeypa
     assert terminal.shown()[-1].startswith("train:"), "the bar is below"
     callback.on_train_end(None, make_state(), None)
     logging.getLogger("user.of.bars").removeHandler(handler)
-    header, train, printed, logged, warned, code, during, evaluated, rest = terminal.shown()
+    lines = terminal.shown()
+    assert len(lines) == 9, lines
+    header, train, printed, logged, warned, code, during, evaluated, rest = lines
     assert header.split() == ["step", "split", "loss"]
     assert train.split() == ["1", "train", "2.50000"]
     assert printed == "printed by the user"

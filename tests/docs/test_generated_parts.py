@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -121,8 +122,14 @@ def test_a_stale_page_is_named_and_renewed(generate: ModuleType, tmp_path: Path)
     assert generate.stale_pages(tmp_path) == {stale: fresh.read_text(encoding="utf-8")}
 
 
+def changed_lines(page: Path, text: str) -> list[str]:
+    """The lines of a page that are stale, and those it should have, shortened."""
+    lines = difflib.ndiff(page.read_text(encoding="utf-8").splitlines(), text.splitlines())
+    return [line[:200] for line in lines if line[0] in "+-"][:6]
+
+
 def test_no_page_is_stale(generate: ModuleType) -> None:
-    stale = [str(page.relative_to(ROOT)) for page in generate.stale_pages()]
+    stale = {str(page.relative_to(ROOT)): changed_lines(page, text) for page, text in generate.stale_pages().items()}
     assert not stale, f"what is generated from the code has changed: run `{generate.RENEW}` and commit the pages"
 
 

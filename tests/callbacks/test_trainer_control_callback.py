@@ -89,7 +89,8 @@ def steered(tiny_config: ConfigContainer, tmp_path: Path) -> Callable[..., Path]
     def run(talk: Callable[[httpx.Client], None], **arguments: Any) -> Path:
         config = tiny_config
         config.run.name, config.run.output_dir = "steered", str(tmp_path / "runs")
-        config.train.train_iters, config.logger.log_interval = 1_000_000, 1000
+        config.train.train_iters, config.logger.log_interval = arguments.pop("steps", 1_000_000), 1000
+        config.checkpoint.on_config_change = "apply"
         config.validation.eval_interval, config.checkpoint.save_interval = 1_000_000, 1_000_000
         config.dataset.seq_length = config.model.seq_length = 32
         config.model.num_layers, config.model.hidden_size, config.train.global_batch_size = 1, 16, 4
@@ -187,6 +188,19 @@ def test_checkpoints_that_a_rollback_has_put_aside_are_not_shown(steered: Any) -
         assert status(client)["checkpoints"] == [first]
 
     steered(talk)
+
+
+def test_a_resumed_job_shows_the_checkpoints_it_found(steered: Any) -> None:
+    saved: list[int] = []
+
+    def save_twice(client: httpx.Client) -> None:
+        saved.extend(send(client, "save_checkpoint")["result"]["step"] for _ in range(2))
+
+    def look(client: httpx.Client) -> None:
+        assert status(client)["checkpoints"][:2] == saved
+
+    steered(save_twice)
+    steered(look, steps=2_000_000)
 
 
 def test_a_socket_that_only_its_owner_can_open_takes_the_place_of_the_port(steered: Any) -> None:

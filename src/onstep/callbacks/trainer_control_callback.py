@@ -11,6 +11,7 @@ from typing import Any
 
 from onstep.analysis.logs.reading import LogTail
 from onstep.analysis.logs.samples_log import FILE_NAME, TextSample, append_samples
+from onstep.checkpoint import checkpoints
 from onstep.control.commands import CommandError, CommandRefusedError
 from onstep.control.delivery import Delivery, describe_commands
 from onstep.control.feed import Feed
@@ -78,6 +79,7 @@ class TrainerControlCallback(TrainerCallback):
         self.inbox = Inbox()
         """The commands that wait for the end of a step."""
         self._delivery = Delivery(self.inbox, self.feed)
+        self._live: LiveStatus | None = None
         self._run: RunView | None = None
         self._model: Any = None
         self._stacks: StackExchange | None = None
@@ -148,12 +150,12 @@ class TrainerControlCallback(TrainerCallback):
             num_train_epochs=state.num_train_epochs,
             commands=describe_commands(run.control.commands),
             has_checkpoints=run.checkpoints is not None,
-            checkpoints=[],
+            checkpoints=_steps_of(run.checkpoints),
             memory=[],
             paused_by=None,
             versions=_versions(),
         )
-        self.feed.live = LiveStatus(run, self.inbox)
+        self.feed.live = self._live = LiveStatus(run, self.inbox)
 
     # Commands
 
@@ -179,6 +181,8 @@ class TrainerControlCallback(TrainerCallback):
             self._is_paused = request.flag == "pause"
             by = request.author if self._is_paused else None
             self.feed.update(status="paused" if self._is_paused else "running", paused_by=by)
+            if self._live is not None:
+                (self._live.pause if self._is_paused else self._live.resume)()
         if request.flag == "rolled_back":
             self.feed.truncate(context.step)
             kept = [step for step in self.feed.status.get("checkpoints", ()) if step <= context.step]
@@ -370,6 +374,11 @@ def _resident_bytes() -> int:
     import psutil
 
     return int(psutil.Process().memory_info().rss)
+
+
+def _steps_of(run_checkpoints: Any) -> list[int]:
+    """The steps of the checkpoints that a resumed run finds."""
+    return [] if run_checkpoints is None else sorted(one.step for one in checkpoints(run_checkpoints.root))
 
 
 def _versions() -> dict[str, str]:

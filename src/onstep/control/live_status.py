@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from onstep.control.inbox import Inbox
@@ -20,14 +21,18 @@ class LiveStatus:
     Args:
         run: the run, which is about to train.
         inbox: the commands that wait for it.
+        clock: seconds.
     """
 
-    def __init__(self, run: RunView, inbox: Inbox) -> None:
+    def __init__(self, run: RunView, inbox: Inbox, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._paused_seconds = 0.0
+        self._paused_at: float | None = None
         self._run = run
         self._inbox = inbox
         self._configured = configured_values(run)
         self._declared = {key: one.value for key, one in run.control.declared.items()}
-        self._started = (time.monotonic(), run.train_state.step)
+        self._started = (self._now(), run.train_state.step)
         self._looks: deque[tuple[float, int]] = deque([self._started], maxlen=1000)
 
     def __call__(self) -> dict[str, Any]:
@@ -49,6 +54,21 @@ class LiveStatus:
             "settable": self._settable(),
         }
 
+    def pause(self) -> None:
+        """Stop the time by which speeds are measured."""
+        self._paused_at = self._clock()
+
+    def resume(self) -> None:
+        """Let the time go on."""
+        if self._paused_at is not None:
+            self._paused_seconds += self._clock() - self._paused_at
+            self._paused_at = None
+
+    def _now(self) -> float:
+        """Seconds without those of pauses."""
+        paused_at = self._paused_at
+        return (self._clock() if paused_at is None else paused_at) - self._paused_seconds
+
     def _settable(self) -> dict[str, dict[str, Any]]:
         overrides, declared = dict(self._run.train_state.overrides), dict(self._run.control.declared)
         own = {
@@ -63,7 +83,7 @@ class LiveStatus:
         return own | theirs
 
     def _steps_per_second(self, step: int) -> float | None:
-        now = time.monotonic()
+        now = self._now()
         looks = self._looks
         while len(looks) > 1 and now - looks[0][0] > _WINDOW_SECONDS:
             looks.popleft()

@@ -141,6 +141,16 @@ def test_the_time_between_two_processes_of_a_run_is_told_apart(directory: Path) 
     assert "stopped, before it was continued" in page_of(directory, records).texts["td"]
 
 
+def test_a_run_was_stopped_from_its_last_decision_where_that_is_after_its_last_record(directory: Path) -> None:
+    records = [{"timestamp": at, "global_step": step, "loss": 1.0} for step, at in enumerate((100.0, 200.0, 400.0))]
+    made = [(320.0, "should_training_stop"), (323.0, "saved"), (390.0, "saved"), (None, "set")]
+    lines = [json.dumps({"timestamp": at, "step": 1, "flag": flag, "author": "the loop"}) for at, flag in made]
+    (directory / "decisions.jsonl").write_text("\n".join(lines) + "\n")
+    write_run(directory, continued_at=353.0)
+    cells = page_of(directory, records).texts["td"]
+    assert cells[cells.index("stopped, before it was continued") + 1].startswith("30.0 s")
+
+
 def test_a_file_that_may_not_be_read_is_named_in_the_notes(directory: Path) -> None:
     (directory / "decisions.jsonl").symlink_to("/proc/self/mem")  # reading its first bytes fails, even for root
     page = page_of(directory)

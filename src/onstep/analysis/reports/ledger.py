@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +40,9 @@ class TimeLedger:
         return sum(self.seconds.values())
 
 
-def time_ledger(log: TrainingLog, continued_at: float | None = None) -> TimeLedger | None:
+def time_ledger(
+    log: TrainingLog, continued_at: float | None = None, decided_at: Iterable[float | None] = ()
+) -> TimeLedger | None:
     """Where the time of the run went, time lost to rollbacks included; None if its log has no times.
 
     With `ThroughputMonitor`, the sum over its intervals. Otherwise, evaluations by their `eval_runtime`, and all other
@@ -49,6 +52,8 @@ def time_ledger(log: TrainingLog, continued_at: float | None = None) -> TimeLedg
         log: The run.
         continued_at: When its last process started (Unix seconds), if there was an earlier one; the time between the
             two is listed separately.
+        decided_at: When the run's decisions were made (Unix seconds), None if unknown. A stop and its save come after
+            the last record of a process, minutes after it where records are rare.
     """
     measured = _measured(log)
     if measured:
@@ -56,7 +61,7 @@ def time_ledger(log: TrainingLog, continued_at: float | None = None) -> TimeLedg
     times = log.column("timestamp")
     times = times[np.isfinite(times)]
     wall = float(times.max() - times.min()) if len(times) else 0.0
-    stopped = _stopped(times, continued_at)
+    stopped = _stopped(times, continued_at, [one for one in decided_at if one is not None])
     evaluation = min(_sum(log.column(_EVAL_KEY)), wall - stopped)
     found = {
         "steps, saving and everything else": wall - evaluation - stopped,
@@ -67,12 +72,14 @@ def time_ledger(log: TrainingLog, continued_at: float | None = None) -> TimeLedg
     return TimeLedger(known, is_measured=False) if known else None
 
 
-def _stopped(times: NDArray[np.float64], continued_at: float | None) -> float:
-    """Seconds from the last record of the earlier process to the start of the last one."""
+def _stopped(times: NDArray[np.float64], continued_at: float | None, decided: list[float]) -> float:
+    """Seconds from the last record or decision of the earlier process to the start of the last one."""
     if continued_at is None:
         return 0.0
     before = times[times < continued_at]
-    return continued_at - float(before.max()) if 0 < len(before) < len(times) else 0.0
+    if not 0 < len(before) < len(times):
+        return 0.0
+    return continued_at - max(float(before.max()), *(one for one in decided if one < continued_at), -np.inf)
 
 
 def _measured(log: TrainingLog) -> dict[str, float]:

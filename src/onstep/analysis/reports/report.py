@@ -96,8 +96,11 @@ def _details(logs: Sequence[TrainingLog], comparison: Comparison, left_out: int)
             f"{left_out:,} metrics beyond the first {MOST_CHARTS:,} have no chart; use onstep logs plot --metrics"
         )
     records = [run_record(place) for place in places]
-    ledgers = [time_ledger(log, as_number(one.get("continued_at"))) for log, one in zip(logs, records, strict=True)]
     decided = [_readable(decisions_log.read_decisions, place / decisions_log.FILE_NAME, remarks) for place in places]
+    ledgers = [
+        time_ledger(log, as_number(record.get("continued_at")), [as_number(one.get("timestamp")) for one in decisions])
+        for log, record, decisions in zip(logs, records, decided, strict=True)
+    ]
     written = [_readable(samples_log.read_samples, place / samples_log.FILE_NAME, remarks) for place in places]
     parts = (
         sections.samples(labels, written),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from onstep import Callback, Trainer, TrainingArguments, pretrain
+from onstep.callbacks import JsonLogger
 from onstep.config import ConfigContainer
 from onstep.errors import DataError, OnstepError
 from tests.support.small_runs import RaggedRows, TinyModel
@@ -22,6 +24,13 @@ class Fails(Callback):
 
     def on_init_end(self, context: Any) -> None:
         raise self.error
+
+
+class FailsAtTrainStart(Callback):
+    """Raises when everything is set up, and others have opened their files."""
+
+    def on_train_start(self, context: Any) -> None:
+        raise RuntimeError("broken")
 
 
 def content(directory: Path) -> dict[str, bytes]:
@@ -40,6 +49,10 @@ def wrong_model(config: ConfigContainer) -> None:
 
 def failing_callback(config: ConfigContainer) -> None:
     pretrain(config, callbacks=[Fails(RuntimeError("broken"))])
+
+
+def failing_train_start(config: ConfigContainer) -> None:
+    pretrain(config, callbacks=[JsonLogger(lr=1), FailsAtTrainStart()])
 
 
 def interrupted(config: ConfigContainer) -> None:
@@ -80,6 +93,28 @@ def test_an_unfinished_run_is_untouched_by_a_start_that_failed(
     with pytest.raises(error):
         start(tiny_config)
     assert content(tmp_path / "mine") == before
+
+
+def test_a_train_start_that_failed_leaves_no_directory_either(tiny_config: ConfigContainer, tmp_path: Path) -> None:
+    tiny_config.run.name, tiny_config.run.output_dir = "mine", str(tmp_path / "deep" / "runs")
+    with pytest.raises(RuntimeError, match="broken"):
+        failing_train_start(tiny_config)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_has_trained_keeps_its_records_where_a_later_train_start_fails(
+    tiny_config: ConfigContainer, tmp_path: Path
+) -> None:
+    tiny_config.run.name, tiny_config.run.output_dir = "mine", str(tmp_path)
+    tiny_config.train.exit_interval, tiny_config.logger.log_interval = 2, 1
+    pretrain(tiny_config, callbacks=[JsonLogger()])
+    before = content(tmp_path / "mine")
+    with pytest.raises(RuntimeError, match="broken"):
+        failing_train_start(tiny_config)
+    after = content(tmp_path / "mine")
+    assert before.keys() <= after.keys()
+    assert json.loads(after["trainer_logs.json"])[:2] == json.loads(before["trainer_logs.json"])[:2]
+    assert b'"status": "failed"' in after["run.json"]
 
 
 def test_what_a_callback_has_written_is_kept_with_the_record_of_the_failure(

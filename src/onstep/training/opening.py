@@ -132,8 +132,14 @@ def _traces(config: ConfigContainer, world: World) -> StartTraces | None:
 
 
 def _undo_start(run: GlobalState, traces: StartTraces | None) -> bool:
-    """Restore the run's directory if an error ended the run before it trained; whether that was done."""
-    if traces is None or run.ending.train_started or run.run_dir is None or run.run_dir.path != traces.path:
+    """Restore the run's directory if an error ended the run before it trained; whether that was done.
+
+    From `on_train_start` on, an earlier run's metrics log may have been cut to its checkpoint, which is not undone.
+    """
+    if traces is None or run.run_dir is None or run.run_dir.path != traces.path:
+        return False
+    has_begun = run.stage.epoch_is_open or run.stage.has_stepped or run.train_state.step > 0
+    if run.ending.train_started and (has_begun or traces.had_run):
         return False
     return traces.undo()
 

@@ -11,8 +11,8 @@ from onstep.training.runs.identity import IDENTITY_FILE
 logger = logging.getLogger(__name__)
 
 _RECORDS = ("run.json", IDENTITY_FILE)
-_OURS = (*_RECORDS, ".run.lock", *(f"{name}.tmp" for name in _RECORDS))
-"""What claiming a directory writes into it."""
+_OURS = (*_RECORDS, ".run.lock", *(f"{name}.tmp" for name in _RECORDS), "trainer_logs.json")
+"""What claiming a directory writes into it, and the metrics log, which is opened when training starts."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ class StartTraces:
         entries = frozenset(one.name for one in path.iterdir()) if path.is_dir() else frozenset()
         records = {name: (path / name).read_bytes() for name in _RECORDS if (path / name).is_file()}
         return cls(path, entries, records, missing)
+
+    @property
+    def had_run(self) -> bool:
+        """Whether the directory was a run's before this start."""
+        return "run.json" in self.entries
 
     def undo(self) -> bool:
         """Remove what the start wrote, if that is nothing but the records of a run; the process holds its lock.

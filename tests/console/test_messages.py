@@ -48,3 +48,11 @@ def test_a_level_shows_its_messages_without_lines_of_code(level: str, expected: 
 
 def test_other_ranks_show_onsteps_warnings_once_each() -> None:
     assert lines("default", is_main=False) == WARNINGS
+
+
+def test_a_warning_ends_its_line_wherever_it_is_written() -> None:
+    """As after `logging.captureWarnings(False)`, by which a user's code or a test takes warnings back."""
+    script = SCRIPT.format(level="quiet", is_main=True) + "logging.captureWarnings(False)\n"
+    script += "for text in ('one', 'two'):\n    warnings.warn(text, UserWarning)\n"
+    done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, check=True)
+    assert done.stderr.splitlines()[-2:] == ["one", "two"]

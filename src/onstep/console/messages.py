@@ -32,8 +32,8 @@ def show_messages(level: str, *, is_main: bool) -> None:
 
 
 def _first_line(message: Warning | str, *further: object, **named: object) -> str:
-    """A warning's text without the line of code that it came from."""
-    return str(message)
+    """A warning's text without the line of code that it came from, as a line, since `warnings` itself adds no end."""
+    return f"{message}\n"
 
 
 class _Console(logging.Handler):

@@ -43,6 +43,15 @@ def test_a_run_shorter_than_its_log_interval_shows_its_first_and_last_loss(
     assert title in capsys.readouterr().out
 
 
+def test_the_end_is_the_loss_of_the_last_row(tiny_config: ConfigContainer, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_config.logger.log_interval = 2
+    pretrain(tiny_config)
+    text = capsys.readouterr().out
+    rows = [line.split() for line in text.splitlines() if " train " in line]
+    loss = float(rows[-1][rows[-1].index("train") + 2])
+    assert f"at the start, {loss:.4g} at the end" in text
+
+
 def test_quiet_is_one_line(tiny_config: ConfigContainer, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_config.logger.console = "quiet"
     pretrain(tiny_config)

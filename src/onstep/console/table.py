@@ -293,7 +293,7 @@ def in_two_columns(lines: Sequence[str], width: int) -> list[str]:
 
 
 def summary_title(logs: Mapping[str, Any], *, is_complete: bool = True) -> str:
-    """The first line of the summary: the loss of the first and of the last step."""
+    """The first line of the summary: the loss of the first step, and that of the last row."""
     first, last = (logs.get(key) for key in LOSSES)
     ended = "Training complete:" if is_complete else f"Training stopped at step {logs.get('step', 0):,}:"
     if not isinstance(first, float) or not isinstance(last, float):

@@ -89,6 +89,8 @@ class RunSums:
     Source: Kaplan et al. 2020, "Scaling Laws for Neural Language Models", section 2.1."""
     first_loss: torch.Tensor | float | None = None
     """The loss of the first step, on the device until a checkpoint is saved."""
+    logged_loss: float | None = None
+    """The loss of the run's newest record; None before the first."""
     restored_loss: float | None = None
     """The loss of the last step before the checkpoint that this process continued from."""
     loss_sum: float = 0.0

@@ -27,6 +27,7 @@ class RunProgress:
             "flags": {flag: getattr(state.control, flag) for flag in FLAGS},
             "stopped_by": None if state.ending.stopped_by is None else vars(state.ending.stopped_by),
             "first_loss": None if state.sums.first_loss is None else float(state.sums.first_loss),
+            "logged_loss": state.sums.logged_loss,
             "last_loss": last_loss(state),
             "loss_sum": state.sums.loss_sum,
             "loss_steps": state.sums.loss_steps,
@@ -54,7 +55,8 @@ class RunProgress:
         asked = state_dict["stopped_by"]
         state.ending.stopped_by = None if asked is None else Request(**asked)
         state.sums.loss_sum, state.sums.loss_steps = state_dict["loss_sum"], state_dict["loss_steps"]
-        state.sums.first_loss, state.sums.restored_loss = state_dict.get("first_loss"), state_dict.get("last_loss")
+        state.sums.first_loss = state_dict.get("first_loss")
+        state.sums.logged_loss, state.sums.restored_loss = state_dict.get("logged_loss"), state_dict.get("last_loss")
         history, final = state.info.history, state_dict.get("final_metrics")
         if "log_history" in state_dict:  # in checkpoints before version 0.5
             history.replace(state_dict["log_history"])

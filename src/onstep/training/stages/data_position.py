@@ -29,7 +29,7 @@ def prepare(job: Job) -> None:
     if not stage.is_resumed:
         run.control.clear_stops()
         run.ending.stopped_by = None
-        run.sums.first_loss, run.sums.restored_loss = None, None
+        run.sums.first_loss, run.sums.logged_loss, run.sums.restored_loss = None, None, None
         run.sums.loss_sum, run.sums.loss_steps = 0.0, 0
         stage.final_metrics_logged = stage.epoch_is_open = False
     run.ending.was_stopped = stage.data_exhausted = stage.has_stepped = run.saving.saves_at_end = False

@@ -41,6 +41,8 @@ def log_step(state: Run, accumulator: LossAccumulator, optimizer: UserOptimizer,
     accumulator.reset()
     state.features.after_read()
     advance_tokens(state, report)
+    if report.num_losses:
+        state.sums.logged_loss = report.loss
     logs = build_logs(state, report, optimizer, extras=tuple(unread))
     if state.entry_point.trainer is not None:
         logs["learning_rate"] = used_learning_rate(state, optimizer, notify.scheduler)
@@ -284,12 +286,17 @@ def final_metrics(state: Run, start: RunStart) -> Metrics:
 
 
 def _first_and_last_loss(state: Run) -> Metrics:
-    """The losses of the first and the last step; reads the device."""
+    """The losses that the title of the summary shows."""
     first, last = state.sums.first_loss, last_loss(state)
     return {} if first is None or last is None else {"first_loss": float(first), "last_loss": last}
 
 
 def last_loss(state: Run) -> float | None:
-    """The loss of the run's last step, in whichever process; None before the first. Reads the device."""
+    """The loss of the newest record; of a run that is shorter than its log interval, that of the last step.
+
+    Reads the device in the second case.
+    """
+    if state.sums.logged_loss is not None:
+        return state.sums.logged_loss
     known = state.features.room(LastStep).loss
     return state.sums.restored_loss if known is None else float(known.value())

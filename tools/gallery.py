@@ -64,7 +64,7 @@ PICTURES = (
     ),
     Picture(
         "The same over wall time",
-        "A wider model learns more per token, and less per minute.",
+        "Over time, what a step costs counts too, and so does what else the machine was doing.",
         "onstep logs plot base low-lr wide --loss-curves --x-axis time",
         "gallery_time.png",
         "Losses of three runs over minutes",

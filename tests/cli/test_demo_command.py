@@ -10,6 +10,7 @@ import pytest
 
 from onstep.analysis.logs.samples_log import newest_by_step, read_samples
 from onstep.cli.demo.ending import next_commands, sample_lines
+from onstep.cli.train import try_it
 from onstep.cli.demo.held_out import held_out_loss
 from onstep.cli.generation.trained import open_trained
 from onstep.cli.main import main
@@ -110,6 +111,17 @@ def test_samples_of_a_single_step_are_not_compared() -> None:
     two = sample_lines({0: {"def": "x"}, 9: {"def": "y", "new": "z"}}, 80)
     assert sum("│" in line for line in two) == 2
     assert "new" not in "".join(two)
+
+
+@pytest.mark.parametrize("name", ["demo", "a b'ü$(x)*", "/somewhere/my runs/demo"])
+def test_a_shell_reads_the_name_of_the_run_in_the_next_commands(name: str) -> None:
+    commands = [shlex.split(line, comments=True) for line in next_commands(name)]
+    assert all(name in words for words in commands if words[:2] != ["onstep", "train"])
+    assert shlex.split(try_it(Path(name), "text")) == ["onstep", "generate", name, "def "]
+
+
+def test_a_run_on_conversations_is_talked_with() -> None:
+    assert try_it(Path("runs/mine"), "chat") == "onstep chat runs/mine"
 
 
 def test_the_next_commands_fit_a_terminal() -> None:

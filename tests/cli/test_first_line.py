@@ -56,6 +56,20 @@ def test_more_and_less_at_once_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_a_value_that_does_not_exist_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(TORCH)
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    done = subprocess.run(
+        [sys.executable, "-m", "onstep", "train", "logger.console=foo"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        text=True,
+        capture_output=True,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: logger.console='foo' must be quiet | default | verbose | bridge.\n"
+
+
 def test_a_quiet_run_prints_its_end_in_one_line(
     tmp_path: Path,
     corpus: Path,

@@ -55,3 +55,14 @@ def test_what_the_user_has_given_is_kept_and_named_if_it_does_not_fit(tmp_path, 
 def test_quiet_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     values("train.train_iters=50", "logger.console=quiet")
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("steps", [0, -1])
+def test_a_run_without_steps_is_not_scaled(steps: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert values(f"train.train_iters={steps}") == (75, 25, 250)
+    assert capsys.readouterr().err == ""
+
+
+def test_one_step_is_singular(capsys: pytest.CaptureFixture[str]) -> None:
+    values("train.train_iters=1")
+    assert capsys.readouterr().err.startswith("scaled to a run of 1 step: ")

@@ -165,3 +165,12 @@ def test_a_final_validation_that_repeats_the_last_one_has_no_second_row(
 def test_an_unknown_level_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError, match="level must be quiet, default or verbose, got"):
         ProgressCallback(level=wrong)
+
+
+def test_an_unknown_level_is_refused_by_its_key(tiny_config: ConfigContainer, tmp_path: Any) -> None:
+    tiny_config.logger.console = "foo"
+    rule = re.escape("logger.console='foo' must be quiet | default | verbose | bridge.")
+    with pytest.raises(ConfigError, match=rule):
+        pretrain(tiny_config)
+    with pytest.raises(ConfigError, match=rule):
+        Trainer(TinyModel(), TrainingArguments(str(tmp_path), config_overrides={"logger.console": "foo"}))

@@ -59,7 +59,7 @@ class LiveStatus:
         self._paused_at = self._clock()
 
     def resume(self) -> None:
-        """Let the time go on."""
+        """Start it again."""
         if self._paused_at is not None:
             self._paused_seconds += self._clock() - self._paused_at
             self._paused_at = None

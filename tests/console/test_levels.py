@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from onstep import Callback, CallbackManager, DefaultMetrics, ProgressCallback, Trainer, TrainingArguments, pretrain
 from onstep.config import ConfigContainer
 from onstep.console.progress import RowPace
+from onstep.errors import ConfigError
 from tests.support.small_runs import RaggedRows, TinyModel
 
 

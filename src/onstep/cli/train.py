@@ -16,6 +16,7 @@ from onstep.cli.config import configuration, import_file, load_callback, sets
 from onstep.cli.exit_codes import ERROR, PREEMPTED
 from onstep.cli.hub import hf_directory
 from onstep.config import ConfigContainer
+from onstep.config.checks.single_values import check_values
 from onstep.console.level import Level
 from onstep.console.messages import show_messages
 from onstep.errors import ConfigError, DataError
@@ -208,7 +209,8 @@ def _with_level(words: list[str], *, quiet: bool, verbose: bool) -> list[str]:
 
 
 def announce(config: ConfigContainer) -> None:
-    """Name the run, and say what is being started, before seconds of importing torch."""
+    """Check each value, name the run, and say what is being started, before seconds of importing torch."""
+    check_values(config)
     config.run.name = config.run.name or config.run.recipe or "run"
     if not _is_main() or config.logger.console == "quiet":
         return

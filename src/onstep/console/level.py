@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, cast
 
 from onstep.config import ConfigContainer
+from onstep.config.checks.single_values import check_values
 from onstep.console.info import InfoCallback
 from onstep.console.progress import ProgressCallback
 from onstep.events import CallbackManager
@@ -30,7 +31,11 @@ def with_progress(manager: CallbackManager | None, config: ConfigContainer) -> C
     """The callbacks of `pretrain`: a `ProgressCallback` is added unless one of them shows progress.
 
     None is added for Megatron Bridge's lines, nor with `run.default_callbacks=false`. A user's own manager is extended.
+
+    Raises:
+        ConfigError: for a level that does not exist.
     """
+    check_values(config.logger, "logger.")
     level = cast(Level, config.logger.console)
     callbacks = manager.callbacks if manager is not None else []
     if any(getattr(callback, "shows_progress", False) for callback in callbacks):

@@ -11,6 +11,7 @@ from torch import nn
 
 from onstep.callbacks import DefaultMetrics, add_control
 from onstep.config import ConfigContainer, merge
+from onstep.config.checks.single_values import check_values
 from onstep.console import Level, shown_by_default
 from onstep.data import default_data_collator
 from onstep.errors import ConfigError
@@ -89,6 +90,7 @@ class BaseTrainer:
         with self.memory.measured("init"):
             configured = ConfigContainer()
             merge(configured, self.args.config_overrides or {})
+            check_values(configured.logger, "logger.")
             has_defaults = default_callbacks and configured.run.default_callbacks
             shown: list[Any] = []
             if has_defaults:

@@ -47,7 +47,7 @@ def fit_short_run(config: ConfigContainer, recipe: ConfigContainer, given: Colle
     if steps is None:
         return None
     _check_warmup(config, steps, given)
-    if length is None or steps >= length:
+    if length is None or not 0 < steps < length:
         return None
     changed = []
     for one in _SCALED:
@@ -61,7 +61,8 @@ def fit_short_run(config: ConfigContainer, recipe: ConfigContainer, given: Colle
             changed.append(f"{one.key}={getattr(section, name)} (not {value})")
     if not changed:
         return None
-    return f"scaled to a run of {steps:,} steps: {', '.join(changed)}; set them to choose others"
+    unit = "step" if steps == 1 else "steps"
+    return f"scaled to a run of {steps:,} {unit}: {', '.join(changed)}; set them to choose others"
 
 
 def with_fitting_warmup(config: ConfigContainer, recipe: ConfigContainer | None) -> tuple[ConfigContainer, str | None]:

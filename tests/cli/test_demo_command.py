@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from onstep.analysis.logs.samples_log import newest_by_step, read_samples
 from onstep.cli.demo.ending import next_commands, sample_lines
-from onstep.cli.train import try_it
 from onstep.cli.demo.held_out import held_out_loss
 from onstep.cli.generation.trained import open_trained
 from onstep.cli.main import main
+from onstep.cli.train import try_it
 
 SMALL = [
     "train.train_iters=4",

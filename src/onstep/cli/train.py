@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -215,7 +216,8 @@ def announce(config: ConfigContainer) -> None:
     if not _is_main() or config.logger.console == "quiet":
         return
     train, place = config.train, Path(config.run.output_dir) / config.run.name
-    length = f"{train.train_iters:,} steps" if train.train_iters is not None else "training"
+    unit = "step" if train.train_iters == 1 else "steps"
+    length = f"{train.train_iters:,} {unit}" if train.train_iters is not None else "training"
     length = f"{train.num_epochs:g} epochs" if train.num_epochs is not None else length
     size = f" of {train.global_batch_size} x {config.model.seq_length} tokens" if train.global_batch_size else ""
     print(f"{config.run.recipe or config.run.name}: {length}{size} into {place}; loading PyTorch ...", flush=True)
@@ -269,7 +271,13 @@ def _suggest(state: GlobalState) -> None:
     if directory is None or state.train_state.step == 0 or state.cfg.logger.console == "quiet":
         return
     if directory.model.exists() and _is_main():
-        print(f'Try it: onstep generate {directory.path} "def "')
+        print(f"Try it: {try_it(directory.path, state.cfg.dataset.kind)}")
+
+
+def try_it(path: Path, kind: str) -> str:
+    """The command, as a shell reads it, that uses a model trained on data of that kind (`dataset.kind`)."""
+    run = shlex.quote(str(path))
+    return f"onstep chat {run}" if kind == "chat" else f'onstep generate {run} "def "'
 
 
 def _is_drawn(directory: RunDir) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -97,12 +98,13 @@ def _loss_lines(directory: Path) -> list[str]:
 
 
 def next_commands(name: str) -> list[str]:
-    """What to do with a run."""
+    """What to do with a run, as a shell reads it."""
+    run = shlex.quote(name)
     commands = {
-        f'onstep generate {name} "import"': "continue a text of yours",
-        f"onstep chat {name}": "the same, line by line",
-        f"onstep logs summary {name}": "losses and times; logs plot draws them",
-        f"onstep why {name}": "what was decided, and why",
+        f'onstep generate {run} "import"': "continue a text of yours",
+        f"onstep chat {run}": "the same, line by line",
+        f"onstep logs summary {run}": "losses and times; logs plot draws them",
+        f"onstep why {run}": "what was decided, and why",
         'onstep train "dataset.paths=[DIR]"': "your own texts",
     }
     longest = max(map(len, commands))

@@ -17,6 +17,7 @@ from onstep.cli.application import application
 from onstep.cli.runs import find_named, not_found, run_names
 from onstep.config import ConfigContainer, apply_overrides, dump_yaml, explain, load_yaml, merge, resolve
 from onstep.config.explanation import all_defaults, common_defaults
+from onstep.config.recipe_rates import fit_min_lr
 from onstep.config.short_runs import fit_short_run
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
@@ -46,9 +47,11 @@ def configuration(words: list[str], recipe: str | None) -> tuple[ConfigContainer
     merge(config, values)
     apply_overrides(config, pairs)
     given = {*_keys_in(values), *(pair.partition("=")[0].strip() for pair in pairs)}
-    note = fit_short_run(config, get_recipe(name)(), given)
-    if note is not None and os.environ.get("RANK", "0") == "0" and config.logger.console != "quiet":
-        print(textwrap.fill(note, 80, subsequent_indent="  ", break_long_words=False), file=sys.stderr)
+    own = get_recipe(name)()
+    notes = [fit_short_run(config, own, given), fit_min_lr(config, own, given)]
+    if os.environ.get("RANK", "0") == "0" and config.logger.console != "quiet":
+        for note in filter(None, notes):
+            print(textwrap.fill(note, 80, subsequent_indent="  ", break_long_words=False), file=sys.stderr)
     for name in ("load", "pretrained_checkpoint"):
         if (value := getattr(config.checkpoint, name)) and (run_dir := _run_dir(value)) is not None:
             setattr(config.checkpoint, name, str(run_dir))

@@ -29,7 +29,7 @@ def check_optimizer(config: ConfigContainer) -> None:
     if lr is None and not config.validation.skip_train:
         raise ConfigError("optimizer.lr is not set; choose a learning rate such as 3e-4.")
     if lr is not None and optimizer.min_lr is not None and optimizer.min_lr > lr:
-        raise ConfigError(f"optimizer.min_lr={optimizer.min_lr} must be at most optimizer.lr={lr}.")
+        raise ConfigError(f"optimizer.min_lr={optimizer.min_lr} must be at most optimizer.lr={lr}; lower it.")
     if lr is not None and start > lr:
         raise ConfigError(
             f"scheduler.lr_warmup_init={start} must be at most optimizer.lr={lr}: a warm-up rises; lower it."

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import pty
 import sys
+import termios
 from typing import Any
 
 import pytest
@@ -137,3 +140,20 @@ def test_a_header_is_printed_once_a_screen(make_state: Any, monkeypatch: pytest.
         callback.on_log(None, make_state(step=step), None, logs={"loss": 1.0})
     headers = [index for index, line in enumerate(terminal.shown()) if line.endswith("loss")]
     assert headers == [0, 51]
+
+
+def test_the_bar_leaves_room_for_what_the_terminal_echoes(make_state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C appears as ^C at the end of the bar; without room, it would begin another line."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        monkeypatch.setattr(sys, "stderr", terminal)
+        callback = ProgressCallback()
+        begin(callback, make_state)
+        callback.on_prediction_step(None, make_state(step=1), None, eval_dataloader=[0, 0])
+        drawn = Terminal(os.read(ours, 65536).decode()).shown()
+        callback.on_train_end(None, make_state(), None)
+    os.close(ours)
+    assert [line.split(":")[0] for line in drawn] == ["train", "eval"]
+    assert 70 < max(map(len, drawn)) <= 80 - len("^C")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import itertools
+import logging
+import os
 import re
+import signal
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from onstep import Callback, CallbackManager, DefaultMetrics, ProgressCallback, 
 from onstep.config import ConfigContainer
 from onstep.console.progress import RowPace
 from onstep.errors import ConfigError
+from onstep.training import Preempted
 from tests.support.small_runs import RaggedRows, TinyModel
 
 
@@ -176,3 +180,45 @@ def test_an_unknown_level_is_refused_by_its_key(tiny_config: ConfigContainer, tm
         pretrain(tiny_config)
     with pytest.raises(ConfigError, match=rule):
         Trainer(TinyModel(), TrainingArguments(str(tmp_path), config_overrides={"logger.console": "foo"}))
+
+
+@pytest.mark.parametrize(("level", "log_interval"), [("default", 2), ("quiet", 100)])
+def test_a_preempted_run_ends_with_its_losses(
+    level: str, log_interval: int, tiny_config: ConfigContainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_config.logger.console, tiny_config.logger.log_interval = level, log_interval
+    with pytest.raises(Preempted, match="preempted at step 3; the same command continues the run"):
+        pretrain(tiny_config, callbacks=signal_at("on_step_end", 3))
+    text = capsys.readouterr().out
+    assert re.search(
+        r"^(\d\d:\d\d:\d\d )?Training stopped at step 3: loss [\d.]+ at the start, [\d.]+ at the end", text, re.M
+    )
+    assert "exiting program" not in text
+
+
+def test_a_preempted_evaluation_says_how_to_go_on(tiny_config: ConfigContainer) -> None:
+    tiny_config.validation.eval_on_start = True
+    with pytest.raises(Preempted, match="evaluation at step 0; the same command continues the run"):
+        pretrain(tiny_config, callbacks=signal_at("on_eval_step_end", 1))
+
+
+def test_bridges_line_of_an_exit_is_printed_where_its_lines_are(
+    tiny_config: ConfigContainer, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_config.train.exit_interval = 2
+    with caplog.at_level(logging.INFO, "onstep"):
+        pretrain(tiny_config)
+    text = capsys.readouterr().out
+    assert "Training stopped at step 2: loss " in text
+    assert "exiting program" not in text
+    assert "exiting program at iteration 2" in caplog.messages
+    tiny_config.logger.console = "bridge"
+    pretrain(tiny_config)
+    assert re.search(r"^\[exiting program at iteration 2\] datetime: ", capsys.readouterr().out, re.M)
+
+
+def signal_at(event: str, number: int) -> CallbackManager:
+    """Sends SIGTERM at an event."""
+    manager, count = CallbackManager(), itertools.count(1)
+    manager.register(event, lambda context: next(count) == number and os.kill(os.getpid(), signal.SIGTERM))
+    return manager

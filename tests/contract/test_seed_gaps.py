@@ -200,7 +200,7 @@ def test_a_checkpoint_is_saved_at_its_interval(state: GlobalState, tmp_path: Pat
 
 
 def test_an_exit_saves_first(state: GlobalState, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    state.cfg.train.exit_interval = 3
+    state.cfg.train.exit_interval, state.prints_console_line = 3, True
     assert [decide(state, step) for step in (1, 2, 3)] == [False, False, True]
     assert saved(tmp_path) == {"checkpoint-3"}
     assert "exiting program at iteration 3" in capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pty
 import signal
 import threading
 import time
@@ -65,7 +66,22 @@ def test_a_signal_sets_the_flag_and_says_so_on_standard_error(capfd: pytest.Capt
         assert (handler.received, handler.signal_name, handler.signals_received()) == (False, None, [False])
         os.kill(os.getpid(), signal.SIGUSR1)
         assert (handler.received, handler.signal_name, handler.signals_received()) == (True, "SIGUSR1", [True])
-    assert "Received signal 10 (SIGUSR1), initiating graceful stop" in capfd.readouterr().err
+    assert capfd.readouterr().err == "Received signal 10 (SIGUSR1), initiating graceful stop\n"
+
+
+def test_on_a_terminal_it_takes_the_place_of_the_bar() -> None:
+    ours, terminal = pty.openpty()
+    before = os.dup(2)
+    os.dup2(terminal, 2)
+    try:
+        with DistributedSignalHandler(signal.SIGUSR1):
+            os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        os.dup2(before, 2)
+    written = os.read(ours, 4096)
+    for end in (ours, terminal, before):
+        os.close(end)
+    assert written == b"\r\x1b[JReceived signal 10 (SIGUSR1), initiating graceful stop\r\n"
 
 
 def test_the_handlers_from_before_come_back() -> None:

@@ -9,7 +9,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
+
+from onstep.console.style import has_widgets, place_of_output
+
+_ROOM_FOR_AN_ECHO = len("^C")
 
 
 class Bars:
@@ -82,7 +86,28 @@ class Bars:
 
     def _new(self, what: str, **options: Any) -> Any:
         file = _bar_stream() if self._above is None else self._above.bar_stream
-        return tqdm(desc=what, unit="step", dynamic_ncols=True, file=file, **options)
+        return _kind()(desc=what, unit="step", dynamic_ncols=True, file=file, **options)
+
+
+class _TextBar(tqdm):  # type: ignore[type-arg]  # only its stub is generic
+    """A bar with room behind it for the ^C that a terminal echoes, which would otherwise begin another line."""
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        """What the bar shows, and its width."""
+        values = dict(super().format_dict)
+        columns = values.get("ncols")
+        return {**values, "ncols": max(1, columns - _ROOM_FOR_AN_ECHO) if columns else columns}
+
+
+def _kind() -> Any:
+    """The class of a bar: a widget in a notebook that has them. Without, tqdm would warn as soon as it is imported."""
+    if place_of_output() != "notebook" or not has_widgets():
+        return _TextBar
+    from tqdm import notebook
+
+    is_too_old = getattr(notebook, "IProgress", None) is None
+    return _TextBar if is_too_old else notebook.tqdm
 
 
 class _Above:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from onstep.console.bars import Bars
 from onstep.console.style import Style, height, place_of_output, shows_bars, width
@@ -202,6 +202,9 @@ class ProgressCallback(TrainerCallback):
         self._close_bars()
         logs, self._summary = self._summary, None
         if logs is None:
+            losses = getattr(getattr(state, "history", None), "losses_at_exit", None)
+            if losses and state.is_world_process_zero:
+                self._write(args, summary_title({"step": state.global_step, **losses}, is_complete=False).rstrip(":"))
             return
         title = summary_title(logs, is_complete=reason != "stopped")
         if self.level == "quiet":

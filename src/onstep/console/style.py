@@ -28,10 +28,11 @@ def place_of_output() -> Place:
 def shows_bars() -> bool:
     """Whether a bar can be drawn: on a terminal, and in a notebook that has widgets; text would break its output."""
     place = place_of_output()
-    return place == "terminal" or (place == "notebook" and _has_widgets())
+    return place == "terminal" or (place == "notebook" and has_widgets())
 
 
-def _has_widgets() -> bool:
+def has_widgets() -> bool:
+    """Whether ipywidgets is installed, with which a notebook shows bars."""
     try:
         return find_spec("ipywidgets") is not None
     except ValueError:  # an import of it was blocked

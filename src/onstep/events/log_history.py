@@ -14,6 +14,8 @@ class LogHistory:
     def __init__(self) -> None:
         self.final_metrics: Record | None = None
         """The newest record with the totals of a `train()`; None until there is one."""
+        self.losses_at_exit: Record = {}
+        """The first and the last loss of a run that exits early, by a signal or a limit: it logs no totals."""
         self.num_saved = 0
         """Number of records at the checkpoint that the run continues from."""
         self._records: list[Record] = []

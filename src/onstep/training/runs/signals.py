@@ -25,6 +25,9 @@ REPEAT_WINDOW_SECONDS = 1.0
 """A signal this soon after the first is a repetition of the same request: schedulers signal a whole process group, and
 `torchrun` forwards the same signal, so every rank receives it twice."""
 
+_ERASE_BARS = "\r\x1b[J"
+"""Erases the line of a terminal's cursor, which ends with a ^C, and those below."""
+
 _BROKEN = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS")
 _REFUSED = {
     **dict.fromkeys(("SIGKILL", "SIGSTOP"), "no process can handle it"),
@@ -193,8 +196,9 @@ class DistributedSignalHandler:
             self._first_time, self._first_signal = now, signal.Signals(number)
             self._children.start()
             line = f"Received signal {number} ({self._first_signal.name}), initiating graceful stop\n"
+            erase = _ERASE_BARS if os.isatty(2) else ""
             with suppress(OSError):  # standard error may be closed
-                os.write(2, line.encode())
+                os.write(2, f"{erase}{line}".encode())
             if self.on_first_signal is not None:
                 self.on_first_signal()
         previous = self._previous.get(signal.Signals(number))

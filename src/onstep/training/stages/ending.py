@@ -15,7 +15,7 @@ from onstep.training.stages.actions import save_and_decide_exit
 from onstep.training.stages.agreement import write_decision
 from onstep.training.stages.exits import announce_exit, save_checkpoint_and_time
 from onstep.training.stages.job import Job
-from onstep.training.stages.record import advance_tokens, final_metrics, publish
+from onstep.training.stages.record import advance_tokens, final_metrics, first_and_last_loss, publish
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ def conclude(job: Job) -> None:
     ending.was_stopped = run.leaves or control.should_abort_without_save or stopped_before_the_end
     if run.leaves and not run.exits.exit_announced:  # decided before the first step
         announce_exit(run)
+    run.info.history.losses_at_exit = first_and_last_loss(run) if run.leaves and run.world.is_main else {}
     if not ending.was_stopped:
         ending.stopped_by = None
     if run.world.is_main and not run.leaves:

@@ -141,7 +141,9 @@ def exit_if_decided(state: Run) -> None:
         EvaluationInterrupted: once ranks agree that the process exits.
     """
     if state.exits.decided is not None and state.evaluated.is_restartable:
-        raise EvaluationInterrupted(f"preempted during an evaluation at step {state.train_state.step}")
+        raise EvaluationInterrupted(
+            f"preempted during an evaluation at step {state.train_state.step}; the same command continues the run"
+        )
 
 
 def random_state_before(state: Run) -> StateDict | None:
@@ -156,7 +158,7 @@ def restore_random_state(state: Run, before: StateDict | None) -> None:
 
 
 def announce_exit(state: Run) -> bool:
-    """Print why the process exits, in Megatron Bridge's words, record it as the reason, and return True."""
+    """Record why the process exits, say it in Megatron Bridge's words, and return True."""
     step = state.train_state.step
     state.exits.exit_announced = True
     if state.exits.decided == "signal":
@@ -174,8 +176,17 @@ def announce_exit(state: Run) -> bool:
     state.ending.stopped_by = Request("should_training_stop", author, "", reason, state.world.rank)
     write_decision(state, state.ending.stopped_by)
     if state.world.is_main:
-        print(f"[{text}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S} ", flush=True)  # noqa: T201 - Bridge's line
+        _say(state, text, reason)
     return True
+
+
+def _say(state: Run, text: str, reason: str) -> None:
+    """Print Megatron Bridge's line with its lines; else log the reason, unless a signal's handler has printed it."""
+    handler = state.exits.handler
+    if state.entry_point.prints_console_line:
+        print(f"[{text}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S} ", flush=True)  # noqa: T201 - Bridge's line
+    elif state.exits.decided != "signal" or handler is None or not handler.received:
+        logger.info("%s", reason)
 
 
 def _why_saved(state: Run, is_due_or_requested: bool) -> str:

@@ -281,12 +281,12 @@ def final_metrics(state: Run, start: RunStart) -> Metrics:
         "total_flos": progress.floating_point_operations_so_far,
         "train_loss": state.mean_loss(),
         "flops_per_second": flops * per_second,
-        **_first_and_last_loss(state),
+        **first_and_last_loss(state),
     }
 
 
-def _first_and_last_loss(state: Run) -> Metrics:
-    """The losses that the title of the summary shows."""
+def first_and_last_loss(state: Run) -> Metrics:
+    """The losses that the title of the summary shows, or nothing before the first step. Reads the device."""
     first, last = state.sums.first_loss, last_loss(state)
     return {} if first is None or last is None else {"first_loss": float(first), "last_loss": last}
 

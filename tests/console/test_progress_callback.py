@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import io
 import re
+import subprocess
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -191,6 +193,24 @@ def test_a_notebook_gets_rows_without_times_and_bars_if_it_has_widgets(
     captured = capsys.readouterr()
     assert captured.out == f"{FIRST_HEADER}\n{FIRST_ROW}\n"
     assert ("train:" in captured.err) is has_widgets
+
+
+def test_a_notebook_without_widgets_does_not_warn(tmp_path: Path) -> None:
+    """As tqdm does where `tqdm.auto` is imported there; a reader of the notebook would see it above each output."""
+    script = """if True:
+        import sys, warnings
+        from types import ModuleType, SimpleNamespace
+        class ZMQInteractiveShell:
+            config = {"IPKernelApp": {}}
+        sys.modules["IPython"] = SimpleNamespace(get_ipython=ZMQInteractiveShell)
+        sys.modules["ipykernel.zmqshell"] = ModuleType("ipykernel.zmqshell")
+        sys.modules["ipywidgets"] = None
+        warnings.simplefilter("always")  # shown: tqdm handles it as an error
+        import onstep.console
+        print(onstep.console.ProgressCallback().training_bar)
+    """
+    done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("None\n", "")
 
 
 def test_two_instances_do_not_double_lines(make_state: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from onstep.console.table import (
     default_final_metrics,
     default_step_columns,
     fitting_columns,
+    format_epoch,
     header_line,
     in_two_columns,
     merge_specs,
@@ -28,7 +29,7 @@ def test_default_columns_are_the_documented_ones() -> None:
         for name, column in default_step_columns().items()
     ]
     assert shown == [
-        ("epoch", "epoch", "epoch", 6, ".4f", None),
+        ("epoch", "epoch", "epoch", 6, format_epoch, None),
         ("loss", "loss", "loss", 8, ".5f", None),
         ("grad_norm", "grad_norm", "grad", 8, ".4f", None),
         ("learning_rate", "learning_rate", "lr", 8, ".2e", None),

@@ -213,6 +213,17 @@ def test_a_notebook_without_widgets_does_not_warn(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("None\n", "")
 
 
+def test_the_columns_of_a_run_of_many_epochs_are_straight(make_state: Any) -> None:
+    stream = io.StringIO()
+    callback = ProgressCallback(use_tqdm=False, output_stream=stream)
+    notify(callback, "on_train_begin", make_state())
+    for epoch in (9.87654, 10.0, 123.456789, 12345.6789):
+        notify(callback, "on_log", make_state(step=1), logs={**FIRST, "epoch": epoch})
+    header, *rows = plain_rows(stream)
+    assert [row.split()[2] for row in rows] == ["9.8765", "10.000", "123.45", "12345"]
+    assert {len(row) for row in rows} == {len(header)}
+
+
 def test_two_instances_do_not_double_lines(make_state: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         golden_run(ProgressCallback(use_tqdm=False), make_state)

@@ -51,6 +51,11 @@ def format_gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.3f} GiB"
 
 
+def format_epoch(value: float) -> str:
+    """Format an epoch in six characters: four decimals below 10, and as many as fit from there on."""
+    return f"{value:.4f}"[:6].rstrip(".")
+
+
 _NAMED: dict[str, Callable[[float], str]] = {"si": format_si, "gib": format_gib}
 
 _REDUCTIONS: dict[str, Callable[[Sequence[Any]], Any]] = {
@@ -177,7 +182,7 @@ Spec = TypeVar("Spec", ColumnSpec, MetricSpec)
 def default_step_columns() -> dict[str, ColumnSpec]:
     """The default columns of `ProgressCallback`, in order."""
     columns = (
-        ColumnSpec("epoch", width=6, fmt=".4f"),
+        ColumnSpec("epoch", width=6, fmt=format_epoch),
         ColumnSpec("loss", width=8, fmt=".5f"),
         ColumnSpec("grad_norm", "grad", 8, ".4f"),
         ColumnSpec("learning_rate", "lr", 8, ".2e"),

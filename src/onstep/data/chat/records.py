@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tqdm import tqdm
-
 from onstep.bounded_reading import read_lines
 from onstep.data.corpus.build_cache import Source
 from onstep.data.corpus.corpus import MAX_RECORD_BYTES, Document, add_file, first_keys, read_record, short
 from onstep.data.corpus.hf_datasets import fingerprint_of, rows_of
+from onstep.data.corpus.reading_bar import reading_bar
 from onstep.errors import DataError
 
 _LOGGER = logging.getLogger(__name__)
@@ -101,7 +100,7 @@ class ChatFiles:
         """One conversation per non-empty line."""
         total = sum(path.stat().st_size for path in self._files)
         unread: set[str] = set()
-        with tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=label is None) as bar:
+        with reading_bar(label, total, "B") as bar:
             for path in self._files:
                 with path.open("rb") as lines:
                     for number, line in read_lines(lines, MAX_RECORD_BYTES):

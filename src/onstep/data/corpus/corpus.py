@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tqdm import tqdm
-
 from onstep.bounded_reading import MAX_JSON_BYTES, parse_json, read_lines
 from onstep.data.corpus.build_cache import Source
 from onstep.data.corpus.file_digests import content_digest
+from onstep.data.corpus.reading_bar import reading_bar
 from onstep.errors import DataError
 
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson", ".jsonlines"})
@@ -304,7 +303,7 @@ class FileSource:
     def documents(self, label: str | None) -> Iterator[Document]:
         """One document per text file or JSONL record, with a progress bar over the bytes of the files."""
         total = sum(path.stat().st_size for path in self.files)
-        with tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=label is None) as bar:
+        with reading_bar(label, total, "B") as bar:
             for path in self.files:
                 bytes_left = path.stat().st_size
                 for document in iter_file_documents(path, self.text_key):

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from tqdm import tqdm
-
 from onstep.data.corpus.corpus import JSONL_SUFFIXES, Document, is_visible
+from onstep.data.corpus.reading_bar import reading_bar
 from onstep.data.corpus.tokenizer_library import Explained
 from onstep.errors import DataError, MissingExtraError
 
@@ -85,7 +84,7 @@ class RowSource:
 
 def rows_of(dataset: Any, name: str, label: str | None) -> Iterator[tuple[dict[str, Any], int]]:
     """The rows of a dataset, numbered from 1, with a progress bar named `label`; None shows none."""
-    with tqdm(total=len(dataset), desc=label, unit=" rows", disable=label is None) as bar:
+    with reading_bar(label, len(dataset), " rows") as bar:
         number = 0
         for block in _blocks_of(dataset, name):
             columns = list(block)

@@ -126,15 +126,19 @@ def open_tokenizer(state: Run) -> Tokenizer:
         tokenizer = TokenizersTokenizer(kept)
     else:
         tokenizer = learn_bpe(
-            tokenizer_source(config.dataset, show_progress=world.is_main),
+            tokenizer_source(config.dataset, show_progress=_shows_progress(config, world)),
             config.tokenizer.vocab_size,
             config.dataset.cache_dir,
-            show_progress=world.is_main,
+            show_progress=_shows_progress(config, world),
             wait_for_other=not world.is_main,
         )
     if directory is not None and world.is_main and kept != directory / TRAINED:
         tokenizer.save(directory)
     return tokenizer
+
+
+def _shows_progress(config: ConfigContainer, world: World) -> bool:
+    return world.is_main and config.logger.console != "quiet"
 
 
 TRAINED = "tokenizer.json"
@@ -162,7 +166,7 @@ def build_data(
     train, valid, test = build_datasets(
         config.dataset,
         tokenizer,
-        show_progress=world.is_main,
+        show_progress=_shows_progress(config, world),
         wait_for_other=not world.is_main,
         vocab_size=config.model.vocab_size,
     )

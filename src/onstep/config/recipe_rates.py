@@ -26,6 +26,6 @@ def fit_min_lr(config: ConfigContainer, recipe: ConfigContainer, given: Collecti
         return None
     config.optimizer.min_lr = float(f"{lr * lowest / peak:.6g}")  # 1e-06, not 1.0000000000002e-06
     return (
-        f"{MIN_LR}={config.optimizer.min_lr} (not {lowest:g}), the recipe's share of optimizer.lr={lr}; set it to choose "
-        f"another"
+        f"{MIN_LR}={config.optimizer.min_lr} (not {lowest:g}), the recipe's share of optimizer.lr={lr}; set it to "
+        f"choose another"
     )

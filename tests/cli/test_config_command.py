@@ -62,6 +62,14 @@ def test_a_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert "if changed  incompatible" in several
 
 
+def test_a_section_is_explained_by_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, "explain", "optimizer").splitlines()
+    assert lines[0].startswith("optimizer: a section of ")
+    assert "  optimizer.lr: Peak learning rate." in lines
+    assert all(line.startswith("  optimizer.") and len(line) <= 120 for line in lines[1:])
+    assert {line.split(":")[0].strip() for line in lines[1:]} == {key for key in KEYS if key.startswith("optimizer.")}
+
+
 def test_a_mistyped_key_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "explain", "optimizer.lrr"]) == 1
     assert "unknown configuration key 'optimizer.lrr'. Did you mean 'optimizer.lr'?" in capsys.readouterr().err

@@ -17,11 +17,16 @@ WIDTH = 120
 def explain(name: str, keys: Mapping[str, Key] = KEYS) -> str:
     """Everything that is known about a key: help, type, default, rules, consequence of a change, other names.
 
+    Of a section, its keys with the first sentence of their help.
+
     Raises:
         ConfigError: for an unknown key, with the nearest one.
     """
     if name not in keys:
-        raise unknown_key(name, list(keys))
+        of_section = [key for key in keys.values() if key.name.startswith(f"{name}.")]
+        if not of_section:
+            raise unknown_key(name, list(keys))
+        return "\n".join([f"{name}: a section of {len(of_section)} keys", *map(_one_line, of_section)])
     key = keys[name]
     rows = dict(_info(key, keys))
     width = max(map(len, rows)) + 2
@@ -31,6 +36,11 @@ def explain(name: str, keys: Mapping[str, Key] = KEYS) -> str:
         for label, text in rows.items()
     ]
     return "\n".join([name, textwrap.fill(key.option.help, WIDTH, initial_indent="  ", subsequent_indent="  "), *lines])
+
+
+def _one_line(key: Key) -> str:
+    text = textwrap.shorten(f"{key.name}: {_first_sentence(key.option.help)}", WIDTH - 2, placeholder=" ...")
+    return f"  {text}"
 
 
 def _info(key: Key, keys: Mapping[str, Key]) -> Iterator[tuple[str, str]]:

@@ -46,9 +46,15 @@ def test_quiet_runs_and_other_ranks_do_not_print_it(
     assert printed(tmp_path, "train", *words, **environment) == ["torch is imported"]
 
 
-def test_more_and_less_at_once_is_refused(tmp_path: Path) -> None:
+def test_a_demo_can_be_quiet_too(tmp_path: Path) -> None:
+    assert printed(tmp_path, "demo", "-q") == ["torch is imported"]
+    assert printed(tmp_path, "demo", "-v")[1:] == ["torch is imported"]
+
+
+@pytest.mark.parametrize("command", ["train", "demo"])
+def test_more_and_less_at_once_is_refused(tmp_path: Path, command: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "onstep", "train", "-q", "-v"], cwd=tmp_path, text=True, capture_output=True
+        [sys.executable, "-m", "onstep", command, "-q", "-v"], cwd=tmp_path, text=True, capture_output=True
     )
     assert (done.returncode, done.stderr) == (
         1,

@@ -72,7 +72,7 @@ def train(
     The run is stored in runs/NAME; the same command resumes an interrupted run from its newest checkpoint.
     Add your own callbacks with: --import my.py callbacks='[my:MyCallback]'
     """
-    words = _with_level(words or [], quiet=quiet, verbose=verbose)
+    words = with_level(words or [], quiet=quiet, verbose=verbose)
     config, names = configuration(words, recipe or (None if hf_model is None else "any"))
     if hf_model is not None:
         config.checkpoint.pretrained_checkpoint = str(hf_directory(hf_model))
@@ -124,7 +124,7 @@ def finetune(
     The run is stored in runs/NAME; the same command resumes an interrupted run. With --lora, it writes adapter/ in
     addition to the merged model/.
     """
-    words = _with_level(words or [], quiet=quiet, verbose=verbose)
+    words = with_level(words or [], quiet=quiet, verbose=verbose)
     recipe, rest = _finetuned_recipe(words, lora)
     config, names = configuration(rest, recipe)
     if lora:
@@ -203,7 +203,8 @@ def run_to_its_end(
     return state
 
 
-def _with_level(words: list[str], *, quiet: bool, verbose: bool) -> list[str]:
+def with_level(words: list[str], *, quiet: bool, verbose: bool) -> list[str]:
+    """The words of a command, with the level of `-q` or `-v` as an override."""
     if quiet and verbose:
         raise ConfigError("-q and -v ask for less and for more output; drop one of them.")
     return [*words, f"logger.console={'quiet' if quiet else 'verbose'}"] if quiet or verbose else words

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from onstep.cli.config import configuration
-from onstep.cli.train import announce, run_to_its_end
+from onstep.cli.train import Quiet, Verbose, announce, run_to_its_end, with_level
 
 SAMPLES = "onstep.cli.demo.samples:DemoSamples"
 
@@ -16,13 +16,15 @@ def demo(
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE ...]", help="Overrides of the recipe.")
     ] = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Train a small GPT on the source code of Python's standard library: a minute or two on two CPU cores.
 
     It shows what the model writes before, during and after training, and the loss. The run is stored in runs/demo; the
     same command continues an interrupted run, and shows the end of a finished one again.
     """
-    config, names = configuration(words or [], "demo")
+    config, names = configuration(with_level(words or [], quiet=quiet, verbose=verbose), "demo")
     config.run.name = config.run.name or "demo"
     announce(config)
     from onstep.training import pretrain  # after the first line: this imports torch

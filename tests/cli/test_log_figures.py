@@ -262,3 +262,8 @@ def test_heatmap_says_what_is_missing(project: Path, capsys: pytest.CaptureFixtu
         message = refused(capsys, "plot", "heatmap", *words)
         assert "ParameterNormLogger or GradNormLogger" in message
     assert "no file or run 'fats'" in refused(capsys, "plot", "heatmap", "fats")
+
+
+@pytest.mark.parametrize("words", [["fast", "slow"], ["--smooth", "3", "fast"]])
+def test_plot_of_runs_names_the_command_that_draws_them(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    assert f"; write onstep logs plot {' '.join(words)}" in refused(capsys, "plot", *words)

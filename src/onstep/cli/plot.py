@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import click
 import typer
+from typer.core import TyperGroup
 
 from onstep.cli.application import Labels, application
 from onstep.cli.runs import find_named, not_found, run_names
@@ -154,7 +157,21 @@ def report(
     hand_over(target, edit=edit, show=show)
 
 
+class _Heatmaps(TyperGroup):
+    """Names the command for curves if the words are those of one."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Refuse all but subcommands and requests for help."""
+        if args and args[0] not in (*self.commands, *ctx.help_option_names):
+            raise ConfigError(
+                f"onstep plot has only {', '.join(self.commands)}, got {args[0]!r}; write onstep logs plot "
+                f"{shlex.join(args)} for curves of runs."
+            )
+        return super().parse_args(ctx, args)
+
+
 app = application(
+    cls=_Heatmaps,
     no_args_is_help=True,
     help="Plot what is logged for each parameter. For curves of a run's metrics, use: onstep logs plot",
 )

@@ -208,3 +208,18 @@ def test_an_output_dir_without_what_generation_requires_is_refused(
     train_in("out", **options)
     assert main(["generate", "out", "d", *ASKED]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "rule"),
+    [
+        ("--top-k=0", "--top-k must be >= 1, got 0; drop the option for no restriction."),
+        ("--top-p=2", "--top-p must be in (0, 1], got 2.0; write --top-p=1 for no restriction."),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_limit_that_cannot_be_is_refused_by_its_option(
+    command: str, option: str, rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "nowhere", option]) == 1
+    assert capsys.readouterr().err == f"error: {rule}\n"

@@ -15,13 +15,26 @@ import typer
 from onstep.analysis.text_tables import printable
 from onstep.bounded_reading import read_json
 from onstep.cli.why import find_run
-from onstep.errors import OnstepError
+from onstep.errors import ConfigError, OnstepError
 
 if TYPE_CHECKING:
     from onstep.config import ConfigContainer, TokenizerConfig
     from onstep.data import Tokenizer
     from onstep.models import Transformer
     from onstep.models.generation.generate import Sampling
+
+
+def _checked_top_k(value: int | None) -> int | None:
+    if value is not None and value < 1:
+        raise ConfigError(f"--top-k must be >= 1, got {value}; drop the option for no restriction.")
+    return value
+
+
+def _checked_top_p(value: float | None) -> float | None:
+    if value is not None and not 0 < value <= 1:
+        raise ConfigError(f"--top-p must be in (0, 1], got {value}; write --top-p=1 for no restriction.")
+    return value
+
 
 Name = Annotated[str, typer.Argument(help="A run's name below runs/, its directory, or a Hugging Face directory.")]
 RopeScaling = Annotated[
@@ -31,8 +44,11 @@ RopeScaling = Annotated[
 RopeFactor = Annotated[float, typer.Option(help="How many times the trained length, with --rope-scaling.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of the sampler; the same seed gives the same text.")]
 Temperature = Annotated[float, typer.Option(help="0 always picks the most likely token.")]
-TopK = Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")]
-TopP = Annotated[float | None, typer.Option(help="Sample from the smallest set of tokens with this total probability.")]
+TopK = Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.", callback=_checked_top_k)]
+TopP = Annotated[
+    float | None,
+    typer.Option(help="Sample from the smallest set of tokens with this total probability.", callback=_checked_top_p),
+]
 
 
 @dataclass(frozen=True)

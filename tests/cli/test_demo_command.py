@@ -103,6 +103,7 @@ def test_samples_have_the_width_of_the_terminal_and_control_characters_do_not_re
     assert "\x1b" not in "".join(lines)
     assert "\t" not in "".join(lines)
     assert any(re.fullmatch(r"step 0 +│ step 10 +│ step 20", line) for line in lines)
+    assert len(lines) <= 1 + 2 + 5 * len(samples[0]), "the end of the demo fits on a screen"
     assert sample_lines(samples, 40) == []
 
 

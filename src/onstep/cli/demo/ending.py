@@ -18,7 +18,7 @@ from onstep.cli.generation.trained import open_trained
 from onstep.errors import OnstepError
 
 _GAP = " \u2502 "
-_LINES = 5
+_LINES = 4
 """Lines of a sample that are shown."""
 _NARROWEST = 60
 """Columns below which nothing is shown side by side, and no curve."""
@@ -31,7 +31,7 @@ def show_end(directory: Path) -> None:
     """Print the end of the demo of a run: what it wrote, its loss, and the next commands."""
     width = min(shutil.get_terminal_size().columns, 160)
     by_step = newest_by_step(read_samples(directory / FILE_NAME))
-    lines = [*sample_lines(by_step, width), *_curve(directory, width), *_loss_lines(directory), "", "Try next:"]
+    lines = [*sample_lines(by_step, width), *_curve(directory, width), *_loss_lines(directory), "Try next:"]
     encoding = sys.stdout.encoding or "utf-8"
     for line in [*lines, *(f"  {command}" for command in next_commands(name_of_run(directory)))]:
         print(line.encode(encoding, "replace").decode(encoding))
@@ -50,7 +50,7 @@ def sample_lines(by_step: Mapping[int, Mapping[str, str]], width: int) -> list[s
     chosen = sorted({steps[0], steps[(len(steps) - 1) // 2], steps[-1]})
     columns = (width - len(_GAP) * (len(chosen) - 1)) // len(chosen)
     lines = ["", "What it writes before, during and after its training:"]
-    lines += ["", _row([f"step {step:,}" for step in chosen], columns)]
+    lines += [_row([f"step {step:,}" for step in chosen], columns)]
     for prompt in by_step[chosen[0]]:
         if all(prompt in by_step[step] for step in chosen):
             texts = [_folded(prompt + by_step[step][prompt], columns) for step in chosen]

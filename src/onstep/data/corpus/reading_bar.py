@@ -11,7 +11,7 @@ from tqdm import tqdm
 logger = logging.getLogger(__name__)
 
 _LONG = {"B": 2**28, " rows": 10**6}
-"""Sizes, by unit, from which on reading takes so long that a log says so."""
+"""Sizes, by unit, from which on reading is so long that a log says so."""
 
 
 def reading_bar(label: str | None, total: int, unit: str) -> Any:

@@ -6,7 +6,6 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 from typer.core import TyperGroup
 
@@ -160,7 +159,7 @@ def report(
 class _Heatmaps(TyperGroup):
     """Names the command for curves if the words are those of one."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # the context's class has no public name
         """Refuse all but subcommands and requests for help."""
         if args and args[0] not in (*self.commands, *ctx.help_option_names):
             raise ConfigError(

@@ -146,7 +146,12 @@ def entries(cls: type) -> Iterator[Entry]:
     texts = _field_docs(cls)
     for field in fields(cls):
         if field.init:
-            yield Entry(field.name, str(field.type), _default(field), texts.get(field.name, ""))
+            yield Entry(field.name, _annotation(cls, field.name), _default(field), texts.get(field.name, ""))
+
+
+def _annotation(cls: type, name: str) -> str:
+    """As it is written; the field's own `type` is replaced by those who parse arguments, such as HfArgumentParser."""
+    return str(next(kind.__annotations__[name] for kind in cls.__mro__ if name in inspect.get_annotations(kind)))
 
 
 def _default(field: Field[Any]) -> str:
@@ -204,7 +209,7 @@ def _key_table(keys: Iterable[Key]) -> str:
 
 def _written(key: Key) -> str:
     """The type as the source spells it."""
-    return str(key.section.__dataclass_fields__[key.name.rpartition(".")[2]].type)
+    return _annotation(key.section, key.name.rpartition(".")[2])
 
 
 def _help(key: Key) -> str:

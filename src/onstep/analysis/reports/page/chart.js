@@ -2,7 +2,7 @@
 // Draws line charts as SVG: scales, ticks, lines with bands, a crosshair with values, and zooming by dragging.
 
 const SVG = "http://www.w3.org/2000/svg";
-const ROOM = { left: 56, right: 12, top: 8, bottom: 40 };
+const ROOM = { left: 56, right: 22, top: 8, bottom: 40 };
 const HEIGHT = 280;
 const UNITS = [[1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "K"]];
 let clips = 0;

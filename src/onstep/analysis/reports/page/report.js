@@ -97,12 +97,13 @@ function xRange(lines) {
   return whole[1] > whole[0] ? whole : [whole[0] - 0.5, whole[1] + 0.5];
 }
 
+/** What is not drawn. A logarithmic x axis has no place for step 0, which is no outlier. */
 function remark(metric, shown) {
   const whole = limits(metric, "range"), notes = [];
   const missing = visible(metric).reduce((sum, series) => sum + series.missing, 0);
   if (missing) notes.push(missing.toLocaleString("en") + " not finite");
-  if (whole && !state.zoom && whole[1] > shown[1]) notes.push("up to " + number(whole[1]) + " outside");
-  if (whole && !state.zoom && !state.logY && whole[0] < shown[0]) notes.push("down to " + number(whole[0]) + " outside");
+  if (whole && !state.zoom && !state.logX && whole[1] > shown[1]) notes.push("up to " + number(whole[1]) + " outside");
+  if (whole && !state.zoom && !state.logX && !state.logY && whole[0] < shown[0]) notes.push("down to " + number(whole[0]) + " outside");
   return notes.join(", ");
 }
 

@@ -185,4 +185,4 @@ def test_a_long_text_is_not_printed(capsys):
     callback, state = ProgressCallback(use_tqdm=False, max_str_len=5), TrainerState()
     callback.on_evaluate(arguments(), state, TrainerControl(), {"eval_text": "abcdefgh"})
 
-    assert "eval_text: [text of 8 characters; max_str_len is 5]" in capsys.readouterr().out
+    assert "text [text of 8 characters; max_str_len is 5]" in capsys.readouterr().out

@@ -275,6 +275,10 @@ ONE_DOOR = {
     "run.name": "a Trainer trains again into the directory that it owns",
     "run.output_dir": "a Trainer trains again into the directory that it owns",
     "logger.console": "a Trainer's constructor chooses its default callbacks by it, before any run",
+    **dict.fromkeys(
+        ("run.recipe", "scheduler.lr_warmup_iters"),
+        "pretrain scales a recipe's warm-up to a shorter run; a Trainer starts from no recipe",
+    ),
     "train.loss_weighting": "a Trainer chooses by it between shares and means, and says so",
 }
 """Keys that one door reads by itself, beside what both read, and why."""
@@ -321,7 +325,6 @@ UNREAD = {
     **{f"ft.{name}": FAULT for name in ("simulated_fault_type", "simulated_fault_rank", "simulated_fault_base_delay")},
     **{key: NVRX for key in KEYS if key.startswith("nvrx_straggler.") and key != "nvrx_straggler.enabled"},
     "run.default_callbacks": "of Trainer and the command line: pretrain adds no callbacks",
-    "run.control": "of Trainer and the command line: pretrain adds no callbacks",
     "trainer": "of Trainer alone: fields of TrainingArguments that no other key names",
 }
 """Keys that none of these runs reads, and why; code that both doors share reads them where they count."""

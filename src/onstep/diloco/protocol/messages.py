@@ -1,0 +1,206 @@
+"""The requests of workers and the replies of a server.
+
+A run's parameters are divided into fragments (one, unless streaming), and each fragment has versions: 0 is what the
+server started with, and every outer step on the fragment makes the next one. A round is what leads from one version of
+a fragment to the next. Tensors travel beside these messages, as the body of a submission or of a reply.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+PROTOCOL_VERSION = 1
+"""Incremented by every change after which an older worker or server would misunderstand the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """One parameter of the model as it is trained."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As in safetensors: F32, BF16, F64, ..."""
+
+
+def fingerprint(specs: Sequence[ParameterSpec]) -> str:
+    """What two models have in common if all parameters have the same names, shapes and dtypes, in any order."""
+    text = json.dumps(sorted([spec.name, list(spec.shape), spec.dtype] for spec in specs))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the server decides for all workers; sent at registration."""
+
+    mode: Literal["sync", "async"] = "sync"
+    num_workers: int = 1
+    min_workers: int = 1
+    """The quorum: a round never commits with fewer contributors."""
+    sync_every: int = 500
+    """Optimizer steps between two submissions of the same fragment."""
+    num_fragments: int = 1
+    codec: str = "fp32"
+    """Of updates that the server sends, and of submissions from workers that choose none."""
+    dylu: bool = False
+    """Whether slower workers are told to take fewer steps a round."""
+    blend: float = 0.5
+    """Share of the local parameters in the merge after a fragment that was in flight (alpha of Streaming DiLoCo)."""
+    max_staleness: int = 1
+    """A submission that is late by more versions than this is dropped."""
+    heartbeat_timeout: float = 120.0
+    """Seconds of silence after which a worker is evicted; 0 for never."""
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """Join the run, or come back to it."""
+
+    worker_id: str
+    session: str
+    """Random, new for every start of a worker; tells a returning worker from a second one of the same id."""
+    fingerprint: str
+    protocol_version: int = PROTOCOL_VERSION
+    hostname: str = ""
+    sync_every: int | None = None
+    num_fragments: int | None = None
+    """If given, it must be the server's."""
+    step: int = 0
+    """Optimizer steps that this worker has taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """The worker is a member."""
+
+    run_id: str
+    settings: Settings
+    versions: tuple[int, ...]
+    """Newest version of each fragment."""
+    slot: int
+    """The worker's share of the data: samples `i` with `i % num_slots == slot`; the same when it comes back."""
+    num_slots: int
+    step: int
+    """Optimizer steps of the run so far: where a joiner's learning-rate schedule continues."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A pseudo-gradient of one fragment; its tensors are the body. Sent again, it counts once."""
+
+    worker_id: str
+    session: str
+    sequence: int
+    """Numbers the submissions of a session and fragment: 0, 1, 2, ..."""
+    fragment: int
+    base_version: int
+    """The version whose parameters the worker subtracted its own from."""
+    tokens: int
+    """Tokens (or samples, or steps: the same unit for all workers) behind it, its weight in the average; > 0."""
+    steps: int
+    """Optimizer steps behind it."""
+    codec: str = "fp32"
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The submission counts, or counted already if it was sent again."""
+
+    version: int
+    """The version that has or will have it."""
+    is_repeat: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The submission is valid and does not count; the worker goes on from the newest version."""
+
+    reason: str
+    version: int
+    """Newest version of the fragment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Ask for a version of a fragment that is, or may be, still being made. Repeated until the answer is Ready."""
+
+    worker_id: str
+    session: str
+    fragment: int
+    version: int
+    """The oldest version that will do."""
+    have_version: int | None = None
+    """The version that the worker has; what differs from it may be all that is sent. None for all parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The newest version of a fragment; its tensors are the body."""
+
+    fragment: int
+    version: int
+    kind: Literal["update", "full"]
+    """Whether the body is to be added to the version before, or is the parameters themselves."""
+    codec: str = "fp32"
+    digest: str = ""
+    """Hash of the version's parameters, equal on all workers."""
+    contributors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    """The version is not there yet."""
+
+    version: int
+    """Newest version of the fragment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The worker is alive."""
+
+    worker_id: str
+    session: str
+    steps_per_second: float = 0.0
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The server knows that the worker is alive."""
+
+    versions: tuple[int, ...]
+    num_registered: int
+    recommended_sync_every: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Deregister:
+    """Leave the run."""
+
+    worker_id: str
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The worker is no member."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The request cannot be answered; trying the same again will not help, except with status 503."""
+
+    status: int
+    """Of HTTP: 400 malformed, 401 token, 404 unknown worker (register again), 409 another worker has the id, or another
+    session replaced this one, 413 too large, 422 another model or invalid tensors, 503 not now."""
+    error: str
+    details: dict[str, object] = field(default_factory=dict)
+
+
+Request = Register | Submit | Await | Heartbeat | Deregister
+Reply = Registered | Accepted | Dropped | Ready | NotYet | Beat | Left | Refused

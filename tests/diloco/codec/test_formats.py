@@ -82,6 +82,13 @@ def test_what_is_not_finite_is_refused_with_the_name_of_the_tensor(codec: str, b
         decode(encoded, specs_of({"layer.weight": tensor}), codec)
 
 
+def test_scales_with_which_a_level_would_overflow_are_refused() -> None:
+    encoded = encode({"w": torch.ones(10)}, "int8")
+    encoded["w::scale"].fill_(3e38)
+    with pytest.raises(InvalidTensorsError, match="w: .*NaN or infinite"):
+        decode(encoded, specs_of({"w": torch.ones(10)}), "int8")
+
+
 def test_elements_of_a_block_do_not_depend_on_those_of_another() -> None:
     large, small = torch.full((128,), 1000.0), torch.linspace(-1e-3, 1e-3, 128)
     original = {"w": torch.cat([large, small])}

@@ -16,7 +16,8 @@ from onstep.diloco.codec.specs import InvalidTensorsError
 
 CHUNK_VALUES = 2**18
 """Elements worked on at a time, so that all passes over them find them in the processor's cache."""
-_LARGEST = torch.finfo(torch.float32).max
+_LARGEST_SCALE = torch.finfo(torch.float32).max / 128
+"""With it, the element of any level is finite."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class BlockFormat:
         largest = blocks.abs().amax(1)
         if not bool(torch.isfinite(largest).all()):
             raise InvalidTensorsError(f"{name}: it has elements that are NaN or infinite, which cannot be averaged.")
-        scales = (largest / self.top).clamp_(max=_LARGEST / (self.top + 1)).float()
+        scales = (largest / self.top).clamp_(max=_LARGEST_SCALE).float()
         divisors = torch.where(scales == 0, 1.0, scales).to(blocks.dtype)
         levels = (blocks / divisors[:, None]).round_().clamp_(-self.top, self.top)
         return levels.to(torch.int8), scales
@@ -96,6 +97,11 @@ class BlockFormat:
             if whole < size:
                 torch.mul(values[whole:], scales[first + blocks].to(dtype), out=result[start + whole : start + size])
         return result.view(shape)
+
+
+def are_valid_scales(scales: Tensor) -> bool:
+    """Whether all elements are finite with these scales, whatever their levels."""
+    return not scales.numel() or bool((scales.abs().amax() <= _LARGEST_SCALE))
 
 
 def _pack(levels: Tensor) -> Tensor:

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from onstep.checkpoint.format.tensor_header import DTYPE_NAMES, DTYPES_BY_NAME
-from onstep.diloco.codec.blocks import BlockFormat
+from onstep.checkpoint.format.tensor_header import DTYPE_NAMES
+from onstep.diloco.codec.blocks import BlockFormat, are_valid_scales
+from onstep.diloco.codec.sizes import BLOCKS, check_codec
 from onstep.diloco.codec.specs import InvalidTensorsError, master_dtype
 from onstep.diloco.protocol.messages import ParameterSpec
-from onstep.errors import require
 
-BLOCK_FORMATS = {"int8": BlockFormat(8, 128), "int4": BlockFormat(4, 64)}
+BLOCK_FORMATS = {"int8": BlockFormat(8, BLOCKS["int8"]), "int4": BlockFormat(4, BLOCKS["int4"])}
 _CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-CODECS = ("fp32", "bf16", "fp16", "int8", "int4")
-"""What tensors can be sent as. `fp32` is exact: parameters in float64 stay in float64."""
 SCALE_SUFFIX = "::scale"
-
-
-def check_codec(codec: str) -> None:
-    """Raise ConfigError unless the codec is one of CODECS."""
-    require(codec in CODECS, "codec", f"one of {', '.join(CODECS)}", codec)
 
 
 def encode(tensors: Mapping[str, Tensor], codec: str) -> dict[str, Tensor]:
@@ -42,7 +34,7 @@ def encode(tensors: Mapping[str, Tensor], codec: str) -> dict[str, Tensor]:
         if codec in BLOCK_FORMATS:
             encoded[name], encoded[name + SCALE_SUFFIX] = BLOCK_FORMATS[codec].encode(name, plain)
         else:
-            _check_finite(name, plain)
+            _require_finite(name, _is_finite(plain))
             encoded[name] = _cast(plain, _CASTS[codec]) if codec in _CASTS else plain
     return encoded
 
@@ -61,17 +53,26 @@ def decode(encoded: Mapping[str, Tensor], specs: Sequence[ParameterSpec], codec:
             finite; the message names the first tensor.
     """
     check_encoded(encoded, specs, codec)
-    decoded = {spec.name: _decoded(encoded, spec, codec) for spec in specs}
-    for name, tensor in decoded.items():
-        _check_finite(name, tensor)
-    return decoded
+    check_values(encoded, specs, codec)
+    return {spec.name: decode_one(encoded, spec, codec) for spec in specs}
 
 
-def _decoded(encoded: Mapping[str, Tensor], spec: ParameterSpec, codec: str) -> Tensor:
+def decode_one(encoded: Mapping[str, Tensor], spec: ParameterSpec, codec: str) -> Tensor:
+    """One tensor of what has passed `check_encoded` and `check_values`."""
     data, dtype = encoded[spec.name], master_dtype(spec.dtype)
     if codec in BLOCK_FORMATS:
         return BLOCK_FORMATS[codec].decode(data, encoded[spec.name + SCALE_SUFFIX], spec.shape, dtype)
     return data.to(dtype)
+
+
+def check_values(encoded: Mapping[str, Tensor], specs: Sequence[ParameterSpec], codec: str) -> None:
+    """Raise InvalidTensorsError if a decoded element would be NaN or infinite, without decoding."""
+    for spec in specs:
+        if codec in BLOCK_FORMATS:
+            is_finite = are_valid_scales(encoded[spec.name + SCALE_SUFFIX])
+        else:
+            is_finite = _is_finite(encoded[spec.name])
+        _require_finite(spec.name, is_finite)
 
 
 def check_encoded(encoded: Mapping[str, Tensor], specs: Sequence[ParameterSpec], codec: str) -> None:
@@ -110,14 +111,8 @@ def _encoded_spec(spec: ParameterSpec, codec: str) -> tuple[ParameterSpec, ...]:
     return (ParameterSpec(spec.name, spec.shape, DTYPE_NAMES[_CASTS.get(codec, master_dtype(spec.dtype))]),)
 
 
-def encoded_bytes(specs: Sequence[ParameterSpec], codec: str) -> int:
-    """Bytes of the tensors that `encode` gives for parameters; a body's header comes on top."""
-    sizes = (math.prod(spec.shape) * DTYPES_BY_NAME[spec.dtype].itemsize for spec in encoded_specs(specs, codec))
-    return sum(sizes)
-
-
-def _check_finite(name: str, tensor: Tensor) -> None:
-    if not _is_finite(tensor):
+def _require_finite(name: str, is_finite: bool) -> None:
+    if not is_finite:
         raise InvalidTensorsError(f"{name}: it has elements that are NaN or infinite, which cannot be averaged.")
 
 

@@ -85,7 +85,7 @@ def test_what_is_not_finite_is_refused_with_the_name_of_the_tensor(codec: str, b
 def test_scales_with_which_a_level_would_overflow_are_refused() -> None:
     encoded = encode({"w": torch.ones(10)}, "int8")
     encoded["w::scale"].fill_(3e38)
-    with pytest.raises(InvalidTensorsError, match="w: .*NaN or infinite"):
+    with pytest.raises(InvalidTensorsError, match=r"w: .*NaN or infinite"):
         decode(encoded, specs_of({"w": torch.ones(10)}), "int8")
 
 

@@ -101,7 +101,7 @@ class BlockFormat:
 
 def are_valid_scales(scales: Tensor) -> bool:
     """Whether all elements are finite with these scales, whatever their levels."""
-    return not scales.numel() or bool((scales.abs().amax() <= _LARGEST_SCALE))
+    return not scales.numel() or bool(scales.abs().amax() <= _LARGEST_SCALE)
 
 
 def _pack(levels: Tensor) -> Tensor:

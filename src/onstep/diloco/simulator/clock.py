@@ -1,0 +1,40 @@
+"""A virtual clock: what is to happen, in the order of its time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any
+
+
+class Clock:
+    """Calls actions at their time, those of the same time in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        """Seconds since the start."""
+        self.events = 0
+        """Actions called so far."""
+        self._waiting: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._number = 0
+
+    def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Call `action(*arguments)` at `time`; if that is over, as soon as what is due before has been called."""
+        self._number += 1
+        heappush(self._waiting, (time if time > self.now else self.now, self._number, action, arguments))
+
+    def after(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Call `action(*arguments)` in `seconds`."""
+        self._number += 1
+        heappush(self._waiting, (self.now + seconds, self._number, action, arguments))
+
+    def run(self, until: float, is_over: Callable[[], bool]) -> None:
+        """Call what is due until the time `until`, until nothing waits, or until `is_over`."""
+        waiting = self._waiting
+        while waiting and not is_over():
+            if waiting[0][0] > until:
+                self.now = until
+                return
+            self.now, _, action, arguments = heappop(waiting)
+            self.events += 1
+            action(*arguments)

@@ -29,12 +29,13 @@ def body_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def read_body(body: bytes | bytearray | memoryview) -> dict[str, Tensor]:
-    """The tensors of a body, in the memory of a bytearray, else of one copy of it; every bound is checked first.
+    """The tensors of a body, in its memory if that is writable, else in one copy of it; every bound is checked first.
 
     Raises:
         InvalidTensorsError: for anything but a complete safetensors file.
     """
-    memory = body if isinstance(body, bytearray) else bytearray(body)
+    given = memoryview(body).cast("B")
+    memory = memoryview(bytearray(given)) if given.readonly else given
     try:
         length = header_length(_WHERE, bytes(memory[:LENGTH_BYTES]), len(memory))
         infos = parse_header(_WHERE, bytes(memory[LENGTH_BYTES : LENGTH_BYTES + length]), len(memory))
@@ -43,10 +44,10 @@ def read_body(body: bytes | bytearray | memoryview) -> dict[str, Tensor]:
     return {name: _tensor(memory, info.dtype, info.shape, info.start) for name, info in infos.items()}
 
 
-def _tensor(memory: bytearray, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> Tensor:
+def _tensor(memory: memoryview, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> Tensor:
     count = torch.Size(shape).numel()
     if not count:
         return torch.empty(shape, dtype=dtype)
     if start % dtype.itemsize:  # only in a file that is not ours: torch requires aligned memory
-        memory, start = memory[start : start + count * dtype.itemsize], 0
+        memory, start = memoryview(bytearray(memory[start : start + count * dtype.itemsize])), 0
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)

@@ -27,6 +27,19 @@ class ParameterSpec:
     """As in safetensors: F32, BF16, F64, ..."""
 
 
+def first_difference(ours: Sequence[ParameterSpec], theirs: Sequence[ParameterSpec]) -> str | None:
+    """First parameter, by name, in which two models differ, with what each has; None if there is none."""
+    left, right = ({spec.name: spec for spec in specs} for specs in (ours, theirs))
+    for name in sorted(left.keys() | right.keys()):
+        if left.get(name) != right.get(name):
+            return f"{name}: {_described(left.get(name))} here, {_described(right.get(name))} there"
+    return None
+
+
+def _described(spec: ParameterSpec | None) -> str:
+    return f"{spec.dtype}{list(spec.shape)}" if spec else "missing"
+
+
 def fingerprint(specs: Sequence[ParameterSpec]) -> str:
     """What two models have in common if all parameters have the same names, shapes and dtypes, in any order."""
     text = json.dumps(sorted([spec.name, list(spec.shape), spec.dtype] for spec in specs))
@@ -54,6 +67,15 @@ class Settings:
     """A submission that is late by more versions than this is dropped."""
     heartbeat_timeout: float = 120.0
     """Seconds of silence after which a worker is evicted; 0 for never."""
+    initial_deadline: float = 600.0
+    """Seconds that a round with a quorum waits for the other workers before any round has been observed."""
+    patience: float = 2.0
+    """A round lasts at most this many times as long as it took to reach the quorum, plus a little slack; at least 1."""
+
+
+def majority(num_workers: int) -> int:
+    """Default quorum: more than half of the expected workers."""
+    return num_workers // 2 + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +84,8 @@ class Register:
 
     worker_id: str
     session: str
-    """Random, new for every start of a worker; tells a returning worker from a second one of the same id."""
+    """Random, new for every start of a worker. The newest session of an id replaces the one before it, whose requests
+    are then refused."""
     fingerprint: str
     protocol_version: int = PROTOCOL_VERSION
     hostname: str = ""
@@ -86,6 +109,10 @@ class Registered:
     num_slots: int
     step: int
     """Optimizer steps of the run so far: where a joiner's learning-rate schedule continues."""
+    next_sequences: tuple[int, ...] = ()
+    """First sequence number of each fragment that the server does not know from this worker."""
+    slot_steps: int = 0
+    """Optimizer steps submitted from this share of the data so far: where its data continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +122,7 @@ class Submit:
     worker_id: str
     session: str
     sequence: int
-    """Numbers the submissions of a session and fragment: 0, 1, 2, ..."""
+    """Numbers the submissions of a worker and fragment, through all its sessions: 0, 1, 2, ..."""
     fragment: int
     base_version: int
     """The version whose parameters the worker subtracted its own from."""
@@ -135,6 +162,10 @@ class Await:
     """The oldest version that will do."""
     have_version: int | None = None
     """The version that the worker has; what differs from it may be all that is sent. None for all parameters."""
+    sequence: int | None = None
+    """The submission that the worker waits for. If given, Ready means that it was counted."""
+    wait: float = 0.0
+    """Seconds that the server may take before it answers NotYet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +188,9 @@ class NotYet:
 
     version: int
     """Newest version of the fragment."""
+    is_pending: bool = True
+    """Whether the submission that was asked about is in a round. If not, the server that accepted it died before the
+    round was committed: send it again."""
 
 
 @dataclass(frozen=True, slots=True)

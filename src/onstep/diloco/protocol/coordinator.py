@@ -1,0 +1,448 @@
+"""The server's side of the protocol: decides what counts and when a round closes.
+
+It sees metadata only. It has no clock (`now` is an argument, in seconds, and never goes back), no threads and no
+randomness, so that the same code serves real workers and a simulated thousand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+
+from onstep.diloco.protocol.messages import (
+    PROTOCOL_VERSION,
+    Accepted,
+    Await,
+    Beat,
+    Deregister,
+    Dropped,
+    Heartbeat,
+    Left,
+    NotYet,
+    Ready,
+    Refused,
+    Register,
+    Registered,
+    Reply,
+    Request,
+    Settings,
+    Submit,
+)
+from onstep.diloco.protocol.roster import Member, Roster
+from onstep.diloco.protocol.rounds import Closed, Contribution, Rounds
+from onstep.diloco.protocol.settings import check_settings
+from onstep.errors import require
+
+STATE_VERSION = 1
+
+
+class Coordinator:
+    """Roster, rounds and versions of a run.
+
+    The owner passes each request to `handle` and calls `tick` at `next_wake`. After either, it executes the rounds of
+    `take_closed`: the outer step, then persisting the tensors together with `state_after`, then `committed`. Only then
+    is the version there for the workers. A submission's tensors are kept by the owner, from before `handle` until the
+    submission is no longer `pending`.
+
+    A round closes when all registered workers are in it and it has a quorum, or when it has a quorum and its deadline
+    has passed (see `Arrivals`). Until `num_workers` have joined, the first round only closes by its deadline.
+
+    A submission that is late by `s` versions joins the open round with the weight `tokens / (1 + s)`, or is dropped if
+    `s > max_staleness`. In asynchronous mode every submission is a round of its own and is never too late.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        run_id: str,
+        fingerprint: str,
+        state: Mapping[str, object] | None = None,
+        now: float = 0.0,
+    ) -> None:
+        """Start a run, or continue the one whose `state_dict` is given.
+
+        Raises:
+            ConfigError: for settings that are out of range.
+        """
+        check_settings(settings)
+        self.settings = settings
+        self.run_id = run_id
+        self.fingerprint = fingerprint
+        self.revision = 0
+        """Changes when the roster changes: a reason to persist between two commits."""
+        self.counts: Counter[str] = Counter()
+        self._roster = Roster(settings.num_workers)
+        self._rounds = [Rounds(fragment, now) for fragment in range(settings.num_fragments)]
+        self._slot_steps: Counter[int] = Counter()
+        self._to_take: deque[Closed] = deque()
+        self._handlers: dict[type, Callable[..., Reply]] = {
+            Submit: self._submit,
+            Await: self._await,
+            Heartbeat: self._heartbeat,
+            Register: self._register,
+            Deregister: self._deregister,
+        }
+        if state is not None:
+            self._load(state, now)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Newest committed version of each fragment."""
+        return tuple(rounds.version for rounds in self._rounds)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps of the run so far."""
+        return round(max(rounds.steps for rounds in self._rounds))
+
+    def handle(self, request: Request, now: float) -> Reply:
+        """Answer a request."""
+        reply = self._handlers[type(request)](request, now)
+        if type(reply) is Refused:
+            self.counts["refused"] += 1
+        return reply
+
+    def tick(self, now: float) -> None:
+        """Evict who has been silent for too long and close the rounds whose deadline has passed."""
+        if self.settings.heartbeat_timeout:
+            for worker_id in self._roster.silent(now, self.settings.heartbeat_timeout):
+                self._remove(worker_id, "deaths")
+        for rounds in self._rounds:
+            self._close_if_due(rounds, now)
+
+    def next_wake(self) -> float | None:
+        """When `tick` has something to do, if nothing else happens before."""
+        times = [
+            rounds.open.deadline for rounds in self._rounds if rounds.open.deadline is not None and not rounds.closing
+        ]
+        if self.settings.heartbeat_timeout and self._roster.last_seen:
+            times.append(next(iter(self._roster.last_seen.values())) + self.settings.heartbeat_timeout)
+        return min(times, default=None)
+
+    def take_closed(self) -> list[Closed]:
+        """The rounds that were closed since the last call, to be executed in this order."""
+        taken = list(self._to_take)
+        self._to_take.clear()
+        return taken
+
+    def committed(self, closed: Closed, digest: str, now: float) -> None:
+        """Make an executed and persisted round's version the newest.
+
+        Raises:
+            ValueError: if an earlier round of the fragment is not committed yet.
+        """
+        rounds = self._rounds[closed.fragment]
+        rounds.commit(closed, digest, self._steps_of(closed), now)
+        self.counts["commits"] += 1
+        self.counts["contributions"] += len(closed.contributions)
+        self._slot_steps += _steps_by_slot(closed)
+        self._close_if_due(rounds, now)
+
+    def pending(self, fragment: int) -> list[Submit]:
+        """Submissions in rounds that are not committed: their tensors are still needed."""
+        rounds = self._rounds[fragment]
+        closing = [one.submit for closed in rounds.closing for one in closed.contributions]
+        return closing + [one.submit for some in rounds.open.contributions.values() for one in some]
+
+    def preview(self, request: Submit, now: float) -> Reply | None:
+        """What the answer to a submission will be, before its tensors are read; None if it will count."""
+        member = self._roster.find(request.worker_id, request.session)
+        if isinstance(member, Refused):
+            return member
+        self._roster.touch(request.worker_id, now)
+        return self._known(request) or self._too_late(request)
+
+    def evict(self, worker_id: str, now: float) -> bool:
+        """Remove a worker as if it had been silent for too long; whether it was registered."""
+        return self._leave(worker_id, "evictions", now)
+
+    def set_num_workers(self, num_workers: int, now: float) -> None:
+        """Expect another number of workers; the quorum stays.
+
+        Raises:
+            ConfigError: if it is below the quorum.
+        """
+        settings = replace(self.settings, num_workers=num_workers)
+        check_settings(settings)
+        self.settings = settings
+        self._roster.num_slots = num_workers
+        self.revision += 1
+        for rounds in self._rounds:
+            self._close_if_due(rounds, now)
+
+    def _register(self, request: Register, now: float) -> Reply:
+        refused = self._unfit(request)
+        if refused is not None:
+            return refused
+        known = self._roster.members.get(request.worker_id)
+        was_registered = request.worker_id in self._roster.last_seen and known is not None
+        is_same = was_registered and known is not None and known.session == request.session
+        member = self._roster.enter(request, now)
+        if isinstance(member, Refused):
+            return member
+        if not is_same:
+            self.revision += 1
+            self.counts["rejoins" if known else "joins"] += 1
+        for rounds in self._rounds:
+            if rounds.version == 0 and not rounds.open.contributions:
+                rounds.open.start = now  # time spent waiting for the first workers is no part of a round
+        return self._registered(member)
+
+    def _registered(self, member: Member) -> Registered:
+        return Registered(
+            run_id=self.run_id,
+            settings=self.settings,
+            versions=self.versions,
+            slot=member.slot,
+            num_slots=self._roster.num_slots,
+            step=self.step,
+            next_sequences=tuple(rounds.next_sequence(member.worker_id) for rounds in self._rounds),
+            slot_steps=self._slot_steps[member.slot] + self._pending_steps(member.slot),
+        )
+
+    def _pending_steps(self, slot: int) -> int:
+        """Steps from a share of the data in rounds that are not committed."""
+        first = self._rounds[0]
+        closing = [one for closed in first.closing for one in closed.contributions]
+        opened = [one for some in first.open.contributions.values() for one in some]
+        return sum(one.submit.steps for one in closing + opened if one.slot == slot)
+
+    def _unfit(self, request: Register) -> Refused | None:
+        if request.protocol_version != PROTOCOL_VERSION:
+            error = (
+                f"the worker speaks version {request.protocol_version} of the protocol, the server "
+                f"{PROTOCOL_VERSION}; install the same version of onstep at both ends"
+            )
+            return Refused(422, error, {"kind": "protocol"})
+        if request.fingerprint != self.fingerprint:
+            error = "the worker's model is not the server's: names, shapes or dtypes of parameters differ"
+            return Refused(422, error, {"kind": "fingerprint"})
+        if request.num_fragments not in (None, self.settings.num_fragments):
+            error = (
+                f"num_fragments must be the server's, {self.settings.num_fragments}, got {request.num_fragments}; "
+                "leave it out"
+            )
+            return Refused(422, error, {"kind": "settings"})
+        return None
+
+    def _submit(self, request: Submit, now: float) -> Reply:
+        answer = self.preview(request, now)
+        if isinstance(answer, Accepted):
+            self.counts["repeats"] += 1
+        elif isinstance(answer, Dropped):
+            self._count_dropped(request, now)
+        if answer is not None:
+            return answer
+        rounds = self._rounds[request.fragment]
+        version = rounds.next_version
+        staleness = version - 1 - request.base_version
+        self.counts["accepted"] += 1
+        if staleness:
+            self.counts["late"] += 1
+            rounds.observe_late(request, now)
+        weight = request.tokens / (1 + staleness) if self.settings.mode == "sync" else float(request.tokens)
+        slot = self._roster.members[request.worker_id].slot
+        rounds.add(Contribution(request, weight, slot), now, self._roster.last_seen.keys(), self.settings)
+        self._close_if_due(rounds, now)
+        return Accepted(version)
+
+    def _known(self, request: Submit) -> Reply | None:
+        """The answer to a submission that cannot be, or was there before."""
+        if not 0 <= request.fragment < len(self._rounds):
+            error = f"fragment must be below {len(self._rounds)}, got {request.fragment}"
+            return Refused(400, error, {"kind": "fragment"})
+        rounds = self._rounds[request.fragment]
+        settled = rounds.settled.get(request.worker_id)
+        if settled is not None and request.sequence <= settled.sequence:
+            if request.sequence < settled.sequence:
+                error = f"sequence {request.sequence} is over: {settled.sequence} is settled"
+                return Refused(409, error, {"kind": "old_sequence"})
+            if settled.version is None:
+                return Dropped("dropped before", rounds.version)
+            return Accepted(settled.version, is_repeat=True)
+        version = rounds.known_version(request.worker_id, request.sequence)
+        return None if version is None else Accepted(version, is_repeat=True)
+
+    def _too_late(self, request: Submit) -> Reply | None:
+        rounds = self._rounds[request.fragment]
+        if request.base_version > rounds.version:
+            error = f"base_version {request.base_version} does not exist; the newest is {rounds.version}"
+            return Refused(409, error, {"kind": "future_version"})
+        staleness = rounds.next_version - 1 - request.base_version
+        if self.settings.mode == "async" or staleness <= self.settings.max_staleness:
+            return None
+        reason = f"{staleness} versions late, max_staleness is {self.settings.max_staleness}"
+        return Dropped(reason, rounds.version)
+
+    def _count_dropped(self, request: Submit, now: float) -> None:
+        rounds = self._rounds[request.fragment]
+        settled = rounds.settled.get(request.worker_id)
+        if settled is not None and settled.sequence == request.sequence:
+            self.counts["repeats"] += 1
+            return
+        rounds.observe_late(request, now)
+        rounds.settle(request, None)
+        self.counts["dropped"] += 1
+
+    def _await(self, request: Await, now: float) -> Reply:
+        member = self._roster.find(request.worker_id, request.session)
+        if isinstance(member, Refused):
+            return member
+        self._roster.touch(request.worker_id, now)
+        if not 0 <= request.fragment < len(self._rounds):
+            error = f"fragment must be below {len(self._rounds)}, got {request.fragment}"
+            return Refused(400, error, {"kind": "fragment"})
+        rounds = self._rounds[request.fragment]
+        if request.sequence is not None:
+            version = rounds.known_version(request.worker_id, request.sequence)
+            if version is None:
+                return NotYet(rounds.version, is_pending=False)
+            if version > rounds.version:
+                return NotYet(rounds.version)
+        return self._ready(request, rounds) if request.version <= rounds.version else NotYet(rounds.version)
+
+    def _ready(self, request: Await, rounds: Rounds) -> Ready:
+        codec = self.settings.codec
+        is_update = codec != "fp32" and request.have_version == rounds.version - 1
+        return Ready(
+            fragment=request.fragment,
+            version=rounds.version,
+            kind="update" if is_update else "full",
+            codec=codec if is_update else "fp32",
+            digest=rounds.digest,
+            contributors=rounds.contributors,
+        )
+
+    def _heartbeat(self, request: Heartbeat, now: float) -> Reply:
+        member = self._roster.find(request.worker_id, request.session)
+        if isinstance(member, Refused):
+            return member
+        self._roster.touch(request.worker_id, now)
+        member.step = request.step
+        if request.steps_per_second > 0:
+            self._roster.note_speed(member, request.steps_per_second)
+        return Beat(self.versions, len(self._roster.last_seen), self._recommended(member))
+
+    def _recommended(self, member: Member) -> int | None:
+        """Steps that a worker should take a round, so that all arrive together. Source: Liu et al. 2024, section 5."""
+        if not self.settings.dylu or member.steps_per_second <= 0:
+            return None
+        return max(1, math.floor(member.steps_per_second / self._roster.fastest * self.settings.sync_every))
+
+    def _deregister(self, request: Deregister, now: float) -> Reply:
+        member = self._roster.find(request.worker_id, request.session)
+        if isinstance(member, Refused):
+            return member if member.status == 409 else Left()
+        self._leave(request.worker_id, "departures", now)
+        return Left()
+
+    def _leave(self, worker_id: str, counted_as: str, now: float) -> bool:
+        was_registered = self._remove(worker_id, counted_as)
+        for rounds in self._rounds:
+            self._close_if_due(rounds, now)
+        return was_registered
+
+    def _remove(self, worker_id: str, counted_as: str) -> bool:
+        was_registered = self._roster.leave(worker_id)
+        if was_registered:
+            self.counts[counted_as] += 1
+            self.revision += 1
+        return was_registered
+
+    def _close_if_due(self, rounds: Rounds, now: float) -> None:
+        if self.settings.mode == "async":
+            closed = rounds.close(now) if rounds.open.contributions else None
+        else:
+            is_complete = rounds.version > 0 or len(self._roster.members) >= self.settings.num_workers
+            closed = rounds.close_if_due(now, self._roster.last_seen.keys(), is_complete)
+        if closed is not None:
+            self._to_take.append(closed)
+
+    def _steps_of(self, closed: Closed) -> float:
+        """Optimizer steps by which a version brings the run forward."""
+        steps = max(one.submit.steps for one in closed.contributions)
+        return steps if self.settings.mode == "sync" else steps / max(1, len(self._roster.last_seen))
+
+    def state_dict(self) -> dict[str, object]:
+        """JSON-safe: all that is committed. Rounds that are not are made anew from repeated submissions."""
+        return {
+            "state_version": STATE_VERSION,
+            "protocol_version": PROTOCOL_VERSION,
+            "run_id": self.run_id,
+            "fingerprint": self.fingerprint,
+            "settings": asdict(self.settings),
+            "roster": self._roster.state_dict(),
+            "fragments": [rounds.state_dict() for rounds in self._rounds],
+            "slot_steps": _with_text_keys(self._slot_steps),
+            "counts": dict(self.counts),
+        }
+
+    def state_after(self, closed: Closed, digest: str) -> dict[str, object]:
+        """What `state_dict` will be when a closed round is committed: what to persist together with its tensors."""
+        state = self.state_dict()
+        fragments = state["fragments"]
+        assert isinstance(fragments, list)
+        fragments[closed.fragment] = self._rounds[closed.fragment].state_after(closed, digest, self._steps_of(closed))
+        state["slot_steps"] = _with_text_keys(self._slot_steps + _steps_by_slot(closed))
+        return state
+
+    def status(self, now: float) -> dict[str, object]:
+        """JSON-safe: members, rounds and counts."""
+        return {
+            "run_id": self.run_id,
+            "mode": self.settings.mode,
+            "step": self.step,
+            "versions": list(self.versions),
+            "num_workers": self.settings.num_workers,
+            "min_workers": self.settings.min_workers,
+            "num_registered": len(self._roster.last_seen),
+            "workers": self._roster.status(now),
+            "rounds": [rounds.status(now, self._roster.last_seen.keys()) for rounds in self._rounds],
+            "counts": dict(self.counts),
+        }
+
+    def _load(self, state: Mapping[str, object], now: float) -> None:
+        check_state(state, self.fingerprint, self.settings.num_fragments)
+        roster, fragments, slot_steps, counts = (state[key] for key in ("roster", "fragments", "slot_steps", "counts"))
+        assert isinstance(roster, dict)
+        assert isinstance(fragments, list)
+        assert isinstance(slot_steps, dict)
+        assert isinstance(counts, dict)
+        self.run_id = str(state["run_id"])
+        self._roster.load_state_dict(roster, now)
+        for rounds, one in zip(self._rounds, fragments, strict=True):
+            rounds.load_state_dict(one, now)
+        self._slot_steps = Counter({int(slot): steps for slot, steps in slot_steps.items()})
+        self.counts = Counter(counts)
+
+
+def _steps_by_slot(closed: Closed) -> Counter[int]:
+    """Optimizer steps by share of the data; all fragments of a step are trained on the same data."""
+    steps: Counter[int] = Counter()
+    if closed.fragment == 0:
+        for one in closed.contributions:
+            steps[one.slot] += one.submit.steps
+    return steps
+
+
+def _with_text_keys(counter: Counter[int]) -> dict[str, int]:
+    return {str(key): value for key, value in counter.items()}
+
+
+def check_state(state: Mapping[str, object], fingerprint: str, num_fragments: int) -> None:
+    """Check that a saved state belongs to a run that can be continued.
+
+    Raises:
+        ConfigError: if it is of another model, another division into fragments or a newer program.
+    """
+    require(
+        state.get("state_version") == STATE_VERSION, "state_version", str(STATE_VERSION), state.get("state_version")
+    )
+    remedy = "; start the server with the model that the run was started with."
+    require(state["fingerprint"] == fingerprint, "the saved fingerprint", fingerprint, state["fingerprint"], remedy)
+    fragments = state["fragments"]
+    assert isinstance(fragments, list)
+    require(len(fragments) == num_fragments, "num_fragments", f"{len(fragments)}, as saved", num_fragments)

@@ -1,0 +1,221 @@
+"""The rounds of one fragment: which submissions are in the open one, and when it closes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, KeysView
+from dataclasses import dataclass, field
+
+from onstep.diloco.protocol.arrivals import Arrivals
+from onstep.diloco.protocol.messages import Settings, Submit
+
+NUM_REMEMBERED = 4
+"""Earlier rounds whose late arrivals are still measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """A submission that counts, and its weight in the average (not normalised)."""
+
+    submit: Submit
+    weight: float
+    slot: int = 0
+    """The share of the data that it was trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A round that nothing is added to any more. Its owner does the outer step and then says `committed`."""
+
+    fragment: int
+    version: int
+    """The version that the outer step makes."""
+    contributions: tuple[Contribution, ...]
+    closed_at: float
+
+    @property
+    def contributors(self) -> tuple[str, ...]:
+        """Worker ids in order, each once."""
+        return tuple(sorted({one.submit.worker_id for one in self.contributions}))
+
+
+@dataclass(slots=True)
+class Settled:
+    """What became of a worker's last settled submission of a fragment."""
+
+    sequence: int
+    version: int | None
+    """The version that has it; None if it was dropped."""
+
+
+@dataclass(slots=True)
+class OpenRound:
+    """What has arrived since the round before was closed."""
+
+    start: float
+    contributions: dict[str, list[Contribution]] = field(default_factory=dict)
+    """Of each worker, in order of arrival."""
+    quorum_at: float | None = None
+    deadline: float | None = None
+
+
+class Rounds:
+    """One fragment's versions, settled submissions, closed rounds that are being executed, and the open round."""
+
+    def __init__(self, fragment: int, now: float) -> None:
+        self.fragment = fragment
+        self.version = 0
+        self.digest = ""
+        self.contributors: tuple[str, ...] = ()
+        self.steps = 0.0
+        self.settled: dict[str, Settled] = {}
+        self.arrivals = Arrivals()
+        self.open = OpenRound(now)
+        self.closing: deque[Closed] = deque()
+        self._quorums: dict[int, float] = {}
+
+    @property
+    def next_version(self) -> int:
+        """The version that the open round will make."""
+        return self.version + len(self.closing) + 1
+
+    def pending(self, worker_id: str) -> Iterable[tuple[Submit, int]]:
+        """A worker's submissions that are in a round which is not committed, with the version that will have them."""
+        for closed in self.closing:
+            for one in closed.contributions:
+                if one.submit.worker_id == worker_id:
+                    yield one.submit, closed.version
+        for one in self.open.contributions.get(worker_id, ()):
+            yield one.submit, self.next_version
+
+    def known_version(self, worker_id: str, sequence: int) -> int | None:
+        """The version that has or will have a submission; None if it is in none."""
+        settled = self.settled.get(worker_id)
+        if settled is not None and settled.sequence == sequence:
+            return settled.version
+        for submit, version in self.pending(worker_id):
+            if submit.sequence == sequence:
+                return version
+        return None
+
+    def next_sequence(self, worker_id: str) -> int:
+        """The first sequence number that is not known from a worker."""
+        settled = self.settled.get(worker_id)
+        last = settled.sequence if settled else -1
+        return max((submit.sequence for submit, _ in self.pending(worker_id)), default=last) + 1
+
+    def add(self, one: Contribution, now: float, registered: KeysView[str], settings: Settings) -> None:
+        """Put a submission into the open round."""
+        arrived, submit = self.open.contributions, one.submit
+        arrived.setdefault(submit.worker_id, []).append(one)
+        if submit.base_version + 1 == self.next_version and self.open.quorum_at is not None:
+            self.arrivals.observe_lag(submit.worker_id, now - self.open.quorum_at)
+        if self.open.quorum_at is None and len(arrived) >= settings.min_workers:
+            self._reach_quorum(now, registered, settings)
+
+    def observe_late(self, submit: Submit, now: float) -> None:
+        """Learn from a submission that missed its round."""
+        quorum_at = self._quorums.get(submit.base_version + 1)
+        if quorum_at is not None:
+            self.arrivals.observe_lag(submit.worker_id, now - quorum_at)
+
+    def _reach_quorum(self, now: float, registered: KeysView[str], settings: Settings) -> None:
+        missing = registered - self.open.contributions.keys()
+        self.open.quorum_at = now
+        self.open.deadline = self.arrivals.deadline(self.open.start, now, missing, settings)
+        for worker_id, contributions in self.open.contributions.items():
+            if contributions[-1].submit.base_version + 1 == self.next_version:
+                self.arrivals.observe_lag(worker_id, 0.0)
+
+    def close_if_due(self, now: float, registered: KeysView[str], is_complete: bool) -> Closed | None:
+        """Close the open round if all registered workers are in it, or its deadline has passed.
+
+        `is_complete` says whether the registered workers are all that are expected.
+        """
+        current = self.open
+        if self.closing or current.quorum_at is None or current.deadline is None:
+            return None
+        arrived = current.contributions.keys()
+        has_all = is_complete and len(arrived) >= len(registered) and registered <= arrived
+        return self.close(now) if has_all or now >= current.deadline else None
+
+    def close(self, now: float) -> Closed:
+        """Close the open round and open the next."""
+        current = self.open
+        in_order = [current.contributions[worker_id] for worker_id in sorted(current.contributions)]
+        closed = Closed(self.fragment, self.next_version, tuple(one for some in in_order for one in some), now)
+        if current.quorum_at is not None:
+            self.arrivals.observe_duration(current.quorum_at - current.start)
+            self._quorums[closed.version] = current.quorum_at
+            self._quorums.pop(closed.version - NUM_REMEMBERED, None)
+        self.closing.append(closed)
+        self.open = OpenRound(now)
+        return closed
+
+    def commit(self, closed: Closed, digest: str, steps: float, now: float) -> None:
+        """Make the version of a closed round the newest.
+
+        Raises:
+            ValueError: if another round has to be committed first.
+        """
+        if not self.closing or self.closing[0] is not closed:
+            raise ValueError(f"version {closed.version} of fragment {self.fragment} is not the next to commit")
+        self.closing.popleft()
+        self.version, self.digest, self.contributors = closed.version, digest, closed.contributors
+        self.steps += steps
+        for one in closed.contributions:
+            self.settle(one.submit, closed.version)
+        self.open.start = now
+
+    def settle(self, submit: Submit, version: int | None) -> None:
+        """Remember what became of a submission."""
+        self.settled[submit.worker_id] = Settled(submit.sequence, version)
+
+    def status(self, now: float, registered: KeysView[str]) -> dict[str, object]:
+        """JSON-safe: the open round."""
+        return {
+            "version": self.version,
+            "digest": self.digest,
+            "contributors": list(self.contributors),
+            "arrived": sorted(self.open.contributions),
+            "missing": sorted(registered - self.open.contributions.keys()),
+            "age_seconds": now - self.open.start,
+            "seconds_to_deadline": None if self.open.deadline is None else self.open.deadline - now,
+            "usual_seconds_to_quorum": self.arrivals.usual,
+            "num_closing": len(self.closing),
+        }
+
+    def state_dict(self) -> dict[str, object]:
+        """JSON-safe: what is committed. The open round is not: its submissions are sent again."""
+        return {
+            "version": self.version,
+            "digest": self.digest,
+            "contributors": list(self.contributors),
+            "steps": self.steps,
+            "settled": {worker_id: [one.sequence, one.version] for worker_id, one in self.settled.items()},
+            "arrivals": self.arrivals.state_dict(),
+        }
+
+    def state_after(self, closed: Closed, digest: str, steps: float) -> dict[str, object]:
+        """What `state_dict` will be after `commit`."""
+        state = self.state_dict()
+        settled = {one.submit.worker_id: [one.submit.sequence, closed.version] for one in closed.contributions}
+        changed = {"version": closed.version, "digest": digest, "contributors": list(closed.contributors)}
+        before = state["settled"]
+        assert isinstance(before, dict)
+        return state | changed | {"steps": self.steps + steps, "settled": before | settled}
+
+    def load_state_dict(self, state: dict[str, object], now: float) -> None:
+        """Restore what `state_dict` returned."""
+        version, steps, contributors, settled = (state[key] for key in ("version", "steps", "contributors", "settled"))
+        arrivals = state["arrivals"]
+        assert isinstance(version, int)
+        assert isinstance(steps, float | int)
+        assert isinstance(contributors, list)
+        assert isinstance(settled, dict)
+        assert isinstance(arrivals, dict)
+        self.version, self.digest, self.steps = version, str(state["digest"]), float(steps)
+        self.contributors = tuple(contributors)
+        self.settled = {worker_id: Settled(*one) for worker_id, one in settled.items()}
+        self.arrivals.load_state_dict(arrivals)
+        self.open = OpenRound(now)

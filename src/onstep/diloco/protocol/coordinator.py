@@ -143,9 +143,11 @@ class Coordinator:
 
     def pending(self, fragment: int) -> list[Submit]:
         """Submissions in rounds that are not committed: their tensors are still needed."""
-        rounds = self._rounds[fragment]
-        closing = [one.submit for closed in rounds.closing for one in closed.contributions]
-        return closing + [one.submit for some in rounds.open.contributions.values() for one in some]
+        return [one.submit for one in self._rounds[fragment].contributions()]
+
+    def holds(self, worker_id: str, fragment: int, sequence: int) -> bool:
+        """Whether a submission is in a round that is not committed."""
+        return sequence in self._rounds[fragment].in_flight.get(worker_id, ())
 
     def preview(self, request: Submit, now: float) -> Reply | None:
         """What the answer to a submission will be, before its tensors are read; None if it will count."""
@@ -205,10 +207,7 @@ class Coordinator:
 
     def _pending_steps(self, slot: int) -> int:
         """Steps from a share of the data in rounds that are not committed."""
-        first = self._rounds[0]
-        closing = [one for closed in first.closing for one in closed.contributions]
-        opened = [one for some in first.open.contributions.values() for one in some]
-        return sum(one.submit.steps for one in closing + opened if one.slot == slot)
+        return sum(one.submit.steps for one in self._rounds[0].contributions() if one.slot == slot)
 
     def _unfit(self, request: Register) -> Refused | None:
         if request.protocol_version != PROTOCOL_VERSION:

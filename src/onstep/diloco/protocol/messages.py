@@ -27,11 +27,17 @@ class ParameterSpec:
     """As in safetensors: F32, BF16, F64, ..."""
 
 
+def averaged_dtype(dtype: str) -> str:
+    """The dtype in which a parameter is averaged: a worker may train in bfloat16 what another trains in float32."""
+    return "F64" if dtype == "F64" else "F32"
+
+
 def first_difference(ours: Sequence[ParameterSpec], theirs: Sequence[ParameterSpec]) -> str | None:
     """First parameter, by name, in which two models differ, with what each has; None if there is none."""
     left, right = ({spec.name: spec for spec in specs} for specs in (ours, theirs))
     for name in sorted(left.keys() | right.keys()):
-        if left.get(name) != right.get(name):
+        one, other = left.get(name), right.get(name)
+        if one is None or other is None or fingerprint([one]) != fingerprint([other]):
             return f"{name}: {_described(left.get(name))} here, {_described(right.get(name))} there"
     return None
 
@@ -41,8 +47,9 @@ def _described(spec: ParameterSpec | None) -> str:
 
 
 def fingerprint(specs: Sequence[ParameterSpec]) -> str:
-    """What two models have in common if all parameters have the same names, shapes and dtypes, in any order."""
-    text = json.dumps(sorted([spec.name, list(spec.shape), spec.dtype] for spec in specs))
+    """What two models have in common if all parameters have the same names and shapes and are averaged in the same
+    dtype, in any order."""
+    text = json.dumps(sorted([spec.name, list(spec.shape), averaged_dtype(spec.dtype)] for spec in specs))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -57,6 +64,9 @@ class Settings:
     sync_every: int = 500
     """Optimizer steps between two submissions of the same fragment."""
     num_fragments: int = 1
+    num_shares: int = 1
+    """Servers that each have a share of every fragment. To a worker, fragments `k * num_shares` to
+    `(k + 1) * num_shares - 1` are those shares, which are due at the same time."""
     codec: str = "fp32"
     """Of updates that the server sends, and of submissions from workers that choose none."""
     dylu: bool = False

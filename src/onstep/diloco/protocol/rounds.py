@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, KeysView
+from collections.abc import KeysView
 from dataclasses import dataclass, field
 
 from onstep.diloco.protocol.arrivals import Arrivals
@@ -72,6 +72,8 @@ class Rounds:
         self.arrivals = Arrivals()
         self.open = OpenRound(now)
         self.closing: deque[Closed] = deque()
+        self.in_flight: dict[str, dict[int, int]] = {}
+        """Sequence numbers that are in a round which is not committed, with the version that will have them."""
         self._quorums: dict[int, float] = {}
 
     @property
@@ -79,35 +81,29 @@ class Rounds:
         """The version that the open round will make."""
         return self.version + len(self.closing) + 1
 
-    def pending(self, worker_id: str) -> Iterable[tuple[Submit, int]]:
-        """A worker's submissions that are in a round which is not committed, with the version that will have them."""
-        for closed in self.closing:
-            for one in closed.contributions:
-                if one.submit.worker_id == worker_id:
-                    yield one.submit, closed.version
-        for one in self.open.contributions.get(worker_id, ()):
-            yield one.submit, self.next_version
-
     def known_version(self, worker_id: str, sequence: int) -> int | None:
         """The version that has or will have a submission; None if it is in none."""
         settled = self.settled.get(worker_id)
         if settled is not None and settled.sequence == sequence:
             return settled.version
-        for submit, version in self.pending(worker_id):
-            if submit.sequence == sequence:
-                return version
-        return None
+        in_flight = self.in_flight.get(worker_id)
+        return in_flight.get(sequence) if in_flight else None
 
     def next_sequence(self, worker_id: str) -> int:
         """The first sequence number that is not known from a worker."""
         settled = self.settled.get(worker_id)
-        last = settled.sequence if settled else -1
-        return max((submit.sequence for submit, _ in self.pending(worker_id)), default=last) + 1
+        return max(self.in_flight.get(worker_id, ()), default=settled.sequence if settled else -1) + 1
+
+    def contributions(self) -> list[Contribution]:
+        """All that is in rounds which are not committed."""
+        closing = [one for closed in self.closing for one in closed.contributions]
+        return closing + [one for some in self.open.contributions.values() for one in some]
 
     def add(self, one: Contribution, now: float, registered: KeysView[str], settings: Settings) -> None:
         """Put a submission into the open round."""
         arrived, submit = self.open.contributions, one.submit
         arrived.setdefault(submit.worker_id, []).append(one)
+        self.in_flight.setdefault(submit.worker_id, {})[submit.sequence] = self.next_version
         if submit.base_version + 1 == self.next_version and self.open.quorum_at is not None:
             self.arrivals.observe_lag(submit.worker_id, now - self.open.quorum_at)
         if self.open.quorum_at is None and len(arrived) >= settings.min_workers:
@@ -165,7 +161,14 @@ class Rounds:
         self.steps += steps
         for one in closed.contributions:
             self.settle(one.submit, closed.version)
+            self._land(one.submit)
         self.open.start = now
+
+    def _land(self, submit: Submit) -> None:
+        in_flight = self.in_flight[submit.worker_id]
+        del in_flight[submit.sequence]
+        if not in_flight:
+            del self.in_flight[submit.worker_id]
 
     def settle(self, submit: Submit, version: int | None) -> None:
         """Remember what became of a submission."""

@@ -15,7 +15,7 @@ def check_settings(settings: Settings) -> None:
         ConfigError: for the first that is not.
     """
     require(settings.mode in ("sync", "async"), "mode", '"sync" or "async"', settings.mode)
-    for name in ("num_workers", "min_workers", "sync_every", "num_fragments"):
+    for name in ("num_workers", "min_workers", "sync_every", "num_fragments", "num_shares"):
         value = getattr(settings, name)
         require(isinstance(value, int) and value >= 1, name, "an integer >= 1", value)
     rule = f"at most num_workers ({settings.num_workers})"

@@ -65,8 +65,8 @@ class Settings:
     """Optimizer steps between two submissions of the same fragment."""
     num_fragments: int = 1
     num_shares: int = 1
-    """Servers that each have a share of every fragment. To a worker, fragments `k * num_shares` to
-    `(k + 1) * num_shares - 1` are those shares, which are due at the same time."""
+    """Servers that each have a share of every fragment. Share `s` of fragment `f`, which is the server's own fragment
+    `f`, is fragment `f * num_shares + s` to a worker; all shares of a fragment are due at the same time."""
     codec: str = "fp32"
     """Of updates that the server sends, and of submissions from workers that choose none."""
     dylu: bool = False

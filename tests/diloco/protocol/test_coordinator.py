@@ -87,7 +87,7 @@ def test_a_version_is_there_only_after_its_round_was_committed() -> None:
         run.submit(worker)
     assert run.ask("a", version=1, sequence=0) == NotYet(0)
     run.commit()
-    assert run.ask("a", version=1, sequence=0) == Ready(0, 1, "full", "fp32", "digest1", ("a", "b", "c"))
+    assert run.ask("a", version=1, sequence=0) == Ready(0, 1, "full", "fp32", "digest1", 3)
 
 
 def test_a_submission_sent_again_counts_once() -> None:

@@ -32,10 +32,8 @@ from onstep.diloco.protocol.messages import (
 )
 from onstep.diloco.protocol.roster import Member, Roster
 from onstep.diloco.protocol.rounds import Closed, Contribution, Rounds
-from onstep.diloco.protocol.settings import check_settings
-from onstep.errors import require
-
-STATE_VERSION = 1
+from onstep.diloco.protocol.settings import STATE_VERSION, check_settings, check_state
+from onstep.diloco.protocol.verdicts import no_such_fragment, unfit, verdict
 
 
 class Coordinator:
@@ -155,7 +153,9 @@ class Coordinator:
         if isinstance(member, Refused):
             return member
         self._roster.touch(request.worker_id, now)
-        return self._known(request) or self._too_late(request)
+        if not 0 <= request.fragment < len(self._rounds):
+            return no_such_fragment(request.fragment, len(self._rounds))
+        return verdict(request, self._rounds[request.fragment], self.settings)
 
     def evict(self, worker_id: str, now: float) -> bool:
         """Remove a worker as if it had been silent for too long; whether it was registered."""
@@ -176,7 +176,7 @@ class Coordinator:
             self._close_if_due(rounds, now)
 
     def _register(self, request: Register, now: float) -> Reply:
-        refused = self._unfit(request)
+        refused = unfit(request, self.fingerprint, self.settings.num_fragments)
         if refused is not None:
             return refused
         known = self._roster.members.get(request.worker_id)
@@ -209,24 +209,6 @@ class Coordinator:
         """Steps from a share of the data in rounds that are not committed."""
         return sum(one.submit.steps for one in self._rounds[0].contributions() if one.slot == slot)
 
-    def _unfit(self, request: Register) -> Refused | None:
-        if request.protocol_version != PROTOCOL_VERSION:
-            error = (
-                f"the worker speaks version {request.protocol_version} of the protocol, the server "
-                f"{PROTOCOL_VERSION}; install the same version of onstep at both ends"
-            )
-            return Refused(422, error, {"kind": "protocol"})
-        if request.fingerprint != self.fingerprint:
-            error = "the worker's model is not the server's: names, shapes or dtypes of parameters differ"
-            return Refused(422, error, {"kind": "fingerprint"})
-        if request.num_fragments not in (None, self.settings.num_fragments):
-            error = (
-                f"num_fragments must be the server's, {self.settings.num_fragments}, got {request.num_fragments}; "
-                "leave it out"
-            )
-            return Refused(422, error, {"kind": "settings"})
-        return None
-
     def _submit(self, request: Submit, now: float) -> Reply:
         answer = self.preview(request, now)
         if isinstance(answer, Accepted):
@@ -248,34 +230,6 @@ class Coordinator:
         self._close_if_due(rounds, now)
         return Accepted(version)
 
-    def _known(self, request: Submit) -> Reply | None:
-        """The answer to a submission that cannot be, or was there before."""
-        if not 0 <= request.fragment < len(self._rounds):
-            error = f"fragment must be below {len(self._rounds)}, got {request.fragment}"
-            return Refused(400, error, {"kind": "fragment"})
-        rounds = self._rounds[request.fragment]
-        settled = rounds.settled.get(request.worker_id)
-        if settled is not None and request.sequence <= settled.sequence:
-            if request.sequence < settled.sequence:
-                error = f"sequence {request.sequence} is over: {settled.sequence} is settled"
-                return Refused(409, error, {"kind": "old_sequence"})
-            if settled.version is None:
-                return Dropped("dropped before", rounds.version)
-            return Accepted(settled.version, is_repeat=True)
-        version = rounds.known_version(request.worker_id, request.sequence)
-        return None if version is None else Accepted(version, is_repeat=True)
-
-    def _too_late(self, request: Submit) -> Reply | None:
-        rounds = self._rounds[request.fragment]
-        if request.base_version > rounds.version:
-            error = f"base_version {request.base_version} does not exist; the newest is {rounds.version}"
-            return Refused(409, error, {"kind": "future_version"})
-        staleness = rounds.next_version - 1 - request.base_version
-        if self.settings.mode == "async" or staleness <= self.settings.max_staleness:
-            return None
-        reason = f"{staleness} versions late, max_staleness is {self.settings.max_staleness}"
-        return Dropped(reason, rounds.version)
-
     def _count_dropped(self, request: Submit, now: float) -> None:
         rounds = self._rounds[request.fragment]
         settled = rounds.settled.get(request.worker_id)
@@ -283,7 +237,7 @@ class Coordinator:
             self.counts["repeats"] += 1
             return
         rounds.observe_late(request, now)
-        rounds.settle(request, None)
+        rounds.drop(request)
         self.counts["dropped"] += 1
 
     def _await(self, request: Await, now: float) -> Reply:
@@ -292,8 +246,7 @@ class Coordinator:
             return member
         self._roster.touch(request.worker_id, now)
         if not 0 <= request.fragment < len(self._rounds):
-            error = f"fragment must be below {len(self._rounds)}, got {request.fragment}"
-            return Refused(400, error, {"kind": "fragment"})
+            return no_such_fragment(request.fragment, len(self._rounds))
         rounds = self._rounds[request.fragment]
         if request.sequence is not None:
             version = rounds.known_version(request.worker_id, request.sequence)
@@ -312,7 +265,7 @@ class Coordinator:
             kind="update" if is_update else "full",
             codec=codec if is_update else "fp32",
             digest=rounds.digest,
-            contributors=rounds.contributors,
+            num_contributors=len(rounds.contributors),
         )
 
     def _heartbeat(self, request: Heartbeat, now: float) -> Reply:
@@ -333,9 +286,9 @@ class Coordinator:
 
     def _deregister(self, request: Deregister, now: float) -> Reply:
         member = self._roster.find(request.worker_id, request.session)
-        if isinstance(member, Refused):
-            return member if member.status == 409 else Left()
-        self._leave(request.worker_id, "departures", now)
+        if isinstance(member, Member):
+            member.retire()
+            self._leave(request.worker_id, "departures", now)
         return Left()
 
     def _leave(self, worker_id: str, counted_as: str, now: float) -> bool:
@@ -358,6 +311,7 @@ class Coordinator:
             is_complete = rounds.version > 0 or len(self._roster.members) >= self.settings.num_workers
             closed = rounds.close_if_due(now, self._roster.last_seen.keys(), is_complete)
         if closed is not None:
+            self.counts["complete_rounds" if closed.is_complete else "rounds_by_deadline"] += 1
             self._to_take.append(closed)
 
     def _steps_of(self, closed: Closed) -> float:
@@ -429,19 +383,3 @@ def _steps_by_slot(closed: Closed) -> Counter[int]:
 
 def _with_text_keys(counter: Counter[int]) -> dict[str, int]:
     return {str(key): value for key, value in counter.items()}
-
-
-def check_state(state: Mapping[str, object], fingerprint: str, num_fragments: int) -> None:
-    """Check that a saved state belongs to a run that can be continued.
-
-    Raises:
-        ConfigError: if it is of another model, another division into fragments or a newer program.
-    """
-    require(
-        state.get("state_version") == STATE_VERSION, "state_version", str(STATE_VERSION), state.get("state_version")
-    )
-    remedy = "; start the server with the model that the run was started with."
-    require(state["fingerprint"] == fingerprint, "the saved fingerprint", fingerprint, state["fingerprint"], remedy)
-    fragments = state["fragments"]
-    assert isinstance(fragments, list)
-    require(len(fragments) == num_fragments, "num_fragments", f"{len(fragments)}, as saved", num_fragments)

@@ -60,7 +60,7 @@ class Settings:
     mode: Literal["sync", "async"] = "sync"
     num_workers: int = 1
     min_workers: int = 1
-    """The quorum: a round never commits with fewer contributors."""
+    """The quorum: a round never commits with fewer contributors. Asynchronous mode has no quorum."""
     sync_every: int = 500
     """Optimizer steps between two submissions of the same fragment."""
     num_fragments: int = 1
@@ -189,7 +189,8 @@ class Ready:
     codec: str = "fp32"
     digest: str = ""
     """Hash of the version's parameters, equal on all workers."""
-    contributors: tuple[str, ...] = ()
+    num_contributors: int = 0
+    """Workers whose submissions the version has."""
 
 
 @dataclass(frozen=True, slots=True)

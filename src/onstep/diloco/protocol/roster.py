@@ -23,7 +23,11 @@ class Member:
     step: int = 0
     steps_per_second: float = 0.0
     retired: list[str] = field(default_factory=list)
-    """Sessions that a newer one replaced."""
+    """Sessions that left or that a newer one replaced: a request of theirs that was under way must not count."""
+
+    def retire(self) -> None:
+        """Accept nothing more from the session."""
+        self.retired = [*self.retired, self.session][-NUM_RETIRED:]
 
 
 class Roster:
@@ -52,7 +56,8 @@ class Roster:
         elif request.session in member.retired:
             return replaced(member)
         elif request.session != member.session:
-            member.retired = [*member.retired, member.session][-NUM_RETIRED:]
+            if member.session not in member.retired:
+                member.retire()
             member.session, member.steps_per_second = request.session, 0.0
         if request.worker_id not in self.last_seen:
             member.slot = self._slot_again(member)
@@ -151,5 +156,5 @@ class Roster:
 
 def replaced(member: Member) -> Refused:
     """The answer to an older session of a worker."""
-    error = f"another session of worker {member.worker_id!r} has registered since; give each worker an id of its own"
+    error = f"this session of worker {member.worker_id!r} has left or was replaced by a newer one; ids must be unique"
     return Refused(409, error, {"kind": "replaced"})

@@ -31,7 +31,8 @@ class Closed:
     version: int
     """The version that the outer step makes."""
     contributions: tuple[Contribution, ...]
-    closed_at: float
+    is_complete: bool = True
+    """Whether all registered workers are in it; if not, it was closed by its deadline."""
 
     @property
     def contributors(self) -> tuple[str, ...]:
@@ -106,7 +107,7 @@ class Rounds:
         self.in_flight.setdefault(submit.worker_id, {})[submit.sequence] = self.next_version
         if submit.base_version + 1 == self.next_version and self.open.quorum_at is not None:
             self.arrivals.observe_lag(submit.worker_id, now - self.open.quorum_at)
-        if self.open.quorum_at is None and len(arrived) >= settings.min_workers:
+        if settings.mode == "sync" and self.open.quorum_at is None and len(arrived) >= settings.min_workers:
             self._reach_quorum(now, registered, settings)
 
     def observe_late(self, submit: Submit, now: float) -> None:
@@ -133,13 +134,13 @@ class Rounds:
             return None
         arrived = current.contributions.keys()
         has_all = is_complete and len(arrived) >= len(registered) and registered <= arrived
-        return self.close(now) if has_all or now >= current.deadline else None
+        return self.close(now, has_all) if has_all or now >= current.deadline else None
 
-    def close(self, now: float) -> Closed:
+    def close(self, now: float, is_complete: bool = True) -> Closed:
         """Close the open round and open the next."""
         current = self.open
         in_order = [current.contributions[worker_id] for worker_id in sorted(current.contributions)]
-        closed = Closed(self.fragment, self.next_version, tuple(one for some in in_order for one in some), now)
+        closed = Closed(self.fragment, self.next_version, tuple(one for some in in_order for one in some), is_complete)
         if current.quorum_at is not None:
             self.arrivals.observe_duration(current.quorum_at - current.start)
             self._quorums[closed.version] = current.quorum_at
@@ -159,8 +160,8 @@ class Rounds:
         self.closing.popleft()
         self.version, self.digest, self.contributors = closed.version, digest, closed.contributors
         self.steps += steps
+        self.settled.update(_settled_by(closed))
         for one in closed.contributions:
-            self.settle(one.submit, closed.version)
             self._land(one.submit)
         self.open.start = now
 
@@ -170,9 +171,9 @@ class Rounds:
         if not in_flight:
             del self.in_flight[submit.worker_id]
 
-    def settle(self, submit: Submit, version: int | None) -> None:
-        """Remember what became of a submission."""
-        self.settled[submit.worker_id] = Settled(submit.sequence, version)
+    def drop(self, submit: Submit) -> None:
+        """Remember that a submission was dropped."""
+        self.settled[submit.worker_id] = Settled(submit.sequence, None)
 
     def status(self, now: float, registered: KeysView[str]) -> dict[str, object]:
         """JSON-safe: the open round."""
@@ -202,7 +203,7 @@ class Rounds:
     def state_after(self, closed: Closed, digest: str, steps: float) -> dict[str, object]:
         """What `state_dict` will be after `commit`."""
         state = self.state_dict()
-        settled = {one.submit.worker_id: [one.submit.sequence, closed.version] for one in closed.contributions}
+        settled = {worker_id: [one.sequence, one.version] for worker_id, one in _settled_by(closed).items()}
         changed = {"version": closed.version, "digest": digest, "contributors": list(closed.contributors)}
         before = state["settled"]
         assert isinstance(before, dict)
@@ -222,3 +223,9 @@ class Rounds:
         self.settled = {worker_id: Settled(*one) for worker_id, one in settled.items()}
         self.arrivals.load_state_dict(arrivals)
         self.open = OpenRound(now)
+
+
+def _settled_by(closed: Closed) -> dict[str, Settled]:
+    """What is known of each contributor when a round is committed: its last submission."""
+    in_order = sorted(closed.contributions, key=lambda one: one.submit.sequence)
+    return {one.submit.worker_id: Settled(one.submit.sequence, closed.version) for one in in_order}

@@ -265,8 +265,12 @@ class WorkerSession:
         run_id = state["run_id"]
         self._run_id = None if run_id is None else str(run_id)
         self._next_sequences = {int(fragment): number for fragment, number in sequences.items()}
-        submits = [Submit(**(one | {"session": self.session})) for one in pending]
-        self._pending = {one.fragment: Pending(one, bodies[one.fragment]) for one in submits if one.fragment in bodies}
+        for one in pending:
+            submit = Submit(**(one | {"session": self.session}))
+            if submit.fragment in bodies:
+                self._pending[submit.fragment] = Pending(submit, bodies[submit.fragment])
+            else:
+                self._next_sequences[submit.fragment] = submit.sequence
         self._is_restored = True
 
     def _settle_once(

@@ -1,11 +1,15 @@
-"""Checks the settings of a run."""
+"""Checks the settings of a run, and whether a saved state can be continued with them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from onstep.diloco.protocol.messages import Settings
 from onstep.errors import require
+
+STATE_VERSION = 1
+"""Of what `Coordinator.state_dict` returns."""
 
 
 def check_settings(settings: Settings) -> None:
@@ -29,3 +33,19 @@ def check_settings(settings: Settings) -> None:
     for name in ("heartbeat_timeout", "initial_deadline"):
         value = getattr(settings, name)
         require(0 <= value < math.inf, name, "finite and >= 0", value)
+
+
+def check_state(state: Mapping[str, object], fingerprint: str, num_fragments: int) -> None:
+    """Check that a saved state belongs to a run that can be continued.
+
+    Raises:
+        ConfigError: if it is of another model, another division into fragments or a newer program.
+    """
+    require(
+        state.get("state_version") == STATE_VERSION, "state_version", str(STATE_VERSION), state.get("state_version")
+    )
+    remedy = "; start the server with the model that the run was started with."
+    require(state["fingerprint"] == fingerprint, "the saved fingerprint", fingerprint, state["fingerprint"], remedy)
+    fragments = state["fragments"]
+    assert isinstance(fragments, list)
+    require(len(fragments) == num_fragments, "num_fragments", f"{len(fragments)}, as saved", num_fragments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from random import Random
 from typing import Any
 
 from onstep.diloco.protocol.messages import Settings
@@ -97,6 +98,15 @@ class Scenario:
     def total_workers(self) -> int:
         """Workers of all sites."""
         return sum(site.workers for site in self.sites.values())
+
+    @property
+    def total_rounds(self) -> int:
+        """Rounds of all fragments together; in async mode, a submission is one."""
+        return self.rounds * self.num_fragments * (self.total_workers if self.mode == "async" else 1)
+
+    def random(self, purpose: str) -> Random:
+        """A stream of its own for each purpose, so that a varied setting does not change what else happens."""
+        return Random(f"{self.seed}/{purpose}")
 
     def settings(self) -> Settings:
         """What the server tells its workers."""

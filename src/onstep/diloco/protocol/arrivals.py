@@ -1,4 +1,4 @@
-"""When workers arrive in rounds, and how long the next round should wait for those that are missing."""
+"""Learns when workers arrive in rounds, and from that how long a round should wait for those that are missing."""
 
 from __future__ import annotations
 

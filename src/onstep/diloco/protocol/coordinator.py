@@ -41,8 +41,8 @@ class Coordinator:
 
     The owner passes each request to `handle` and calls `tick` at `next_wake`. After either, it executes the rounds of
     `take_closed`: the outer step, then persisting the tensors together with `state_after`, then `committed`. Only then
-    is the version there for the workers. A submission's tensors are kept by the owner, from before `handle` until the
-    submission is no longer `pending`.
+    is the version there for the workers. A submission's tensors are kept by the owner, from before `handle` as long
+    as `holds` says so.
 
     A round closes when all registered workers are in it and it has a quorum, or when it has a quorum and its deadline
     has passed (see `Arrivals`). Until `num_workers` have joined, the first round only closes by its deadline.
@@ -70,7 +70,7 @@ class Coordinator:
         self.run_id = run_id
         self.fingerprint = fingerprint
         self.revision = 0
-        """Changes when the roster changes: a reason to persist between two commits."""
+        """Changes when the roster does. Persist `state_dict` then, before the request that changed it is answered."""
         self.counts: Counter[str] = Counter()
         self._roster = Roster(settings.num_workers)
         self._rounds = [Rounds(fragment, now) for fragment in range(settings.num_fragments)]
@@ -136,7 +136,6 @@ class Coordinator:
         rounds.commit(closed, digest, self._steps_of(closed), now)
         self.counts["commits"] += 1
         self.counts["contributions"] += len(closed.contributions)
-        self._slot_steps += _steps_by_slot(closed)
         self._close_if_due(rounds, now)
 
     def pending(self, fragment: int) -> list[Submit]:
@@ -190,7 +189,7 @@ class Coordinator:
             self.counts["rejoins" if known else "joins"] += 1
         for rounds in self._rounds:
             if rounds.version == 0 and not rounds.open.contributions:
-                rounds.open.start = now  # time spent waiting for the first workers is no part of a round
+                rounds.open.start = now  # time spent waiting for the first workers does not belong to a round
         return self._registered(member)
 
     def _registered(self, member: Member) -> Registered:
@@ -201,13 +200,24 @@ class Coordinator:
             slot=member.slot,
             num_slots=self._roster.num_slots,
             step=self.step,
-            next_sequences=tuple(rounds.next_sequence(member.worker_id) for rounds in self._rounds),
-            slot_steps=self._slot_steps[member.slot] + self._pending_steps(member.slot),
+            next_sequences=tuple(self._next_sequence(rounds, member) for rounds in self._rounds),
+            slot_steps=self._slot_steps[member.slot],
         )
 
-    def _pending_steps(self, slot: int) -> int:
-        """Steps from a share of the data in rounds that are not committed."""
-        return sum(one.submit.steps for one in self._rounds[0].contributions() if one.slot == slot)
+    def _next_sequence(self, rounds: Rounds, member: Member) -> int:
+        known = rounds.next_sequence(member.worker_id)
+        return max(known, member.last_noted + 1) if rounds.fragment == 0 else known
+
+    def _note_steps(self, request: Submit) -> None:
+        """Note how far a share of the data is used, once for each submission: whoever trains on it next starts there.
+
+        All fragments of a step are trained on the same data, so one is enough. The note outlives a server that dies
+        before the submission is committed: its data is then not given to another session either.
+        """
+        member = self._roster.members[request.worker_id]
+        if request.fragment == 0 and request.sequence > member.last_noted:
+            self._slot_steps[member.slot] += request.steps
+            member.last_noted = request.sequence
 
     def _submit(self, request: Submit, now: float) -> Reply:
         answer = self.preview(request, now)
@@ -225,8 +235,8 @@ class Coordinator:
             self.counts["late"] += 1
             rounds.observe_late(request, now)
         weight = request.tokens / (1 + staleness) if self.settings.mode == "sync" else float(request.tokens)
-        slot = self._roster.members[request.worker_id].slot
-        rounds.add(Contribution(request, weight, slot), now, self._roster.last_seen.keys(), self.settings)
+        self._note_steps(request)
+        rounds.add(Contribution(request, weight), now, self._roster.last_seen.keys(), self.settings)
         self._close_if_due(rounds, now)
         return Accepted(version)
 
@@ -320,7 +330,7 @@ class Coordinator:
         return steps if self.settings.mode == "sync" else steps / max(1, len(self._roster.last_seen))
 
     def state_dict(self) -> dict[str, object]:
-        """JSON-safe: all that is committed. Rounds that are not are made anew from repeated submissions."""
+        """JSON-safe: all that is committed. Rounds that are not are made again from repeated submissions."""
         return {
             "state_version": STATE_VERSION,
             "protocol_version": PROTOCOL_VERSION,
@@ -329,7 +339,7 @@ class Coordinator:
             "settings": asdict(self.settings),
             "roster": self._roster.state_dict(),
             "fragments": [rounds.state_dict() for rounds in self._rounds],
-            "slot_steps": _with_text_keys(self._slot_steps),
+            "slot_steps": {str(slot): steps for slot, steps in self._slot_steps.items()},
             "counts": dict(self.counts),
         }
 
@@ -339,7 +349,6 @@ class Coordinator:
         fragments = state["fragments"]
         assert isinstance(fragments, list)
         fragments[closed.fragment] = self._rounds[closed.fragment].state_after(closed, digest, self._steps_of(closed))
-        state["slot_steps"] = _with_text_keys(self._slot_steps + _steps_by_slot(closed))
         return state
 
     def status(self, now: float) -> dict[str, object]:
@@ -370,16 +379,3 @@ class Coordinator:
             rounds.load_state_dict(one, now)
         self._slot_steps = Counter({int(slot): steps for slot, steps in slot_steps.items()})
         self.counts = Counter(counts)
-
-
-def _steps_by_slot(closed: Closed) -> Counter[int]:
-    """Optimizer steps by share of the data; all fragments of a step are trained on the same data."""
-    steps: Counter[int] = Counter()
-    if closed.fragment == 0:
-        for one in closed.contributions:
-            steps[one.slot] += one.submit.steps
-    return steps
-
-
-def _with_text_keys(counter: Counter[int]) -> dict[str, int]:
-    return {str(key): value for key, value in counter.items()}

@@ -70,7 +70,7 @@ class Settings:
     codec: str = "fp32"
     """Of updates that the server sends, and of submissions from workers that choose none."""
     dylu: bool = False
-    """Whether slower workers are told to take fewer steps a round."""
+    """Whether slower workers are asked to do fewer steps a round."""
     blend: float = 0.5
     """Share of the local parameters in the merge after a fragment that was in flight (alpha of Streaming DiLoCo)."""
     max_staleness: int = 1
@@ -154,7 +154,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The submission is valid and does not count; the worker goes on from the newest version."""
+    """The submission is valid and does not count; the worker continues from the newest version."""
 
     reason: str
     version: int
@@ -233,7 +233,7 @@ class Deregister:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The worker is no member."""
+    """The worker is not a member, or not any more."""
 
 
 @dataclass(frozen=True, slots=True)

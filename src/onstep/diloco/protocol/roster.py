@@ -1,4 +1,4 @@
-"""Who takes part: members, their sessions, shares of the data and signs of life."""
+"""Keeps the members of a run: their sessions, shares of the data and signs of life."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ class Member:
     retired: list[str] = field(default_factory=list)
     """Sessions that left or that a newer one replaced: a request of theirs that was under way must not count."""
 
+    last_noted: int = -1
+    """Newest sequence number whose steps are part of the slot's."""
+
     def retire(self) -> None:
         """Accept nothing more from the session."""
         self.retired = [*self.retired, self.session][-NUM_RETIRED:]
@@ -44,7 +47,7 @@ class Roster:
 
     @property
     def fastest(self) -> float:
-        """Steps per second of the fastest registered worker; 0 if none has told."""
+        """Steps per second of the fastest registered worker; 0 if no speed is known."""
         return self._fastest
 
     def enter(self, request: Register, now: float) -> Member | Refused:

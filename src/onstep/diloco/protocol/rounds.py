@@ -19,8 +19,6 @@ class Contribution:
 
     submit: Submit
     weight: float
-    slot: int = 0
-    """The share of the data that it was trained on."""
 
 
 @dataclass(frozen=True, slots=True)

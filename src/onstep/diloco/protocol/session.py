@@ -331,7 +331,7 @@ class WorkerSession:
         yield Sleep(min(pause, remaining))
 
     def _jitter(self, attempt: int) -> float:
-        """From 0.5 to 1, so that a thousand workers do not come at the same moment; repeatable."""
+        """From 0.5 to 1, so that a thousand workers do not come at the same time; repeatable."""
         return 0.5 + zlib.crc32(f"{self.session}/{attempt}".encode()) / 2**33
 
     def _check_time(self, until: float, reason: str) -> None:
@@ -364,7 +364,7 @@ class WorkerSession:
         if self._run_id not in (None, registered.run_id):
             raise SessionEndedError(
                 f"the server has another run, {registered.run_id}, than this worker, {self._run_id}; "
-                "start the worker anew, or the server from its saved state"
+                "restart the worker without its saved state, or the server from its own"
             )
         self._run_id, self.registered = registered.run_id, registered
         if not is_first:

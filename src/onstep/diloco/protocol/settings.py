@@ -39,7 +39,7 @@ def check_state(state: Mapping[str, object], fingerprint: str, num_fragments: in
     """Check that a saved state belongs to a run that can be continued.
 
     Raises:
-        ConfigError: if it is of another model, another division into fragments or a newer program.
+        ConfigError: if it has another model, another number of fragments or a newer format.
     """
     require(
         state.get("state_version") == STATE_VERSION, "state_version", str(STATE_VERSION), state.get("state_version")

@@ -1,4 +1,4 @@
-"""Which requests a server refuses, and what it says to a submission that does not count, or not any more."""
+"""Answers registrations that do not fit the run, and submissions that do not count or counted before."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def verdict(request: Submit, rounds: Rounds, settings: Settings) -> Reply | None
     if request.base_version > rounds.version:
         error = (
             f"base_version {request.base_version} does not exist, the newest is {rounds.version}; "
-            "if the server was started from an older state, start the workers anew"
+            "if the server was started from an older state, restart the workers"
         )
         return Refused(409, error, {"kind": "future_version"})
     staleness = rounds.next_version - 1 - request.base_version

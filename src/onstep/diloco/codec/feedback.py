@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-import torch
 from torch import Tensor
 
 from onstep.diloco.codec.formats import decode, encode
@@ -19,6 +18,7 @@ class ErrorFeedback:
 
     def __init__(self) -> None:
         self.residuals: dict[str, Tensor] = {}
+        self._before: dict[str, Tensor] = {}
         self.relative_error = 0.0
         """Norm of what the last encoding lost, relative to what was to be encoded."""
 
@@ -30,38 +30,48 @@ class ErrorFeedback:
         """
         wanted = {name: self._with_residual(name, tensor.detach().cpu()) for name, tensor in tensors.items()}
         encoded = encode(wanted, codec)
-        if codec == "fp32":
-            for name in tensors:
-                self.residuals.pop(name, None)
-            self.relative_error = 0.0
-            return encoded
-        decoded = decode(encoded, specs_of(wanted), codec)
-        lost = {name: tensor.to(decoded[name].dtype) - decoded[name] for name, tensor in wanted.items()}
+        lost: dict[str, Tensor] = {}
+        if codec != "fp32":
+            decoded = decode(encoded, specs_of(wanted), codec)
+            lost = {name: tensor.to(decoded[name].dtype) - decoded[name] for name, tensor in wanted.items()}
+        self._take_out(tensors, self._before)
+        self._before.update((name, self.residuals.pop(name)) for name in tensors if name in self.residuals)
         self.residuals.update(lost)
-        self.relative_error = _norm(lost) / (_norm(wanted) or 1.0)
+        self.relative_error = _norm(lost) / (_norm(wanted) or 1.0) if lost else 0.0
         return encoded
+
+    def undo(self, names: Iterable[str]) -> None:
+        """Forget the last encoding of these parameters, which nobody counted: its tensors will be encoded again."""
+        names = list(names)
+        self._take_out(names, self.residuals)
+        self.residuals.update((name, self._before.pop(name)) for name in names if name in self._before)
+
+    def _take_out(self, names: Iterable[str], tensors: dict[str, Tensor]) -> None:
+        for name in names:
+            tensors.pop(name, None)
 
     def _with_residual(self, name: str, tensor: Tensor) -> Tensor:
         residual = self.residuals.get(name)
         return tensor if residual is None else tensor + residual
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The residuals by parameter."""
-        return dict(self.residuals)
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """The residuals by parameter, and those before the last encoding, for `undo`."""
+        return {"residuals": dict(self.residuals), "before": dict(self._before)}
 
-    def load_state_dict(self, state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Take over residuals of another process.
 
         Raises:
             InvalidTensorsError: for a residual of a parameter that this model does not have, or of another shape.
         """
-        for name, tensor in state.items():
-            if tensor.shape != shapes.get(name):
+        for name, tensor in [*state["residuals"].items(), *state["before"].items()]:
+            if tuple(tensor.shape) != shapes.get(name):
                 raise InvalidTensorsError(
                     f"{name}: the checkpoint has a residual of shape {list(tensor.shape)}, but this model has "
                     f"{list(shapes[name]) if name in shapes else 'no such parameter'}; resume with the same model."
                 )
-        self.residuals = {name: tensor.cpu() for name, tensor in state.items()}
+        self.residuals = {name: tensor.cpu() for name, tensor in state["residuals"].items()}
+        self._before = {name: tensor.cpu() for name, tensor in state["before"].items()}
 
 
 def _norm(tensors: Mapping[str, Tensor]) -> float:

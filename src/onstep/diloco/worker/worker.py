@@ -107,9 +107,6 @@ class DiLoCoWorker:
         self._codec = codec if codec is not None or bf16_comm is None else ("bf16" if bf16_comm else "fp32")
         self._sync_every, self._num_fragments, self._dylu = sync_every, num_fragments, dylu
         self._timeout, self._heartbeat_interval, self._max_retries = timeout, heartbeat_interval, max_sync_retries
-        self._make_client = lambda: (
-            client or DiLoCoClient(server_addr, timeout=timeout, token=auth_token, verify=verify_tls)
-        )
         self._client, self._auth_token, self._verify = client, auth_token, verify
         self._loaded: Mapping[str, Any] | None = None
         self._hook: Any = None

@@ -1,0 +1,45 @@
+"""Averages submissions as they were received, without decoded copies of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onstep.diloco.codec import decode_one
+from onstep.diloco.protocol.messages import ParameterSpec
+
+CHUNK_VALUES = 2**16
+"""Elements summed at a time, so that the sum stays in the processor's cache."""
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """One submission of a round, with its weight."""
+
+    encoded: Mapping[str, Tensor]
+    codec: str
+    weight: float
+
+
+def average(contributions: Sequence[Contribution], specs: Sequence[ParameterSpec]) -> dict[str, Tensor]:
+    """The weighted average of each parameter, in float32 (float64 for parameters in float64).
+
+    The sums are made in the order of the contributions: the same ones in the same order give the same bits.
+    """
+    total = sum(one.weight for one in contributions)
+    shares = [one.weight / total for one in contributions]
+    return {spec.name: _average_of(spec, contributions, shares) for spec in specs}
+
+
+def _average_of(spec: ParameterSpec, contributions: Sequence[Contribution], shares: Sequence[float]) -> Tensor:
+    values = [decode_one(one.encoded, spec, one.codec).reshape(-1) for one in contributions]
+    result = torch.empty_like(values[0])
+    for start in range(0, result.numel(), CHUNK_VALUES):
+        end = start + CHUNK_VALUES
+        chunk = torch.mul(values[0][start:end], shares[0], out=result[start:end])
+        for value, share in zip(values[1:], shares[1:], strict=True):
+            chunk.add_(value[start:end], alpha=share)
+    return result.view(spec.shape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from onstep.diloco.protocol.coordinator import Coordinator
 from onstep.diloco.protocol.messages import Await, Register, Registered, Reply, Settings, Submit
 from onstep.diloco.protocol.rounds import Closed
@@ -17,10 +19,12 @@ class SteppedRun:
         self.coordinator = Coordinator(settings, run_id="run", fingerprint="model", state=state, now=now)
 
     def join(self, *workers: str, session: str = "s1") -> list[Registered]:
-        replies = [self.coordinator.handle(Register(one, session, "model"), self.now) for one in workers]
-        joined = [reply for reply in replies if isinstance(reply, Registered)]
-        assert len(joined) == len(replies)
-        return joined
+        return [self._join(Register(one, session, "model")) for one in workers]
+
+    def _join(self, request: Register) -> Registered:
+        reply = self.coordinator.handle(request, self.now)
+        assert isinstance(reply, Registered)
+        return self._join(replace(request, offer=reply.offer)) if reply.offer else reply
 
     def submit(
         self,

@@ -178,15 +178,16 @@ class Coordinator:
         refused = unfit(request, self.fingerprint, self.settings.num_fragments)
         if refused is not None:
             return refused
-        known = self._roster.members.get(request.worker_id)
-        was_registered = request.worker_id in self._roster.last_seen and known is not None
-        is_same = was_registered and known is not None and known.session == request.session
+        was_known = request.worker_id in self._roster.members
+        is_same = not isinstance(self._roster.find(request.worker_id, request.session), Refused)
         member = self._roster.enter(request, now)
         if isinstance(member, Refused):
             return member
+        if member.session != request.session:
+            return replace(self._registered(member), offer=member.offer)
         if not is_same:
             self.revision += 1
-            self.counts["rejoins" if known else "joins"] += 1
+            self.counts["rejoins" if was_known else "joins"] += 1
         for rounds in self._rounds:
             if rounds.version == 0 and not rounds.open.contributions:
                 rounds.open.start = now  # time spent waiting for the first workers does not belong to a round

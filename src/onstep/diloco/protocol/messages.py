@@ -104,6 +104,8 @@ class Register:
     """If given, it must be the server's."""
     step: int = 0
     """Optimizer steps that this worker has taken."""
+    offer: int = 0
+    """Number from the answer to an earlier registration, to accept it; 0 to ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,9 @@ class Registered:
     """Optimizer steps of the run so far: where a joiner's learning-rate schedule continues."""
     next_sequences: tuple[int, ...] = ()
     """First sequence number of each fragment that the server does not know from this worker."""
+    offer: int = 0
+    """If not 0, nothing has changed yet, because the id has another session: register again with this number to replace
+    it. (A delayed registration of a process that is dead by now is never followed by a second one.)"""
     slot_steps: int = 0
     """Optimizer steps submitted from this share of the data so far: where its data continues."""
 

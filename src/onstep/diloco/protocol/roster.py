@@ -25,8 +25,19 @@ class Member:
     retired: list[str] = field(default_factory=list)
     """Sessions that left or that a newer one replaced: a request of theirs that was under way must not count."""
 
+    candidate: str = ""
+    """Session that has asked to replace this one."""
+    offer: int = 0
+    """Number that the candidate has to send back."""
     last_noted: int = -1
     """Newest sequence number whose steps are part of the slot's."""
+
+    def accepts(self, request: Register) -> bool:
+        """Whether a new session may replace this one; if not yet, a new offer is made to it."""
+        if request.session == self.candidate and request.offer == self.offer:
+            return True
+        self.candidate, self.offer = request.session, self.offer + 1
+        return False
 
     def retire(self) -> None:
         """Accept nothing more from the session."""
@@ -51,7 +62,7 @@ class Roster:
         return self._fastest
 
     def enter(self, request: Register, now: float) -> Member | Refused:
-        """Register a worker, or refuse a session that was replaced."""
+        """Register a worker, make an offer to another session of its id, or refuse a session that is over."""
         member = self.members.get(request.worker_id)
         if member is None:
             member = Member(request.worker_id, request.session, self._free_slot())
@@ -59,6 +70,8 @@ class Roster:
         elif request.session in member.retired:
             return replaced(member)
         elif request.session != member.session:
+            if not member.accepts(request):
+                return member
             if member.session not in member.retired:
                 member.retire()
             member.session, member.steps_per_second = request.session, 0.0

@@ -339,16 +339,20 @@ class WorkerSession:
             raise _OutOfTimeError(reason)
 
     def _join(self, until: float) -> Operation[Registered]:
-        attempt = 0
+        attempt = offer = 0
         while True:
-            outcome = yield Send(self._register())
+            outcome = yield Send(self._register(offer))
             if isinstance(outcome, Answer) and isinstance(outcome.reply, Registered):
-                self._joined(outcome.reply)
-                return outcome.reply
+                offer = outcome.reply.offer
+                if not offer:
+                    self._joined(outcome.reply)
+                    return outcome.reply
+                self._check_time(until, "another session of this worker's id is registered")
+                continue
             yield from self._pause(outcome, attempt, until)
             attempt += 1
 
-    def _register(self) -> Register:
+    def _register(self, offer: int) -> Register:
         return Register(
             self.worker_id,
             self.session,
@@ -357,6 +361,7 @@ class WorkerSession:
             sync_every=self._sync_every,
             num_fragments=self._num_fragments,
             step=self.step,
+            offer=offer,
         )
 
     def _joined(self, registered: Registered) -> None:

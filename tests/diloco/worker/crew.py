@@ -97,6 +97,45 @@ def trained_alone(steps: int) -> dict[str, Tensor]:
     return values(model)
 
 
-def assert_close(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float = 1e-12) -> None:
     for name, value in other.items():
-        torch.testing.assert_close(one[name], value, rtol=0, atol=1e-12)
+        torch.testing.assert_close(one[name], value, rtol=0, atol=tolerance)
+
+
+def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def nesterov(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def data_parallel(count: int, steps: int, lr: float) -> dict[str, Tensor]:
+    """Synchronous data-parallel SGD over the batches of all workers."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for step in zip(*(batches(worker, steps) for worker in range(count)), strict=True):
+        optimizer.zero_grad()
+        losses = [nn.functional.mse_loss(model(inputs), targets) for inputs, targets in step]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    return values(model)
+
+
+def outer_steps(count: int, every: int, rounds: int) -> dict[str, Tensor]:
+    """Nesterov of torch on the average of the differences that `count` models make in rounds of `every` steps."""
+    outer = small_model()
+    optimizer = nesterov(list(outer.parameters()))
+    for index in range(rounds):
+        ends = [_end(outer, worker, index * every, every, every * rounds) for worker in range(count)]
+        for name, parameter in outer.named_parameters():
+            parameter.grad = torch.stack([parameter.detach() - end[name] for end in ends]).mean(0)
+        optimizer.step()
+    return values(outer)
+
+
+def _end(outer: nn.Module, worker: int, start: int, steps: int, total: int) -> dict[str, Tensor]:
+    model = small_model()
+    model.load_state_dict(outer.state_dict())
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(worker, total)[start : start + steps])
+    return values(model)

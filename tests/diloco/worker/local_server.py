@@ -57,6 +57,9 @@ class LocalServer:
             raise ServerLostError("the answer was lost")
         return reply, answer
 
+    def close(self) -> None:
+        """There is nothing to close."""
+
     def _handle(self, request: Request, body: bytes) -> tuple[Reply, Any]:
         now = time.monotonic()
         if isinstance(request, Submit):

@@ -60,6 +60,7 @@ class Exchange:
         metrics: SyncMetrics,
     ) -> None:
         self._specs, self._dtypes, self._timeout, self._metrics = specs, dtypes, timeout, metrics
+        self._client = client
         self.link = Link(client, specs, lost_seconds=float(2 ** (max_retries + 1) - 2))
         self.session = WorkerSession(
             worker_id,
@@ -226,8 +227,15 @@ class Exchange:
 
     def leave(self) -> None:
         """Deregister, and end what is under way."""
-        self.link.run(self.session.leave())
+        try:
+            self.link.run(self.session.leave())
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End what is under way, and close the connections."""
         self.link.close()
+        self._client.close()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed worker needs; a submission that is not settled is as if it had not begun."""

@@ -23,6 +23,9 @@ class Client(Protocol):
     def send(self, request: Request, body: bytes = b"") -> tuple[Reply, Any]:
         """The reply and its body; raises ServerLostError without one."""
 
+    def close(self) -> None:
+        """Close the connections."""
+
 
 class LinkClosedError(OnstepError):
     """The worker stopped while an operation was under way."""

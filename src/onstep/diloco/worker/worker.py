@@ -72,7 +72,7 @@ class DiLoCoWorker:
             `bf16_comm`.
         auth_token: of the server; by default from the environment or the token file.
         verify: for `https`, the PEM file of the authority that vouches for the server.
-        client: used instead of one made from the address.
+        client: used instead of one made from the address, and closed at the end.
 
     Raises:
         ConfigError: for an invalid value.
@@ -144,6 +144,15 @@ class DiLoCoWorker:
         world = open_world()
         parameters = Parameters(self._model, world)
         exchange = self._new_exchange(parameters, step) if world.is_main else None
+        try:
+            self._begin(world, parameters, exchange, step)
+        except BaseException:
+            self._work = None
+            if exchange is not None:
+                exchange.close()
+            raise
+
+    def _begin(self, world: World, parameters: Parameters, exchange: Exchange | None, step: int) -> None:
         registered = on_main(world, lambda: _of(exchange).join(self._codec))
         names = on_main(world, lambda: [fragment.names for fragment in _of(exchange).fragments])
         settings = registered.settings

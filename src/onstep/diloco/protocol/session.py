@@ -138,6 +138,7 @@ class WorkerSession:
         hostname: str = "",
         sync_every: int | None = None,
         num_fragments: int | None = None,
+        poll_seconds: float = POLL_SECONDS,
     ) -> None:
         self.worker_id = worker_id
         self.session = session
@@ -152,6 +153,7 @@ class WorkerSession:
         self._fingerprint = fingerprint
         self._clock = clock
         self._hostname, self._sync_every, self._num_fragments = hostname, sync_every, num_fragments
+        self._poll_seconds = poll_seconds
         self._run_id: str | None = None
         self._next_sequences: dict[int, int] = {}
         self._is_restored = False
@@ -299,7 +301,7 @@ class WorkerSession:
     def _question(
         self, fragment: int, version: int, have_version: int | None, sequence: int | None, until: float
     ) -> Send:
-        wait = max(0.0, min(POLL_SECONDS, until - self._clock()))
+        wait = max(0.0, min(self._poll_seconds, until - self._clock()))
         return Send(Await(self.worker_id, self.session, fragment, version, have_version, sequence, wait))
 
     def _ask(self, make: Callable[[], Send], until: float) -> Operation[Answer]:

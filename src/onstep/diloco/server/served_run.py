@@ -22,6 +22,7 @@ from onstep.diloco.protocol.messages import (
     Deregister,
     NotYet,
     Ready,
+    Refused,
     Register,
     Reply,
     Request,
@@ -121,8 +122,8 @@ class ServedRun:
             return await self._wait(request)
         reply = self.coordinator.handle(request, self.now())
         self._after()
-        if isinstance(request, Register | Deregister):
-            await self.save_roster()
+        if isinstance(request, Register | Deregister) and not await self.save_roster():
+            return Result(Refused(503, "the disk refuses to save who joins; the server tries again"))
         return Result(reply)
 
     def submit(self, request: Submit, encoded: Mapping[str, Tensor]) -> Reply:
@@ -228,14 +229,16 @@ class ServedRun:
             await self._write(lambda: store.commit(closed.fragment, version.number, state, rest))
             self._saved_revision = revision
 
-    async def save_roster(self) -> None:
-        """Save who is a member, if that has changed."""
+    async def save_roster(self) -> bool:
+        """Save who is a member, if that has changed; whether it is saved."""
         if self._store is None or self._saved_revision == self.coordinator.revision:
-            return
+            return True
         try:
             await self._save_rest(self._store)
         except CheckpointError as error:
             logger.error("The roster was not saved; the next round will be saved with it: %s", error)
+            return False
+        return True
 
     async def _save_rest(self, store: Store) -> None:
         async with self._saving:

@@ -64,6 +64,7 @@ class DiLoCoServer:
         share: `(i, n)` for server i, from 0, of n that share the parameters.
         exclude: names of the model that are not trained, see `initial_parameters`.
         token: the bearer token; None for that of the port's token file, "" for none, which lets everyone in.
+        renews_token: make a new token for the port's file.
         tls: the PEM files to serve `https` with; None for plain HTTP.
 
     Raises:
@@ -95,6 +96,7 @@ class DiLoCoServer:
         share: tuple[int, int] = (0, 1),
         exclude: Collection[str] = (),
         token: str | None = None,
+        renews_token: bool = False,
         tls: TlsFiles | None = None,
     ) -> None:
         if settings is None:
@@ -126,7 +128,7 @@ class DiLoCoServer:
             self._close_store()
             raise
         self.host, self.port = host, int(self._listener.getsockname()[1])
-        self.token = keep_token(self.port) if token is None else checked(token) if token else None
+        self.token = keep_token(self.port, renew=renews_token) if token is None else checked(token) if token else None
         self._scheme = "http" if tls is None else "https"
         self._serving: Serving | None = None
         self._tls = tls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any
@@ -17,6 +18,7 @@ class Clock:
         """Actions called so far."""
         self._waiting: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._number = 0
+        self._is_running = False
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
         """Call `action(*arguments)` at `time`; if that is over, as soon as what is due before has been called."""
@@ -28,13 +30,18 @@ class Clock:
         self._number += 1
         heappush(self._waiting, (self.now + seconds, self._number, action, arguments))
 
-    def run(self, until: float, is_over: Callable[[], bool]) -> None:
-        """Call what is due until the time `until`, until nothing waits, or until `is_over`."""
+    def run(self, until: float = math.inf) -> None:
+        """Call what is due until the time `until`, until nothing waits, or until `stop`."""
         waiting = self._waiting
-        while waiting and not is_over():
+        self._is_running = True
+        while waiting and self._is_running:
             if waiting[0][0] > until:
                 self.now = until
                 return
             self.now, _, action, arguments = heappop(waiting)
             self.events += 1
             action(*arguments)
+
+    def stop(self) -> None:
+        """End `run` after the action that is being called."""
+        self._is_running = False

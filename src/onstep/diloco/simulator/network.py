@@ -11,6 +11,8 @@ from onstep.diloco.simulator.clock import Clock
 
 SEGMENT_BYTES = 1460
 """Payload of a TCP segment on Ethernet."""
+_ROUNDING_SECONDS = 1e-6
+"""What would pass within a microsecond has passed. Less than the clock's own rounding, and nothing would ever pass."""
 
 
 def packet_loss_limit(packet_loss: float, round_trip_seconds: float) -> float:
@@ -67,8 +69,8 @@ class Line:
             return
         self._wakes_at = math.inf
         self._advance()
-        passing, rounding = self._passing, 1e-6 + 1e-12 * self._share
-        while passing and passing[0][0] - self._share <= rounding:
+        passing, rounding = self._passing, self._rate * _ROUNDING_SECONDS
+        while passing and (passing[0][0] - self._share) * len(passing) <= rounding:
             _, _, done, arguments = heappop(passing)
             done(*arguments)
         if passing:
@@ -85,21 +87,20 @@ class Path:
     def __init__(self, clock: Clock, lines: list[Line], latency: float, most_bytes_per_second: float) -> None:
         self._clock, self._lines, self.latency = clock, lines, latency
         self._seconds_per_byte = 1.0 / most_bytes_per_second
+        self._num_parts = len(lines) + (self._seconds_per_byte > 0.0)
 
     def send(self, size: int, arrive: Callable[..., None], *arguments: Any) -> None:
         """Call `arrive(*arguments)` when `size` bytes are there; size 0 for a message without a body."""
-        if size == 0:
+        if size == 0 or self._num_parts == 0:
             self._clock.after(self.latency, arrive, *arguments)
-            return
-        parts = len(self._lines) + (self._seconds_per_byte > 0.0)
-        if parts == 0:
-            self._clock.after(self.latency, arrive, *arguments)
-            return
-        passage = _Passage(self._clock, parts, self.latency, arrive, arguments)
-        for line in self._lines:
-            line.carry(size, passage.part_is_done)
-        if self._seconds_per_byte > 0.0:
-            self._clock.after(size * self._seconds_per_byte, passage.part_is_done)
+        elif self._num_parts == 1 and self._lines:
+            self._lines[0].carry(size, self._clock.after, self.latency, arrive, *arguments)
+        else:
+            passage = _Passage(self._clock, self._num_parts, self.latency, arrive, arguments)
+            for line in self._lines:
+                line.carry(size, passage.part_is_done)
+            if self._seconds_per_byte > 0.0:
+                self._clock.after(size * self._seconds_per_byte, passage.part_is_done)
 
 
 class _Passage:

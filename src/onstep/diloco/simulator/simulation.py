@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from onstep.diloco.protocol.rounds import Closed
 from onstep.diloco.simulator.churn import Attendance, Churn
@@ -47,7 +49,8 @@ class _Simulation:
         for members in self._members:
             members.start()
         self._attendance.begin_round()
-        self._clock.run(self._limit(), lambda: self._rounds_left <= 0)
+        with _without_collections():
+            self._clock.run(self._limit())
         for members in self._members:
             members.end()
         return make_report(self._scenario, self._measures, self._server.coordinator.counts, self._clock)
@@ -82,6 +85,8 @@ class _Simulation:
         self._attendance.begin_round()
         if self._scenario.mode == "async" or closed.version <= self._scenario.rounds:
             self._rounds_left -= 1
+        if self._rounds_left == 0:
+            self._clock.stop()
         if self._on_round is not None:
             self._on_round(len(self._measures.rounds))
 
@@ -92,3 +97,15 @@ class _Simulation:
     def _restart_server(self) -> None:
         self._server.restart()
         self._attendance.server_is_back()
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keep the garbage collector from looking at millions of live objects: a fifth of the time, and nothing to find."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -56,7 +56,11 @@ class SimulatedWorker:
         self.is_alive = True
         self._num_sessions += 1
         self._session = WorkerSession(
-            self.worker_id, f"{self.worker_id}.{self._num_sessions}", FINGERPRINT, clock=lambda: self._clock.now
+            self.worker_id,
+            f"{self.worker_id}.{self._num_sessions}",
+            FINGERPRINT,
+            clock=lambda: self._clock.now,
+            poll_seconds=SYNC_BOUND,  # nothing cuts a virtual connection while its question waits
         )
         fragments = self._settings.num_fragments
         self._have, self._unsubmitted = [0] * fragments, [0] * fragments

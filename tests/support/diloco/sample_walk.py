@@ -167,10 +167,12 @@ class Server:
         walk.committed.append(closed)
         for one in closed.contributions:
             walk.counted.update(self.bodies[one.submit])
-        self.guarded(walk.random.uniform(0.0, 1.0), self.commit)
+        if walk.dangers.server_dies and walk.chance(0.05):
+            self.die()  # just when the round is on disk
+        else:
+            self.commit(self.closed.pop(0))
 
-    def commit(self) -> None:
-        closed = self.closed.pop(0)
+    def commit(self, closed: Closed) -> None:
         self.coordinator.committed(closed, f"digest{closed.version}", self.walk.now)
         self.is_executing = False
         self.execute()

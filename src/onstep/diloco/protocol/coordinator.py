@@ -41,8 +41,8 @@ class Coordinator:
 
     The owner passes each request to `handle` and calls `tick` at `next_wake`. After either, it executes the rounds of
     `take_closed`: the outer step, then persisting the tensors together with `state_after`, then `committed`. Only then
-    is the version there for the workers. A submission's tensors are kept by the owner, from before `handle` as long
-    as `holds` says so.
+    is the version there for the workers. Nothing else may be persisted between the last two: it would undo the commit.
+    The owner keeps a submission's tensors from before `handle` as long as `holds` says so.
 
     A round closes when all registered workers are in it and it has a quorum, or when it has a quorum and its deadline
     has passed (see `Arrivals`). Until `num_workers` have joined, the first round only closes by its deadline.

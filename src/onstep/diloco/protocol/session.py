@@ -157,6 +157,8 @@ class WorkerSession:
         self._run_id: str | None = None
         self._next_sequences: dict[int, int] = {}
         self._is_restored = False
+        self._forgotten: dict[int, int] = {}
+        """Restored submissions without tensors. Their numbers are not used again: an older checkpoint may have them."""
         self._pending: dict[int, Pending] = {}
 
     def pending(self, fragment: int) -> Submit | None:
@@ -272,7 +274,7 @@ class WorkerSession:
             if submit.fragment in bodies:
                 self._pending[submit.fragment] = Pending(submit, bodies[submit.fragment])
             else:
-                self._next_sequences[submit.fragment] = submit.sequence
+                self._forgotten[submit.fragment] = submit.sequence
         self._is_restored = True
 
     def _settle_once(
@@ -380,9 +382,13 @@ class WorkerSession:
             self.superseded = frozenset(
                 fragment
                 for fragment, known in enumerate(registered.next_sequences)
-                if known > self._next_sequences.get(fragment, 0)
+                if known > self._first_unknown(fragment)
             )
             for fragment in self.superseded:
                 self._pending.pop(fragment, None)
         for fragment, known in enumerate(registered.next_sequences):
             self._next_sequences[fragment] = max(known, self._next_sequences.get(fragment, 0))
+
+    def _first_unknown(self, fragment: int) -> int:
+        """The first submission that the restored local progress does not have, or has although it is not pending."""
+        return self._forgotten.get(fragment, self._next_sequences.get(fragment, 0))

@@ -64,6 +64,8 @@ class _Exchange:
     def arrive(self) -> None:
         """The request is at the server."""
         connection = self._connection
+        if self._task.is_over:  # the worker was killed while it sent
+            return
         if connection.is_cut:
             self.give_up("the connection was cut", CONNECT_SECONDS)
         elif self.loses_request:

@@ -21,9 +21,7 @@ _BYTES_PER_MBIT = 125_000.0
 
 def lines(clock: Clock, upload_mbit: float | None, download_mbit: float | None) -> tuple[list[Line], list[Line]]:
     """The lines from a place to the network and back; none where there is no limit."""
-    up, down = (
-        [] if mbit is None else [Line(clock, mbit * _BYTES_PER_MBIT)] for mbit in (upload_mbit, download_mbit)
-    )
+    up, down = ([] if mbit is None else [Line(clock, mbit * _BYTES_PER_MBIT)] for mbit in (upload_mbit, download_mbit))
     return up, down
 
 

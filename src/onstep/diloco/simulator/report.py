@@ -96,7 +96,10 @@ def make_report(scenario: Scenario, measures: Measures, counts: Counter[str], cl
     sites, fragments = measures.sites, scenario.num_fragments
     steps = sum(one.steps for one in sites.values())
     counted = sum(one.counted_steps for one in sites.values()) / fragments
-    alive, training = sum(one.alive_seconds for one in sites.values()), sum(one.training_seconds for one in sites.values())
+    alive, training = (
+        sum(one.alive_seconds for one in sites.values()),
+        sum(one.training_seconds for one in sites.values()),
+    )
     ideal = sum(site.workers / site.step_seconds for site in scenario.sites.values()) * clock.now
     bytes_up = sum(one.bytes_up for one in sites.values())
     records = measures.rounds

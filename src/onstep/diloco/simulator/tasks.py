@@ -60,4 +60,3 @@ class Task:
         self.is_over, self.result = True, result
         if self._then is not None:
             self._then(None)
-

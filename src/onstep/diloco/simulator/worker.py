@@ -9,7 +9,17 @@ from typing import Any
 
 from onstep.diloco.fragments import due
 from onstep.diloco.protocol.messages import Beat, Ready, Settings
-from onstep.diloco.protocol.session import Answer, Counted, NotCounted, Sleep, WorkerSession
+from onstep.diloco.protocol.session import (
+    Answer,
+    Counted,
+    Lost,
+    NotCounted,
+    Operation,
+    Settlement,
+    Sleep,
+    Unsettled,
+    WorkerSession,
+)
 from onstep.diloco.simulator.clock import Clock
 from onstep.diloco.simulator.connection import Connection
 from onstep.diloco.simulator.measures import SiteCounts
@@ -20,6 +30,8 @@ from onstep.diloco.simulator.tasks import Task
 Life = Generator[Any, Any, None]
 SYNC_BOUND = 600.0
 """Seconds that a worker waits for a round before it trains on."""
+LOST_SECONDS = 14.0
+"""Seconds without any answer after which it trains on: 2 + 4 + 8, for `max_sync_retries=3`."""
 _LEAST_SHARE = 0.05
 """Of the mean duration, below which jitter does not bring a step."""
 
@@ -158,12 +170,27 @@ class SimulatedWorker:
     def _settle(self, fragment: int) -> Life:
         submit = self._session.pending(fragment)
         assert submit is not None
-        settlement = yield from self._session.settle(fragment, SYNC_BOUND, self._have[fragment])
+        settlement = yield from self._impatient(self._session.settle(fragment, SYNC_BOUND, self._have[fragment]))
         if type(settlement) is Counted:
             self._have[fragment] = settlement.ready.version
         elif type(settlement) is NotCounted:  # what was dropped stays in the local parameters
             self._unsubmitted[fragment] += submit.steps
             yield from self._fetch(fragment)
+
+    def _impatient(self, operation: Operation[Settlement]) -> Generator[Any, Any, Settlement]:
+        """Give up an operation without any answer for `LOST_SECONDS`, as the real worker does, which then trains on."""
+        outcome, answered_at = None, self._clock.now
+        while True:
+            try:
+                effect = operation.send(outcome)
+            except StopIteration as done:
+                return done.value  # type: ignore[no-any-return]
+            outcome = yield effect
+            if type(outcome) is Answer:
+                answered_at = self._clock.now
+            elif type(outcome) is Lost and self._clock.now - answered_at > LOST_SECONDS:
+                operation.close()
+                return Unsettled(outcome.reason)
 
     def _report_speed(self) -> Life:
         beat = yield from self._session.beat(1.0 / self._step_seconds, SYNC_BOUND)

@@ -40,6 +40,10 @@ class RawWorker:
         """Join."""
         reply = self.register()
         assert isinstance(reply, Registered), reply
+        if reply.offer:
+            request = Register(self.worker_id, self.session, fingerprint(self.specs), offer=reply.offer)
+            reply = self.client.send(request)[0]
+            assert isinstance(reply, Registered), reply
         return reply
 
     def request(self, sequence: int = 0, base: int = 0, *, fragment: int = 0, tokens: int = 1) -> Submit:
@@ -60,7 +64,9 @@ class RawWorker:
         request = Submit(self.worker_id, self.session, sequence, fragment, base, tokens, 1, codec)
         return self.client.send(request, write_body(encode(tensors, codec)))[0]
 
-    def ask(self, version: int, *, fragment: int = 0, have: int | None = None, wait: float = 0.0) -> tuple[Reply, bytes]:
+    def ask(
+        self, version: int, *, fragment: int = 0, have: int | None = None, wait: float = 0.0
+    ) -> tuple[Reply, bytes]:
         """Ask for a version."""
         reply, body = self.client.send(Await(self.worker_id, self.session, fragment, version, have, wait=wait))
         return reply, bytes(body)

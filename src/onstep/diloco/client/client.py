@@ -6,6 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -117,9 +118,8 @@ class DiLoCoClient:
             RefusedByServerError: if the server refuses, with the first parameter that differs.
         """
         self._specs = specs_of(self.get_global_params() if parameters is None else parameters)
-        request = Register(worker_id, self._session, fingerprint(self._specs), **dict(info or {}))
-        reply = self._again(lambda: self._answer(request, specs_to_bytes(self._specs)))
-        assert isinstance(reply, Registered)
+        self._session = secrets.token_hex(8)
+        reply = self._join(Register(worker_id, self._session, fingerprint(self._specs), **dict(info or {})))
         self._assigned = assign(self._specs, reply.settings.num_fragments, reply.settings.num_shares)
         self._sequences = dict(enumerate(reply.next_sequences))
         versions = [self._fetch(worker_id, fragment, 0) for fragment in range(len(self._assigned))]
@@ -227,6 +227,14 @@ class DiLoCoClient:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _join(self, request: Register) -> Registered:
+        body = specs_to_bytes(self._specs)
+        reply = self._again(lambda: self._answer(request, body))
+        assert isinstance(reply, Registered)
+        if reply.offer:  # the id has another session, which this one replaces
+            return self._join(replace(request, offer=reply.offer))
+        return reply
 
     def _submit(
         self, worker_id: str, fragment: int, pseudogradients: Mapping[str, Tensor], tokens: int, steps: int

@@ -43,6 +43,8 @@ class Shares:
         replies = []
         for connection in self.connections:
             reply = connection.send(request, body, timeout)[0]
+            if isinstance(request, Register) and isinstance(reply, Registered) and reply.offer:
+                reply = connection.send(replace(request, offer=reply.offer), body, timeout)[0]  # each has its own offer
             if isinstance(reply, Refused):
                 return reply, NOTHING
             replies.append(reply)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from onstep.diloco.simulator.reading import from_values, read_scenario, variations
+from onstep.config import load_yaml
+from onstep.diloco.simulator.reading import from_values, variations
 from onstep.errors import ConfigError
 
 TWO_SITES = """
@@ -24,7 +25,7 @@ codec: int8
 def test_a_file_gives_sites_server_and_settings_with_a_majority_as_the_quorum(tmp_path: Path) -> None:
     file = tmp_path / "scenario.yaml"
     file.write_text(TWO_SITES)
-    scenario = read_scenario(file)
+    scenario = from_values(load_yaml(file))
     assert scenario.sites["lima"].packet_loss == 1e-3
     assert (scenario.total_workers, scenario.parameters) == (5, 1_200_000_000)
     settings = scenario.settings()
@@ -44,10 +45,14 @@ def test_a_file_gives_sites_server_and_settings_with_a_majority_as_the_quorum(tm
         ({"sites": {"a": {"step_seconds": float("nan")}}}, "sites.a.step_seconds must be > 0, got nan"),
         ({"sites": {"a": {"request_loss": 0.9}}}, "sites.a.request_loss must be a share from 0 to 0.5"),
         ({"sites": {"a": {}}, "codec": "int3"}, "codec must be one of fp32, bf16, fp16, int8, int4, got 'int3'"),
-        ({"sites": {"a": {}}, "mode": "both"}, "mode must be sync or async"),
-        ({"sites": {"a": {}}, "min_workers": 2}, "min_workers must be from 1 to the 1 workers of all sites, got 2"),
+        ({"sites": {"a": {}}, "mode": "both"}, 'mode must be "sync" or "async"'),
+        ({"sites": {"a": {}}, "min_workers": 2}, r"min_workers must be at most num_workers \(1\), got 2"),
+        (
+            {"sites": {"a": {}}, "num_workers": 3},
+            "min_workers must be at most 1, the workers of all sites, got 2; with more, no round would ever be",
+        ),
         ({"sites": {"a": {"workers": 200_000}}}, "the number of workers must be from 1 to 100,000"),
-        ({"sites": {"a": {}}, "num_fragments": 9, "sync_every": 8}, "num_fragments must be from 1 to sync_every"),
+        ({"sites": {"a": {}}, "num_fragments": 9, "sync_every": 8}, "num_fragments must be at most sync_every"),
         ({"sites": ["a"]}, r"sites must be a mapping of keys to values, got \['a'\]"),
     ],
 )
@@ -59,21 +64,22 @@ def test_what_cannot_be_simulated_is_refused_with_its_key(values: dict[str, Any]
 def test_variations_are_all_combinations_in_the_order_of_the_options() -> None:
     values = {"sites": {"a": {"workers": 2}, "b": None}, "server": {"upload_mbit": 9}}
     found = variations(values, ["sync_every=50,100", "codec=fp32, int8"])
-    assert [label for label, _ in found] == [
+    assert [one.label for one in found] == [
         "sync_every=50 codec=fp32",
         "sync_every=50 codec=int8",
         "sync_every=100 codec=fp32",
         "sync_every=100 codec=int8",
     ]
-    assert [(one.sync_every, one.codec) for _, one in found][2] == (100, "fp32")
+    assert (found[2].scenario.sync_every, found[2].scenario.codec) == (100, "fp32")
     assert "sync_every" not in values
 
 
 def test_keys_of_one_site_all_sites_and_the_server_can_be_varied() -> None:
     values = {"sites": {"a": {"workers": 2}, "b": None}}
-    (_, one), (_, two) = variations(values, ["sites.b.upload_mbit=5,7"])
+    one, two = (one.scenario for one in variations(values, ["sites.b.upload_mbit=5,7"]))
     assert (one.sites["a"].upload_mbit, one.sites["b"].upload_mbit, two.sites["b"].upload_mbit) == (None, 5, 7)
-    ((_, one),) = variations(values, ["sites.*.upload_mbit=5", "server.round_seconds=3"])
+    (varied,) = variations(values, ["sites.*.upload_mbit=5", "server.round_seconds=3"])
+    one = varied.scenario
     assert ({site.upload_mbit for site in one.sites.values()}, one.server.round_seconds) == ({5}, 3)
     assert one.sites["a"].workers == 2
 

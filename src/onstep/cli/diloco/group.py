@@ -10,6 +10,7 @@ from onstep.cli.application import application
 from onstep.cli.control.target import refuse_tokens
 from onstep.cli.diloco.control import control
 from onstep.cli.diloco.server import server
+from onstep.cli.diloco.simulate import simulate
 from onstep.cli.diloco.status import status
 
 
@@ -30,3 +31,4 @@ app = application(
 app.command("server")(server)
 app.command("status")(status)
 app.command("control")(control)
+app.command("simulate")(simulate)

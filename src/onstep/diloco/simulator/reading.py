@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any, TypeVar
 
 from onstep.config.field_types import coerce, field_types
-from onstep.config.load import load_yaml, parse_yaml
+from onstep.config.load import parse_yaml
 from onstep.config.suggestions import nearest, shown
 from onstep.diloco.simulator.scenario import Scenario, ServerSite, Site
 from onstep.errors import ConfigError
 
 T = TypeVar("T", Scenario, ServerSite, Site)
 _MOST_VARIATIONS = 1000
-
-
-def read_scenario(path: str | Path) -> Scenario:
-    """The scenario in a YAML file.
-
-    Raises:
-        ConfigError: no such file, not YAML, an unknown key (with the nearest one), or an invalid value.
-    """
-    return from_values(load_yaml(path))
 
 
 def from_values(values: Mapping[str, Any]) -> Scenario:
@@ -43,8 +35,21 @@ def from_values(values: Mapping[str, Any]) -> Scenario:
     )
 
 
-def variations(values: Mapping[str, Any], options: Sequence[str]) -> list[tuple[str, Scenario]]:
-    """A scenario for each combination of `key=value,value,...` items, with a label such as `sync_every=50 codec=int8`.
+@dataclass(frozen=True)
+class Variation:
+    """One combination of values, and the scenario that has them."""
+
+    choices: dict[str, Any]
+    scenario: Scenario
+
+    @property
+    def label(self) -> str:
+        """As in `sync_every=50 codec=int8`."""
+        return " ".join(f"{key}={value}" for key, value in self.choices.items())
+
+
+def variations(values: Mapping[str, Any], options: Sequence[str]) -> list[Variation]:
+    """A scenario for each combination of `key=value,value,...` items, in the order of the options.
 
     `sites.home.upload_mbit` is a key of one site, `sites.*.upload_mbit` of all of them.
 
@@ -52,9 +57,7 @@ def variations(values: Mapping[str, Any], options: Sequence[str]) -> list[tuple[
         ConfigError: as `from_values`, for an item of another form, and for more than 1,000 combinations.
     """
     choices = [_choices(option) for option in options]
-    total = 1
-    for _, several in choices:
-        total *= len(several)
+    total = math.prod(len(several) for _, several in choices)
     if total > _MOST_VARIATIONS:
         raise ConfigError(f"these variations are {total:,} simulations, and the limit is 1,000; vary fewer values.")
     found = []
@@ -62,7 +65,7 @@ def variations(values: Mapping[str, Any], options: Sequence[str]) -> list[tuple[
         varied = copy.deepcopy(dict(values))
         for key, value in chosen:
             _set(varied, key, value)
-        found.append((" ".join(f"{key}={value}" for key, value in chosen), from_values(varied)))
+        found.append(Variation(dict(chosen), from_values(varied)))
     return found
 
 

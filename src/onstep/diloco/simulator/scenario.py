@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, fields
 from random import Random
 from typing import Any
 
-from onstep.diloco.protocol.messages import Settings
+from onstep.diloco.codec.sizes import check_codec
+from onstep.diloco.protocol.messages import Settings, majority
+from onstep.diloco.protocol.settings import check_settings
 from onstep.errors import ConfigError, require
 
-_CODECS = ("fp32", "bf16", "fp16", "int8", "int4")
 _MOST_WORKERS = 100_000
 _MOST_ROUNDS = 10_000_000
 
@@ -65,7 +66,7 @@ class ServerSite:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run to be simulated; the fields from `mode` to `heartbeat_timeout` are those of `Settings`."""
+    """A run to be simulated; the fields from `mode` on are those of `Settings`."""
 
     sites: dict[str, Site]
     server: ServerSite = field(default_factory=ServerSite)
@@ -80,13 +81,15 @@ class Scenario:
     num_workers: int | None = None
     """Expected workers; None for those of all sites."""
     min_workers: int | None = None
-    """Quorum; None for a majority of `num_workers`."""
+    """Quorum; None for a majority of `num_workers`, or 1 in async mode."""
     sync_every: int = 500
     num_fragments: int = 1
     codec: str = "fp32"
     dylu: bool = False
     max_staleness: int = 1
     heartbeat_timeout: float = 120.0
+    initial_deadline: float = 600.0
+    patience: float = 2.0
 
     def __post_init__(self) -> None:
         _check_scenario(self)
@@ -109,12 +112,12 @@ class Scenario:
         return Random(f"{self.seed}/{purpose}")
 
     def settings(self) -> Settings:
-        """What the server tells its workers."""
+        """What the server makes known to its workers."""
         num_workers = self.total_workers if self.num_workers is None else self.num_workers
-        own = {one.name for one in fields(Settings)} & {one.name for one in fields(self)} - {"num_workers"}
-        values: dict[str, Any] = {name: getattr(self, name) for name in own}
-        values["min_workers"] = num_workers // 2 + 1 if self.min_workers is None else self.min_workers
-        return Settings(num_workers=num_workers, **values)
+        quorum = self.min_workers or (1 if self.mode == "async" else majority(num_workers))
+        shared = {one.name for one in fields(Settings)} & {one.name for one in fields(self)}
+        values: dict[str, Any] = {name: getattr(self, name) for name in shared - {"num_workers", "min_workers"}}
+        return Settings(num_workers=num_workers, min_workers=quorum, **values)
 
 
 def _check_scenario(one: Scenario) -> None:
@@ -123,17 +126,13 @@ def _check_scenario(one: Scenario) -> None:
     require(1 <= one.parameters <= 10**13, "parameters", "from 1 to 1e13", one.parameters)
     require(1 <= one.rounds <= _MOST_ROUNDS, "rounds", "from 1 to 10,000,000", one.rounds)
     require(one.hours is None or one.hours > 0, "hours", "> 0", one.hours)
-    require(one.mode in ("sync", "async"), "mode", "sync or async", one.mode)
-    require(one.codec in _CODECS, "codec", f"one of {', '.join(_CODECS)}", one.codec)
-    require(one.sync_every >= 1, "sync_every", ">= 1", one.sync_every)
-    require(1 <= one.num_fragments <= one.sync_every, "num_fragments", "from 1 to sync_every", one.num_fragments)
-    require(one.max_staleness >= 0, "max_staleness", ">= 0", one.max_staleness)
-    require(one.heartbeat_timeout >= 0, "heartbeat_timeout", ">= 0", one.heartbeat_timeout)
-    require(one.num_workers is None or one.num_workers >= 1, "num_workers", ">= 1", one.num_workers)
-    if not 1 <= one.settings().min_workers <= one.total_workers:
+    check_codec(one.codec)
+    settings = one.settings()
+    check_settings(settings)
+    if settings.min_workers > one.total_workers:
         raise ConfigError(
-            f"min_workers must be from 1 to the {one.total_workers} workers of all sites, got "
-            f"{one.settings().min_workers}; with more, no round would ever be committed."
+            f"min_workers must be at most {one.total_workers}, the workers of all sites, got {settings.min_workers}; "
+            "with more, no round would ever be committed."
         )
 
 

@@ -74,10 +74,9 @@ class SimulatedServer:
             caller.fail("the server is down")
             return
         reply = self.coordinator.handle(request, self._clock.now)
-        if type(request) is Await:
-            if type(reply) is NotYet and reply.is_pending and request.wait > 0.0:
-                self._park(request, caller)
-                return
+        if type(request) is Await and type(reply) is NotYet and reply.is_pending and request.wait > 0.0:
+            self._park(request, caller)
+            return
         caller.answer(reply)
         if type(request) is not Await:
             self._follow_up()

@@ -24,22 +24,23 @@ class Contribution:
     weight: float
 
 
-def average(contributions: Sequence[Contribution], specs: Sequence[ParameterSpec]) -> dict[str, Tensor]:
-    """The weighted average of each parameter, in float32 (float64 for parameters in float64).
+def average(
+    contributions: Sequence[Contribution], specs: Sequence[ParameterSpec], result: Mapping[str, Tensor]
+) -> None:
+    """Write the weighted average of each parameter to `result`, in float32 (float64 for parameters in float64).
 
     The sums are made in the order of the contributions: the same ones in the same order give the same bits.
     """
     total = sum(one.weight for one in contributions)
     shares = [one.weight / total for one in contributions]
-    return {spec.name: _average_of(spec, contributions, shares) for spec in specs}
+    for spec in specs:
+        values = [decode_one(one.encoded, spec, one.codec).reshape(-1) for one in contributions]
+        _average(values, shares, result[spec.name].reshape(-1))
 
 
-def _average_of(spec: ParameterSpec, contributions: Sequence[Contribution], shares: Sequence[float]) -> Tensor:
-    values = [decode_one(one.encoded, spec, one.codec).reshape(-1) for one in contributions]
-    result = torch.empty_like(values[0])
+def _average(values: Sequence[Tensor], shares: Sequence[float], result: Tensor) -> None:
     for start in range(0, result.numel(), CHUNK_VALUES):
         end = start + CHUNK_VALUES
         chunk = torch.mul(values[0][start:end], shares[0], out=result[start:end])
         for value, share in zip(values[1:], shares[1:], strict=True):
             chunk.add_(value[start:end], alpha=share)
-    return result.view(spec.shape)

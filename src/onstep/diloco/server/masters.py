@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from onstep.diloco.codec import decode_one, digest, encode, master_dtype
+from onstep.diloco.codec import decode_one, digest, encode
 from onstep.diloco.outer import OuterFactory
 from onstep.diloco.protocol.messages import ParameterSpec
+from onstep.diloco.server.averaging import Contribution, average
+from onstep.diloco.server.memory import Memory, Parameters
 from onstep.errors import CheckpointError
 
 
@@ -27,8 +29,8 @@ class Version:
     """One version of a fragment, as workers get it. Its tensors never change."""
 
     number: int
-    parameters: Mapping[str, Tensor]
-    """By name, in float32 or float64."""
+    parameters: Parameters
+    """By name, in float32 or float64; who reads them keeps this object."""
     digest: str
     update: Mapping[str, Tensor] | None = None
     """What to add to the version before, encoded; None if it is not known, or the codec is exact."""
@@ -49,40 +51,54 @@ class Fragment:
     ) -> None:
         self.specs = tuple(specs)
         self.codec = codec
-        self._masters = {spec.name: _master(parameters[spec.name], spec) for spec in specs}
+        self._memory = Memory(specs)
+        self._masters = self._memory.take()
+        for name, master in self._masters.items():
+            master.copy_(parameters[name].detach())
         self.optimizer: Optimizer = factory(list(self._masters.values()))
-        first = {name: tensor.clone() for name, tensor in self._masters.items()}
+        first = self._copied(self._masters)
         self.newest = Version(0, first, digest(first))
 
-    def step(self, gradients: dict[str, Tensor]) -> Version:
-        """The next version, after a step of the outer optimizer; `newest` is still the old one.
+    def step(self, contributions: list[Contribution]) -> Version:
+        """The next version, after a step of the outer optimizer on the average; `newest` is still the old one.
 
-        The gradients are taken out of the dictionary, so that their memory is free before the version needs its own.
+        The contributions are removed from the list as soon as they are averaged, so that their memory is free.
         """
+        gradients = self._memory.take()
+        average(contributions, self.specs, gradients)
+        contributions.clear()
         for name, master in self._masters.items():
-            master.grad = gradients.pop(name)
+            master.grad = gradients[name]
         self.optimizer.step()
         for master in self._masters.values():
             master.grad = None
-        parameters, update = self._broadcast()
-        return Version(self.newest.number + 1, parameters, digest(parameters), update)
+        update = self._broadcast(gradients)
+        return Version(self.newest.number + 1, gradients, digest(gradients), update)
 
     def forget_update(self) -> None:
         """Free the memory of the last update: workers that do not have it yet get all parameters."""
         self.newest = Version(self.newest.number, self.newest.parameters, self.newest.digest)
 
-    def _broadcast(self) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
-        """What workers have after this step, and what leads there."""
+    def _broadcast(self, result: Parameters) -> dict[str, Tensor] | None:
+        """Write what workers have after this step to `result`; returns what leads there."""
         if self.codec == "fp32":
-            return {name: master.clone() for name, master in self._masters.items()}, None
-        parameters: dict[str, Tensor] = {}
+            for name, master in self._masters.items():
+                result[name].copy_(master)
+            return None
         update: dict[str, Tensor] = {}
         for spec in self.specs:
-            before = self.newest.parameters[spec.name]
-            encoded = encode({spec.name: self._masters[spec.name] - before}, self.codec)
-            parameters[spec.name] = before + decode_one(encoded, spec, self.codec)
+            before, after = self.newest.parameters[spec.name], result[spec.name]
+            torch.sub(self._masters[spec.name], before, out=after)
+            encoded = encode({spec.name: after}, self.codec)
+            torch.add(before, decode_one(encoded, spec, self.codec), out=after)
             update |= encoded
-        return parameters, update
+        return update
+
+    def _copied(self, tensors: Mapping[str, Tensor]) -> Parameters:
+        copies = self._memory.take()
+        for name, copy in copies.items():
+            copy.copy_(tensors[name])
+        return copies
 
     def state_dict(self, version: Version) -> dict[str, Any]:
         """Everything, with the version that is about to be the newest; shares the memory of its tensors."""
@@ -110,15 +126,7 @@ class Fragment:
             for name, master in self._masters.items():
                 master.copy_(state["masters"][name])
         self.optimizer.load_state_dict(state["optimizer"])
-        parameters = state["broadcast"] or {name: master.clone() for name, master in self._masters.items()}
+        parameters = self._copied(state["broadcast"] or self._masters)
         self.newest = Version(state["version"], parameters, digest(parameters))
         if self.newest.digest != state["digest"]:
             raise CheckpointError("the parameters in the state of the server do not have the hash that they had.")
-
-    def masters(self) -> dict[str, Tensor]:
-        """Copies of the masters."""
-        return {name: master.detach().clone() for name, master in self._masters.items()}
-
-
-def _master(tensor: Tensor, spec: ParameterSpec) -> Tensor:
-    return tensor.detach().to("cpu", master_dtype(spec.dtype), copy=True).contiguous()

@@ -29,7 +29,7 @@ from onstep.diloco.protocol.messages import (
     Submit,
 )
 from onstep.diloco.protocol.rounds import Closed
-from onstep.diloco.server.averaging import Contribution, average
+from onstep.diloco.server.averaging import Contribution
 from onstep.diloco.server.masters import Fragment, Version
 from onstep.diloco.server.store import Store
 from onstep.diloco.wire.http import WAIT_SECONDS
@@ -194,7 +194,7 @@ class ServedRun:
         fragment = self.fragments[closed.fragment]
         contributions = self._take(closed)
         fragment.forget_update()
-        version = await self.compute(lambda: _next_version(fragment, contributions))
+        version = await self.compute(lambda: fragment.step(contributions))
         await self._persist(closed, fragment, version)
         fragment.newest = version
         self.coordinator.committed(closed, version.digest, self.now())
@@ -258,12 +258,6 @@ class ServedRun:
     def _wake_waiters(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-
-def _next_version(fragment: Fragment, contributions: list[Contribution]) -> Version:
-    gradients = average(contributions, fragment.specs)
-    contributions.clear()  # their memory is needed for the version
-    return fragment.step(gradients)
 
 
 def _key(submit: Submit) -> _Key:

@@ -26,6 +26,7 @@ WALL_CLOCK_STATES = ("TrackersCallback", "ThroughputMonitor")
 
 
 def snake(name: str) -> str:
+    name = name.replace("DiLoCo", "Diloco")
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
@@ -33,7 +34,12 @@ def test_all_callbacks_are_found() -> None:
     files = {path.stem for path in Path(inspect.getfile(discovered()["JsonLogger"])).parent.glob("[a-z]*.py")}
     modules = {one.__module__ for one in discovered().values()}
     assert {module.rpartition(".")[2] for module in modules if module.startswith("onstep.callbacks.")} == files
-    elsewhere = {"onstep.console.info", "onstep.console.printer", "onstep.console.progress", "onstep.trackers.trackers_callback"}
+    elsewhere = {
+        "onstep.console.info",
+        "onstep.console.printer",
+        "onstep.console.progress",
+        "onstep.trackers.trackers_callback",
+    }
     assert modules - {f"onstep.callbacks.{file}" for file in files} == elsewhere
 
 

@@ -204,8 +204,8 @@ class DiLoCoWorker:
         kept = 0
         for index in range(len(work.registered.versions)):
             if on_main(work.world, partial(work.open, index, state)):
-                assert loaded is not None
-                work.progress.restore(index, loaded["since_base"][index])
+                if loaded is not None:
+                    work.progress.restore(index, loaded["since_base"][index])
                 kept += 1
             else:
                 work.synchronizer.give(index)
@@ -276,6 +276,10 @@ class DiLoCoWorker:
         work.synchronizer.retry(everything)
         work.synchronizer.submit(everything, 0.0)
         work.synchronizer.land(wait=True)
+
+    def settle(self) -> None:
+        """Wait for the fragments in flight, and merge them. Collective."""
+        self._started().synchronizer.land(wait=True)
 
     def stop(self, merge: bool = True) -> None:
         """Leave the run; may be repeated.

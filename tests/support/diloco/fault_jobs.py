@@ -6,6 +6,7 @@ the committed differences tell how many steps of each worker have been counted.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -115,8 +116,18 @@ def _write_down_rounds(journal: Journal, mark: str | None, number: int | None) -
     ServedRun._take, Store.commit, Store.save = logged_take, logged_commit, logged_save  # type: ignore[method-assign]
 
 
+def enter(namespace: str) -> None:
+    """Continue in a network namespace; `os.setns` exists since Python 3.12."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", namespace).open() as file:
+        if libc.setns(file.fileno(), 0):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+
+
 def job_worker(settings: dict[str, Any]) -> None:
     """Train until the directory has the file `stop`."""
+    if "namespace" in settings:
+        enter(settings["namespace"])
     index, name = settings["index"], settings["name"]
     journal = Journal(Path(f"{name}.jsonl"))
     model = Counters(settings["num_workers"])

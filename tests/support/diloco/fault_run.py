@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -58,10 +58,19 @@ class FaultRun:
             "index": index,
             "name": f"w{index}",
             "num_workers": self.num_workers,
-            "address": self.proxies[index].address,
             "bound": BOUND,
+            **self.place_of(index),
         }
         (self.workers[index],) = self._processes.start(JOBS, "worker", self.directory, settings)
+
+    def place_of(self, index: int) -> dict[str, object]:
+        """Where a worker finds its server."""
+        return {"address": self.proxies[index].address}
+
+    def cut(self, indices: Iterable[int], is_cut: bool) -> None:
+        """Cut workers off from the server, or connect them again."""
+        for index in indices:
+            self.proxies[index].is_cut = is_cut
 
     def kill_server(self) -> None:
         self.server.send_signal(signal.SIGKILL)
@@ -117,6 +126,21 @@ class FaultRun:
                     child.end()
         for proxy in self.proxies:
             proxy.close()
+
+    def trained(self, index: int) -> int:
+        """Steps that a worker has taken, in all its processes."""
+        return sum(line.get("step", 0) for line in self.lines(f"w{index}"))
+
+    def num_committed(self) -> int:
+        return sum("persisted" in line for line in self.lines("server"))
+
+    def num_committed_when_quiet(self) -> int:
+        """The number of commits, once what was under way has ended."""
+        while True:
+            before = self.num_committed()
+            time.sleep(0.5)
+            if self.num_committed() == before:
+                return before
 
     def committed(self) -> list[dict[str, Any]]:
         """The rounds that were committed, in order: of each version, the one that reached the disk."""
@@ -184,7 +208,7 @@ class FaultRun:
 
     def _check_steps(self, index: int, parts: list[dict[str, Any]]) -> Counter[str]:
         lines = self.lines(f"w{index}")
-        trained = sum(line.get("step", 0) for line in lines)
+        trained = self.trained(index)
         mine = {part["sequence"]: -part["difference"][index] for part in parts if part["worker"] == f"w{index}"}
         counted = sum(mine.values())
         (end,) = [line for line in lines if "progress" in line][-1:]
@@ -194,3 +218,18 @@ class FaultRun:
         if index not in self.killed:
             assert abs(known - trained) < 1e-6, f"w{index}: {counted} steps counted, {left} left, of {trained}"
         return Counter(steps=trained, steps_counted=round(counted))
+
+
+def minority_is_left(run: FaultRun, **server: object) -> Counter[str]:
+    """Two of three workers are cut off, train on alone for longer than they wait for results, and come back."""
+    run.start(**server)
+    run.advance(2)
+    run.cut((0, 1), True)
+    before = run.num_committed_when_quiet()
+    steps = [run.trained(index) for index in range(3)]
+    run.until(lambda: all(run.trained(index) > steps[index] + 2 for index in range(3)))
+    assert run.num_committed() == before, "a minority committed"
+    run.cut((0, 1), False)
+    run.advance(3)
+    run.end()
+    return run.check()

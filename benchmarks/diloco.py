@@ -38,9 +38,12 @@ import torch
 from torch import Tensor
 
 from onstep.diloco.codec import CODECS, decode, encode, specs_of, write_body
+from onstep.diloco.outer import nesterov_sgd
 from onstep.diloco.protocol.messages import Await, Heartbeat, Register, Request, Settings, Submit, fingerprint
 from onstep.diloco.protocol.wire import to_json
 from onstep.diloco.server import DiLoCoServer
+from onstep.diloco.server.averaging import Contribution
+from onstep.diloco.server.masters import Fragment
 from onstep.diloco.wire.http import MESSAGE_HEADER, PATHS
 
 ROUND_LIMIT, MEMORY_LIMIT, SUBMISSION_BYTES = 3.0, 16.0, 4.0
@@ -91,6 +94,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     if arguments.serve == "copy":
         _serve_copies(arguments.workers)
         return
+    _touch_the_code()
     before = _resident_bytes()
     settings = Settings(
         num_workers=arguments.workers, min_workers=arguments.workers, codec=arguments.codec, heartbeat_timeout=0.0
@@ -106,6 +110,13 @@ def _serve(arguments: argparse.Namespace) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps({"before": before, "peak": peak}), flush=True)
     os._exit(0)
+
+
+def _touch_the_code() -> None:
+    """Execute a round of a small server, so that what the libraries need for one is in memory."""
+    small = {"weight": torch.zeros(1024, 1024)}
+    part = Fragment(specs_of(small), small, nesterov_sgd, "fp32")
+    part.step([Contribution({"weight": torch.ones(1024, 1024)}, "fp32", 1.0) for _ in range(4)])
 
 
 def _serve_copies(workers: int) -> None:

@@ -12,8 +12,7 @@ from torch.optim import SGD, Optimizer
 from onstep.errors import ConfigError, require
 
 OuterFactory = Callable[[list[Tensor]], Optimizer]
-"""Makes the outer optimizer of some parameters; called once for each fragment. It must not keep the tensors in `grad`
-beyond a step: their memory is reused."""
+"""Makes the outer optimizer of some parameters; called once for each fragment."""
 
 LEARNING_RATE, MOMENTUM = 0.7, 0.9
 

@@ -20,7 +20,7 @@ from onstep.diloco.codec import decode_one, digest, encode
 from onstep.diloco.outer import OuterFactory
 from onstep.diloco.protocol.messages import ParameterSpec
 from onstep.diloco.server.averaging import Contribution, average
-from onstep.diloco.server.memory import Memory, Parameters
+from onstep.diloco.server.memory import allocate
 from onstep.errors import CheckpointError
 
 
@@ -29,8 +29,8 @@ class Version:
     """One version of a fragment, as workers get it. Its tensors never change."""
 
     number: int
-    parameters: Parameters
-    """By name, in float32 or float64; who reads them keeps this object."""
+    parameters: Mapping[str, Tensor]
+    """By name, in float32 or float64."""
     digest: str
     update: Mapping[str, Tensor] | None = None
     """What to add to the version before, encoded; None if it is not known, or the codec is exact."""
@@ -51,8 +51,7 @@ class Fragment:
     ) -> None:
         self.specs = tuple(specs)
         self.codec = codec
-        self._memory = Memory(specs)
-        self._masters = self._memory.take()
+        self._masters = allocate(self.specs)
         for name, master in self._masters.items():
             master.copy_(parameters[name].detach())
         self.optimizer: Optimizer = factory(list(self._masters.values()))
@@ -64,22 +63,28 @@ class Fragment:
 
         The contributions are removed from the list as soon as they are averaged, so that their memory is free.
         """
-        gradients = self._memory.take()
-        average(contributions, self.specs, gradients)
+        self._set_gradients(contributions)
         contributions.clear()
-        for name, master in self._masters.items():
-            master.grad = gradients[name]
         self.optimizer.step()
         for master in self._masters.values():
             master.grad = None
-        update = self._broadcast(gradients)
-        return Version(self.newest.number + 1, gradients, digest(gradients), update)
+        parameters = allocate(self.specs)
+        update = self._broadcast(parameters)
+        return Version(self.newest.number + 1, parameters, digest(parameters), update)
 
     def forget_update(self) -> None:
         """Free the memory of the last update: workers that do not have it yet get all parameters."""
         self.newest = Version(self.newest.number, self.newest.parameters, self.newest.digest)
 
-    def _broadcast(self, result: Parameters) -> dict[str, Tensor] | None:
+    def _set_gradients(self, contributions: Sequence[Contribution]) -> None:
+        """Average, in the memory of a contribution that is not compressed, if there is one."""
+        exact = next((one.encoded for one in contributions if one.codec == "fp32"), None)
+        gradients = allocate(self.specs) if exact is None else exact
+        average(contributions, self.specs, gradients)
+        for name, master in self._masters.items():
+            master.grad = gradients[name]
+
+    def _broadcast(self, result: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """Write what workers have after this step to `result`; returns what leads there."""
         if self.codec == "fp32":
             for name, master in self._masters.items():
@@ -94,8 +99,8 @@ class Fragment:
             update |= encoded
         return update
 
-    def _copied(self, tensors: Mapping[str, Tensor]) -> Parameters:
-        copies = self._memory.take()
+    def _copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        copies = allocate(self.specs)
         for name, copy in copies.items():
             copy.copy_(tensors[name])
         return copies

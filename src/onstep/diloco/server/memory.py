@@ -1,13 +1,14 @@
-"""Memory for all parameters of a fragment at once, which is used again when nobody reads it any more.
+"""Allocates all parameters of a fragment at once, and gives free memory back to the system.
 
-A server of large models lives at the edge of its memory, and touching new memory costs as much as filling it. So a
-round writes its gradient, and after the outer step the new version, where an older version was.
+One large block goes back as soon as nobody reads it. Many small ones stay with the process as holes between others that
+are in use, which can be as large as the model.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
-import weakref
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -19,37 +20,24 @@ from onstep.diloco.protocol.messages import ParameterSpec
 _ALIGNMENT = 64
 
 
-class Parameters(dict[str, Tensor]):
-    """Tensors by name, in one block of memory. Whoever reads them keeps this object, after which the memory is reused."""
+def allocate(specs: Sequence[ParameterSpec]) -> dict[str, Tensor]:
+    """Tensors by name, in float32 or float64, in one block of memory; their values are not defined."""
+    block = torch.empty(sum(map(_padded_bytes, specs)), dtype=torch.uint8)
+    parameters: dict[str, Tensor] = {}
+    position = 0
+    for spec in specs:
+        one = block[position : position + _bytes(spec)]
+        parameters[spec.name] = one.view(master_dtype(spec.dtype)).view(spec.shape)
+        position += _padded_bytes(spec)
+    return parameters
 
 
-class Memory:
-    """Hands out blocks for the same parameters, in float32 or float64."""
-
-    def __init__(self, specs: Sequence[ParameterSpec]) -> None:
-        self._specs = tuple(specs)
-        self._free: list[Tensor] = []
-
-    def take(self) -> Parameters:
-        """Parameters whose values are not defined."""
-        try:
-            block = self._free.pop()
-        except IndexError:
-            block = torch.empty(sum(map(_padded_bytes, self._specs)), dtype=torch.uint8)
-        parameters = Parameters()
-        position = 0
-        for spec in self._specs:
-            size = _bytes(spec)
-            dtype = master_dtype(spec.dtype)
-            parameters[spec.name] = block[position : position + size].view(dtype).view(spec.shape)
-            position += _padded_bytes(spec)
-        weakref.finalize(parameters, self._give_back, block).atexit = False
-        return parameters
-
-    def _give_back(self, block: Tensor) -> None:
-        """Keep one block for the next round; further ones were for readers of older versions."""
-        if not self._free:
-            self._free.append(block)
+def release_holes() -> None:
+    """Give memory that was freed, but is still with the process, back to the system; where the C library can."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc; musl has none, and no holes of this kind
+        if trim is not None:
+            trim(0)
 
 
 def _bytes(spec: ParameterSpec) -> int:

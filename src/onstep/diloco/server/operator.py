@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -91,7 +90,7 @@ class Operator:
         momentum = group.get("momentum")
         return {"outer_lr": float(group["lr"]), "outer_momentum": None if momentum is None else float(momentum)}
 
-    def parameters(self) -> Mapping[str, Tensor]:
+    def parameters(self) -> dict[str, Tensor]:
         """The newest parameters as workers have them."""
         return self._broadcast()
 
@@ -126,8 +125,8 @@ class Operator:
         """End the server, soon."""
         self._shut_down()
 
-    def _broadcast(self) -> Mapping[str, Tensor]:
-        return ChainMap(*(part.newest.parameters for part in self._run.fragments))
+    def _broadcast(self) -> dict[str, Tensor]:
+        return {name: tensor for part in self._run.fragments for name, tensor in part.newest.parameters.items()}
 
 
 def _shown_settings(settings: Settings) -> dict[str, Any]:

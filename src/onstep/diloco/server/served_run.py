@@ -31,6 +31,7 @@ from onstep.diloco.protocol.messages import (
 from onstep.diloco.protocol.rounds import Closed
 from onstep.diloco.server.averaging import Contribution
 from onstep.diloco.server.masters import Fragment, Version
+from onstep.diloco.server.memory import release_holes
 from onstep.diloco.server.store import Store
 from onstep.diloco.wire.http import WAIT_SECONDS
 from onstep.errors import CheckpointError
@@ -88,6 +89,7 @@ class ServedRun:
 
     async def serve(self) -> None:
         """Execute rounds until cancelled. Raises what makes further rounds impossible."""
+        await self.compute(release_holes)
         self._after()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch())
@@ -194,7 +196,7 @@ class ServedRun:
         fragment = self.fragments[closed.fragment]
         contributions = self._take(closed)
         fragment.forget_update()
-        version = await self.compute(lambda: fragment.step(contributions))
+        version = await self.compute(lambda: _step(fragment, contributions))
         await self._persist(closed, fragment, version)
         fragment.newest = version
         self.coordinator.committed(closed, version.digest, self.now())
@@ -258,6 +260,12 @@ class ServedRun:
     def _wake_waiters(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+def _step(fragment: Fragment, contributions: list[Contribution]) -> Version:
+    version = fragment.step(contributions)
+    release_holes()
+    return version
 
 
 def _key(submit: Submit) -> _Key:

@@ -15,7 +15,9 @@ MEGABYTE_MODEL = 250_000
 
 
 def run(**values: Any) -> Report:
-    return simulate(from_values({"parameters": MEGABYTE_MODEL, "sync_every": 10, "rounds": 20} | values))
+    return simulate(
+        from_values({"parameters": MEGABYTE_MODEL, "codec": "fp32", "sync_every": 10, "rounds": 20} | values)
+    )
 
 
 def site(workers: int = 1, **values: Any) -> dict[str, Any]:

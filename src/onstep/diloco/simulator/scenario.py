@@ -84,7 +84,7 @@ class Scenario:
     """Quorum; None for a majority of `num_workers`, or 1 in async mode."""
     sync_every: int = 500
     num_fragments: int = 1
-    codec: str = "fp32"
+    codec: str = "bf16"
     dylu: bool = False
     max_staleness: int = 1
     heartbeat_timeout: float = 120.0

@@ -24,9 +24,9 @@ class DiLoCoCallback(TrainerCallback):
     So one configuration trains alone and, with `DILOCO_SERVER` set, as a worker. A whole job is one worker, whether it
     is one process or many (DDP, FSDP2): rank 0 talks to the server. Steps are counted when the loop has counted them,
     and work is weighted by the labels trained on. When training begins the model gets the run's parameters, the
-    learning-rate schedule continues at the run's step; the run ends at its
-    last step for a worker that joined later, too. See `onstep.diloco.worker.DiLoCoWorker` for what is exchanged when,
-    and what happens when the server cannot be reached.
+    learning-rate schedule continues at the run's step, and the data is this worker's share of it, from where it has
+    been used; the run ends at its last step for a worker that joined later, too. What is exchanged when, and what
+    happens when the server cannot be reached, is described at `onstep.diloco.worker.DiLoCoWorker`.
 
     Checkpoints hold the position in the cycle and what the codec has lost so far; the parameters of the last round come
     from the server again. A run that resumes while the server still has that round continues exactly; else it gets
@@ -86,6 +86,8 @@ class DiLoCoCallback(TrainerCallback):
         self._tokens: Any = None
         self._offset = 0
         """Optimizer steps of the run before this worker joined."""
+        self._data_start = 0
+        """Samples of this worker's share that were used before it joined."""
         self._is_at_start = False
         self._adds_at_log_step = False
 
@@ -118,7 +120,23 @@ class DiLoCoCallback(TrainerCallback):
         worker.start(step=state.global_step)
         self.worker, self._is_at_start, self._adds_at_log_step, self._tokens = worker, True, False, None
         self._offset = max(0, worker.registered.step - state.global_step)
+        self._take_share(args, worker, kwargs.get("train_dataloader"), loaded)
         logger.info("DiLoCo: %s is a worker of %s", worker.worker_id, self.server_addr)
+
+    def _take_share(self, args: Any, worker: DiLoCoWorker, data: Any, loaded: Mapping[str, Any] | None) -> None:
+        """Train on this worker's part of the data, from where it has been used."""
+        take_share = getattr(data, "take_share", None)
+        place = worker.registered
+        self._data_start = place.slot_steps * _samples_of_a_step(args) if loaded is None else int(loaded["data_start"])
+        if take_share is not None:
+            take_share(place.slot, place.num_slots, self._data_start)
+        elif place.num_slots > 1:
+            logger.warning(
+                "DiLoCo: this data cannot be divided here; make it give samples i with i %% %d == %d, or data that no "
+                "other worker has",
+                place.num_slots,
+                place.slot,
+            )
 
     def _new_worker(self, model: Any, loaded: Mapping[str, Any] | None) -> DiLoCoWorker:
         known = None if loaded is None else str(loaded["worker_id"])
@@ -186,7 +204,7 @@ class DiLoCoCallback(TrainerCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """The worker's state; empty unless training as one."""
-        return {} if self.worker is None else self.worker.state_dict()
+        return {} if self.worker is None else {**self.worker.state_dict(), "data_start": self._data_start}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep a state until training begins and the worker exists; an empty one is ignored."""

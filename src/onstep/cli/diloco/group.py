@@ -12,6 +12,7 @@ from onstep.cli.diloco.control import control
 from onstep.cli.diloco.server import server
 from onstep.cli.diloco.simulate import simulate
 from onstep.cli.diloco.status import status
+from onstep.cli.diloco.worker import SETTINGS, worker
 
 
 class _Group(TyperGroup):
@@ -29,6 +30,7 @@ app = application(
     "site; see the guide `Training across sites`.",
 )
 app.command("server")(server)
+app.command("worker", context_settings=SETTINGS)(worker)
 app.command("status")(status)
 app.command("control")(control)
 app.command("simulate")(simulate)

@@ -14,11 +14,14 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         """Seconds since the start."""
-        self.events = 0
-        """Actions called so far."""
         self._waiting: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._number = 0
         self._is_running = False
+
+    @property
+    def events(self) -> int:
+        """Actions called so far."""
+        return self._number - len(self._waiting)
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
         """Call `action(*arguments)` at `time`; if that is over, as soon as what is due before has been called."""
@@ -39,7 +42,6 @@ class Clock:
                 self.now = until
                 return
             self.now, _, action, arguments = heappop(waiting)
-            self.events += 1
             action(*arguments)
 
     def stop(self) -> None:

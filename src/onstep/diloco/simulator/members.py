@@ -84,8 +84,17 @@ class Members:
             random(f"{worker_id}/requests"),
             site.request_loss,
         )
-        steps = random(f"{worker_id}/steps")
-        return SimulatedWorker(worker_id, site, world.settings, world.clock, connection, self._counts, steps)
+        breaks = (site.hours_between_outages, world.scenario.server.hours_between_failures)
+        return SimulatedWorker(
+            worker_id,
+            site,
+            world.settings,
+            world.clock,
+            connection,
+            self._counts,
+            random(f"{worker_id}/steps"),
+            can_lose=site.request_loss > 0.0 or any(one is not None for one in breaks),
+        )
 
     def _plan_failures(self, name: str) -> None:
         site, clock, random = self._site, self._world.clock, self._world.scenario.random

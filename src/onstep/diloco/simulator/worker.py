@@ -48,11 +48,15 @@ class SimulatedWorker:
         connection: Connection,
         counts: SiteCounts,
         random: Random,
+        *,
+        can_lose: bool,
     ) -> None:
+        """`can_lose` says whether requests can remain without an answer in this scenario."""
         self.worker_id, self.connection = worker_id, connection
         self.is_alive = False
         self._site, self._settings, self._clock, self._counts, self._random = site, settings, clock, counts, random
         self._step_seconds = site.step_seconds * max(_LEAST_SHARE, random.gauss(1.0, site.worker_spread))
+        self._can_lose = can_lose
         self._tasks: list[Task] = []
         self._num_sessions = 0
         self._sync_every = settings.sync_every
@@ -121,10 +125,12 @@ class SimulatedWorker:
         in_flight: Task | None = None
         while True:
             for steps, fragments in schedule(self._sync_every, self._settings.num_fragments):
-                yield from self._train(steps)
+                yield self._start_training(steps)
+                self.stop_training()
                 if in_flight is not None and not in_flight.is_over:
                     yield in_flight
-                yield from self._work(self._site.sync_seconds)
+                if self._site.sync_seconds > 0.0:
+                    yield Sleep(self._site.sync_seconds)
                 in_flight = self._run(self._exchange(fragments)) if streams else None
                 if not streams:
                     yield from self._exchange(fragments)
@@ -170,7 +176,8 @@ class SimulatedWorker:
     def _settle(self, fragment: int) -> Life:
         submit = self._session.pending(fragment)
         assert submit is not None
-        settlement = yield from self._impatient(self._session.settle(fragment, SYNC_BOUND, self._have[fragment]))
+        operation = self._session.settle(fragment, SYNC_BOUND, self._have[fragment])
+        settlement = yield from self._impatient(operation) if self._can_lose else operation
         if type(settlement) is Counted:
             self._have[fragment] = settlement.ready.version
         elif type(settlement) is NotCounted:  # what was dropped stays in the local parameters
@@ -197,16 +204,11 @@ class SimulatedWorker:
         if type(beat) is Beat and beat.recommended_sync_every is not None:
             self._sync_every = max(beat.recommended_sync_every, self._settings.num_fragments)
 
-    def _train(self, steps: int) -> Life:
+    def _start_training(self, steps: int) -> Sleep:
         mean = steps * self._step_seconds
         seconds = max(_LEAST_SHARE * mean, mean + self._random.gauss(0.0, self._site.step_jitter) * mean / steps**0.5)
         self._training_since, self._training_seconds, self._training_steps = self._clock.now, seconds, steps
-        yield Sleep(seconds)
-        self.stop_training()
-
-    def _work(self, seconds: float) -> Life:
-        if seconds > 0.0:
-            yield Sleep(seconds)
+        return Sleep(seconds)
 
 
 @cache

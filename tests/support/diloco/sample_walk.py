@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -44,6 +45,8 @@ class Dangers:
     delayed: float = 0.1
     worker_dies: float = 200.0
     server_dies: float = 300.0
+    leaves: float = 0.02
+    """Probability that a worker leaves after a round; it comes back later."""
     bound: float = 20.0
     """Seconds that a worker waits for a result before it trains on."""
 
@@ -89,7 +92,7 @@ class Walk:
 
     def heal(self) -> None:
         """From now on, nothing goes wrong."""
-        self.dangers = Dangers(0.0, 0.0, 0.0, 0.0, 0.0, self.dangers.bound)
+        self.dangers = Dangers(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, self.dangers.bound)
 
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
@@ -256,6 +259,11 @@ class Worker:
             self.checkpoint(session, cursor, base)
             base = yield from self.settle(session, base)
             self.checkpoint(session, cursor, base)
+            if walk.chance(walk.dangers.leaves):
+                walk.seen["left"] += 1
+                yield from session.leave()
+                self.die()
+                yield Sleep(math.inf)
 
     def settle(self, session: WorkerSession, base: int) -> Generator[Effect, Outcome, int]:
         """Find out what became of the submission; the version from which training continues."""

@@ -38,10 +38,11 @@ class Arrivals:
 
     A round that started at `s` and reached its quorum at `q` closes, some missing, at `max(q, s + usual) + wait`:
 
-    - `usual` is the median time to the quorum of the last 9 rounds,
+    - `usual` is the median of the last 9 rounds' times to a quorum of workers that were on time,
     - `slack = max(1 s, usual / 10)`,
     - `wait` is the largest `lag + max(4 * deviation, slack)` of the missing workers, `slack` for one that was never
-      observed, and at most `(patience - 1) * max(usual, q - s) + slack`.
+      observed, and at most `(patience - 1) * max(usual, q - s) + slack`; a worker's lag is the time at which it usually
+      comes after that quorum.
 
     Before a round has been observed, `wait` is `initial_deadline`.
     """

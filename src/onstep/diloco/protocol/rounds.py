@@ -56,6 +56,10 @@ class OpenRound:
     """Of each worker, in order of arrival."""
     quorum_at: float | None = None
     deadline: float | None = None
+    num_on_time: int = 0
+    """Submissions that start from the newest version."""
+    measured_at: float | None = None
+    """When the last of them came that a quorum requires: late ones say nothing about how long a round takes."""
 
 
 class Rounds:
@@ -73,7 +77,7 @@ class Rounds:
         self.closing: deque[Closed] = deque()
         self.in_flight: dict[str, dict[int, int]] = {}
         """Sequence numbers that are in a round which is not committed, with the version that will have them."""
-        self._quorums: dict[int, float] = {}
+        self._measured: dict[int, float] = {}
 
     @property
     def next_version(self) -> int:
@@ -103,24 +107,25 @@ class Rounds:
         arrived, submit = self.open.contributions, one.submit
         arrived.setdefault(submit.worker_id, []).append(one)
         self.in_flight.setdefault(submit.worker_id, {})[submit.sequence] = self.next_version
-        if submit.base_version + 1 == self.next_version and self.open.quorum_at is not None:
-            self.arrivals.observe_lag(submit.worker_id, now - self.open.quorum_at)
+        if submit.base_version + 1 == self.next_version:
+            self._observe_on_time(submit.worker_id, now, settings)
         if settings.mode == "sync" and self.open.quorum_at is None and len(arrived) >= settings.min_workers:
-            self._reach_quorum(now, registered, settings)
+            missing = registered - arrived.keys()
+            self.open.quorum_at = now
+            self.open.deadline = self.arrivals.deadline(self.open.start, now, missing, settings)
+
+    def _observe_on_time(self, worker_id: str, now: float, settings: Settings) -> None:
+        current = self.open
+        current.num_on_time += 1
+        if current.measured_at is None or current.num_on_time <= settings.min_workers:
+            current.measured_at = now
+        self.arrivals.observe_lag(worker_id, now - current.measured_at)
 
     def observe_late(self, submit: Submit, now: float) -> None:
         """Learn from a submission that missed its round."""
-        quorum_at = self._quorums.get(submit.base_version + 1)
-        if quorum_at is not None:
-            self.arrivals.observe_lag(submit.worker_id, now - quorum_at)
-
-    def _reach_quorum(self, now: float, registered: KeysView[str], settings: Settings) -> None:
-        missing = registered - self.open.contributions.keys()
-        self.open.quorum_at = now
-        self.open.deadline = self.arrivals.deadline(self.open.start, now, missing, settings)
-        for worker_id, contributions in self.open.contributions.items():
-            if contributions[-1].submit.base_version + 1 == self.next_version:
-                self.arrivals.observe_lag(worker_id, 0.0)
+        measured_at = self._measured.get(submit.base_version + 1)
+        if measured_at is not None:
+            self.arrivals.observe_lag(submit.worker_id, now - measured_at)
 
     def close_if_due(self, now: float, registered: KeysView[str], is_complete: bool) -> Closed | None:
         """Close the open round if all registered workers are in it, or its deadline has passed.
@@ -139,10 +144,10 @@ class Rounds:
         current = self.open
         in_order = [current.contributions[worker_id] for worker_id in sorted(current.contributions)]
         closed = Closed(self.fragment, self.next_version, tuple(one for some in in_order for one in some), is_complete)
-        if current.quorum_at is not None:
-            self.arrivals.observe_duration(current.quorum_at - current.start)
-            self._quorums[closed.version] = current.quorum_at
-            self._quorums.pop(closed.version - NUM_REMEMBERED, None)
+        if current.measured_at is not None:
+            self.arrivals.observe_duration(current.measured_at - current.start)
+            self._measured[closed.version] = current.measured_at
+            self._measured.pop(closed.version - NUM_REMEMBERED, None)
         self.closing.append(closed)
         self.open = OpenRound(now)
         return closed

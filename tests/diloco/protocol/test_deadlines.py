@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_the_first_round_closes_at_once_when_the_last_expected_worker_has_come()
 
 
 def test_without_a_quorum_a_round_waits_for_ever() -> None:
-    run = SteppedRun(dataclasses.replace(THREE, heartbeat_timeout=60.0))
+    run = SteppedRun(replace(THREE, heartbeat_timeout=60.0))
     run.join("a", "b", "c")
     run.submit("a")
     assert run.wait(1e6) == []
@@ -67,7 +67,7 @@ def test_a_worker_that_usually_comes_later_is_waited_for() -> None:
 
 
 def test_a_worker_that_missed_a_round_is_waited_for_the_next_time() -> None:
-    run = SteppedRun(dataclasses.replace(THREE, initial_deadline=1.0))
+    run = SteppedRun(replace(THREE, initial_deadline=1.0))
     run.join("a", "b", "c")
     run.round(0, "a", "b", seconds=100.0)
     (first,) = run.wait(20.0)
@@ -84,7 +84,7 @@ def test_a_worker_that_missed_a_round_is_waited_for_the_next_time() -> None:
 
 @pytest.mark.parametrize("patience", [1.5, 3.0])
 def test_patience_bounds_how_long_a_straggler_is_waited_for(patience: float) -> None:
-    run = SteppedRun(dataclasses.replace(THREE, patience=patience, initial_deadline=5000.0))
+    run = SteppedRun(replace(THREE, patience=patience, initial_deadline=5000.0))
     run.join("a", "b", "c")
     run.round(0, "a", "b", seconds=100.0)
     run.wait(900.0)
@@ -160,8 +160,7 @@ def test_only_one_round_of_a_fragment_is_executed_at_a_time() -> None:
 
 
 def test_a_quorum_of_late_results_in_every_other_round_does_not_shorten_the_rounds() -> None:
-    settings = Settings(num_workers=4, min_workers=2, sync_every=10, heartbeat_timeout=0.0, initial_deadline=1.0)
-    run = SteppedRun(settings)
+    run = SteppedRun(replace(THREE, num_workers=4, initial_deadline=1.0, patience=1.0))
     run.join("a", "b", "c", "d")
     run.round(0, "a", "b", seconds=100.0)
     run.wait(1.0)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.diloco.fault_run import JOBS, FaultRun, minority_is_left
-from tests.support.diloco.fault_scenarios import ALL, SHORT, Scenario, run_scenario
+from tests.support.diloco.fault_scenarios import ALL, SHORT, Scenario, run_scenario, run_storm
 from tests.support.forked_processes import Processes
 
 pytestmark = [pytest.mark.faults, pytest.mark.process]
@@ -100,3 +100,11 @@ def test_every_point_of_a_commit(
 ) -> None:
     counts = commit_interrupted(mark, number, at_work, tmp_path / "run")
     note(totals, counts + Counter({f"faults: {number.name} in a commit": 1}), record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_a_storm_of_faults_at_random_instants(
+    seed: int, at_work: Processes, tmp_path: Path, totals: Counter[str], record_property: Count
+) -> None:
+    note(totals, run_storm(seed, 15, at_work, tmp_path / "run"), record_property)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 import time
 from collections import Counter
@@ -73,6 +74,65 @@ def run_scenario(scenario: Scenario, processes: Processes, directory: Path) -> C
         return counts + Counter(faults=1)
     finally:
         run.close()
+
+
+def run_storm(seed: int, num_faults: int, processes: Processes, directory: Path) -> Counter[str]:
+    """Kill, stop and cut off processes at random instants, repeat every request, and check the run; the counts."""
+    run, chance = FaultRun(processes, directory), random.Random(seed)
+    counts: Counter[str] = Counter()
+    try:
+        for proxy in run.proxies:
+            proxy.repeats_all = True
+        run.start()
+        run.advance(1)
+        for _ in range(num_faults):
+            time.sleep(chance.uniform(0.0, 0.5))
+            fault = chance.choice(list(STORM))
+            STORM[fault](run, chance)
+            counts[f"faults: {fault}"] += 1
+        run.advance(3)
+        run.end()
+        return run.check() + counts + Counter(faults=num_faults)
+    finally:
+        run.close()
+
+
+def _killed_worker(run: FaultRun, chance: random.Random) -> None:
+    index = chance.randrange(run.num_workers)
+    run.kill_worker(index)
+    time.sleep(chance.uniform(0.0, 0.5))
+    run.start_worker(index)
+
+
+def _killed_server(run: FaultRun, chance: random.Random) -> None:
+    run.kill_server()
+    time.sleep(chance.uniform(0.0, 0.5))
+    run.start_server()
+
+
+def _stopped_worker(run: FaultRun, chance: random.Random) -> None:
+    """Sometimes for longer than the server's heartbeat timeout."""
+    run.pause(run.workers[chance.randrange(run.num_workers)], chance.choice((0.3, 3.0)))
+
+
+def _stopped_server(run: FaultRun, chance: random.Random) -> None:
+    run.pause(run.server, chance.uniform(0.1, 1.0))
+
+
+def _cut_off_some(run: FaultRun, chance: random.Random) -> None:
+    some = chance.sample(range(run.num_workers), chance.randint(1, run.num_workers))
+    run.cut(some, True)
+    time.sleep(chance.choice((0.3, 3.0)))
+    run.cut(some, False)
+
+
+STORM: dict[str, Callable[[FaultRun, random.Random], None]] = {
+    "kill worker": _killed_worker,
+    "kill server": _killed_server,
+    "stop worker": _stopped_worker,
+    "stop server": _stopped_server,
+    "cut off": _cut_off_some,
+}
 
 
 def _kill_worker(run: FaultRun, proxy: Proxy, forwarded: Forwarded, done: threading.Event) -> str:

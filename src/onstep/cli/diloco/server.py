@@ -145,6 +145,7 @@ def server(
 
 
 def _interrupt(number: int, frame: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not disturb the end
     raise KeyboardInterrupt
 
 

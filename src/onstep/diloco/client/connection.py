@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -200,6 +201,9 @@ def _http_client(url: str, timeout: float, token: str | None, verify: str | Path
         import httpx
     except ImportError as error:
         raise MissingExtraError("DiLoCo requires httpx: pip install 'onstep[control]'") from error
+    requests = logging.getLogger("httpx")
+    if requests.level == logging.NOTSET:  # it logs every request at INFO, between the lines of a training
+        requests.setLevel(logging.WARNING)
     headers = {"User-Agent": f"onstep/{version('onstep')}"}
     if token is not None:
         headers["Authorization"] = f"Bearer {token}"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from onstep.diloco.client.connection import Body, Connection
+from onstep.diloco.client.connection import Body, Connection, RefusedByServerError
 from onstep.diloco.protocol.messages import (
     Await,
     Beat,
@@ -21,6 +21,7 @@ from onstep.diloco.protocol.messages import (
     Request,
     Submit,
 )
+from onstep.diloco.wire.http import INFO
 
 NOTHING = memoryview(b"")
 
@@ -40,6 +41,8 @@ class Shares:
             return self._checked(self.connections[0].send(request, body, timeout))
         if isinstance(request, Submit | Await):
             return self._to_one(request, body, timeout)
+        if isinstance(request, Register) and (refused := self._misplaced(timeout)) is not None:
+            return refused, NOTHING
         replies = []
         for connection in self.connections:
             reply = connection.send(request, body, timeout)[0]
@@ -56,6 +59,22 @@ class Shares:
         if isinstance(reply, Registered) and reply.settings.num_shares != 1:
             return _wrong_number(1, reply.settings.num_shares), NOTHING
         return reply, body
+
+    def _misplaced(self, timeout: float | None) -> Refused | None:
+        """The refusal of servers that are not given in the order of their shares."""
+        for number, connection in enumerate(self.connections):
+            try:
+                info = connection.json("GET", INFO, timeout=timeout)
+            except RefusedByServerError as error:
+                return Refused(error.status, str(error))
+            settings = info.get("settings")
+            shares = settings.get("num_shares") if isinstance(settings, dict) else None
+            if shares != len(self.connections):
+                return _wrong_number(len(self.connections), shares)
+            if info.get("share") != number:
+                text = f"server {number} of the list, {connection.url}, has share {info.get('share')} of the parameters"
+                return Refused(422, f"{text}; give the addresses in the order of their shares, from 0.")
+        return None
 
     def _to_one(self, request: Submit | Await, body: Body, timeout: float | None) -> tuple[Reply, memoryview]:
         fragment, server = divmod(request.fragment, len(self.connections))
@@ -75,8 +94,6 @@ class Shares:
     def _registered(self, replies: Sequence[Reply]) -> Reply:
         members = [reply for reply in replies if isinstance(reply, Registered)]
         first = members[0]
-        if first.settings.num_shares != len(self.connections):
-            return _wrong_number(len(self.connections), first.settings.num_shares)
         for number, one in enumerate(members):
             if one.settings != first.settings:
                 error = f"the settings of {self.connections[number].url} are not those of {self.connections[0].url}"
@@ -89,7 +106,7 @@ class Shares:
         )
 
 
-def _wrong_number(given: int, expected: int) -> Refused:
+def _wrong_number(given: int, expected: object) -> Refused:
     error = f"the parameters of this run are shared by {expected} servers, and {given} are given"
     return Refused(422, f"{error}; give the addresses of all, in the order of their shares.")
 

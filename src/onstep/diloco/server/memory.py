@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,8 @@ _ALIGNMENT = 64
 
 def allocate(specs: Sequence[ParameterSpec]) -> dict[str, Tensor]:
     """Tensors by name, in float32 or float64, in one block of memory; their values are not defined."""
-    block = torch.empty(sum(map(_padded_bytes, specs)), dtype=torch.uint8)
+    size = sum(map(_padded_bytes, specs))
+    block = torch.from_numpy(np.empty(size, np.uint8))  # which asks for huge pages, so that touching it costs little
     parameters: dict[str, Tensor] = {}
     position = 0
     for spec in specs:

@@ -76,6 +76,7 @@ class ServedRun:
         self.fragments = tuple(fragments)
         self.disk_error: str | None = None
         """Why nothing is committed now."""
+        self._is_ending = False
         self._store = store
         self._on_commit = on_commit
         self._clock = clock
@@ -88,7 +89,7 @@ class ServedRun:
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="onstep-diloco-save")
 
     async def serve(self) -> None:
-        """Execute rounds until cancelled. Raises what makes further rounds impossible."""
+        """Execute rounds until cancelled, then finish the current one. Raises what makes further rounds impossible."""
         await self.compute(release_holes)
         self._after()
         async with asyncio.TaskGroup() as tasks:
@@ -190,7 +191,13 @@ class ServedRun:
 
     async def _execute(self) -> None:
         while True:
-            await self._commit(await self._closed.get())
+            commit = asyncio.ensure_future(self._commit(await self._closed.get()))
+            try:
+                await asyncio.shield(commit)
+            except asyncio.CancelledError:
+                self._is_ending = True
+                await commit
+                raise
 
     async def _commit(self, closed: Closed) -> None:
         fragment = self.fragments[closed.fragment]
@@ -254,6 +261,8 @@ class ServedRun:
 
     async def _disk_refused(self, error: CheckpointError) -> None:
         self.disk_error = str(error)
+        if self._is_ending:
+            raise error
         logger.error("A round waits to be saved, and is tried again every %g s: %s", RETRY_SECONDS, error)
         await asyncio.sleep(RETRY_SECONDS)
 

@@ -173,7 +173,7 @@ class DiLoCoServer:
         app = build_app(run, operator, Access(self.token, None), self._model)
         self._serving = Serving(app, run, self._listener, self._tls, self._note_failure)
         self._serving.start()
-        logger.info("DiLoCo server of %d workers at %s", self.settings.num_workers, self.address)
+        logger.debug("DiLoCo server of %d workers at %s", self.settings.num_workers, self.address)
 
     def run(self) -> None:
         """Serve until Ctrl-C, `stop` from another thread, or a shutdown by an operator; then save.

@@ -1,4 +1,4 @@
-"""Runs the protocol with a virtual clock and network: what would H, quorum and codec do for my sites?
+"""Runs the protocol on a virtual clock and network, to compare settings for the sites that a run would have.
 
 `scenario` is what is simulated and `reading` reads it from YAML; `clock` and `network` are time and lines; `server` and
 `worker` drive the protocol's coordinator and sessions; `churn` are failures and outages; `simulation` puts them

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -39,20 +38,19 @@ def draw_comparison(compared: Sequence[Compared]) -> Figure:
     figure = new_figure((_WIDTH, _HEIGHT))
     left, right = figure.subplots(1, 2)
     key = next(iter(compared[0].variation.choices))
-    ordered = sorted(compared, key=_others)
-    for number, (label, group) in enumerate(groupby(ordered, key=_others)):
-        several = list(group)
+    for number, label in enumerate(dict.fromkeys(map(_others, compared))):
+        several = [one for one in compared if _others(one) == label]
         x = [one.variation.choices[key] for one in several]
         look: dict[str, Any] = {"marker": "o", "color": PALETTE[number % len(PALETTE)], "label": label or None}
         left.plot(_positions(x), [100 * one.report.efficiency for one in several], **look)
-        right.plot(_positions(x), [_hourly_megabytes(one) for one in several], **look)
+        right.plot(_positions(x), [_hourly_gigabytes(one) for one in several], **look)
     for axes in (left, right):
         _label_x(axes, key, [one.variation.choices[key] for one in compared])
         style_axes(axes)
     left.set_ylabel("efficiency (%)")
     left.set_ylim(0, 100)
-    right.set_ylabel("sent by a worker (MB per hour)")
-    right.set_yscale("log")
+    right.set_ylabel("sent by a worker (GB per hour)")
+    right.set_ylim(bottom=0)
     if len(compared[0].variation.choices) > 1:
         left.legend(frameon=False)
     return figure
@@ -60,7 +58,7 @@ def draw_comparison(compared: Sequence[Compared]) -> Figure:
 
 def _draw_rounds(axes: Axes, report: Report) -> None:
     groups = [
-        ("all there", PALETTE[0], [one for one in report.rounds if not one.late and not one.lacked_quorum]),
+        ("on time", PALETTE[0], [one for one in report.rounds if not one.late and not one.lacked_quorum]),
         ("with late contributions", PALETTE[4], [one for one in report.rounds if one.late and not one.lacked_quorum]),
         ("waited for a quorum", PALETTE[1], [one for one in report.rounds if one.lacked_quorum]),
     ]
@@ -80,9 +78,9 @@ def _others(one: Compared) -> str:
     return ", ".join(f"{key} {value}" for key, value in list(one.variation.choices.items())[1:])
 
 
-def _hourly_megabytes(one: Compared) -> float:
+def _hourly_gigabytes(one: Compared) -> float:
     hours = max(one.report.seconds / 3600, 1e-9)
-    return one.report.bytes_up / one.variation.scenario.total_workers / hours / 1e6
+    return one.report.bytes_up / one.variation.scenario.total_workers / hours / 1e9
 
 
 def _positions(values: Sequence[Any]) -> list[float]:

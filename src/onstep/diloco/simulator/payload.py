@@ -1,4 +1,4 @@
-"""How many bytes submissions and versions have."""
+"""Computes how many bytes submissions and versions have."""
 
 from __future__ import annotations
 

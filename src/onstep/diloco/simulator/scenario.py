@@ -1,4 +1,4 @@
-"""What is simulated: sites with their lines and workers, a server, a model, and the settings of the run."""
+"""Describes what is simulated: sites with their lines and workers, a server, a model, and the settings of the run."""
 
 from __future__ import annotations
 

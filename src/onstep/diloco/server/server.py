@@ -39,7 +39,7 @@ class DiLoCoServer:
 
     With a directory, everything is kept in its subdirectory `diloco` at each round before any worker sees the round,
     and a server that is started again with the same arguments continues from there. As a context manager it serves
-    while the block runs.
+    while the block runs, and raises at its end what made further rounds impossible.
 
     Args:
         model: what the run starts with: a module, a state dict, or the path of a safetensors file, a checkpoint or a
@@ -246,6 +246,8 @@ class DiLoCoServer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stop()
+        if kind is None and self._failure is not None:
+            raise self._failure
 
     def _divided(self, parameters: Mapping[str, Tensor], factory: OuterFactory) -> list[Fragment]:
         """The fragments of this server's share."""

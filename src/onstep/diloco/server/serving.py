@@ -90,10 +90,13 @@ class Serving:
         self._listener = listener
         self._on_failure = on_failure
         self._server = uvicorn.Server(_config(app, tls))
+        self._is_started = False
+        self._ended = threading.Event()  # a join that Ctrl-C interrupts takes a running thread for an ended one (3.11)
         self._thread = threading.Thread(target=self._main, name="onstep-diloco-server", daemon=True)
 
     def start(self) -> None:
         """Start to answer."""
+        self._is_started = True
         self._thread.start()
 
     def ask_to_stop(self) -> None:
@@ -102,14 +105,13 @@ class Serving:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end; whether it has come."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        return self._ended.wait(timeout)
 
     def stop(self, timeout: float = 30.0) -> None:
         """Stop, after the round that is being committed. Calling this twice is harmless."""
         self.ask_to_stop()
-        if self._thread.is_alive():
-            self._thread.join(timeout)
+        if self._is_started:
+            self._ended.wait(timeout)
         self._listener.close()
 
     def _main(self) -> None:
@@ -121,6 +123,7 @@ class Serving:
         finally:
             self._run.close()
             self._listener.close()
+            self._ended.set()
 
     async def _serve(self) -> None:
         asyncio.get_running_loop().set_exception_handler(_note_loop_error)

@@ -63,6 +63,8 @@ class SimulatedWorker:
         self._have: list[int] = []
         self._unsubmitted: list[int] = []
         """Steps that are in no submission, by fragment."""
+        self._submitted: list[int] = []
+        """Steps in the last submission."""
         self._training_since: float | None = None
         self._training_seconds = 0.0
         self._training_steps = 0
@@ -79,7 +81,7 @@ class SimulatedWorker:
             poll_seconds=SYNC_BOUND,  # nothing cuts a virtual connection while its question waits
         )
         fragments = self._settings.num_fragments
-        self._have, self._unsubmitted = [0] * fragments, [0] * fragments
+        self._have, self._unsubmitted, self._submitted = [0] * fragments, [0] * fragments, [0] * fragments
         self._sync_every = self._settings.sync_every
         self._run(self._live())
 
@@ -155,14 +157,13 @@ class SimulatedWorker:
     def _exchange(self, fragments: tuple[int, ...]) -> Life:
         """Settle what is pending, then submit what was trained since."""
         for fragment in fragments:
-            if self._session.pending(fragment) is not None:
-                yield from self._settle(fragment)
-            if self._session.pending(fragment) is None:
+            is_settled = self._session.pending(fragment) is None or (yield from self._settle(fragment))
+            if is_settled:
                 self._begin(fragment)
                 yield from self._settle(fragment)
 
     def _begin(self, fragment: int) -> None:
-        steps = self._unsubmitted[fragment]
+        steps = self._submitted[fragment] = self._unsubmitted[fragment]
         self._unsubmitted[fragment] = 0
         self._session.begin(
             fragment,
@@ -173,16 +174,16 @@ class SimulatedWorker:
             body=self.connection.payload.encoded[fragment],
         )
 
-    def _settle(self, fragment: int) -> Life:
-        submit = self._session.pending(fragment)
-        assert submit is not None
+    def _settle(self, fragment: int) -> Generator[Any, Any, bool]:
+        """Find out what became of a submission; whether it did."""
         operation = self._session.settle(fragment, SYNC_BOUND, self._have[fragment])
         settlement = yield from self._impatient(operation) if self._can_lose else operation
         if type(settlement) is Counted:
             self._have[fragment] = settlement.ready.version
         elif type(settlement) is NotCounted:  # what was dropped stays in the local parameters
-            self._unsubmitted[fragment] += submit.steps
+            self._unsubmitted[fragment] += self._submitted[fragment]
             yield from self._fetch(fragment)
+        return type(settlement) is not Unsettled
 
     def _impatient(self, operation: Operation[Settlement]) -> Generator[Any, Any, Settlement]:
         """Give up an operation without any answer for `LOST_SECONDS`, as the real worker does, which then trains on."""

@@ -163,6 +163,36 @@ class Stop(TrainerCallback):
         control.should_training_stop |= state.global_step >= self.at
 
 
+class Samples(TrainerCallback):
+    """The samples that were trained on."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+
+    def on_train_step_end(self, args: Any, state: Any, control: Any, sample_ids: Any = None, **kwargs: Any) -> None:
+        self.ids += [sample for row in sample_ids for sample in row]
+
+
+def test_workers_train_on_shares_of_the_data_and_a_successor_continues_its_share(tmp_path: Path) -> None:
+    options = {"num_workers": 2, "min_workers": 1, "initial_deadline": 0.01, "patience": 1.0, "sync_every": 2}
+    server = DiLoCoServer(Regression(), settings=Settings(codec="fp32", **options), outer_optimizer_factory=sgd, port=0)
+    seen = {name: Samples() for name in ("one", "two", "three")}
+    samples = {"per_device_train_batch_size": 1, "max_steps": 4}
+    with server:
+        train(tmp_path / "1", DiLoCoCallback(server.address, worker_id="one"), seen["one"], **samples)
+        train(
+            tmp_path / "2", DiLoCoCallback(server.address, worker_id="two"), seen["two"], **samples | {"max_steps": 8}
+        )
+        train(
+            tmp_path / "3",
+            DiLoCoCallback(server.address, worker_id="one"),
+            seen["three"],
+            **samples | {"max_steps": 12},
+        )
+    everything = seen["one"].ids + seen["two"].ids + seen["three"].ids
+    assert len(everything) == len(set(everything)) == 12
+
+
 def test_a_run_does_not_start_without_its_server(tmp_path: Path) -> None:
     callback = DiLoCoCallback("127.0.0.1:9", max_sync_retries=0, timeout=0.5)
     with pytest.raises(ServerUnreachableError, match="no answer from the server"):

@@ -120,14 +120,17 @@ class DiLoCoCallback(TrainerCallback):
         worker.start(step=state.global_step)
         self.worker, self._is_at_start, self._adds_at_log_step, self._tokens = worker, True, False, None
         self._offset = max(0, worker.registered.step - state.global_step)
-        self._take_share(args, worker, kwargs.get("train_dataloader"), loaded)
+        self._take_share(args, state.global_step, kwargs.get("train_dataloader"), loaded)
         logger.info("DiLoCo: %s is a worker of %s", worker.worker_id, self.server_addr)
 
-    def _take_share(self, args: Any, worker: DiLoCoWorker, data: Any, loaded: Mapping[str, Any] | None) -> None:
+    def _take_share(self, args: Any, step: int, data: Any, loaded: Mapping[str, Any] | None) -> None:
         """Train on this worker's part of the data, from where it has been used."""
+        assert self.worker is not None
         take_share = getattr(data, "take_share", None)
-        place = worker.registered
-        self._data_start = place.slot_steps * _samples_of_a_step(args) if loaded is None else int(loaded["data_start"])
+        place = self.worker.registered
+        known = 0 if loaded is None else int(loaded["data_start"])
+        # the server may have counted more of this share than the worker, if it is new or its checkpoint is old
+        self._data_start = max(known, (place.slot_steps - step) * _samples_of_a_step(args))
         if take_share is not None:
             take_share(place.slot, place.num_slots, self._data_start)
         elif place.num_slots > 1:

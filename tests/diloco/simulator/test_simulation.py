@@ -75,11 +75,12 @@ def test_a_straggler_delays_a_round_only_until_the_learned_deadline_and_counts_l
 
 
 def test_a_submission_that_is_too_late_is_dropped_and_its_steps_are_in_the_next_one() -> None:
-    sites = {"fast": site(4), "slow": site(1, step_seconds=10.0)}
+    sites = {"fast": site(4), "slow": site(1, step_seconds=2.0, step_jitter=2.0)}
     report = run(sites=sites, rounds=100, max_staleness=0)
     check_accounts(report)
-    assert report.dropped > 5
+    assert report.dropped > 3
     assert set(report.staleness) == {0}
+    assert report.sites["slow"].counted_share > 0.95
 
 
 def test_slower_workers_that_take_fewer_steps_arrive_with_the_others() -> None:
@@ -120,7 +121,7 @@ def test_without_a_quorum_nothing_is_committed_until_it_is_back() -> None:
 
 
 def test_a_killed_server_continues_from_what_it_committed() -> None:
-    server = {"hours_between_failures": 0.1, "minutes_away": 2, "round_seconds": 1}
+    server = {"hours_between_failures": 0.1, "minutes_away": 2, "round_seconds": 5}
     report = run(sites={"a": site(4)}, rounds=150, server=server)
     check_accounts(report)
     assert report.is_finished

@@ -103,6 +103,12 @@ class Coordinator:
             self.counts["refused"] += 1
         return reply
 
+    def begin(self, now: float) -> None:
+        """Start all clocks, where the owner begins to serve later than it made this, or by another clock."""
+        self._roster.begin(now)
+        for rounds in self._rounds:
+            rounds.open.start = now
+
     def tick(self, now: float) -> None:
         """Evict who has been silent for too long and close the rounds whose deadline has passed."""
         if self.settings.heartbeat_timeout:

@@ -112,6 +112,10 @@ class Roster:
         else:
             self._fastest = max(self._fastest, steps_per_second)
 
+    def begin(self, now: float) -> None:
+        """Give all who are registered the time of a sign of life."""
+        self.last_seen = OrderedDict.fromkeys(self.last_seen, now)
+
     def silent(self, now: float, timeout: float) -> list[str]:
         """The registered whose last request is older than `timeout` seconds."""
         found = []

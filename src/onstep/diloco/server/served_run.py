@@ -90,6 +90,7 @@ class ServedRun:
 
     async def serve(self) -> None:
         """Execute rounds until cancelled, then finish the current one. Raises what makes further rounds impossible."""
+        self.coordinator.begin(self.now())
         await self.compute(release_holes)
         self._after()
         async with asyncio.TaskGroup() as tasks:

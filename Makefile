@@ -50,6 +50,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/trackers.py
 	$(BIN)/python benchmarks/log_analysis.py
 	$(BIN)/python benchmarks/control.py
+	$(BIN)/python benchmarks/diloco.py
 	$(BIN)/python benchmarks/diloco_simulator.py
 
 # The distribution's Chromium, for the tests of the page; without one, and where this fails, they are skipped by name.

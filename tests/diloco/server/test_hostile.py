@@ -227,6 +227,10 @@ def test_a_body_that_ends_early_counts_for_nothing(
         connection.sendall(
             f"{head}{MESSAGE_HEADER}: {message}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body[:-5]
         )
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(4096):
+            pass
+    pair[1].beat()  # by then the server has noticed
     _round_is_intact(server, pair, parameters)
 
 

@@ -151,6 +151,20 @@ def test_a_worker_may_train_in_bfloat16_what_others_train_in_float32(
     worker(serve(), "a", {name: one.bfloat16() for name, one in parameters.items()}).join()
 
 
+def test_parameters_in_float32_and_float64_are_averaged_each_in_its_own_dtype(serve: Serve, worker: Worker) -> None:
+    model = {"a": torch.ones(3), "b": torch.ones(2, dtype=torch.float64), "c": torch.ones((), dtype=torch.bfloat16)}
+    one = worker(serve(model), "a", model)
+    one.join()
+    one.submit({"a": torch.ones(3), "b": torch.full((2,), 1e-12, dtype=torch.float64), "c": torch.ones(())})
+    got = one.get(1)[1]
+    assert {name: tensor.dtype for name, tensor in got.items()} == {
+        "a": torch.float32,
+        "b": torch.float64,
+        "c": torch.float32,
+    }
+    assert torch.allclose(got["b"] - 1, torch.full((2,), -1.33e-12, dtype=torch.float64), rtol=0, atol=1e-15)
+
+
 def test_fragments_have_rounds_of_their_own(serve: Serve, worker: Worker, parameters: dict[str, Tensor]) -> None:
     server = serve(settings=Settings(num_fragments=2, heartbeat_timeout=0.0))
     one = worker(server)

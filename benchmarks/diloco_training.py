@@ -27,6 +27,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
 from onstep import TrainerCallback, pretrain
 from onstep.callbacks import DiLoCoCallback
 from onstep.config import ConfigContainer
@@ -54,6 +57,8 @@ class Size:
     width: int = 128
     length: int = 128
     eval_iters: int = 40
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
     paths: tuple[str, ...] = ()
     """The text; empty for the default corpus."""
 
@@ -137,7 +142,13 @@ def diloco(size: Size, directory: Path, codec: str, reference: Row) -> Row:
     """A training by several workers."""
     start, token = time.monotonic(), secrets.token_hex(16)
     settings = Settings(num_workers=size.workers, min_workers=size.workers, sync_every=size.sync_every, codec=codec)
-    with DiLoCoServer(new_model(size, directory), settings=settings, port=0, token=token) as server:
+
+    def outer(parameters: list[Tensor]) -> Optimizer:
+        momentum = size.outer_momentum
+        return SGD(parameters, lr=size.outer_lr, momentum=momentum, nesterov=momentum > 0)
+
+    model = new_model(size, directory)
+    with DiLoCoServer(model, settings=settings, outer_optimizer_factory=outer, port=0, token=token) as server:
         context = multiprocessing.get_context("spawn")
         workers = [
             context.Process(target=train_worker, args=(size, directory, index, server.address, token))
@@ -193,11 +204,16 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=Size.steps)
     parser.add_argument("--workers", type=int, default=Size.workers)
     parser.add_argument("--sync-every", type=int, default=Size.sync_every)
+    parser.add_argument("--outer-lr", type=float, default=Size.outer_lr)
+    parser.add_argument("--outer-momentum", type=float, default=Size.outer_momentum)
     parser.add_argument("--codecs", nargs="*", default=CODECS)
     parser.add_argument("--record", type=Path)
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rows = compare(Size(given.steps, given.workers, given.sync_every), given.codecs)
+    size = Size(
+        given.steps, given.workers, given.sync_every, outer_lr=given.outer_lr, outer_momentum=given.outer_momentum
+    )
+    rows = compare(size, given.codecs)
     if given.record:
         given.record.write_text(json.dumps([asdict(row) for row in rows], indent=2))
     failed = [row.name for row in rows[1:] if row.ratio > LIMITS[row.name] or (row.name != "fp32" and row.fewer < 100)]

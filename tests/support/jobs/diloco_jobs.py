@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from onstep import Trainer
+from onstep import CallbackManager, Trainer, pretrain
 from onstep.callbacks import DiLoCoCallback
 from onstep.diloco.worker import DiLoCoWorker
 from onstep.diloco.worker.ranks import MainRankError
 from onstep.distributed.shards import whole
 from tests.diloco.worker.crew import batches, small_model
+from tests.support.small_configs import small_pretrain_config
 from tests.support.small_models import Regression, arguments, regression_rows
 
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -99,3 +100,26 @@ def job_trainer(settings: dict[str, Any]) -> dict[str, Any]:
     )
     trainer.train()
     return {name: one.tolist() for name, one in trainer.model.named_parameters()}
+
+
+def job_pretrain(settings: dict[str, Any]) -> dict[str, Any]:
+    """Pretrains a small GPT, as a worker if there is a server; returns its last validation loss and what it sent."""
+    os.environ["DILOCO_TOKEN"] = "secret"
+    config = small_pretrain_config(settings["corpus"], settings["cache"], layers=2, width=32)
+    config.train.train_iters, config.train.global_batch_size = settings["steps"], settings["batch"]
+    config.validation.eval_interval, config.validation.eval_iters = settings["steps"], 10
+    config.validation.eval_global_batch_size = config.validation.eval_micro_batch_size = 4
+    config.logger.console = "quiet"
+    found: dict[str, Any] = {"sent": 0}
+    callback = DiLoCoCallback(settings.get("server", ""), worker_id=settings.get("id"))
+    manager = CallbackManager()
+    manager.add(callback)
+    manager.register("on_eval_end", lambda context: found.update(loss=float(context.metrics["eval_loss"])))
+
+    def note_what_was_sent() -> None:
+        if callback.worker is not None:
+            found["sent"] = callback.worker.metrics.total_send_bytes
+
+    manager.register("on_step_end", note_what_was_sent)
+    pretrain(config, callbacks=manager)
+    return found

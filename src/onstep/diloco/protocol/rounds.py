@@ -59,7 +59,7 @@ class OpenRound:
     num_on_time: int = 0
     """Submissions that start from the newest version."""
     measured_at: float | None = None
-    """When the last of them came that a quorum requires: late ones say nothing about how long a round takes."""
+    """When the last of them came that a quorum requires: late ones say nothing about how long a round is."""
 
 
 class Rounds:

@@ -29,6 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,7 @@ class _Worker:
 
     def exchange(self) -> None:
         """Submit, and wait for the new parameters."""
+        self._connection.close()  # the server has closed it if the others needed long
         submit = Submit(self._name, self._session, self._version, 0, self._version, 1, 1, self._codec)
         self._post(submit, self._body)
         kind = ""
@@ -242,13 +244,11 @@ class _Worker:
 
 def _seconds(exchanges: list[Callable[[], None]]) -> float:
     """Time until all exchanges, which begin together, are over."""
-    threads = [threading.Thread(target=exchange) for exchange in exchanges]
-    start = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return time.perf_counter() - start
+    with ThreadPoolExecutor(len(exchanges)) as threads:
+        start = time.perf_counter()
+        for done in [threads.submit(exchange) for exchange in exchanges]:
+            done.result()
+        return time.perf_counter() - start
 
 
 def _rounds(arguments: argparse.Namespace) -> Iterator[Row]:

@@ -91,7 +91,7 @@ class Serving:
         self._on_failure = on_failure
         self._server = uvicorn.Server(_config(app, tls))
         self._is_started = False
-        self._ended = threading.Event()  # a join that Ctrl-C interrupts takes a running thread for an ended one (3.11)
+        self._ended = threading.Event()  # not join: interrupted by Ctrl-C, it marks a running thread as ended (3.11)
         self._thread = threading.Thread(target=self._main, name="onstep-diloco-server", daemon=True)
 
     def start(self) -> None:

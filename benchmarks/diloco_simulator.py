@@ -63,10 +63,12 @@ def _measure_speed(rounds: int) -> bool:
     started, cpu_started = time.perf_counter(), time.process_time()
     report = simulate(from_values(values))
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
-    holds = seconds < LIMIT_SECONDS * rounds / 1000
+    limit = LIMIT_SECONDS * rounds / 1000
+    holds = seconds < limit
     print(
         f"speed: 1,000 workers, {report.num_rounds:,} rounds, {report.events:,} events in {seconds:.1f} s "
-        f"({cpu_seconds:.1f} s of processor time, {report.seconds / 3600:.0f} simulated hours; limit {LIMIT_SECONDS * rounds / 1000:.0f} s): {_word(holds)}"
+        f"({cpu_seconds:.1f} s of processor time, {report.seconds / 3600:.0f} simulated hours; limit {limit:.0f} s): "
+        f"{_word(holds)}"
     )
     return holds
 

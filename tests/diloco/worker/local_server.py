@@ -11,15 +11,20 @@ import torch
 from torch import Tensor
 
 from onstep.diloco.client import ServerLostError
-from onstep.diloco.codec import decode, encode, read_body, specs_of, write_body
+from onstep.diloco.codec import encode, read_body, specs_of, write_body
 from onstep.diloco.fragments import assign
 from onstep.diloco.protocol.coordinator import Coordinator
 from onstep.diloco.protocol.messages import Await, NotYet, Ready, Reply, Request, Settings, Submit, fingerprint
+from onstep.diloco.server.averaging import Contribution
 from onstep.diloco.server.masters import Fragment
 
 
 def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1.0)
+
+
+def key(submit: Submit) -> tuple[str, int, int]:
+    return submit.worker_id, submit.fragment, submit.sequence
 
 
 class LocalServer:
@@ -64,7 +69,7 @@ class LocalServer:
         now = time.monotonic()
         if isinstance(request, Submit):
             self.submits.append(request)
-            self._bodies[request.worker_id, request.fragment, request.sequence] = body
+            self._bodies[key(request)] = body
         reply = self.coordinator.handle(request, now)
         self.coordinator.tick(now)
         for closed in self.coordinator.take_closed():
@@ -78,15 +83,11 @@ class LocalServer:
 
     def _commit(self, closed: Any, now: float) -> None:
         fragment = self.fragments[closed.fragment]
-        total = sum(one.weight for one in closed.contributions)
-        gradients = {spec.name: torch.zeros(spec.shape, dtype=torch.float64) for spec in fragment.specs}
-        for one in closed.contributions:
-            submit = one.submit
-            encoded = read_body(self._bodies[submit.worker_id, submit.fragment, submit.sequence])
-            for name, value in decode(encoded, fragment.specs, submit.codec).items():
-                gradients[name] += value * (one.weight / total)
-        masters = fragment.masters()
-        version = fragment.step({name: value.to(masters[name].dtype) for name, value in gradients.items()})
+        contributions = [
+            Contribution(read_body(self._bodies[key(one.submit)]), one.submit.codec, one.weight)
+            for one in closed.contributions
+        ]
+        version = fragment.step(contributions)
         fragment.newest = version
         self.digests[closed.fragment, version.number] = version.digest
         self.coordinator.committed(closed, version.digest, now)

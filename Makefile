@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := .venv-peers
 
-.PHONY: demo test test-all test-slow faults promises check lint bench bench-peers browser docs docs-serve docs-tables clean
+.PHONY: demo test test-all test-slow faults faults-diloco promises check lint bench bench-peers browser docs docs-serve docs-tables clean
 
 demo: $(READY)
 	$(BIN)/onstep demo
@@ -24,6 +24,10 @@ test-slow: $(READY)
 
 faults: $(READY)
 	$(BIN)/python -m pytest -m "faults or not faults" tests/faults
+
+# DiLoCo with everything that can go wrong, over real processes and in random walks; prints what it counted.
+faults-diloco: $(READY)
+	$(BIN)/python -m pytest -s -m "faults or not faults" tests/diloco/faults tests/diloco/protocol/test_random_walks.py
 
 # Every test there is, and the page of promises with what it counted: about half an hour on two cores.
 promises: $(READY)
@@ -46,6 +50,8 @@ bench: $(READY)
 	$(BIN)/python benchmarks/trackers.py
 	$(BIN)/python benchmarks/log_analysis.py
 	$(BIN)/python benchmarks/control.py
+	$(BIN)/python benchmarks/diloco.py
+	$(BIN)/python benchmarks/diloco_simulator.py
 
 # The distribution's Chromium, for the tests of the page; without one, and where this fails, they are skipped by name.
 browser:

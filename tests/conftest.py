@@ -14,6 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["ONSTEP_REGISTRY"] = os.path.join(tempfile.mkdtemp(prefix="onstep-tests-"), "jobs")
+os.environ["ONSTEP_DILOCO_TOKENS"] = tempfile.mkdtemp(prefix="onstep-tests-tokens-")
 
 from onstep.config import ConfigContainer
 from tests.support import results

@@ -26,6 +26,7 @@ WALL_CLOCK_STATES = ("TrackersCallback", "ThroughputMonitor")
 
 
 def snake(name: str) -> str:
+    name = name.replace("DiLoCo", "Diloco")
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 

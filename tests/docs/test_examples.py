@@ -15,6 +15,7 @@ import torch
 from onstep.cli.config import configuration
 from onstep.cli.main import COMMANDS, main
 from onstep.config import KEYS, ConfigContainer, merge, parse_yaml, resolve
+from onstep.diloco.simulator.reading import from_values
 from onstep.recipes import get_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -138,6 +139,9 @@ def test_a_command_names_what_exists(words: list[str], empty_dir: Path) -> None:
 @pytest.mark.parametrize("block", all_blocks("yaml"), ids=str)
 def test_a_configuration_file_is_valid(block: Block) -> None:
     values = parse_yaml(block.code, source=str(block))
+    if "sites" in values:  # a scenario of `onstep diloco simulate`
+        from_values(values)
+        return
     config = get_recipe(values.get("run", {}).get("recipe") or "tiny_gpt")()
     merge(config, values)
     resolve(config)

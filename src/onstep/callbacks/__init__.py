@@ -1,5 +1,6 @@
 """Built-in callbacks. They use only what any callback receives, so you can copy one and adapt it."""
 
+from onstep.callbacks.diloco_callback import DiLoCoCallback
 from onstep.callbacks.divergence_detector import (
     DivergenceDetector,
     DualTimeScaleDivergenceDetector,
@@ -27,6 +28,7 @@ __all__ = [
     "ColumnSpec",
     "CountsRouting",
     "DefaultMetrics",
+    "DiLoCoCallback",
     "DivergenceDetector",
     "DualTimeScaleDivergenceDetector",
     "DualWindowDivergenceDetector",

@@ -40,6 +40,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "dashboard": ("dashboard:dashboard", "Show running and finished runs in a browser: onstep dashboard [RUNS]"),
     "plot": ("plot:app", "Plot per-parameter norms: onstep plot heatmap [FILE]"),
+    "diloco": (
+        "diloco.group:app",
+        "Train at several sites over thin networks: onstep diloco server|worker|status|control|simulate",
+    ),
     "verify-resume": (
         "verify_resume:verify_resume",
         "Check that a killed and resumed run is bitwise identical: onstep verify-resume CONFIG.yaml",

@@ -225,7 +225,7 @@ def announce(config: ConfigContainer) -> None:
 
 
 def _callbacks(config: ConfigContainer, names: list[str]) -> CallbackManager:
-    from onstep.callbacks import DefaultMetrics, JsonLogger, add_control
+    from onstep.callbacks import DefaultMetrics, DiLoCoCallback, JsonLogger, add_control
     from onstep.console import shown_by_default
 
     given = [load_callback(name) for name in names]
@@ -242,6 +242,8 @@ def _callbacks(config: ConfigContainer, names: list[str]) -> CallbackManager:
             raise ConfigError(f"callbacks={name}: {error}") from None
     if config.run.control:
         add_control(manager)
+    if not any(isinstance(one, DiLoCoCallback) for one in manager.callbacks) and DiLoCoCallback().active:
+        manager.add(DiLoCoCallback())
     return manager
 
 

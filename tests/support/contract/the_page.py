@@ -1,4 +1,4 @@
-"""What the page "Trainer Callbacks" documents, DiLoCo aside, as tables."""
+"""What the page "Trainer Callbacks" documents, as tables."""
 
 from __future__ import annotations
 
@@ -63,6 +63,17 @@ PARAMETERS: dict[str, dict[str, Any]] = {
         "auth_token": None,
         "disable_auth": False,
     },
+    "DiLoCoCallback": {
+        "server_addr": None,
+        "sync_every": None,
+        "worker_id": None,
+        "bf16_comm": None,
+        "dylu": None,
+        "heartbeat_interval": None,
+        "num_fragments": None,
+        "timeout": 600,
+        "max_sync_retries": 3,
+    },
     "TraceMalloc": {"top_k": 10, "monitor_system_memory": True, "comprehensive_mode": True},
 }
 """Class: its documented parameters in order, with their defaults."""
@@ -72,10 +83,18 @@ METHODS: dict[str, tuple[str, ...]] = {
     "GradNormLogger": ("on_pre_optimizer_step", "on_evaluate"),
     "TBLogger": ("mapping_as_markdown",),
     "DefaultMetrics": ("on_log_step",),
+    "DiLoCoCallback": ("on_train_begin", "on_log", "on_train_end", "active"),
     "TrainerControlCallback": ("on_train_begin", "on_log", "on_train_end"),
 }
 
-STATEFUL = ("DivergenceDetector", "JsonLogger", "GradNormLogger", "ParameterNormLogger", "ResumableSummaryWriter")
+STATEFUL = (
+    "DiLoCoCallback",
+    "DivergenceDetector",
+    "JsonLogger",
+    "GradNormLogger",
+    "ParameterNormLogger",
+    "ResumableSummaryWriter",
+)
 
 WRITER_METHODS = (
     "add_scalar",

@@ -8,7 +8,14 @@ from typing import Any
 
 from onstep.data.loaders.collate import Collate
 from onstep.data.loaders.micro_batch_reader import MicroBatchReader
-from onstep.data.loaders.sample_order import MicroBatchLayout, SampleOrder, ids_in_force, micro_batches_of_epoch
+from onstep.data.loaders.sample_order import (
+    MicroBatchLayout,
+    SampleOrder,
+    Share,
+    SharedOrder,
+    ids_in_force,
+    micro_batches_of_epoch,
+)
 from onstep.data.loaders.step_batches import StepBatches, step_of
 from onstep.errors import DataError
 
@@ -62,6 +69,7 @@ class TrainLoader:
         self._dataset = dataset
         self.num_samples = len(dataset)
         """Number of samples in the dataset."""
+        self._share = Share()
         self._left_out: list[tuple[int, int]] = []
         self._out_of_epoch: list[int] = []
         self._drop_last = drop_last
@@ -97,15 +105,15 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's micro-batches of the current epoch from its start, on the host; the position is not affected."""
-        order = SampleOrder(self.num_samples, self._seed, self.epoch, self._shuffle, self._out_of_epoch)
+        order = self._order()
         rows = islice(micro_batches_of_epoch(order, self._layout, 0), len(self))
         for step in self._reader.read_aside(rows):
             yield from step.micro_batches
 
     @property
     def samples_per_epoch(self) -> int:
-        """Number of samples in the current epoch: those of the dataset minus those left out."""
-        return self.num_samples - len(self._out_of_epoch)
+        """Number of samples in the current epoch: those of the dataset, or of the share, minus those left out."""
+        return self._share.size(self.num_samples - len(self._out_of_epoch))
 
     def steps_per_epoch(self, num_microbatches: int) -> int:
         """Number of steps of `num_microbatches` rows in a whole epoch with as many samples as the current one."""
@@ -134,6 +142,24 @@ class TrainLoader:
         if self._out_of_epoch != before:  # the list comes from a checkpoint, so the order differs
             self._stream = None
 
+    def take_share(self, index: int, count: int, start: int = 0) -> None:
+        """Read only one of `count` parts of each epoch; no two indices have a sample of an epoch in common.
+
+        Call it before the first step. Positions are those within the share from then on.
+
+        Args:
+            index: which part, from 0.
+            count: how many parts there are.
+            start: samples of the part that others have read already: its epochs begin after them, and wrap around.
+
+        Raises:
+            DataError: for an invalid share, or one smaller than a global batch.
+        """
+        self._share = Share(index, count)
+        self._check_size(self._row_size)
+        self._share = Share(index, count, start % self.samples_per_epoch)
+        self.seek(self.epoch, self.samples_in_epoch)
+
     def read(self, num_microbatches: int) -> StepBatches | None:
         """This rank's micro-batches of the next step; None at the end of the epoch.
 
@@ -142,7 +168,7 @@ class TrainLoader:
         Raises:
             DataError: if an epoch is shorter than a step of `num_microbatches`.
         """
-        samples_left = self.num_samples - len(self._out_of_epoch) - self.samples_in_epoch
+        samples_left = self.samples_per_epoch - self.samples_in_epoch
         is_integer_from = 0 < num_microbatches * self._row_size <= samples_left
         if not is_integer_from and not self.has_next(num_microbatches):
             self._end_epoch(num_microbatches)
@@ -159,7 +185,7 @@ class TrainLoader:
         """Whether this epoch has another step; False exactly when `read` would return None."""
         if num_microbatches < 1:
             raise DataError(f"num_microbatches must be >= 1, got {num_microbatches}")
-        samples_left = self.num_samples - len(self._out_of_epoch) - self.samples_in_epoch
+        samples_left = self.samples_per_epoch - self.samples_in_epoch
         return samples_left >= num_microbatches * self._row_size or (samples_left > 0 and not self._drop_last)
 
     def seek(self, epoch: int, samples_in_epoch: int) -> None:
@@ -169,7 +195,7 @@ class TrainLoader:
             DataError: for a position outside this dataset.
         """
         out_of_epoch = ids_in_force(self._left_out, epoch)
-        if epoch < 0 or not 0 <= samples_in_epoch <= self.num_samples - len(out_of_epoch):
+        if epoch < 0 or not 0 <= samples_in_epoch <= self._share.size(self.num_samples - len(out_of_epoch)):
             raise DataError(
                 f"position (epoch {epoch}, sample {samples_in_epoch}) is outside this dataset of {self.num_samples} "
                 "samples; resume with the data that the position was saved with"
@@ -200,13 +226,16 @@ class TrainLoader:
         self.seek(self.epoch + 1, 0)
 
     def _open(self) -> Iterator[StepBatches]:
+        return self._reader.open(micro_batches_of_epoch(self._order(), self._layout, self.samples_in_epoch), self.epoch)
+
+    def _order(self) -> SampleOrder | SharedOrder:
         order = SampleOrder(self.num_samples, self._seed, self.epoch, self._shuffle, self._out_of_epoch)
-        return self._reader.open(micro_batches_of_epoch(order, self._layout, self.samples_in_epoch), self.epoch)
+        return order if self._share.count == 1 and not self._share.start else SharedOrder(order, self._share)
 
     def _check_size(self, step_size: int) -> None:
         if self.num_samples == 0:
             raise DataError("the training dataset is empty: it has 0 samples")
-        num_left_out = self.num_samples - self.samples_per_epoch
+        num_left_out = len(self._out_of_epoch)
         if num_left_out == self.num_samples:
             raise DataError(f"all {num_left_out} samples of the training dataset were skipped as anomalies; check it")
         if self._drop_last and self.samples_per_epoch < step_size:

@@ -125,6 +125,45 @@ class SampleOrder:
         return (high << self._low_bits) | low
 
 
+@dataclass(frozen=True)
+class Share:
+    """One of several equal parts of an epoch, for workers that train on the same data without exchanging it."""
+
+    index: int = 0
+    count: int = 1
+    start: int = 0
+    """Position of the part at which its epochs begin; they wrap around, so that each is whole."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count or self.start < 0:
+            raise DataError(
+                f"a share must have an index >= 0 and < its count, and start at >= 0, got {self.index} of {self.count} "
+                f"at {self.start}"
+            )
+
+    def size(self, num_samples: int) -> int:
+        """Samples of an epoch of `num_samples` that are in it."""
+        return max(0, -(-(num_samples - self.index) // self.count))
+
+
+class SharedOrder:
+    """The part of an order that is in a share: every `count`-th position."""
+
+    def __init__(self, order: SampleOrder, share: Share) -> None:
+        self.num_samples = share.size(order.num_samples)
+        """Number of positions in the part."""
+        self._order, self._share = order, share
+
+    def indices(self, start: int, stop: int) -> IntArray:
+        """As of `SampleOrder`."""
+        return self.at(np.arange(start, stop, dtype=np.int64))
+
+    def at(self, positions: IntArray) -> IntArray:
+        """As of `SampleOrder`."""
+        share = self._share
+        return self._order.at((positions + share.start) % max(self.num_samples, 1) * share.count + share.index)
+
+
 def skip_samples(entries: list[list[int]], epoch: int, sample_ids: Iterable[int]) -> list[int]:
     """Add the samples of an anomaly to `entries` of `[epoch, sample id]`; returns the ids that were not listed yet.
 
@@ -207,7 +246,9 @@ GlobalMicroBatch: TypeAlias = tuple[list[int], bool, int, int]
 """
 
 
-def micro_batches_of_epoch(order: SampleOrder, layout: MicroBatchLayout, start: int) -> Iterator[GlobalMicroBatch]:
+def micro_batches_of_epoch(
+    order: SampleOrder | SharedOrder, layout: MicroBatchLayout, start: int
+) -> Iterator[GlobalMicroBatch]:
     """The rows from position `start` to the end of the epoch, including a partly filled last one.
 
     The cost does not depend on `start`. Indices are computed lazily, a block at a time.
@@ -215,7 +256,9 @@ def micro_batches_of_epoch(order: SampleOrder, layout: MicroBatchLayout, start: 
     return chain.from_iterable(_blocks_of_epoch(order, layout, start))
 
 
-def _blocks_of_epoch(order: SampleOrder, layout: MicroBatchLayout, start: int) -> Iterator[Iterable[GlobalMicroBatch]]:
+def _blocks_of_epoch(
+    order: SampleOrder | SharedOrder, layout: MicroBatchLayout, start: int
+) -> Iterator[Iterable[GlobalMicroBatch]]:
     row_size = layout.row_size
     end_of_full = start + (order.num_samples - start) // row_size * row_size
     block_size = max(1, _BLOCK_SAMPLES // layout.micro_batch_size) * row_size

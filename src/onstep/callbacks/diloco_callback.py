@@ -1,0 +1,240 @@
+"""Makes a run a worker of a DiLoCo server: sites that share only an ordinary network train one model together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from onstep.diloco.worker import DiLoCoWorker
+from onstep.distributed.shards import world_size
+from onstep.errors import ConfigError
+from onstep.events import TrainerCallback
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+_TRUE = ("1", "true", "yes")
+
+
+class DiLoCoCallback(TrainerCallback):
+    """Trains together with the other workers of a DiLoCo server; without an address, every method is a no-op.
+
+    So one configuration trains alone and, with `DILOCO_SERVER` set, as a worker. A whole job is one worker, whether it
+    is one process or many (DDP, FSDP2): rank 0 talks to the server. Steps are counted when the loop has counted them,
+    and work is weighted by the labels trained on. When training begins the model gets the run's parameters, the
+    learning-rate schedule continues at the run's step, and the data is this worker's share of it, from where it has
+    been used; the run ends at its last step for a worker that joined later, too. What is exchanged when, and what
+    happens when the server cannot be reached, is described at `onstep.diloco.worker.DiLoCoWorker`.
+
+    Checkpoints hold the position in the cycle and what the codec has lost so far; the parameters of the last round come
+    from the server again. A run that resumes while the server still has that round continues exactly; else it gets
+    the server's newest parameters, and the local steps since its last submission are lost.
+
+    Metrics: `diloco/sync_count`, `/version`, `/contributors`, `/local_step`, `/sync_every`, `/last_sync_time` and
+    `/total_sync_time` in seconds, `/last_send_mb`, `/last_recv_mb`, `/total_send_mb` and `/total_recv_mb`,
+    `/quantization_error`, `/steps_per_second`, and others when there is something to report.
+
+    It works in Hugging Face's own `Trainer` as well. There, restrict the data to the worker's share yourself
+    (`dataset.shard(num_workers, index)`), and checkpoints do not hold its state.
+
+    Args:
+        server_addr: `host:port`; of several servers that share the parameters, all of them, separated by commas.
+            Falls back to `DILOCO_SERVER`; empty for training alone.
+        sync_every: local optimizer steps between syncs. Falls back to `DILOCO_SYNC_EVERY`, then to the server's (500).
+        worker_id: unique in the run. Falls back to `DILOCO_WORKER_ID`, then to the checkpoint's, then to a new one.
+        bf16_comm: True submits bfloat16, False float32. Falls back to `DILOCO_BF16_COMM`, then to the server's codec.
+        dylu: take as many steps as the server recommends. Falls back to `DILOCO_DYLU`, then to the server's.
+        heartbeat_interval: seconds between heartbeats. Falls back to `DILOCO_HEARTBEAT_INTERVAL` (30).
+        num_fragments: must be the server's if given. Falls back to `DILOCO_NUM_FRAGMENTS`.
+        timeout: seconds that a sync waits for its result; training continues afterwards.
+        max_sync_retries: see `DiLoCoWorker`.
+        codec: `fp32`, `bf16`, `fp16`, `int8`, `int4` or `auto`; wins over `bf16_comm`. Falls back to `DILOCO_CODEC`.
+
+    Raises:
+        ConfigError: for an environment variable that is not a number where one is needed.
+    """
+
+    def __init__(
+        self,
+        server_addr: str | None = None,
+        sync_every: int | None = None,
+        worker_id: str | None = None,
+        bf16_comm: bool | None = None,
+        dylu: bool | None = None,
+        heartbeat_interval: float | None = None,
+        num_fragments: int | None = None,
+        timeout: float = 600,
+        max_sync_retries: int = 3,
+        *,
+        codec: str | None = None,
+    ) -> None:
+        self.server_addr = os.environ.get("DILOCO_SERVER", "") if server_addr is None else server_addr
+        self.sync_every = _number("DILOCO_SYNC_EVERY", int) if sync_every is None else sync_every
+        self.worker_id = worker_id or os.environ.get("DILOCO_WORKER_ID") or None
+        self.bf16_comm = _flag("DILOCO_BF16_COMM") if bf16_comm is None else bf16_comm
+        self.dylu = _flag("DILOCO_DYLU") if dylu is None else dylu
+        interval = _number("DILOCO_HEARTBEAT_INTERVAL", float) if heartbeat_interval is None else heartbeat_interval
+        self.heartbeat_interval = 30.0 if interval is None else interval
+        self.num_fragments = _number("DILOCO_NUM_FRAGMENTS", int) if num_fragments is None else num_fragments
+        self.timeout, self.max_sync_retries = timeout, max_sync_retries
+        self.codec = codec or os.environ.get("DILOCO_CODEC") or None
+        self.worker: DiLoCoWorker | None = None
+        """While training."""
+        self._loaded: Mapping[str, Any] | None = None
+        self._tokens: Any = None
+        self._offset = 0
+        """Optimizer steps of the run before this worker joined."""
+        self._data_start = 0
+        """Samples of this worker's share that were used before it joined."""
+        self._is_at_start = False
+        self._adds_at_log_step = False
+
+    @property
+    def active(self) -> bool:
+        """Whether a server is configured."""
+        return bool(self.server_addr)
+
+    def skips_event(self, name: str) -> bool:
+        """Without a server, only the beginning is of interest, where that is logged."""
+        return not self.active and name not in ("on_train_begin", "on_train_start")
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """Register, and give the model the run's parameters. Collective.
+
+        Raises:
+            SessionEndedError: if the server refuses this worker.
+            ServerUnreachableError: without an answer.
+        """
+        if not self.active:
+            logger.info("DiLoCo: no server is set, so this callback is a no-op")
+            return
+        if model is None or optimizer is None:
+            logger.error("DiLoCo: there is no model or no optimizer when training begins; this callback stays inactive")
+            return
+        loaded, self._loaded = self._loaded, None
+        worker = self._new_worker(model, loaded)
+        worker.start(step=state.global_step)
+        self.worker, self._is_at_start, self._adds_at_log_step, self._tokens = worker, True, False, None
+        self._offset = max(0, worker.registered.step - state.global_step)
+        self._take_share(args, state.global_step, kwargs.get("train_dataloader"), loaded)
+        logger.info("DiLoCo: %s is a worker of %s", worker.worker_id, self.server_addr)
+
+    def _take_share(self, args: Any, step: int, data: Any, loaded: Mapping[str, Any] | None) -> None:
+        """Train on this worker's part of the data, from where it has been used."""
+        assert self.worker is not None
+        take_share = getattr(data, "take_share", None)
+        place = self.worker.registered
+        known = 0 if loaded is None else int(loaded["data_start"])
+        # the server may have counted more of this share than the worker, if it is new or its checkpoint is old
+        self._data_start = max(known, (place.slot_steps - step) * _samples_of_a_step(args))
+        if take_share is not None:
+            take_share(place.slot, place.num_slots, self._data_start)
+        elif place.num_slots > 1:
+            logger.warning(
+                "DiLoCo: this data cannot be divided here; make it give samples i with i %% %d == %d, or data that no "
+                "other worker has",
+                place.num_slots,
+                place.slot,
+            )
+
+    def _new_worker(self, model: Any, loaded: Mapping[str, Any] | None) -> DiLoCoWorker:
+        known = None if loaded is None else str(loaded["worker_id"])
+        worker = DiLoCoWorker(
+            model,
+            None,
+            self.server_addr,
+            self.sync_every,
+            self.worker_id or known,
+            self.bf16_comm,
+            self.timeout,
+            self.dylu,
+            self.heartbeat_interval,
+            self.num_fragments,
+            self.max_sync_retries,
+            codec=self.codec,
+        )
+        if loaded is not None:
+            worker.load_state_dict(loaded)
+        return worker
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> None:
+        """Before the first step, move the learning-rate schedule to the run's step."""
+        if self._is_at_start:
+            self._is_at_start = False
+            if self._offset and lr_scheduler is not None:
+                _advance(lr_scheduler, self._offset, _samples_of_a_step(args))
+
+    def on_train_metrics(self, args: Any, state: Any, control: Any, tokens: Any = None, **kwargs: Any) -> None:
+        """Note how many labels this rank has trained on in the step."""
+        self._tokens = tokens
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count the step, and exchange what is due. Collective."""
+        if self.worker is None:
+            return
+        self.worker.end_step(self._tokens)
+        if 0 < state.max_steps <= state.global_step + self._offset:
+            self.worker.settle()
+            control.should_training_stop = True
+
+    def on_log_step(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Add the metrics to `logs`, before anything reports them."""
+        self._adds_at_log_step = True
+        if self.worker is not None and logs is not None:
+            logs.update(self.worker.sync_metrics)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Add the metrics here in Hugging Face's Trainer, which has no event before."""
+        if self.worker is not None and logs is not None and not self._adds_at_log_step:
+            logs.update(self.worker.sync_metrics)
+
+    def on_exception(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the run without waiting for anybody."""
+        self._stop(merge=False)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Merge what is in flight, and leave the run. Collective, unless training failed."""
+        self._stop(merge=True)
+
+    def _stop(self, merge: bool) -> None:
+        worker, self.worker = self.worker, None
+        if worker is not None:
+            worker.stop(merge)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The worker's state; empty unless training as one."""
+        return {} if self.worker is None else {**self.worker.state_dict(), "data_start": self._data_start}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Keep a state until training begins and the worker exists; an empty one is ignored."""
+        self._loaded = dict(state_dict) if state_dict else None
+
+
+def _flag(name: str) -> bool | None:
+    text = os.environ.get(name)
+    return None if text is None else text.strip().lower() in _TRUE
+
+
+def _number(name: str, kind: type[Any]) -> Any:
+    text = os.environ.get(name)
+    try:
+        return None if text is None else kind(text)
+    except ValueError:
+        raise ConfigError(f"${name} must be a number, got {text!r}; unset it for the default.") from None
+
+
+def _samples_of_a_step(args: Any) -> int:
+    return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size())
+
+
+def _advance(scheduler: Any, steps: int, samples_of_a_step: int) -> None:
+    """Move a scheduler forward by optimizer steps; Onstep's own count samples."""
+    increment = (samples_of_a_step,) if hasattr(scheduler, "num_steps") else ()
+    with warnings.catch_warnings():  # torch warns of schedulers that are stepped before the optimizer
+        warnings.simplefilter("ignore")
+        for _ in range(steps):
+            scheduler.step(*increment)

@@ -1,0 +1,214 @@
+"""`onstep diloco server`: holds the parameters of a run that trains at several sites."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from onstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from onstep.diloco.server.server import DiLoCoServer
+    from onstep.diloco.server.serving import TlsFiles
+
+
+def server(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE ...]", help="Overrides, if the model is that of a configuration or recipe."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "-m",
+            "--model",
+            metavar="MODEL",
+            help="What the run starts with: a run, checkpoint or Hugging Face directory, a safetensors file, or a "
+            "configuration file or recipe, whose model is initialized. May be left out to continue from --output-dir.",
+        ),
+    ] = None,
+    num_workers: Annotated[int, typer.Option("-n", "--num-workers", help="Workers that are expected.")] = 1,
+    output_dir: Annotated[
+        Path | None,
+        typer.Option("-o", "--output-dir", help="Directory to save to; the same command continues from it."),
+    ] = None,
+    from_checkpoint: Annotated[
+        Path | None, typer.Option(help="Start from this one, not the newest checkpoint of the directory.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to bind; beyond loopback, other machines reach it.")] = "127.0.0.1",
+    port: Annotated[int | None, typer.Option(help="Port; default: the first free one from 8512, 0: any.")] = None,
+    sync_every: Annotated[int, typer.Option(help="Optimizer steps between two rounds (H).")] = 500,
+    num_fragments: Annotated[
+        int, typer.Option(help="Parts of the model that are sent in turn, while training continues.")
+    ] = 1,
+    codec: Annotated[str, typer.Option(help="How tensors are sent: fp32, bf16, fp16, int8 or int4.")] = "bf16",
+    min_workers: Annotated[
+        int | None, typer.Option(help="Quorum of a round; default: more than half of the workers.")
+    ] = None,
+    max_staleness: Annotated[int, typer.Option(help="A submission late by more rounds than this is dropped.")] = 1,
+    patience: Annotated[
+        float, typer.Option(help="A round lasts at most so many times as long as its quorum needed.")
+    ] = 2.0,
+    initial_deadline: Annotated[
+        float, typer.Option(help="Seconds that the first round with a quorum waits for the other workers.")
+    ] = 600.0,
+    blend: Annotated[
+        float, typer.Option(help="Share of the local parameters in the merge of a fragment that was in flight.")
+    ] = 0.5,
+    heartbeat_timeout: Annotated[
+        float, typer.Option(help="Seconds of silence after which a worker is evicted; 0: never.")
+    ] = 120.0,
+    dylu: Annotated[bool, typer.Option("--dylu", help="Tell slower workers to take fewer steps a round.")] = False,
+    async_mode: Annotated[bool, typer.Option("--async", help="Apply every submission at once; no rounds.")] = False,
+    dn_buffer_size: Annotated[
+        int, typer.Option(help="Submissions per update of the momentum with --async; 0: each updates it.")
+    ] = 0,
+    outer_lr: Annotated[float, typer.Option(help="Learning rate of the outer optimizer.")] = 0.7,
+    outer_momentum: Annotated[float, typer.Option(help="Its Nesterov momentum; 0: plain SGD.")] = 0.9,
+    save_every: Annotated[int, typer.Option(help="Rounds between two checkpoints for other programs; 0: none.")] = 10,
+    save_total_limit: Annotated[int, typer.Option(help="How many of those are kept.")] = 3,
+    share: Annotated[
+        str, typer.Option(metavar="I/N", help="Be server I, from 0, of N that share the parameters.")
+    ] = "0/1",
+    exclude: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Parameter not to train, with * for any text; repeatable.")
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the token that workers need; default: one is made for the port.")
+    ] = None,
+    regen_token: Annotated[bool, typer.Option("--regen-token", help="Make a new token for the port.")] = False,
+    no_auth: Annotated[bool, typer.Option("--no-auth", help="Let everyone in who reaches the port.")] = False,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="PEM file to serve https with, together with --tls-key.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file with its private key.")] = None,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Show warnings only.")] = False,
+) -> None:
+    """Serve a run: hold its parameters, and average what workers learn.
+
+    Workers join with `onstep diloco worker --server HOST:PORT train ...`. Every round is saved in --output-dir before
+    any worker sees it; after a crash, the same command continues. Ctrl-C ends it.
+    """
+    logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, format="%(message)s")
+    for name in ("httpx", "uvicorn"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    if token_file is not None and (no_auth or regen_token):
+        raise ConfigError("--token-file names the token; drop --no-auth and --regen-token.")
+    from onstep.diloco.protocol.messages import Settings, majority
+    from onstep.diloco.server.server import DiLoCoServer
+    from onstep.diloco.wire.tokens import read_token
+
+    quorum = min_workers if min_workers is not None else 1 if async_mode else majority(num_workers)
+    settings = Settings(
+        mode="async" if async_mode else "sync",
+        num_workers=num_workers,
+        min_workers=quorum,
+        sync_every=sync_every,
+        num_fragments=num_fragments,
+        codec=codec,
+        dylu=dylu,
+        blend=blend,
+        max_staleness=max_staleness,
+        heartbeat_timeout=heartbeat_timeout,
+        initial_deadline=initial_deadline,
+        patience=patience,
+    )
+    made = DiLoCoServer(
+        _source(model, words or []),
+        output_dir=output_dir,
+        from_checkpoint=from_checkpoint,
+        host=host,
+        port=port,
+        settings=settings,
+        outer_optimizer_factory=_outer(outer_lr, outer_momentum),
+        dn_buffer_size=dn_buffer_size,
+        save_every_n_rounds=save_every,
+        save_total_limit=save_total_limit,
+        share=_share(share),
+        exclude=exclude or [],
+        token="" if no_auth else None if token_file is None else read_token(token_file),
+        renews_token=regen_token,
+        tls=_tls(tls_cert, tls_key),
+    )
+    _announce(made, no_auth, token_file)
+    signal.signal(signal.SIGTERM, _interrupt)
+    made.run()
+    print(f"Ended after {made.sync_round} rounds.", flush=True)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not disturb the end
+    raise KeyboardInterrupt
+
+
+def _source(model: str | None, words: list[str]) -> nn.Module | Path | None:
+    """What `--model` names: a path as it is, or the initialized model of a configuration or recipe."""
+    if model is None or (Path(model).exists() and Path(model).suffix not in (".yaml", ".yml")):
+        if words:
+            raise ConfigError(f"{words[0]} is of no use without a configuration or recipe as --model; drop it.")
+        return None if model is None else Path(model)
+    from onstep.cli.config import configuration
+    from onstep.data import build_tokenizer
+    from onstep.distributed import World
+    from onstep.models import build_transformer
+    from onstep.training.setup.pretrained import find_pretrained, load_pretrained
+    from onstep.training.setup.setup import resolve_vocabulary
+
+    is_file = Path(model).exists()
+    config, _ = configuration([*([model] if is_file else []), *words], None if is_file else model)
+    source = find_pretrained(config)
+    if source is not None:
+        return load_pretrained(source, config.model, World())
+    if config.model.vocab_size is None and config.tokenizer.tokenizer_type == "bpe":
+        raise ConfigError(
+            "model.vocab_size must be set for a tokenizer that is trained on the corpus (bpe): give the workers' size, "
+            f"for example model.vocab_size={config.tokenizer.vocab_size}."
+        )
+    if config.model.vocab_size is None:
+        resolve_vocabulary(config, build_tokenizer(config.tokenizer, warns=False).vocab_size)
+    return build_transformer(config.model, seed=config.rng.seed)
+
+
+def _outer(lr: float, momentum: float) -> Callable[[list[Any]], Any]:
+    from torch.optim import SGD
+
+    return lambda parameters: SGD(parameters, lr=lr, momentum=momentum, nesterov=momentum > 0)
+
+
+def _share(text: str) -> tuple[int, int]:
+    index, slash, number = text.partition("/")
+    if not slash or not index.isdecimal() or not number.isdecimal():
+        raise ConfigError(f"--share must be I/N, such as 0/2, got {text[:40]!r}.")
+    return int(index), int(number)
+
+
+def _tls(certificate: Path | None, key: Path | None) -> TlsFiles | None:
+    from onstep.diloco.server.serving import TlsFiles
+
+    if (certificate is None) != (key is None):
+        raise ConfigError("--tls-cert and --tls-key belong together; give both.")
+    return None if certificate is None or key is None else TlsFiles(certificate, key)
+
+
+def _announce(made: DiLoCoServer, no_auth: bool, token_file: Path | None) -> None:
+    from onstep.diloco.wire.tokens import token_path
+
+    settings = made.settings
+    print(
+        f"DiLoCo server of {settings.num_workers} workers (quorum {settings.min_workers}) at {made.address}; a round "
+        f"every {settings.sync_every} steps, {settings.codec}. Ctrl-C ends it."
+    )
+    print(f"Join it: onstep diloco worker --server {made.address} train ...")
+    if no_auth:
+        print("warning: --no-auth: everyone who reaches the port can change the model.", file=sys.stderr)
+    else:
+        print(f"Workers on other machines need the token in {token_file or token_path(made.port)} (DILOCO_TOKEN_FILE).")
+    sys.stdout.flush()

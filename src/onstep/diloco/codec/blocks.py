@@ -1,0 +1,117 @@
+"""Stores tensors as integers of 8 or 4 bits, with one scale per block of consecutive elements.
+
+Source: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", section 2.1, with evenly spaced levels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from onstep.diloco.codec.specs import InvalidTensorsError
+
+CHUNK_VALUES = 2**18
+"""Elements worked on at a time, so that all passes over them find them in the processor's cache."""
+_LARGEST_SCALE = torch.finfo(torch.float32).max / 128
+"""With it, the element of any level is finite."""
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """A block format: element i of a block is `level[i] * scale`."""
+
+    bits: int
+    block: int
+    """Elements per scale; even."""
+
+    @property
+    def top(self) -> int:
+        """The largest level; the smallest is its negative."""
+        return int(2 ** (self.bits - 1)) - 1
+
+    def num_blocks(self, shape: tuple[int, ...]) -> int:
+        """Scales of a tensor."""
+        return -(-math.prod(shape) // self.block)
+
+    def levels_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the tensor of levels: the tensor's own with 8 bits, bytes of two levels with 4."""
+        return shape if self.bits == 8 else (-(-math.prod(shape) // 2),)
+
+    @property
+    def levels_dtype(self) -> torch.dtype:
+        """Of the tensor of levels."""
+        return torch.int8 if self.bits == 8 else torch.uint8
+
+    def encode(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Levels, and scales in float32 of shape `(blocks,)`.
+
+        Raises:
+            InvalidTensorsError: if an element is not finite.
+        """
+        shape = tuple(tensor.shape)
+        flat, count = tensor.reshape(-1), tensor.numel()
+        levels = torch.empty(math.prod(self.levels_shape(shape)), dtype=self.levels_dtype)
+        scales = torch.empty(self.num_blocks(shape))
+        for start in range(0, count, CHUNK_VALUES):
+            piece = flat[start : start + CHUNK_VALUES]
+            size = piece.numel()
+            blocks = pad(piece, (0, -size % self.block)).view(-1, self.block)
+            first = start // self.block
+            chunk, scales[first : first + len(blocks)] = self._quantize(name, blocks)
+            packed = chunk.view(-1)[:size] if self.bits == 8 else _pack(chunk.view(-1)[: size + size % 2])
+            at = start * self.bits // 8
+            levels[at : at + packed.numel()] = packed
+        return levels.view(self.levels_shape(shape)), scales
+
+    def _quantize(self, name: str, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        largest = blocks.abs().amax(1)
+        if not bool(torch.isfinite(largest).all()):
+            raise InvalidTensorsError(f"{name}: it has elements that are NaN or infinite, which cannot be averaged.")
+        scales = (largest / self.top).clamp_(max=_LARGEST_SCALE).float()
+        divisors = torch.where(scales == 0, 1.0, scales).to(blocks.dtype)
+        levels = (blocks / divisors[:, None]).round_().clamp_(-self.top, self.top)
+        return levels.to(torch.int8), scales
+
+    def decode(self, levels: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The tensor, in `dtype`: each element is one product, so every processor computes the same bits."""
+        count = math.prod(shape)
+        result = torch.empty(count, dtype=dtype)
+        flat = levels.reshape(-1)
+        for start in range(0, count, CHUNK_VALUES):
+            size = min(CHUNK_VALUES, count - start)
+            at = start * self.bits // 8
+            piece = flat[at : at - (-size * self.bits // 8)]
+            values = (piece if self.bits == 8 else _unpack(piece)[:size]).to(dtype)
+            first = start // self.block
+            whole = size - size % self.block
+            blocks = whole // self.block
+            torch.mul(
+                values[:whole].view(-1, self.block),
+                scales[first : first + blocks, None].to(dtype),
+                out=result[start : start + whole].view(-1, self.block),
+            )
+            if whole < size:
+                torch.mul(values[whole:], scales[first + blocks].to(dtype), out=result[start + whole : start + size])
+        return result.view(shape)
+
+
+def are_valid_scales(scales: Tensor) -> bool:
+    """Whether all elements are finite with these scales, whatever their levels."""
+    return not scales.numel() or bool(scales.abs().amax() <= _LARGEST_SCALE)
+
+
+def _pack(levels: Tensor) -> Tensor:
+    """Two levels per byte, the first in the lower half, each plus 8."""
+    halves = (levels + 8).view(torch.uint8)
+    return halves[0::2] | (halves[1::2] << 4)
+
+
+def _unpack(packed: Tensor) -> Tensor:
+    halves = torch.empty(packed.numel(), 2, dtype=torch.uint8)
+    torch.bitwise_and(packed, 15, out=halves[:, 0])
+    torch.bitwise_right_shift(packed, 4, out=halves[:, 1])
+    return halves.view(-1).view(torch.int8) - 8

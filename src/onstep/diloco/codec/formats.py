@@ -1,0 +1,124 @@
+"""Encodes tensors for the network and decodes them, after checking that they are what they should be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from onstep.checkpoint.format.tensor_header import DTYPE_NAMES
+from onstep.diloco.codec.blocks import BlockFormat, are_valid_scales
+from onstep.diloco.codec.sizes import BLOCKS, check_codec
+from onstep.diloco.codec.specs import InvalidTensorsError, master_dtype
+from onstep.diloco.protocol.messages import ParameterSpec
+
+BLOCK_FORMATS = {"int8": BlockFormat(8, BLOCKS["int8"]), "int4": BlockFormat(4, BLOCKS["int4"])}
+_CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SCALE_SUFFIX = "::scale"
+
+
+def encode(tensors: Mapping[str, Tensor], codec: str) -> dict[str, Tensor]:
+    """What to send for the tensors: for each its data under its name, and in block formats scales as `name::scale`.
+
+    The result is on the host; with `fp32` it shares memory with tensors that are there and in float32 or float64. A
+    value beyond the range of `fp16` or `bf16` becomes the largest one, and `ErrorFeedback` sends the rest later.
+
+    Raises:
+        InvalidTensorsError: if an element is not finite.
+    """
+    check_codec(codec)
+    encoded: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        plain = tensor.detach().to("cpu", master_dtype(tensor.dtype)).contiguous()
+        if codec in BLOCK_FORMATS:
+            encoded[name], encoded[name + SCALE_SUFFIX] = BLOCK_FORMATS[codec].encode(name, plain)
+        else:
+            _require_finite(name, _is_finite(plain))
+            encoded[name] = _cast(plain, _CASTS[codec]) if codec in _CASTS else plain
+    return encoded
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    largest = torch.finfo(dtype).max
+    cast = tensor.to(dtype)
+    return cast if _is_finite(cast) else tensor.clamp(-largest, largest).to(dtype)
+
+
+def decode(encoded: Mapping[str, Tensor], specs: Sequence[ParameterSpec], codec: str) -> dict[str, Tensor]:
+    """The tensors of `specs`, in float32 (float64 for parameters in float64); with `fp32` in the memory passed in.
+
+    Raises:
+        InvalidTensorsError: if the names, shapes or dtypes are not those that `encode` gives, or an element is not
+            finite; the message names the first tensor.
+    """
+    check_encoded(encoded, specs, codec)
+    check_values(encoded, specs, codec)
+    return {spec.name: decode_one(encoded, spec, codec) for spec in specs}
+
+
+def decode_one(encoded: Mapping[str, Tensor], spec: ParameterSpec, codec: str) -> Tensor:
+    """One tensor of what has passed `check_encoded` and `check_values`."""
+    data, dtype = encoded[spec.name], master_dtype(spec.dtype)
+    if codec in BLOCK_FORMATS:
+        return BLOCK_FORMATS[codec].decode(data, encoded[spec.name + SCALE_SUFFIX], spec.shape, dtype)
+    return data.to(dtype)
+
+
+def check_values(encoded: Mapping[str, Tensor], specs: Sequence[ParameterSpec], codec: str) -> None:
+    """Raise InvalidTensorsError if a decoded element would be NaN or infinite, without decoding."""
+    for spec in specs:
+        if codec in BLOCK_FORMATS:
+            is_finite = are_valid_scales(encoded[spec.name + SCALE_SUFFIX])
+        else:
+            is_finite = _is_finite(encoded[spec.name])
+        _require_finite(spec.name, is_finite)
+
+
+def check_encoded(encoded: Mapping[str, Tensor], specs: Sequence[ParameterSpec], codec: str) -> None:
+    """Raise InvalidTensorsError unless names, shapes and dtypes are those that `encode` gives for `specs`."""
+    expected = {spec.name: spec for spec in encoded_specs(specs, codec)}
+    missing, unexpected = sorted(expected.keys() - encoded.keys()), sorted(encoded.keys() - expected.keys())
+    if missing or unexpected:
+        raise InvalidTensorsError(
+            f"{len(missing)} tensors are missing{_some(missing)} and {len(unexpected)} are not of this model"
+            f"{_some(unexpected)} or not of codec {codec}; all workers must train the same model."
+        )
+    for name, spec in expected.items():
+        got = encoded[name]
+        if tuple(got.shape) != spec.shape or DTYPE_NAMES.get(got.dtype) != spec.dtype:
+            raise InvalidTensorsError(
+                f"{name}: codec {codec} requires {spec.dtype} of shape {list(spec.shape)}, got "
+                f"{DTYPE_NAMES.get(got.dtype)} of shape {list(got.shape)}."
+            )
+
+
+def _some(names: list[str]) -> str:
+    return f" (first {names[0][:100]!r})" if names else ""
+
+
+def encoded_specs(specs: Sequence[ParameterSpec], codec: str) -> tuple[ParameterSpec, ...]:
+    """Names, shapes and dtypes of what `encode` gives for parameters: what a received header is checked against."""
+    check_codec(codec)
+    return tuple(item for spec in specs for item in _encoded_spec(spec, codec))
+
+
+def _encoded_spec(spec: ParameterSpec, codec: str) -> tuple[ParameterSpec, ...]:
+    if codec in BLOCK_FORMATS:
+        form = BLOCK_FORMATS[codec]
+        levels = ParameterSpec(spec.name, form.levels_shape(spec.shape), DTYPE_NAMES[form.levels_dtype])
+        return levels, ParameterSpec(spec.name + SCALE_SUFFIX, (form.num_blocks(spec.shape),), "F32")
+    return (ParameterSpec(spec.name, spec.shape, DTYPE_NAMES[_CASTS.get(codec, master_dtype(spec.dtype))]),)
+
+
+def _require_finite(name: str, is_finite: bool) -> None:
+    if not is_finite:
+        raise InvalidTensorsError(f"{name}: it has elements that are NaN or infinite, which cannot be averaged.")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """In one pass and without a mask: NaN and infinity show in the extremes."""
+    if not tensor.numel():
+        return True
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low) & torch.isfinite(high))

@@ -1,0 +1,33 @@
+"""Computes how many bytes tensors occupy in each codec; does not import torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from onstep.diloco.protocol.messages import ParameterSpec
+from onstep.errors import require
+
+CODECS = ("fp32", "bf16", "fp16", "int8", "int4")
+"""What tensors can be sent as. `fp32` is exact: parameters in float64 stay in float64."""
+BLOCKS = {"int8": 128, "int4": 64}
+"""Elements per scale of the block formats."""
+_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "int4": 4}
+_SCALE_BYTES = 4
+
+
+def check_codec(codec: str) -> None:
+    """Raise ConfigError unless the codec is one of CODECS."""
+    require(codec in CODECS, "codec", f"one of {', '.join(CODECS)}", codec)
+
+
+def encoded_bytes(specs: Sequence[ParameterSpec], codec: str) -> int:
+    """Bytes of the tensors that `encode` gives for parameters; a body's header comes on top."""
+    check_codec(codec)
+    return sum(_bytes(math.prod(spec.shape), spec.dtype, codec) for spec in specs)
+
+
+def _bytes(count: int, dtype: str, codec: str) -> int:
+    bits = 64 if (codec, dtype) == ("fp32", "F64") else _BITS[codec]
+    scales = -(-count // BLOCKS[codec]) if codec in BLOCKS else 0
+    return -(-count * bits // 8) + scales * _SCALE_BYTES

@@ -1,0 +1,388 @@
+"""The server's side of the protocol: decides what counts and when a round closes.
+
+It sees metadata only. It has no clock (`now` is an argument, in seconds, and never goes back), no threads and no
+randomness, so that the same code serves real workers and a simulated thousand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+
+from onstep.diloco.protocol.messages import (
+    PROTOCOL_VERSION,
+    Accepted,
+    Await,
+    Beat,
+    Deregister,
+    Dropped,
+    Heartbeat,
+    Left,
+    NotYet,
+    Ready,
+    Refused,
+    Register,
+    Registered,
+    Reply,
+    Request,
+    Settings,
+    Submit,
+)
+from onstep.diloco.protocol.roster import Member, Roster
+from onstep.diloco.protocol.rounds import Closed, Contribution, Rounds
+from onstep.diloco.protocol.settings import STATE_VERSION, check_settings, check_state
+from onstep.diloco.protocol.verdicts import no_such_fragment, unfit, verdict
+
+
+class Coordinator:
+    """Roster, rounds and versions of a run.
+
+    The owner passes each request to `handle` and calls `tick` at `next_wake`. After either, it executes the rounds of
+    `take_closed`: the outer step, then persisting the tensors together with `state_after`, then `committed`. Only then
+    is the version there for the workers. Nothing else may be persisted between the last two: it would undo the commit.
+    The owner keeps a submission's tensors from before `handle` as long as `holds` says so.
+
+    A round closes when all registered workers are in it and it has a quorum, or when it has a quorum and its deadline
+    has passed (see `Arrivals`). Until `num_workers` have joined, the first round only closes by its deadline.
+
+    A submission that is late by `s` versions joins the open round with the weight `tokens / (1 + s)`, or is dropped if
+    `s > max_staleness`. In asynchronous mode every submission is a round of its own and is never too late.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        run_id: str,
+        fingerprint: str,
+        state: Mapping[str, object] | None = None,
+        now: float = 0.0,
+    ) -> None:
+        """Start a run, or continue the one whose `state_dict` is given.
+
+        Raises:
+            ConfigError: for settings that are out of range.
+        """
+        check_settings(settings)
+        self.settings = settings
+        self.run_id = run_id
+        self.fingerprint = fingerprint
+        self.revision = 0
+        """Changes when the roster does. Persist `state_dict` then, before the request that changed it is answered."""
+        self.counts: Counter[str] = Counter()
+        self._roster = Roster(settings.num_workers)
+        self._rounds = [Rounds(fragment, now) for fragment in range(settings.num_fragments)]
+        self._slot_steps: Counter[int] = Counter()
+        self._to_take: deque[Closed] = deque()
+        self._handlers: dict[type, Callable[..., Reply]] = {
+            Submit: self._submit,
+            Await: self._await,
+            Heartbeat: self._heartbeat,
+            Register: self._register,
+            Deregister: self._deregister,
+        }
+        if state is not None:
+            self._load(state, now)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Newest committed version of each fragment."""
+        return tuple(rounds.version for rounds in self._rounds)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps of the run so far."""
+        return round(max(rounds.steps for rounds in self._rounds))
+
+    def handle(self, request: Request, now: float) -> Reply:
+        """Answer a request."""
+        reply = self._handlers[type(request)](request, now)
+        if type(reply) is Refused:
+            self.counts["refused"] += 1
+        return reply
+
+    def begin(self, now: float) -> None:
+        """Start all clocks, where the owner begins to serve later than it made this, or by another clock."""
+        self._roster.begin(now)
+        for rounds in self._rounds:
+            rounds.open.start = now
+
+    def tick(self, now: float) -> None:
+        """Evict who has been silent for too long and close the rounds whose deadline has passed."""
+        if self.settings.heartbeat_timeout:
+            for worker_id in self._roster.silent(now, self.settings.heartbeat_timeout):
+                self._remove(worker_id, "deaths")
+        for rounds in self._rounds:
+            self._close_if_due(rounds, now)
+
+    def next_wake(self) -> float | None:
+        """When `tick` has something to do, if nothing else happens before."""
+        times = [
+            rounds.open.deadline for rounds in self._rounds if rounds.open.deadline is not None and not rounds.closing
+        ]
+        if self.settings.heartbeat_timeout and self._roster.last_seen:
+            times.append(next(iter(self._roster.last_seen.values())) + self.settings.heartbeat_timeout)
+        return min(times, default=None)
+
+    def take_closed(self) -> list[Closed]:
+        """The rounds that were closed since the last call, to be executed in this order."""
+        taken = list(self._to_take)
+        self._to_take.clear()
+        return taken
+
+    def committed(self, closed: Closed, digest: str, now: float) -> None:
+        """Make an executed and persisted round's version the newest.
+
+        Raises:
+            ValueError: if an earlier round of the fragment is not committed yet.
+        """
+        rounds = self._rounds[closed.fragment]
+        rounds.commit(closed, digest, self._steps_of(closed), now)
+        self.counts["commits"] += 1
+        self.counts["contributions"] += len(closed.contributions)
+        self._close_if_due(rounds, now)
+
+    def pending(self, fragment: int) -> list[Submit]:
+        """Submissions in rounds that are not committed: their tensors are still needed."""
+        return [one.submit for one in self._rounds[fragment].contributions()]
+
+    def holds(self, worker_id: str, fragment: int, sequence: int) -> bool:
+        """Whether a submission is in a round that is not committed."""
+        return sequence in self._rounds[fragment].in_flight.get(worker_id, ())
+
+    def preview(self, request: Submit, now: float) -> Reply | None:
+        """What the answer to a submission will be, before its tensors are read; None if it will count."""
+        member = self._roster.find(request.worker_id, request.session)
+        if isinstance(member, Refused):
+            return member
+        self._roster.touch(request.worker_id, now)
+        if not 0 <= request.fragment < len(self._rounds):
+            return no_such_fragment(request.fragment, len(self._rounds))
+        return verdict(request, self._rounds[request.fragment], self.settings)
+
+    def evict(self, worker_id: str, now: float) -> bool:
+        """Remove a worker as if it had been silent for too long; whether it was registered."""
+        return self._leave(worker_id, "evictions", now)
+
+    def set_num_workers(self, num_workers: int, now: float) -> None:
+        """Expect another number of workers; the quorum stays.
+
+        Raises:
+            ConfigError: if it is below the quorum.
+        """
+        settings = replace(self.settings, num_workers=num_workers)
+        check_settings(settings)
+        self.settings = settings
+        self._roster.num_slots = num_workers
+        self.revision += 1
+        for rounds in self._rounds:
+            self._close_if_due(rounds, now)
+
+    def _register(self, request: Register, now: float) -> Reply:
+        refused = unfit(request, self.fingerprint, self.settings.num_fragments)
+        if refused is not None:
+            return refused
+        was_known = request.worker_id in self._roster.members
+        is_same = not isinstance(self._roster.find(request.worker_id, request.session), Refused)
+        member = self._roster.enter(request, now)
+        if isinstance(member, Refused):
+            return member
+        if member.session != request.session:
+            return replace(self._registered(member), offer=member.offer)
+        if not is_same:
+            self.revision += 1
+            self.counts["rejoins" if was_known else "joins"] += 1
+        for rounds in self._rounds:
+            if rounds.version == 0 and not rounds.open.contributions:
+                rounds.open.start = now  # time spent waiting for the first workers does not belong to a round
+        return self._registered(member)
+
+    def _registered(self, member: Member) -> Registered:
+        return Registered(
+            run_id=self.run_id,
+            settings=self.settings,
+            versions=self.versions,
+            slot=member.slot,
+            num_slots=self._roster.num_slots,
+            step=self.step,
+            next_sequences=tuple(self._next_sequence(rounds, member) for rounds in self._rounds),
+            slot_steps=self._slot_steps[member.slot],
+        )
+
+    def _next_sequence(self, rounds: Rounds, member: Member) -> int:
+        known = rounds.next_sequence(member.worker_id)
+        return max(known, member.last_noted + 1) if rounds.fragment == 0 else known
+
+    def _note_steps(self, request: Submit) -> None:
+        """Note how far a share of the data is used, once for each submission: whoever trains on it next starts there.
+
+        All fragments of a step are trained on the same data, so one is enough. The note outlives a server that dies
+        before the submission is committed: its data is then not given to another session either.
+        """
+        member = self._roster.members[request.worker_id]
+        if request.fragment == 0 and request.sequence > member.last_noted:
+            self._slot_steps[member.slot] += request.steps
+            member.last_noted = request.sequence
+
+    def _submit(self, request: Submit, now: float) -> Reply:
+        answer = self.preview(request, now)
+        if isinstance(answer, Accepted):
+            self.counts["repeats"] += 1
+        elif isinstance(answer, Dropped):
+            self._count_dropped(request, now)
+        if answer is not None:
+            return answer
+        rounds = self._rounds[request.fragment]
+        version = rounds.next_version
+        staleness = version - 1 - request.base_version
+        self.counts["accepted"] += 1
+        if staleness:
+            self.counts["late"] += 1
+            rounds.observe_late(request, now)
+        weight = request.tokens / (1 + staleness) if self.settings.mode == "sync" else float(request.tokens)
+        self._note_steps(request)
+        rounds.add(Contribution(request, weight), now, self._roster.last_seen.keys(), self.settings)
+        self._close_if_due(rounds, now)
+        return Accepted(version)
+
+    def _count_dropped(self, request: Submit, now: float) -> None:
+        rounds = self._rounds[request.fragment]
+        settled = rounds.settled.get(request.worker_id)
+        if settled is not None and settled.sequence == request.sequence:
+            self.counts["repeats"] += 1
+            return
+        rounds.observe_late(request, now)
+        rounds.drop(request)
+        self.counts["dropped"] += 1
+
+    def _await(self, request: Await, now: float) -> Reply:
+        member = self._roster.find(request.worker_id, request.session)
+        if isinstance(member, Refused):
+            return member
+        self._roster.touch(request.worker_id, now)
+        if not 0 <= request.fragment < len(self._rounds):
+            return no_such_fragment(request.fragment, len(self._rounds))
+        rounds = self._rounds[request.fragment]
+        if request.sequence is not None:
+            version = rounds.known_version(request.worker_id, request.sequence)
+            if version is None:
+                return NotYet(rounds.version, is_pending=False)
+            if version > rounds.version:
+                return NotYet(rounds.version)
+        return self._ready(request, rounds) if request.version <= rounds.version else NotYet(rounds.version)
+
+    def _ready(self, request: Await, rounds: Rounds) -> Ready:
+        codec = self.settings.codec
+        is_update = codec != "fp32" and request.have_version == rounds.version - 1
+        return Ready(
+            fragment=request.fragment,
+            version=rounds.version,
+            kind="update" if is_update else "full",
+            codec=codec if is_update else "fp32",
+            digest=rounds.digest,
+            num_contributors=len(rounds.contributors),
+        )
+
+    def _heartbeat(self, request: Heartbeat, now: float) -> Reply:
+        member = self._roster.find(request.worker_id, request.session)
+        if isinstance(member, Refused):
+            return member
+        self._roster.touch(request.worker_id, now)
+        member.step = request.step
+        if request.steps_per_second > 0:
+            self._roster.note_speed(member, request.steps_per_second)
+        return Beat(self.versions, len(self._roster.last_seen), self._recommended(member))
+
+    def _recommended(self, member: Member) -> int | None:
+        """Steps that a worker should take a round, so that all arrive together. Source: Liu et al. 2024, section 5."""
+        if not self.settings.dylu or member.steps_per_second <= 0:
+            return None
+        return max(1, math.floor(member.steps_per_second / self._roster.fastest * self.settings.sync_every))
+
+    def _deregister(self, request: Deregister, now: float) -> Reply:
+        member = self._roster.find(request.worker_id, request.session)
+        if isinstance(member, Member):
+            member.retire()
+            self._leave(request.worker_id, "departures", now)
+        return Left()
+
+    def _leave(self, worker_id: str, counted_as: str, now: float) -> bool:
+        was_registered = self._remove(worker_id, counted_as)
+        for rounds in self._rounds:
+            self._close_if_due(rounds, now)
+        return was_registered
+
+    def _remove(self, worker_id: str, counted_as: str) -> bool:
+        was_registered = self._roster.leave(worker_id)
+        if was_registered:
+            self.counts[counted_as] += 1
+            self.revision += 1
+        return was_registered
+
+    def _close_if_due(self, rounds: Rounds, now: float) -> None:
+        if self.settings.mode == "async":
+            closed = rounds.close(now) if rounds.open.contributions else None
+        else:
+            is_complete = rounds.version > 0 or len(self._roster.members) >= self.settings.num_workers
+            closed = rounds.close_if_due(now, self._roster.last_seen.keys(), is_complete)
+        if closed is not None:
+            self.counts["complete_rounds" if closed.is_complete else "rounds_by_deadline"] += 1
+            self._to_take.append(closed)
+
+    def _steps_of(self, closed: Closed) -> float:
+        """Optimizer steps by which a version brings the run forward."""
+        steps = max(one.submit.steps for one in closed.contributions)
+        return steps if self.settings.mode == "sync" else steps / max(1, len(self._roster.last_seen))
+
+    def state_dict(self) -> dict[str, object]:
+        """JSON-safe: all that is committed. Rounds that are not are made again from repeated submissions."""
+        return {
+            "state_version": STATE_VERSION,
+            "protocol_version": PROTOCOL_VERSION,
+            "run_id": self.run_id,
+            "fingerprint": self.fingerprint,
+            "settings": asdict(self.settings),
+            "roster": self._roster.state_dict(),
+            "fragments": [rounds.state_dict() for rounds in self._rounds],
+            "slot_steps": {str(slot): steps for slot, steps in self._slot_steps.items()},
+            "counts": dict(self.counts),
+        }
+
+    def state_after(self, closed: Closed, digest: str) -> dict[str, object]:
+        """What `state_dict` will be when a closed round is committed: what to persist together with its tensors."""
+        state = self.state_dict()
+        fragments = state["fragments"]
+        assert isinstance(fragments, list)
+        fragments[closed.fragment] = self._rounds[closed.fragment].state_after(closed, digest, self._steps_of(closed))
+        return state
+
+    def status(self, now: float) -> dict[str, object]:
+        """JSON-safe: members, rounds and counts."""
+        return {
+            "run_id": self.run_id,
+            "mode": self.settings.mode,
+            "step": self.step,
+            "versions": list(self.versions),
+            "num_workers": self.settings.num_workers,
+            "min_workers": self.settings.min_workers,
+            "num_registered": len(self._roster.last_seen),
+            "workers": self._roster.status(now),
+            "rounds": [rounds.status(now, self._roster.last_seen.keys()) for rounds in self._rounds],
+            "counts": dict(self.counts),
+        }
+
+    def _load(self, state: Mapping[str, object], now: float) -> None:
+        check_state(state, self.fingerprint, self.settings.num_fragments)
+        roster, fragments, slot_steps, counts = (state[key] for key in ("roster", "fragments", "slot_steps", "counts"))
+        assert isinstance(roster, dict)
+        assert isinstance(fragments, list)
+        assert isinstance(slot_steps, dict)
+        assert isinstance(counts, dict)
+        self.run_id = str(state["run_id"])
+        self._roster.load_state_dict(roster, now)
+        for rounds, one in zip(self._rounds, fragments, strict=True):
+            rounds.load_state_dict(one, now)
+        self._slot_steps = Counter({int(slot): steps for slot, steps in slot_steps.items()})
+        self.counts = Counter(counts)

@@ -1,0 +1,256 @@
+"""The requests of workers and the replies of a server.
+
+A run's parameters are divided into fragments (one, unless streaming), and each fragment has versions: 0 is what the
+server started with, and every outer step on the fragment makes the next one. A round is what leads from one version of
+a fragment to the next. Tensors travel beside these messages, as the body of a submission or of a reply.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+PROTOCOL_VERSION = 1
+"""Incremented by every change after which an older worker or server would misunderstand the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """One parameter of the model as it is trained."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As in safetensors: F32, BF16, F64, ..."""
+
+
+def averaged_dtype(dtype: str) -> str:
+    """The dtype in which a parameter is averaged: a worker may train in bfloat16 what another trains in float32."""
+    return "F64" if dtype == "F64" else "F32"
+
+
+def first_difference(ours: Sequence[ParameterSpec], theirs: Sequence[ParameterSpec]) -> str | None:
+    """First parameter, by name, in which two models differ, with what each has; None if there is none."""
+    left, right = ({spec.name: spec for spec in specs} for specs in (ours, theirs))
+    for name in sorted(left.keys() | right.keys()):
+        one, other = left.get(name), right.get(name)
+        if one is None or other is None or fingerprint([one]) != fingerprint([other]):
+            return f"{name}: {_described(left.get(name))} here, {_described(right.get(name))} there"
+    return None
+
+
+def _described(spec: ParameterSpec | None) -> str:
+    return f"{spec.dtype}{list(spec.shape)}" if spec else "missing"
+
+
+def fingerprint(specs: Sequence[ParameterSpec]) -> str:
+    """What two models have in common if all parameters have the same names and shapes and are averaged in the same
+    dtype, in any order."""
+    text = json.dumps(sorted([spec.name, list(spec.shape), averaged_dtype(spec.dtype)] for spec in specs))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the server decides for all workers; sent at registration."""
+
+    mode: Literal["sync", "async"] = "sync"
+    num_workers: int = 1
+    min_workers: int = 1
+    """The quorum: a round never commits with fewer contributors. Asynchronous mode has no quorum."""
+    sync_every: int = 500
+    """Optimizer steps between two submissions of the same fragment."""
+    num_fragments: int = 1
+    num_shares: int = 1
+    """Servers that each have a share of every fragment. Share `s` of fragment `f`, which is the server's own fragment
+    `f`, is fragment `f * num_shares + s` to a worker; all shares of a fragment are due at the same time."""
+    codec: str = "fp32"
+    """Of updates that the server sends, and of submissions from workers that choose none."""
+    dylu: bool = False
+    """Whether slower workers are asked to do fewer steps a round."""
+    blend: float = 0.5
+    """Share of the local parameters in the merge after a fragment that was in flight (alpha of Streaming DiLoCo)."""
+    max_staleness: int = 1
+    """A submission that is late by more versions than this is dropped."""
+    heartbeat_timeout: float = 120.0
+    """Seconds of silence after which a worker is evicted; 0 for never."""
+    initial_deadline: float = 600.0
+    """Seconds that a round with a quorum waits for the other workers before any round has been observed."""
+    patience: float = 2.0
+    """A round lasts at most this many times as long as it took to reach the quorum, plus a little slack; at least 1."""
+
+
+def majority(num_workers: int) -> int:
+    """Default quorum: more than half of the expected workers."""
+    return num_workers // 2 + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """Join the run, or come back to it."""
+
+    worker_id: str
+    session: str
+    """Random, new for every start of a worker. The newest session of an id replaces the one before it, whose requests
+    are then refused."""
+    fingerprint: str
+    protocol_version: int = PROTOCOL_VERSION
+    hostname: str = ""
+    sync_every: int | None = None
+    num_fragments: int | None = None
+    """If given, it must be the server's."""
+    step: int = 0
+    """Optimizer steps that this worker has taken."""
+    offer: int = 0
+    """Number from the answer to an earlier registration, to accept it; 0 to ask."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """The worker is a member."""
+
+    run_id: str
+    settings: Settings
+    versions: tuple[int, ...]
+    """Newest version of each fragment."""
+    slot: int
+    """The worker's share of the data: samples `i` with `i % num_slots == slot`; the same when it comes back."""
+    num_slots: int
+    step: int
+    """Optimizer steps of the run so far: where a joiner's learning-rate schedule continues."""
+    next_sequences: tuple[int, ...] = ()
+    """First sequence number of each fragment that the server does not know from this worker."""
+    offer: int = 0
+    """If not 0, nothing has changed yet, because the id has another session: register again with this number to replace
+    it. (A delayed registration of a process that is dead by now is never followed by a second one.)"""
+    slot_steps: int = 0
+    """Optimizer steps submitted from this share of the data so far: where its data continues."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A pseudo-gradient of one fragment; its tensors are the body. Sent again, it counts once."""
+
+    worker_id: str
+    session: str
+    sequence: int
+    """Numbers the submissions of a worker and fragment, through all its sessions: 0, 1, 2, ..."""
+    fragment: int
+    base_version: int
+    """The version whose parameters the worker subtracted its own from."""
+    tokens: int
+    """Tokens (or samples, or steps: the same unit for all workers) behind it, its weight in the average; > 0."""
+    steps: int
+    """Optimizer steps behind it."""
+    codec: str = "fp32"
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The submission counts, or counted already if it was sent again."""
+
+    version: int
+    """The version that has or will have it."""
+    is_repeat: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The submission is valid and does not count; the worker continues from the newest version."""
+
+    reason: str
+    version: int
+    """Newest version of the fragment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Ask for a version of a fragment that is, or may be, still being made. Repeated until the answer is Ready."""
+
+    worker_id: str
+    session: str
+    fragment: int
+    version: int
+    """The oldest version that will do."""
+    have_version: int | None = None
+    """The version that the worker has; what differs from it may be all that is sent. None for all parameters."""
+    sequence: int | None = None
+    """The submission that the worker waits for. If given, Ready means that it was counted."""
+    wait: float = 0.0
+    """Seconds that the server may take before it answers NotYet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The newest version of a fragment; its tensors are the body."""
+
+    fragment: int
+    version: int
+    kind: Literal["update", "full"]
+    """Whether the body is to be added to the version before, or is the parameters themselves."""
+    codec: str = "fp32"
+    digest: str = ""
+    """Hash of the version's parameters, equal on all workers."""
+    num_contributors: int = 0
+    """Workers whose submissions the version has."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    """The version is not there yet."""
+
+    version: int
+    """Newest version of the fragment."""
+    is_pending: bool = True
+    """Whether the submission that was asked about is in a round. If not, the server that accepted it died before the
+    round was committed: send it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The worker is alive."""
+
+    worker_id: str
+    session: str
+    steps_per_second: float = 0.0
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The server knows that the worker is alive."""
+
+    versions: tuple[int, ...]
+    num_registered: int
+    recommended_sync_every: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Deregister:
+    """Leave the run."""
+
+    worker_id: str
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The worker is not a member, or not any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The request cannot be answered; trying the same again will not help, except with status 503."""
+
+    status: int
+    """Of HTTP: 400 malformed, 401 token, 404 unknown worker (register again), 409 another worker has the id, or another
+    session replaced this one, 413 too large, 422 another model or invalid tensors, 503 not now."""
+    error: str
+    details: dict[str, object] = field(default_factory=dict)
+
+
+Request = Register | Submit | Await | Heartbeat | Deregister
+Reply = Registered | Accepted | Dropped | Ready | NotYet | Beat | Left | Refused

@@ -1,0 +1,180 @@
+"""Keeps the members of a run: their sessions, shares of the data and signs of life."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import asdict, dataclass, field
+
+from onstep.diloco.protocol.messages import Refused, Register
+
+NUM_RETIRED = 8
+"""Replaced sessions that are remembered for each worker."""
+
+
+@dataclass(slots=True)
+class Member:
+    """A worker that has registered at some time."""
+
+    worker_id: str
+    session: str
+    slot: int
+    hostname: str = ""
+    sync_every: int | None = None
+    step: int = 0
+    steps_per_second: float = 0.0
+    retired: list[str] = field(default_factory=list)
+    """Sessions that left or that a newer one replaced: a request of theirs that was under way must not count."""
+
+    candidate: str = ""
+    """Session that has asked to replace this one."""
+    offer: int = 0
+    """Number that the candidate has to send back."""
+    last_noted: int = -1
+    """Newest sequence number whose steps are part of the slot's."""
+
+    def accepts(self, request: Register) -> bool:
+        """Whether a new session may replace this one; if not yet, a new offer is made to it."""
+        if request.session == self.candidate and request.offer == self.offer:
+            return True
+        self.candidate, self.offer = request.session, self.offer + 1
+        return False
+
+    def retire(self) -> None:
+        """Accept nothing more from the session."""
+        self.retired = [*self.retired, self.session][-NUM_RETIRED:]
+
+
+class Roster:
+    """Members and which of them are registered now.
+
+    The time of the last request orders the registered, so that the one that has been silent longest is the first.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.members: dict[str, Member] = {}
+        self.last_seen: OrderedDict[str, float] = OrderedDict()
+        self._fastest = 0.0
+
+    @property
+    def fastest(self) -> float:
+        """Steps per second of the fastest registered worker; 0 if no speed is known."""
+        return self._fastest
+
+    def enter(self, request: Register, now: float) -> Member | Refused:
+        """Register a worker, make an offer to another session of its id, or refuse a session that is over."""
+        member = self.members.get(request.worker_id)
+        if member is None:
+            member = Member(request.worker_id, request.session, self._free_slot())
+            self.members[request.worker_id] = member
+        elif request.session in member.retired:
+            return replaced(member)
+        elif request.session != member.session:
+            if not member.accepts(request):
+                return member
+            if member.session not in member.retired:
+                member.retire()
+            member.session, member.steps_per_second = request.session, 0.0
+        if request.worker_id not in self.last_seen:
+            member.slot = self._slot_again(member)
+        member.hostname, member.sync_every, member.step = request.hostname, request.sync_every, request.step
+        self.touch(request.worker_id, now)
+        self._find_fastest()
+        return member
+
+    def find(self, worker_id: str, session: str) -> Member | Refused:
+        """The member that sent a request, if it is registered."""
+        member = self.members.get(worker_id)
+        if member is not None and session in member.retired:
+            return replaced(member)
+        if member is None or worker_id not in self.last_seen or member.session != session:
+            error = f"worker {worker_id!r} is not registered; register again and repeat the request"
+            return Refused(404, error, {"kind": "unknown_worker"})
+        return member
+
+    def touch(self, worker_id: str, now: float) -> None:
+        """Note a sign of life."""
+        self.last_seen[worker_id] = now
+        self.last_seen.move_to_end(worker_id)
+
+    def leave(self, worker_id: str) -> bool:
+        """Remove a worker from the registered; whether it was one."""
+        was_registered = self.last_seen.pop(worker_id, None) is not None
+        self._find_fastest()
+        return was_registered
+
+    def note_speed(self, member: Member, steps_per_second: float) -> None:
+        """Note what a heartbeat says."""
+        was_fastest = member.steps_per_second == self._fastest
+        member.steps_per_second = steps_per_second
+        if was_fastest and steps_per_second < self._fastest:
+            self._find_fastest()
+        else:
+            self._fastest = max(self._fastest, steps_per_second)
+
+    def begin(self, now: float) -> None:
+        """Give all who are registered the time of a sign of life."""
+        self.last_seen = OrderedDict.fromkeys(self.last_seen, now)
+
+    def silent(self, now: float, timeout: float) -> list[str]:
+        """The registered whose last request is older than `timeout` seconds."""
+        found = []
+        for worker_id, seen in self.last_seen.items():
+            if seen + timeout > now:
+                break
+            found.append(worker_id)
+        return found
+
+    def _find_fastest(self) -> None:
+        self._fastest = max((self.members[one].steps_per_second for one in self.last_seen), default=0.0)
+
+    def _slot_again(self, member: Member) -> int:
+        """A member's slot when it comes back: its own, unless somebody else has it now."""
+        taken = {self.members[one].slot for one in self.last_seen if one != member.worker_id}
+        return member.slot if member.slot not in taken else self._free_slot(member.worker_id)
+
+    def _free_slot(self, but: str | None = None) -> int:
+        """A slot that nobody ever had, else one whose owner is gone, else one that has to be shared."""
+        others = [member for one, member in self.members.items() if one != but]
+        had = {member.slot for member in others}
+        taken = {member.slot for member in others if member.worker_id in self.last_seen}
+        for unavailable in (had, taken):
+            for slot in range(self.num_slots):
+                if slot not in unavailable:
+                    return slot
+        return len(others) % self.num_slots
+
+    def status(self, now: float) -> dict[str, object]:
+        """JSON-safe: the registered workers."""
+        return {
+            worker_id: self._status_of(self.members[worker_id], now - seen)
+            for worker_id, seen in self.last_seen.items()
+        }
+
+    def _status_of(self, member: Member, silent_for: float) -> dict[str, object]:
+        return {
+            "hostname": member.hostname,
+            "slot": member.slot,
+            "step": member.step,
+            "steps_per_second": member.steps_per_second,
+            "silent_seconds": silent_for,
+        }
+
+    def state_dict(self) -> dict[str, object]:
+        """JSON-safe."""
+        return {"members": [asdict(one) for one in self.members.values()], "registered": list(self.last_seen)}
+
+    def load_state_dict(self, state: dict[str, object], now: float) -> None:
+        """Restore what `state_dict` returned; the registered have a heartbeat timeout from now."""
+        members, registered = state["members"], state["registered"]
+        assert isinstance(members, list)
+        assert isinstance(registered, list)
+        self.members = {one["worker_id"]: Member(**one) for one in members}
+        self.last_seen = OrderedDict((worker_id, now) for worker_id in registered)
+        self._find_fastest()
+
+
+def replaced(member: Member) -> Refused:
+    """The answer to an older session of a worker."""
+    error = f"this session of worker {member.worker_id!r} has left or was replaced by a newer one; ids must be unique"
+    return Refused(409, error, {"kind": "replaced"})

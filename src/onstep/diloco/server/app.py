@@ -1,0 +1,184 @@
+"""The HTTP application of a server; `wire.http` says what requests and answers look like."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from torch import Tensor
+
+from onstep.bounded_reading import parse_json
+from onstep.checkpoint.format.tensor_header import LENGTH_BYTES
+from onstep.control.serving.access import Access
+from onstep.control.serving.messages import RefusedError, answer, refusal
+from onstep.diloco.codec import (
+    CODECS,
+    InvalidTensorsError,
+    check_encoded,
+    check_values,
+    encoded_bytes,
+    encoded_specs,
+    read_body,
+)
+from onstep.diloco.protocol import messages as protocol
+from onstep.diloco.protocol.messages import ParameterSpec, Refused, Register, Reply, Submit, first_difference
+from onstep.diloco.protocol.wire import InvalidMessageError, request_from_json, to_json
+from onstep.diloco.server.control import ControlRoutes
+from onstep.diloco.server.guard import Guard
+from onstep.diloco.server.operator import Operator
+from onstep.diloco.server.receiving import read_body as receive_body
+from onstep.diloco.server.sending import TensorResponse
+from onstep.diloco.server.served_run import ServedRun
+from onstep.diloco.wire.http import (
+    CONTROL,
+    GLOBAL_PARAMS,
+    HEALTH,
+    INFO,
+    MESSAGE_HEADER,
+    MOST_JSON_BYTES,
+    PATHS,
+    STATUS,
+    specs_from_bytes,
+)
+from onstep.errors import DataError
+
+_MOST_MESSAGE_BYTES = 64 << 10
+_HEADER_SLACK = 4096
+"""For metadata and spaces in the header of a submission."""
+
+
+def build_app(run: ServedRun, operator: Operator, access: Access, model: Sequence[ParameterSpec]) -> Starlette:
+    """The application.
+
+    Args:
+        run: what is served.
+        operator: what can be asked and changed apart from the protocol.
+        access: who may use it.
+        model: all parameters of the model, also those that other servers have.
+    """
+    routes, control = ProtocolRoutes(run, model), ControlRoutes(operator)
+    posts = [Route(path, routes.answer, methods=["POST"]) for path in PATHS.values()]
+    return Starlette(
+        routes=[
+            *posts,
+            Route(GLOBAL_PARAMS, control.parameters),
+            Route(STATUS, control.status),
+            Route(INFO, control.info),
+            Route(HEALTH, control.health),
+            Route(CONTROL + "/{action}", control.act, methods=["POST"]),
+        ],
+        middleware=[Middleware(Guard, access=access)],
+        exception_handlers={HTTPException: _not_found, RefusedError: _refused},
+    )
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RefusedError)
+    return error.response
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return refusal(error.status_code, f"{request.method} {request.url.path[:100]}: {error.detail}", error.headers)
+
+
+class ProtocolRoutes:
+    """Answers the requests of workers."""
+
+    def __init__(self, run: ServedRun, model: Sequence[ParameterSpec]) -> None:
+        self._run = run
+        self._model = model
+        self._receiving: dict[tuple[str, int], asyncio.Timeout] = {}
+        """By worker and fragment: ends the reading of a submission when the worker sends the next one."""
+
+    async def answer(self, request: Request) -> Response:
+        """Answer one request of the protocol."""
+        message = await _message(request)
+        if PATHS[type(message)] != request.url.path:
+            raise RefusedError(400, f"{type(message).__name__} is sent to {PATHS[type(message)]}.")
+        if isinstance(message, Submit):
+            return _reply(await self._submit(request, message))
+        result = await self._run.handle(message)
+        if isinstance(message, Register) and isinstance(result.reply, Refused):
+            return _reply(await self._explained(request, result.reply))
+        if result.tensors is not None:
+            return TensorResponse(json.dumps(to_json(result.reply)), result.tensors)
+        return _reply(result.reply)
+
+    async def _explained(self, request: Request, refused: Refused) -> Refused:
+        """Name the parameter because of which a model is refused, if the worker has listed its own."""
+        if refused.details.get("kind") != "fingerprint" or MESSAGE_HEADER not in request.headers:
+            return refused
+        try:
+            theirs = specs_from_bytes(bytes(await receive_body(request, MOST_JSON_BYTES)))
+        except DataError as error:
+            raise RefusedError(400, str(error)) from None
+        difference = first_difference(self._model, theirs)
+        text = f"{refused.error}; the first is {difference}" if difference else refused.error
+        return Refused(refused.status, text, {**refused.details, "first_difference": difference})
+
+    async def _submit(self, request: Request, message: Submit) -> Reply:
+        if self._run.coordinator.preview(message, self._run.now()) is not None:
+            return self._run.submit(message, {})  # refused, dropped or known: its body is of no use
+        if message.codec not in CODECS:
+            raise RefusedError(422, f"codec must be one of {', '.join(CODECS)}, got {message.codec[:100]!r}.")
+        specs = self._run.fragments[message.fragment].specs
+        body = await self._received(request, message, _most_bytes(specs, message.codec))
+        try:
+            encoded = await asyncio.to_thread(_checked, body, specs, message.codec)
+        except InvalidTensorsError as error:
+            self._run.coordinator.counts["invalid"] += 1
+            raise RefusedError(422, str(error), kind="tensors") from None
+        return self._run.submit(message, encoded)
+
+    async def _received(self, request: Request, message: Submit, most_bytes: int) -> memoryview:
+        """The body; a worker that starts again has lost its connection, and what it sent before is given up."""
+        key = (message.worker_id, message.fragment)
+        before = self._receiving.get(key)
+        if before is not None and not before.expired():
+            before.reschedule(asyncio.get_running_loop().time())
+        try:
+            async with asyncio.timeout(None) as bound:
+                self._receiving[key] = bound
+                return await receive_body(request, most_bytes)
+        except TimeoutError:
+            raise RefusedError(409, "The worker has sent this submission again.", kind="superseded") from None
+        finally:
+            if self._receiving.get(key) is bound:
+                del self._receiving[key]
+
+
+def _checked(body: memoryview, specs: Sequence[ParameterSpec], codec: str) -> dict[str, Tensor]:
+    """The tensors of a submission, if they are what they should be."""
+    encoded = read_body(body)
+    check_encoded(encoded, specs, codec)
+    check_values(encoded, specs, codec)
+    return encoded
+
+
+def _most_bytes(specs: Sequence[ParameterSpec], codec: str) -> int:
+    """A body with these tensors has at most this size, whatever writes it."""
+    expected = encoded_specs(specs, codec)
+    header = sum(6 * len(spec.name) + 24 * len(spec.shape) + 128 for spec in expected)
+    return LENGTH_BYTES + _HEADER_SLACK + header + encoded_bytes(specs, codec)
+
+
+async def _message(request: Request) -> protocol.Request:
+    text: bytes | str | None = request.headers.get(MESSAGE_HEADER)
+    if text is None:
+        text = bytes(await receive_body(request, _MOST_MESSAGE_BYTES))
+    try:
+        return request_from_json(parse_json(text, "The message", max_nesting=10, allows_constants=False))
+    except (InvalidMessageError, DataError) as error:
+        raise RefusedError(400, str(error)) from None
+
+
+def _reply(reply: Reply) -> Response:
+    return answer(to_json(reply), reply.status if isinstance(reply, Refused) else 200)

@@ -1,0 +1,353 @@
+"""`DiLoCoServer`: holds the parameters of a run that trains at several sites, and averages what they learn."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from torch import Tensor
+
+from onstep.control.serving.access import Access
+from onstep.diloco.codec import check_codec, specs_of
+from onstep.diloco.fragments import assign
+from onstep.diloco.outer import OuterFactory, delayed, nesterov_sgd
+from onstep.diloco.protocol.coordinator import Coordinator
+from onstep.diloco.protocol.messages import Settings, fingerprint, majority
+from onstep.diloco.protocol.settings import check_settings
+from onstep.diloco.server.app import build_app
+from onstep.diloco.server.initial import Source, initial_parameters
+from onstep.diloco.server.masters import Fragment
+from onstep.diloco.server.operator import Operator
+from onstep.diloco.server.served_run import ServedRun
+from onstep.diloco.server.serving import Serving, TlsFiles, listen
+from onstep.diloco.server.store import Store
+from onstep.diloco.server.weights import WeightFiles
+from onstep.diloco.wire.tokens import checked, keep_token
+from onstep.errors import CheckpointError, ConfigError, require
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+STATE, CHECKPOINTS = "diloco", "checkpoints"
+
+
+class DiLoCoServer:
+    """The server of a run: workers register, submit what they learned, and get the new parameters.
+
+    With a directory, everything is kept in its subdirectory `diloco` at each round before any worker sees the round,
+    and a server that is started again with the same arguments continues from there. As a context manager it serves
+    while the block runs, and raises at its end what made further rounds impossible.
+
+    Args:
+        model: what the run starts with: a module, a state dict, or the path of a safetensors file, a checkpoint or a
+            Hugging Face directory; see `initial_parameters`. A path to a directory is also `output_dir` unless that is
+            given.
+        num_workers: how many workers are expected.
+        output_dir: where the server saves; None for a directory that `model` names, else nowhere.
+        save_dir: another name of `output_dir`.
+        from_checkpoint: a path to start from, in place of the newest checkpoint of `output_dir`.
+        port: 0 for any; None for the first free one from 8512.
+        host: the address to bind.
+        outer_optimizer_factory: makes the outer optimizer of a list of parameters, once for each fragment; None for
+            SGD with learning rate 0.7 and Nesterov momentum 0.9.
+        save_every_n_rounds: rounds between two checkpoints for other programs, in `checkpoints`; 0 for none.
+        save_total_limit: how many of those are kept.
+        async_mode: make every submission a round of its own; with `dn_buffer_size` above 0 by `DelayedNesterov`.
+        dn_buffer_size: N of the delayed Nesterov rule.
+        dylu_enabled: tell slower workers to take fewer steps a round, of `dylu_base_sync_every` for the fastest.
+        heartbeat_timeout: seconds of silence after which a worker is evicted; 0 for never.
+        min_workers: the quorum; None for more than half of `num_workers` (1 in asynchronous mode).
+        settings: all that the server decides for workers; replaces the arguments about them.
+        share: `(i, n)` for server i, from 0, of n that share the parameters.
+        exclude: names of the model that are not trained, see `initial_parameters`.
+        token: the bearer token; None for that of the port's token file, "" for none, which lets everyone in.
+        renews_token: make a new token for the port's file.
+        tls: the PEM files to serve `https` with; None for plain HTTP.
+
+    Raises:
+        ConfigError: for an invalid argument, or if there are no parameters. It is a ValueError.
+        CheckpointError: for a path that cannot be read, or a state of a different model.
+    """
+
+    def __init__(
+        self,
+        model: Source | None = None,
+        num_workers: int = 1,
+        *,
+        model_state_dict: Source | None = None,
+        output_dir: str | Path | None = None,
+        save_dir: str | Path | None = None,
+        from_checkpoint: str | Path | None = None,
+        port: int | None = None,
+        host: str = "127.0.0.1",
+        outer_optimizer_factory: OuterFactory | None = None,
+        save_every_n_rounds: int = 10,
+        save_total_limit: int = 3,
+        async_mode: bool = False,
+        dn_buffer_size: int = 0,
+        dylu_enabled: bool = False,
+        dylu_base_sync_every: int = 500,
+        heartbeat_timeout: float = 120.0,
+        min_workers: int | None = None,
+        settings: Settings | None = None,
+        share: tuple[int, int] = (0, 1),
+        exclude: Collection[str] = (),
+        token: str | None = None,
+        renews_token: bool = False,
+        tls: TlsFiles | None = None,
+    ) -> None:
+        if settings is None:
+            require(num_workers >= 1, "num_workers", ">= 1", num_workers)
+            quorum = min_workers if min_workers is not None else 1 if async_mode else majority(num_workers)
+            settings = Settings(
+                mode="async" if async_mode else "sync",
+                num_workers=num_workers,
+                min_workers=quorum,
+                sync_every=dylu_base_sync_every,
+                dylu=dylu_enabled,
+                heartbeat_timeout=heartbeat_timeout,
+            )
+        _check(share, dn_buffer_size, settings, save_every_n_rounds, tls)
+        self.settings = replace(settings, num_shares=share[1])
+        source, directory = _places(model_state_dict if model is None else model, output_dir or save_dir)
+        factory = outer_optimizer_factory or nesterov_sgd
+        self._directory = directory
+        self._share = share
+        self._save_every = save_every_n_rounds
+        parameters = initial_parameters(source if from_checkpoint is None else from_checkpoint, exclude)
+        self._model = specs_of(parameters)
+        self._fragments = self._divided(parameters, delayed(factory, dn_buffer_size) if dn_buffer_size else factory)
+        self._store = None if directory is None else Store(directory / STATE)
+        try:
+            self._coordinator = self._restored()
+            self._listener = listen(host, port)
+        except BaseException:
+            self._close_store()
+            raise
+        self.host, self.port = host, int(self._listener.getsockname()[1])
+        self.token = keep_token(self.port, renew=renews_token) if token is None else checked(token) if token else None
+        self._scheme = "http" if tls is None else "https"
+        self._serving: Serving | None = None
+        self._tls = tls
+        self._failure: BaseException | None = None
+        self._is_stopped = False
+        self._weights = self._weight_files(save_total_limit)
+
+    @property
+    def address(self) -> str:
+        """`host:port`, and `https://` before it with TLS: what workers are given."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https://' if self._scheme == 'https' else ''}{host}:{self.port}"
+
+    @property
+    def sync_round(self) -> int:
+        """Rounds committed so far, of all fragments."""
+        return sum(self._coordinator.versions)
+
+    @property
+    def run_id(self) -> str:
+        """Identifies the run, through all restarts."""
+        return self._coordinator.run_id
+
+    def start(self) -> None:
+        """Serve from a thread of its own.
+
+        Raises:
+            RuntimeError: if it was stopped.
+        """
+        if self._is_stopped:
+            raise RuntimeError("a server that was stopped cannot be started again; make another one.")
+        if self._serving is not None:
+            return
+        run = ServedRun(self._coordinator, self._fragments, self._store, on_commit=self._after_commit)
+        operator = Operator(
+            run,
+            share=self._share[0],
+            save_dir=self._directory,
+            save=None if self._weights is None else self._save_weights,
+            shut_down=self._ask_to_stop,
+        )
+        app = build_app(run, operator, Access(self.token, None), self._model)
+        self._serving = Serving(app, run, self._listener, self._tls, self._note_failure)
+        self._serving.start()
+        logger.debug("DiLoCo server of %d workers at %s", self.settings.num_workers, self.address)
+
+    def run(self) -> None:
+        """Serve until Ctrl-C, `stop` from another thread, or a shutdown by an operator; then save.
+
+        Raises:
+            Exception: whatever made further rounds impossible.
+        """
+        self.start()
+        assert self._serving is not None
+        try:
+            while not self._serving.wait(0.5):
+                pass
+        except KeyboardInterrupt:
+            logger.info("Interrupted; the server ends.")
+        self.stop()
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """End, after the round that is being committed. Calling this twice is harmless."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        if self._serving is not None:
+            self._serving.stop()
+        self._listener.close()
+        if self._serving is not None and self._failure is None and self._weights is not None and self.sync_round:
+            self._save_weights(self.sync_round)
+        self._close_store()
+
+    def get_global_params(self) -> dict[str, Tensor]:
+        """Copies of the newest parameters, as workers have them, in float32 or float64."""
+        newest = [part.newest for part in self._fragments]
+        return {name: tensor.clone() for version in newest for name, tensor in version.parameters.items()}
+
+    def save_state(self, path: str | Path) -> None:
+        """Save everything to another directory, while no round is being executed: before `start` or after `stop`.
+
+        Raises:
+            CheckpointError: if the disk refuses.
+        """
+        self._require_idle("saved")
+        store = Store(Path(path))
+        try:
+            self._save_all(store)
+        finally:
+            store.close()
+
+    def load_state(self, path: str | Path) -> None:
+        """Continue from what `save_state` wrote, or from the subdirectory `diloco` of another server; before `start`.
+
+        Raises:
+            CheckpointError: if there is none, or it was saved with a different model.
+        """
+        self._require_idle("loaded")
+        store = Store(Path(path))
+        try:
+            if not self._load(store):
+                raise CheckpointError(f"{path} has no state of a DiLoCo server; give the directory of one.")
+        finally:
+            store.close()
+        if self._store is not None:
+            self._save_all(self._store)
+
+    def __enter__(self) -> DiLoCoServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+        if kind is None and self._failure is not None:
+            raise self._failure
+
+    def _divided(self, parameters: Mapping[str, Tensor], factory: OuterFactory) -> list[Fragment]:
+        """The fragments of this server's share."""
+        specs = {spec.name: spec for spec in self._model}
+        index, shares = self._share
+        names = assign(self._model, self.settings.num_fragments, shares)[index::shares]
+        return [Fragment([specs[name] for name in some], parameters, factory, self.settings.codec) for some in names]
+
+    def _restored(self) -> Coordinator:
+        """The coordinator of the run that the directory has, or of a new one, which is saved."""
+        self._coordinator = self._new_coordinator(None)
+        if self._store is not None and not self._load(self._store):
+            self._save_all(self._store)
+        return self._coordinator
+
+    def _new_coordinator(self, state: Mapping[str, object] | None) -> Coordinator:
+        run_id = secrets.token_hex(8)
+        return Coordinator(self.settings, run_id=run_id, fingerprint=fingerprint(self._model), state=state)
+
+    def _load(self, store: Store) -> bool:
+        loaded = store.load()
+        if loaded is None:
+            return False
+        rest, fragments = loaded
+        if sorted(fragments) != list(range(len(self._fragments))):
+            raise CheckpointError(f"{store.directory} has {len(fragments)} fragments; start with the same settings.")
+        self._coordinator = self._new_coordinator(rest)
+        for number, part in enumerate(self._fragments):
+            part.load_state_dict(fragments[number])
+        versions = tuple(part.newest.number for part in self._fragments)
+        if versions != self._coordinator.versions:
+            raise CheckpointError(
+                f"{store.directory} has versions {versions}, but {self._coordinator.versions} rounds."
+            )
+        logger.info("Continuing run %s from %s, versions %s", self.run_id, store.directory, versions)
+        return True
+
+    def _save_all(self, store: Store) -> None:
+        rest = self._coordinator.state_dict()
+        for number, part in enumerate(self._fragments):
+            store.commit(number, part.newest.number, part.state_dict(part.newest), rest)
+
+    def _weight_files(self, most_recent: int) -> WeightFiles | None:
+        if self._directory is None:
+            return None
+        index, shares = self._share
+        name = CHECKPOINTS if shares == 1 else f"{CHECKPOINTS}-share-{index}"
+        return WeightFiles(self._directory / name, self.run_id, most_recent)
+
+    def _save_weights(self, num_rounds: int) -> None:
+        assert self._weights is not None
+        newest = [part.newest for part in self._fragments]
+        self._weights.save(num_rounds, {name: one for each in newest for name, one in each.parameters.items()})
+
+    def _after_commit(self, num_rounds: int) -> None:
+        if self._weights is None or not self._save_every or num_rounds % self._save_every:
+            return
+        try:
+            self._save_weights(num_rounds)
+        except CheckpointError as error:
+            logger.error("The checkpoint of round %d was not written; the run continues: %s", num_rounds, error)
+
+    def _ask_to_stop(self) -> None:
+        if self._serving is not None:
+            self._serving.ask_to_stop()
+
+    def _note_failure(self, error: BaseException) -> None:
+        self._failure = error
+
+    def _require_idle(self, what: str) -> None:
+        if self._serving is not None and not self._is_stopped:
+            raise RuntimeError(f"the state of a running server cannot be {what}; stop it first.")
+
+    def _close_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
+
+
+def _check(
+    share: tuple[int, int], dn_buffer_size: int, settings: Settings, save_every: int, tls: TlsFiles | None
+) -> None:
+    check_settings(settings)
+    check_codec(settings.codec)
+    index, shares = share
+    require(shares >= 1 and 0 <= index < shares, "share", "(i, n) with 0 <= i < n", share)
+    require(dn_buffer_size >= 0, "dn_buffer_size", ">= 0", dn_buffer_size)
+    if dn_buffer_size and settings.mode != "async":
+        raise ConfigError(f"dn_buffer_size={dn_buffer_size} requires async_mode=True; pass 0 in synchronous mode.")
+    require(save_every >= 0, "save_every_n_rounds", ">= 0", save_every, "; 0 writes no checkpoints.")
+    if tls is not None:
+        tls.check()
+
+
+def _places(model: Source | None, output_dir: str | Path | None) -> tuple[Source, Path | None]:
+    """Where the parameters come from, and where the server saves."""
+    directory = None if output_dir is None else Path(output_dir)
+    if model is None:
+        if directory is None:
+            raise ConfigError("a server requires a model or an output_dir with checkpoints; give one.")
+        return directory, directory
+    if isinstance(model, str | Path) and Path(model).is_dir() and directory is None:
+        directory = Path(model)
+    return model, directory

@@ -1,0 +1,146 @@
+"""Keeps the state of a server on disk, so that it continues after any crash with the last committed rounds.
+
+A directory has one file of tensors for each fragment, named after its version, and `server.json`, which names them with
+their hashes and has everything else. A commit writes the file of its fragment, then replaces `server.json`: with
+that, the round is committed, along with the ids of its submissions and the roster, or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from filelock import lock_descriptor
+
+from onstep.bounded_reading import read_bytes
+from onstep.checkpoint import FileDigest, FileStore, decode_state, encode_state, read_tensors, write_tensors
+from onstep.checkpoint.format.codec import document_from_bytes, document_to_bytes
+from onstep.checkpoint.storage.manifest import check_file
+from onstep.durability import replace_durably
+from onstep.errors import CheckpointError, RunExistsError
+
+STATE, LOCK = "server.json", "lock"
+FORMAT = 1
+_MOST_BYTES = 256 << 20
+_FRAGMENT = re.compile(r"fragment-(\d+)-version-(\d+)\.safetensors")
+
+
+class Store:
+    """The directory of one server, which holds a lock on it.
+
+    Args:
+        directory: made if it is missing.
+
+    Raises:
+        RunExistsError: if another live process uses it.
+        CheckpointError: if it cannot be written.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._files = FileStore()
+        self._fragments: dict[str, Any] = {}
+        """By number, as text: file, digest, document."""
+        self._files.make_root(directory)
+        self._lock: int | None = _locked(directory / LOCK)
+
+    def load(self) -> tuple[dict[str, Any], dict[int, dict[str, Any]]] | None:
+        """Everything but the fragments, and the state of each fragment; None for a new directory.
+
+        Raises:
+            CheckpointError: for anything but what `save` and `commit` left there.
+        """
+        path = self.directory / STATE
+        if not os.path.lexists(path):
+            return None
+        document = document_from_bytes(read_bytes(path, _MOST_BYTES, error=CheckpointError), str(path))
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise CheckpointError(f"{path} is not the state of a DiLoCo server of format {FORMAT}; give another one.")
+        self._fragments = _dict(document, "fragments", path)
+        fragments = {int(number): self._read(entry) for number, entry in self._fragments.items()}
+        self._remove_others()
+        return _dict(document, "rest", path), fragments
+
+    def commit(self, fragment: int, version: int, state: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
+        """Make a new version of a fragment and everything else durable, together.
+
+        Raises:
+            CheckpointError: if the disk refuses; the last commit is then still what counts.
+        """
+        tensors, document = encode_state(dict(state), "the server's state")
+        path = self.directory / f"fragment-{fragment}-version-{version}.safetensors"
+        self._files.unlink(path)  # of a commit that did not come to its end
+        with self._files.open(path) as file:
+            write_tensors(file, tensors)
+        self._files.sync_dir(self.directory)
+        before = dict(self._fragments)
+        digest = file.digest
+        entry = {"file": path.name, "size": digest.size, "blake3": digest.blake3, "document": document}
+        self._fragments[str(fragment)] = entry
+        try:
+            self.save(rest)
+        except BaseException:
+            self._fragments = before
+            raise
+        replaced = before.get(str(fragment))
+        if replaced is not None and replaced["file"] != path.name:
+            with suppress(CheckpointError):  # the next start removes it
+                self._files.unlink(self.directory / replaced["file"])
+
+    def save(self, rest: Mapping[str, Any]) -> None:
+        """Make everything but the fragments durable.
+
+        Raises:
+            CheckpointError: if the disk refuses.
+        """
+        path = self.directory / STATE
+        content = {"format": FORMAT, "fragments": self._fragments, "rest": dict(rest)}
+        try:
+            replace_durably(path, document_to_bytes(content).decode())
+            self._files.sync_dir(self.directory)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be written ({error.strerror}); check its disk.") from error
+
+    def close(self) -> None:
+        """Let another process use the directory; closing twice is harmless."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _read(self, entry: Any) -> dict[str, Any]:
+        path = self.directory / STATE
+        if not isinstance(entry, dict) or not _FRAGMENT.fullmatch(str(entry.get("file"))):
+            raise CheckpointError(f"{path} names a file that is none of a server; restore the directory.")
+        check_file(self.directory, entry["file"], FileDigest(entry["size"], entry["blake3"]))
+        where = self.directory / entry["file"]
+        state: dict[str, Any] = decode_state(read_tensors(where), entry["document"], str(where))
+        return state
+
+    def _remove_others(self) -> None:
+        """Remove files of commits that did not come to their end, and of versions that were replaced."""
+        named = {entry["file"] for entry in self._fragments.values()}
+        for path in self.directory.iterdir():
+            if _FRAGMENT.fullmatch(path.name) and path.name not in named:
+                self._files.unlink(path)
+
+
+def _locked(path: Path) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        if lock_descriptor(descriptor, blocking=False):
+            return descriptor
+        os.close(descriptor)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be locked ({error.strerror}); use a disk of this machine.") from error
+    raise RunExistsError(f"{path.parent} is in use by another server; stop that one or give another directory.")
+
+
+def _dict(document: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+    value = document.get(key)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} has no object {key!r}; restore the directory.")
+    return value

@@ -1,0 +1,94 @@
+"""Counts what this rank has trained since each fragment's version, and the steps of a cycle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from onstep.diloco.fragments import due
+
+
+@dataclass
+class Amount:
+    """Work done: tokens of this rank (or another unit, the same for all workers), and optimizer steps."""
+
+    tokens: float = 0.0
+    steps: int = 0
+
+    def __sub__(self, other: Amount) -> Amount:
+        return Amount(self.tokens - other.tokens, self.steps - other.steps)
+
+
+class Progress:
+    """Counts steps and tokens, and what of them each fragment's next submission has."""
+
+    def __init__(self, num_fragments: int) -> None:
+        self._tokens: Tensor | float = 0.0
+        self._steps = 0
+        self._base = [Amount() for _ in range(num_fragments)]
+        self._submitted = [Amount() for _ in range(num_fragments)]
+
+    def count(self, tokens: Tensor | float) -> None:
+        """Add a step; a tensor is read only at the next submission."""
+        self._tokens = self._tokens + tokens
+        self._steps += 1
+
+    def since_base(self, fragment: int) -> Amount:
+        """The work that the fragment's next submission has. Reads the tokens from the device."""
+        return self._total() - self._base[fragment]
+
+    def submit(self, fragment: int) -> Amount:
+        """The same; what comes from now on is for the submission after it."""
+        amount = self.since_base(fragment)
+        self._submitted[fragment] = self._total()
+        return amount
+
+    def has_moved(self, fragment: int) -> bool:
+        """Whether there was a step since the fragment was submitted."""
+        return self._submitted[fragment].steps != self._steps
+
+    def settle(self, fragment: int, is_counted: bool) -> None:
+        """The submission is settled; one that was not counted will be part of the next."""
+        if is_counted:
+            self._base[fragment] = self._submitted[fragment]
+
+    def restore(self, fragment: int, amount: Mapping[str, Any]) -> None:
+        """Continue with work that a restored model has done since the fragment's version."""
+        total = self._total()
+        self._base[fragment] = total - Amount(float(amount["tokens"]), int(amount["steps"]))
+
+    def _total(self) -> Amount:
+        self._tokens = float(self._tokens)
+        return Amount(self._tokens, self._steps)
+
+
+class Cycle:
+    """The steps between two submissions of the same fragment."""
+
+    def __init__(self, length: int, num_slots: int, num_shares: int) -> None:
+        self.length, self.step = length, 0
+        """Steps of a cycle, and those taken in this one."""
+        self.count = 0
+        """Cycles that are over."""
+        self._num_slots, self._num_shares = num_slots, num_shares
+
+    @property
+    def is_overlapped(self) -> bool:
+        """whether training continues while a fragment is in flight."""
+        return self._num_slots > 1
+
+    def advance(self) -> tuple[int, ...]:
+        """Take a step; returns the fragments that are due after it."""
+        self.step += 1
+        return due(self.step, self.length, self._num_slots, self._num_shares)
+
+    def turn(self, length: int) -> bool:
+        """Begin the next cycle, of `length` steps, if this one is over."""
+        if self.step < self.length:
+            return False
+        self.step, self.length = 0, length
+        self.count += 1
+        return True

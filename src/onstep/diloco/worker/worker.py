@@ -1,0 +1,392 @@
+"""Defines `DiLoCoWorker`: the schedule of a worker, on all of its ranks."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from onstep.diloco.client import DiLoCoClient
+from onstep.diloco.protocol.messages import Registered
+from onstep.diloco.worker.exchange import Exchange
+from onstep.diloco.worker.heartbeat import HeartbeatThread
+from onstep.diloco.worker.metrics import SyncMetrics
+from onstep.diloco.worker.pace import Pace
+from onstep.diloco.worker.parameters import Parameters
+from onstep.diloco.worker.progress import Cycle, Progress
+from onstep.diloco.worker.ranks import on_main, open_world
+from onstep.diloco.worker.synchronizer import Synchronizer
+from onstep.distributed.world import World
+from onstep.errors import require
+
+logger = logging.getLogger(__name__)
+
+_SILENCE_SECONDS = 60.0
+"""A request that gets no byte for so long is sent again; a server holds none for longer than 20."""
+
+
+class DiLoCoWorker:
+    """Trains a model together with the other workers of a server; a context manager around any training loop.
+
+        with DiLoCoWorker(model, optimizer, "host:8512") as worker:
+            for batch in data:
+                optimizer.zero_grad()
+                model(batch).loss.backward()
+                optimizer.step()
+
+    Entering it registers and gives the model the run's parameters. Then every `sync_every` steps of the optimizer the
+    difference between the parameters that the model started from and those that it has is submitted, and the model
+    continues from the new ones. The optimizer's own state is kept. With several fragments each is submitted in its turn
+    and is in flight while training continues; what arrives is blended with what the model has learned meanwhile.
+
+    If the server cannot be reached, or a round does not end within `timeout`, training continues. The submission stays
+    pending and is settled at the next one: if it was counted, the progress made since is added to the new version; if
+    the server never had it, it is sent again; if it was dropped, its progress stays in the model and is part of the
+    next difference. So nothing is lost and nothing is counted twice.
+
+    All ranks of a job are one worker: make it on every rank. Rank 0 talks to the server.
+
+    Args:
+        model: a module, wrapped or sharded (DDP, FSDP2) or not; or the list of its chunks.
+        optimizer: counts the steps, by a hook after `step()`; None if `end_step` is called after every step instead.
+        server_addr: `host:port`, or several separated by commas for servers that share the parameters.
+        sync_every: steps between two submissions; None for the server's.
+        worker_id: name of this worker in the run, unique; by default of host and chance. A worker that comes back
+            under its name gets back its share of the data.
+        bf16_comm: True submits bfloat16, False float32; None leaves it to the server.
+        timeout: seconds to wait for a result.
+        dylu: whether to take as many steps as the server recommends for a worker of this speed; None for the server's.
+        heartbeat_interval: seconds between heartbeats; 0 for none.
+        num_fragments: if given, it must be the server's.
+        max_sync_retries: an exchange without any answer is given up after 2 + 4 + ... seconds, with so many terms.
+        codec: `fp32`, `bf16`, `fp16`, `int8`, `int4`, or `auto`, which chooses by the measured bandwidth; wins over
+            `bf16_comm`.
+        auth_token: of the server; by default from the environment or the token file.
+        verify: for `https`, the PEM file of the authority that vouches for the server.
+        client: used instead of one made from the address, and closed at the end.
+
+    Raises:
+        ConfigError: for an invalid value.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | None,
+        server_addr: str,
+        sync_every: int | None = None,
+        worker_id: str | None = None,
+        bf16_comm: bool | None = None,
+        timeout: float = 600,
+        dylu: bool | None = None,
+        heartbeat_interval: float = 30.0,
+        num_fragments: int | None = None,
+        max_sync_retries: int = 3,
+        *,
+        codec: str | None = None,
+        auth_token: str | None = None,
+        verify: str | None = None,
+        client: Any = None,
+    ) -> None:
+        require(sync_every is None or sync_every >= 1, "sync_every", ">= 1", sync_every, "; None for the server's.")
+        require(timeout > 0, "timeout", "> 0 seconds", timeout)
+        require(max_sync_retries >= 0, "max_sync_retries", ">= 0", max_sync_retries)
+        self.worker_id = worker_id or f"worker_{platform.node()}_{secrets.token_hex(4)}"
+        self.server_addr = server_addr
+        self.metrics = SyncMetrics()
+        self._model, self._optimizer = model, optimizer
+        self._codec = codec if codec is not None or bf16_comm is None else ("bf16" if bf16_comm else "fp32")
+        self._sync_every, self._num_fragments, self._dylu = sync_every, num_fragments, dylu
+        self._timeout, self._heartbeat_interval, self._max_retries = timeout, heartbeat_interval, max_sync_retries
+        self._client, self._auth_token, self._verify = client, auth_token, verify
+        self._loaded: Mapping[str, Any] | None = None
+        self._hook: Any = None
+        self._pace = Pace()
+        self._work: _Work | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop(merge=error is None)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it has started and not stopped."""
+        return self._work is not None
+
+    def start(self, step: int = 0) -> None:
+        """Register, and give the model the run's parameters. Collective.
+
+        A model restored from a checkpoint keeps its parameters if the run has no newer version and `load_state_dict`
+        was called.
+
+        Args:
+            step: optimizer steps that this worker has taken in earlier sessions.
+
+        Raises:
+            SessionEndedError: if the server refuses this worker, as one of another model.
+            ServerUnreachableError: without an answer.
+            ConfigError: for a heartbeat that is too rare for the server.
+        """
+        world = open_world()
+        parameters = Parameters(self._model, world)
+        exchange = self._new_exchange(parameters, step) if world.is_main else None
+        try:
+            self._begin(world, parameters, exchange, step)
+        except BaseException:
+            self._work = None
+            if exchange is not None:
+                exchange.close()
+            raise
+
+    def _begin(self, world: World, parameters: Parameters, exchange: Exchange | None, step: int) -> None:
+        registered = on_main(world, lambda: _of(exchange).join(self._codec))
+        names = on_main(world, lambda: [fragment.names for fragment in _of(exchange).fragments])
+        settings = registered.settings
+        self._check_heartbeat(settings.heartbeat_timeout)
+        is_dynamic = settings.dylu if self._dylu is None else self._dylu and settings.dylu
+        cycle = Cycle(self._sync_every or settings.sync_every, settings.num_fragments, settings.num_shares)
+        progress = Progress(len(names))
+        blend = settings.blend if cycle.is_overlapped else None
+        synchronizer = Synchronizer(world, parameters, exchange, names, progress, blend)
+        self._work = _Work(world, registered, exchange, cycle, progress, synchronizer, is_dynamic, step)
+        self._take_over(self._work)
+        if exchange is not None and self._heartbeat_interval > 0:
+            self._work.heartbeat = HeartbeatThread(
+                exchange.session, exchange.link, self._heartbeat_interval, self.get_steps_per_second
+            )
+        if self._optimizer is not None:
+            self._hook = self._optimizer.register_step_post_hook(lambda *_: self.end_step())
+
+    def _new_exchange(self, parameters: Parameters, step: int) -> Exchange:
+        exchange = Exchange(
+            self._client or self._new_client(),
+            parameters.specs,
+            {spec.name: parameters.dtype(spec.name) for spec in parameters.specs},
+            worker_id=self.worker_id,
+            timeout=self._timeout,
+            max_retries=self._max_retries,
+            sync_every=self._sync_every,
+            num_fragments=self._num_fragments,
+            metrics=self.metrics,
+        )
+        exchange.session.step = step
+        if self._loaded is not None and self._loaded.get("exchange"):
+            exchange.load_state_dict(self._loaded["exchange"])
+        return exchange
+
+    def _new_client(self) -> DiLoCoClient:
+        silence = min(self._timeout, _SILENCE_SECONDS)
+        return DiLoCoClient(self.server_addr, silence, token=self._auth_token, verify=self._verify)
+
+    def _check_heartbeat(self, timeout: float) -> None:
+        is_often_enough = timeout == 0 or self._heartbeat_interval < timeout
+        rule = f"below {timeout}, after which the server gives up on a silent worker"
+        require(is_often_enough, "heartbeat_interval", rule, self._heartbeat_interval)
+
+    def _take_over(self, work: _Work) -> None:
+        """Give the model the versions of the server, except where a restored one is on them already."""
+        loaded, self._loaded = self._loaded, None
+        state = None if loaded is None else loaded.get("exchange")
+        kept = 0
+        for index in range(len(work.registered.versions)):
+            if on_main(work.world, partial(work.open, index, state)):
+                if loaded is not None:
+                    work.progress.restore(index, loaded["since_base"][index])
+                kept += 1
+            else:
+                work.synchronizer.give(index)
+        if loaded is not None:
+            work.cycle.step = min(int(loaded["local_step"]), work.cycle.length - 1) if kept else 0
+            if kept == 0 and loaded["local_step"]:
+                logger.warning(
+                    "the run is past this checkpoint: %d local steps of this worker are discarded",
+                    loaded["local_step"],
+                )
+
+    def end_step(self, tokens: Tensor | float | None = None) -> None:
+        """Count an optimizer step; exchange what is due after it. Collective.
+
+        Args:
+            tokens: that this rank has trained on, the weight of its work; in any unit, the same for all workers. None
+                counts steps.
+
+        Raises:
+            SessionEndedError: if the server no longer accepts this worker.
+            InvalidTensorsError: if the model is not finite.
+        """
+        work = self._started()
+        work.count(1.0 if tokens is None else tokens)
+        self._pace.count_step()
+        started = time.monotonic()
+        work.synchronizer.land(wait=False)
+        fragments = work.cycle.advance()
+        if fragments:
+            self._exchange_due(work, fragments)
+        self._pace.leave_out(time.monotonic() - started)
+        if fragments:
+            self.metrics.last_sync_time = time.monotonic() - started
+            self.metrics.total_sync_time += self.metrics.last_sync_time
+        if work.cycle.turn(self._next_length(work) if work.cycle.step >= work.cycle.length else work.cycle.length):
+            self.metrics.sync_count += 1
+
+    def _exchange_due(self, work: _Work, fragments: tuple[int, ...]) -> None:
+        synchronizer, pace = work.synchronizer, self.get_steps_per_second()
+        on_main(work.world, work.check_heartbeat)
+        synchronizer.land(wait=True)
+        synchronizer.retry(fragments)
+        synchronizer.submit(fragments, work.cycle.length / pace if pace > 0 else 0.0)
+        if not work.cycle.is_overlapped:
+            synchronizer.land(wait=True)
+        else:
+            self.metrics.fragment_syncs += len(fragments)
+
+    def _next_length(self, work: _Work) -> int:
+        """Steps of the next cycle: with dynamic local updates, what the server recommends."""
+        if not work.is_dynamic:
+            return work.cycle.length
+        recommended = on_main(work.world, lambda: work.heartbeat and work.heartbeat.recommended_sync_every)
+        if not recommended or recommended == work.cycle.length:
+            return work.cycle.length
+        self.metrics.dylu_adjustments += 1
+        return recommended
+
+    def force_sync(self) -> None:
+        """Exchange all fragments now, and wait. Collective.
+
+        Raises:
+            RuntimeError: if it is not active.
+        """
+        work = self._started()
+        everything = range(len(work.registered.versions))
+        work.synchronizer.land(wait=True)
+        work.synchronizer.retry(everything)
+        work.synchronizer.submit(everything, 0.0)
+        work.synchronizer.land(wait=True)
+
+    def settle(self) -> None:
+        """Wait for the fragments in flight, and merge them. Collective."""
+        self._started().synchronizer.land(wait=True)
+
+    def stop(self, merge: bool = True) -> None:
+        """Leave the run; may be repeated.
+
+        Args:
+            merge: whether to wait for fragments in flight and merge them, which is collective; pass False after an
+                error that other ranks might not share.
+        """
+        work, self._work = self._work, None
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if work is None:
+            return
+        try:
+            if merge:
+                work.synchronizer.land(wait=True)
+        finally:
+            work.leave()
+
+    def get_steps_per_second(self) -> float:
+        """Of the last 100 steps, without waiting for the server; 0 before the second step."""
+        return self._pace.steps_per_second()
+
+    @property
+    def sync_metrics(self) -> dict[str, float]:
+        """What happened so far; sizes and times of the server's side on rank 0 only."""
+        logs = self.metrics.logs()
+        logs["diloco/steps_per_second"] = self.get_steps_per_second()
+        if self._work is not None:
+            logs["diloco/local_step"] = self._work.cycle.step
+            logs["diloco/sync_every"] = self._work.cycle.length
+            if self._work.is_dynamic:
+                logs["diloco/dylu_adjustments"] = self.metrics.dylu_adjustments
+            if self._work.cycle.is_overlapped:
+                logs["diloco/num_fragments"] = self._work.registered.settings.num_fragments
+                logs["diloco/fragment_syncs"] = self.metrics.fragment_syncs
+        return logs
+
+    @property
+    def registered(self) -> Registered:
+        """What the server said at registration: its settings, this worker's share of the data, the run's step."""
+        return self._started().registered
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts, position in the cycle and residuals of the codec; on other ranks than 0 without the server's side.
+
+        The version that the model started from is not in it: the server has it.
+        """
+        work = self._started()
+        fragments = range(len(work.registered.versions))
+        return {
+            "worker_id": self.worker_id,
+            "sync_every": work.cycle.length,
+            "local_step": work.cycle.step,
+            "since_base": [vars(work.progress.since_base(index)) for index in fragments],
+            "exchange": None if work.exchange is None else work.exchange.state_dict(),
+            **self.metrics.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()` of an earlier process, whose parameters the model has; before `start`."""
+        self._loaded = state
+        self.metrics.load_state_dict(state)
+
+    def _started(self) -> _Work:
+        if self._work is None:
+            raise RuntimeError("the worker is not active; call start(), or use it as a context manager.")
+        return self._work
+
+
+@dataclass
+class _Work:
+    """What a worker has between start and stop."""
+
+    world: World
+    registered: Registered
+    exchange: Exchange | None
+    """On rank 0."""
+    cycle: Cycle
+    progress: Progress
+    synchronizer: Synchronizer
+    is_dynamic: bool
+    step: int
+    heartbeat: HeartbeatThread | None = None
+
+    def open(self, index: int, state: Mapping[str, Any] | None) -> bool:
+        exchange = _of(self.exchange)
+        return exchange.open(exchange.fragments[index], state)
+
+    def count(self, tokens: Tensor | float) -> None:
+        self.progress.count(tokens)
+        self.step += 1
+        if self.exchange is not None:
+            self.exchange.session.step = self.step
+
+    def check_heartbeat(self) -> None:
+        if self.heartbeat is not None and self.heartbeat.error is not None:
+            raise self.heartbeat.error
+
+    def leave(self) -> None:
+        if self.heartbeat is not None:
+            self.heartbeat.stop()
+        if self.exchange is not None:
+            self.exchange.leave()
+
+
+def _of(exchange: Exchange | None) -> Exchange:
+    assert exchange is not None
+    return exchange

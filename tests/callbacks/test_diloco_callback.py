@@ -1,0 +1,228 @@
+"""A run with the callback is a worker: it trains on what the server gives it, and what it learns arrives there."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from onstep import Trainer, TrainerCallback
+from onstep.callbacks import DiLoCoCallback
+from onstep.diloco.protocol.messages import Settings
+from onstep.diloco.server import DiLoCoServer
+from onstep.diloco.worker.exchange import ServerUnreachableError
+from onstep.errors import ConfigError
+from tests.support.small_models import Regression, arguments, regression_rows
+
+VARIABLES = ("SERVER", "SYNC_EVERY", "WORKER_ID", "BF16_COMM", "DYLU", "HEARTBEAT_INTERVAL", "NUM_FRAGMENTS", "CODEC")
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(f"DILOCO_{name}", raising=False)
+    monkeypatch.setenv("ONSTEP_DILOCO_TOKENS", str(tmp_path / "tokens"))
+
+
+def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def serve(sync_every: int = 3, codec: str = "fp32", seed: int = 0, **options: Any) -> DiLoCoServer:
+    settings = Settings(num_workers=1, min_workers=1, sync_every=sync_every, codec=codec, **options)
+    return DiLoCoServer(Regression(seed=seed), settings=settings, outer_optimizer_factory=sgd, port=0)
+
+
+def train(directory: Path, *callbacks: Any, seed: int = 0, resume: bool = False, **options: Any) -> nn.Module:
+    values = {"max_steps": 6, "learning_rate": 0.1, "logging_steps": 1, "save_steps": 100} | options
+    trainer = Trainer(
+        Regression(seed=seed),
+        arguments(directory, **values),
+        train_dataset=regression_rows(16),
+        callbacks=list(callbacks),
+        default_callbacks=False,
+    )
+    trainer.train(resume_from_checkpoint=True if resume else None)
+    model: nn.Module = trainer.model
+    return model
+
+
+def assert_close(one: nn.Module, other: nn.Module, tolerance: float = 1e-6) -> None:
+    for name, value in one.named_parameters():
+        torch.testing.assert_close(value, other.get_parameter(name), rtol=0, atol=tolerance)
+
+
+class Logs(TrainerCallback):
+    """What is logged, and the learning rates before each step."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, Any]] = []
+        self.rates: list[float] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any, **kwargs: Any) -> None:
+        self.rates.append(float(optimizer.param_groups[0]["lr"]))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+def test_without_a_server_it_does_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "onstep.callbacks.diloco_callback"):
+        model = train(tmp_path, callback := DiLoCoCallback())
+    assert not callback.active
+    assert callback.state_dict() == {}
+    assert "no-op" in caplog.text
+    assert_close(model, train(tmp_path / "alone"), 0)
+
+
+def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = ("host:1", "7", "me", "No", "YES", "2.5", "4", "int4")
+    for name, value in zip(VARIABLES, values, strict=True):
+        monkeypatch.setenv(f"DILOCO_{name}", value)
+    one = DiLoCoCallback()
+    assert (one.server_addr, one.sync_every, one.worker_id, one.bf16_comm) == ("host:1", 7, "me", False)
+    assert (one.dylu, one.heartbeat_interval, one.num_fragments, one.codec) == (True, 2.5, 4, "int4")
+    assert one.active
+    other = DiLoCoCallback("", 9, "you", True, False, 1.0, 2, codec="auto")
+    assert (other.server_addr, other.sync_every, other.worker_id, other.bf16_comm) == ("", 9, "you", True)
+    assert (other.dylu, other.heartbeat_interval, other.num_fragments, other.codec) == (False, 1.0, 2, "auto")
+    assert not other.active
+    monkeypatch.setenv("DILOCO_SYNC_EVERY", "often")
+    with pytest.raises(ConfigError, match=r"\$DILOCO_SYNC_EVERY must be a number, got 'often'"):
+        DiLoCoCallback()
+
+
+def test_a_worker_alone_trains_as_without_a_server_and_everything_arrives_there(tmp_path: Path) -> None:
+    expected = train(tmp_path / "alone")
+    with serve() as server:
+        model = train(tmp_path, DiLoCoCallback(server.address), seed=7)
+        assert server.sync_round == 2
+        assert_close(model, expected)
+
+
+def test_the_metrics_are_in_the_logs_whatever_the_order_of_the_callbacks(tmp_path: Path) -> None:
+    with serve(codec="int8") as server:
+        train(tmp_path, logs := Logs(), DiLoCoCallback(server.address, worker_id="w"))
+    last = logs.logs[5]
+    assert last["diloco/sync_count"] == 2
+    assert last["diloco/version"] == 2
+    assert last["diloco/contributors"] == 1
+    assert 0 < last["diloco/quantization_error"] < 0.01
+    assert last["diloco/last_send_mb"] > 0
+    assert last["diloco/total_sync_time"] >= last["diloco/last_sync_time"] > 0
+    assert logs.logs[4]["diloco/local_step"] == 2
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
+def test_a_run_that_resumes_within_a_cycle_continues_exactly(codec: str, tmp_path: Path) -> None:
+    ends = []
+    for interrupted in (False, True):
+        with serve(sync_every=4, codec=codec) as server:
+            directory = tmp_path / str(interrupted)
+            if interrupted:
+                with pytest.raises(ArithmeticError):
+                    train(directory, DiLoCoCallback(server.address), Fail(at=7), save_steps=6, max_steps=9)
+                model = train(directory, DiLoCoCallback(server.address), max_steps=9, seed=3, resume=True)
+            else:
+                model = train(directory, DiLoCoCallback(server.address), save_steps=6, max_steps=9)
+            ends.append(model)
+            assert server.sync_round == 2
+    assert_close(ends[0], ends[1], 0)
+
+
+class Fail(TrainerCallback):
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.at:
+            raise ArithmeticError("it fails")
+
+
+@pytest.mark.parametrize("scheduler", ["linear", "cosine"])
+def test_a_joiner_continues_the_learning_rate_and_ends_with_the_run(scheduler: str, tmp_path: Path) -> None:
+    options = {"lr_scheduler_type": scheduler, "max_steps": 9, "warmup_steps": 2}
+    train(tmp_path / "alone", alone := Logs(), **options)
+    with serve() as server:
+        first = DiLoCoCallback(server.address, worker_id="first")
+        train(tmp_path / "first", first, Stop(at=6), **options)
+        train(tmp_path / "second", joiner := Logs(), DiLoCoCallback(server.address, worker_id="second"), **options)
+        assert server.sync_round == 3
+    assert joiner.rates == alone.rates[6:]
+
+
+class Stop(TrainerCallback):
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step >= self.at
+
+
+class Samples(TrainerCallback):
+    """The samples that were trained on."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+
+    def on_train_step_end(self, args: Any, state: Any, control: Any, sample_ids: Any = None, **kwargs: Any) -> None:
+        self.ids += [sample for row in sample_ids for sample in row]
+
+
+def test_workers_train_on_shares_of_the_data_and_a_successor_continues_its_share(tmp_path: Path) -> None:
+    options = {"num_workers": 2, "min_workers": 1, "initial_deadline": 0.01, "patience": 1.0, "sync_every": 2}
+    server = DiLoCoServer(Regression(), settings=Settings(codec="fp32", **options), outer_optimizer_factory=sgd, port=0)
+    seen = {name: Samples() for name in ("one", "two", "three")}
+    samples = {"per_device_train_batch_size": 1, "max_steps": 4}
+    with server:
+        train(tmp_path / "1", DiLoCoCallback(server.address, worker_id="one"), seen["one"], **samples)
+        train(
+            tmp_path / "2", DiLoCoCallback(server.address, worker_id="two"), seen["two"], **samples | {"max_steps": 8}
+        )
+        train(
+            tmp_path / "3",
+            DiLoCoCallback(server.address, worker_id="one"),
+            seen["three"],
+            **samples | {"max_steps": 12},
+        )
+    everything = seen["one"].ids + seen["two"].ids + seen["three"].ids
+    assert len(everything) == len(set(everything)) == 12
+
+
+def test_a_run_does_not_start_without_its_server(tmp_path: Path) -> None:
+    callback = DiLoCoCallback("127.0.0.1:9", max_sync_retries=0, timeout=0.5)
+    with pytest.raises(ServerUnreachableError, match="no answer from the server"):
+        train(tmp_path, callback)
+    assert callback.state_dict() == {}
+
+
+def test_it_works_in_hugging_faces_own_trainer(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def theirs(directory: Path, seed: int, *callbacks: Any) -> Any:
+        args = transformers.TrainingArguments(
+            str(directory),
+            max_steps=6,
+            learning_rate=0.1,
+            per_device_train_batch_size=2,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        rows = regression_rows(16)
+        trainer = transformers.Trainer(Regression(seed=seed), args, train_dataset=rows, callbacks=list(callbacks))
+        trainer.train()
+        return trainer
+
+    expected = theirs(tmp_path / "alone", 0)
+    with serve() as server:
+        trainer = theirs(tmp_path / "worker", 5, DiLoCoCallback(server.address), logs := Logs())
+        assert server.sync_round == 2
+    assert_close(trainer.model, expected.model)
+    assert [one["diloco/sync_count"] for one in logs.logs] == [0, 0, 1, 1, 1, 2, 2]

@@ -1,0 +1,135 @@
+"""`onstep diloco server|status|control`, as typed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from onstep.cli.diloco.server import _share, _source
+from onstep.cli.main import main
+from onstep.diloco.client import DiLoCoClient
+from onstep.diloco.protocol.messages import Settings
+from onstep.diloco.server import DiLoCoServer
+from onstep.errors import ConfigError
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[DiLoCoServer]:
+    """A server with a directory."""
+    settings = Settings(num_workers=2, min_workers=2, heartbeat_timeout=0.0)
+    with DiLoCoServer({"weight": torch.ones(3)}, port=0, output_dir=tmp_path / "out", settings=settings) as one:
+        yield one
+
+
+def test_status_shows_rounds_and_workers(server: DiLoCoServer, capsys: pytest.CaptureFixture[str]) -> None:
+    with DiLoCoClient(server.address) as client:
+        client.register("berlin", {"hostname": "b1"})
+        assert main(["diloco", "status", "--server", server.address]) == 0
+        text = capsys.readouterr().out
+        assert "1 of 2 workers (quorum 2)" in text
+        assert "berlin" in text
+        assert main(["diloco", "status", "--server", server.address, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["num_registered"] == 1
+
+
+def test_control_saves_sets_kicks_and_ends(
+    server: DiLoCoServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ["--server", server.address]
+    with DiLoCoClient(server.address) as client:
+        client.register("berlin")
+        assert main(["diloco", "control", "set", "--lr", "0.5", "--num-workers", "3", *place]) == 0
+        assert main(["diloco", "control", "kick", "--worker", "berlin", *place]) == 0
+        assert main(["diloco", "control", "save", *place]) == 0
+        found = client.get_status()
+    assert (found["outer_lr"], found["num_workers"], found["num_registered"]) == (0.5, 3, 0)
+    assert (tmp_path / "out" / "checkpoints" / "checkpoint-0").is_dir()
+    assert main(["diloco", "control", "kick", "--worker", "berlin", *place]) == 1
+    assert "404" in capsys.readouterr().err
+    assert main(["diloco", "control", "shutdown", *place]) == 0
+    server.run()  # returns, since it has ended
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["control", "kick"], "--worker"),
+        (["control", "set"], "--lr"),
+        (["control", "save", "--lr", "1"], "set"),
+        (["status", "--server", "127.0.0.1:9"], "127.0.0.1:9"),
+        (["status", "--server", "no/address"], "host:port"),
+        (["status", "--token", "secret"], "--token-file"),
+        (["server", "-m", "nothing_of_this_name"], "nothing_of_this_name"),
+        (["server"], "model"),
+        (["server", "-m", "MODEL", "--share", "2/2"], "share"),
+        (["server", "-m", "MODEL", "--share", "half"], "I/N"),
+        (["server", "-m", "MODEL", "--codec", "zip"], "codec"),
+        (["server", "-m", "MODEL", "--min-workers", "2"], "min_workers"),
+        (["server", "-m", "MODEL", "--dn-buffer-size", "2"], "async"),
+        (["server", "-m", "MODEL", "--tls-cert", "x.pem"], "--tls-key"),
+        (["server", "-m", "MODEL", "--exclude", "none*"], "none*"),
+        (["server", "-m", "MODEL", "train.train_iters=3"], "train.train_iters=3"),
+        (["server", "-m", "MODEL", "--no-auth", "--regen-token", "--token-file", "x"], "--token-file"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(
+    words: list[str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_file({"weight": torch.ones(3)}, "model.safetensors")
+    words = ["model.safetensors" if word == "MODEL" else word for word in words]
+    assert main(["diloco", *words]) == 1
+    errors = capsys.readouterr().err
+    assert text in errors
+    assert "secret" not in errors
+    assert "Traceback" not in errors
+
+
+def test_a_recipe_as_model_has_the_parameters_that_its_workers_train() -> None:
+    model = _source("tiny_gpt", ["model.num_layers=2", "rng.seed=3"])
+    assert isinstance(model, torch.nn.Module)
+    again = _source("tiny_gpt", ["model.num_layers=2", "rng.seed=3"])
+    assert isinstance(again, torch.nn.Module)
+    named = dict(again.named_parameters())
+    assert all(torch.equal(one, named[name]) for name, one in model.named_parameters())
+    with pytest.raises(ConfigError, match=r"model\.vocab_size"):
+        _source("tiny_gpt", ["tokenizer.tokenizer_type=bpe", "tokenizer.vocab_size=300"])
+
+
+def test_shares_are_read_strictly() -> None:
+    assert _share("1/3") == (1, 3)
+    with pytest.raises(ConfigError):
+        _share("-1/3")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_server_program_serves_saves_and_ends_by_a_signal(number: signal.Signals, tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    command = [sys.executable, "-m", "onstep", "diloco", "server", "-n", "1", "--codec", "fp32", "--port", "0"]
+    for number_of_rounds, start in ((1, ["-m", "model.safetensors"]), (2, ["-m", "model.safetensors"])):
+        process = subprocess.Popen(
+            [*command, *start, "-o", "out"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+        )
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        with DiLoCoClient(line.split(" at ")[1].split(";")[0]) as client:
+            client.register("a")
+            client.submit_pseudogradients("a", {"weight": torch.ones(3)})
+        process.send_signal(number)
+        out, errors = process.communicate(timeout=60)
+        assert (process.returncode, f"Ended after {number_of_rounds} rounds." in out) == (0, True), errors
+        assert "Traceback" not in errors
+    assert (tmp_path / "out" / "checkpoints" / "checkpoint-2" / "model.safetensors").is_file()

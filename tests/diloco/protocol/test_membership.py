@@ -1,0 +1,244 @@
+"""Who takes part: registration, sessions, eviction, shares of the data and dynamic local updates."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from onstep.diloco.protocol.coordinator import Coordinator
+from onstep.diloco.protocol.messages import (
+    Accepted,
+    Await,
+    Beat,
+    Deregister,
+    Heartbeat,
+    Left,
+    ParameterSpec,
+    Refused,
+    Register,
+    Registered,
+    Request,
+    Settings,
+    Submit,
+    fingerprint,
+    first_difference,
+    majority,
+)
+from onstep.errors import ConfigError
+from tests.support.diloco.stepped_run import THREE, SteppedRun
+
+OF_A: list[Request] = [Submit("a", "s1", 0, 0, 0, 10, 10), Await("a", "s1", 0, 0), Heartbeat("a", "s1")]
+
+
+def refusal(run: SteppedRun, request: Request) -> tuple[int, object]:
+    reply = run.coordinator.handle(request, run.now)
+    assert isinstance(reply, Refused), reply
+    return reply.status, reply.details["kind"]
+
+
+@pytest.mark.parametrize("request_of_a", OF_A, ids=lambda one: type(one).__name__)
+def test_who_is_not_registered_gets_404_and_does_not_count(request_of_a: Request) -> None:
+    run = SteppedRun()
+    assert refusal(run, request_of_a) == (404, "unknown_worker")
+    run.join("a")
+    run.coordinator.evict("a", run.now)
+    assert refusal(run, request_of_a) == (404, "unknown_worker")
+    assert run.coordinator.pending(0) == []
+
+
+def test_an_evicted_worker_comes_back_with_its_submission_and_its_share_of_the_data() -> None:
+    run = SteppedRun()
+    before = run.join("c", "a", "b")[1]
+    run.submit("a")
+    run.coordinator.evict("a", run.now)
+    (after,) = run.join("a")
+    assert (before.slot, after.slot, after.num_slots) == (1, 1, 3)
+    assert run.submit("a") == Accepted(1, is_repeat=True)
+
+
+def test_a_silent_worker_is_evicted_and_any_request_is_a_sign_of_life() -> None:
+    run = SteppedRun(dataclasses.replace(THREE, heartbeat_timeout=60.0))
+    run.join("a", "b", "c")
+    run.wait(40.0)
+    run.coordinator.handle(Heartbeat("a", "s1"), run.now)
+    run.submit("b")
+    run.wait(30.0)
+    status = run.coordinator.status(run.now)
+    assert isinstance(status["workers"], dict)
+    assert set(status["workers"]) == {"a", "b"}
+    assert run.coordinator.counts["deaths"] == 1
+    assert refusal(run, Heartbeat("c", "s1")) == (404, "unknown_worker")
+
+
+def test_without_a_heartbeat_timeout_nobody_is_evicted() -> None:
+    run = SteppedRun(dataclasses.replace(THREE, heartbeat_timeout=0.0))
+    run.join("a", "b", "c")
+    run.wait(1e9)
+    run.coordinator.tick(run.now)
+    assert run.coordinator.status(run.now)["num_registered"] == 3
+
+
+def test_a_worker_that_leaves_did_not_die() -> None:
+    run = SteppedRun()
+    run.join("a", "b", "c")
+    assert run.coordinator.handle(Deregister("a", "s1"), run.now) == Left()
+    assert run.coordinator.handle(Deregister("a", "s1"), run.now) == Left()
+    assert run.coordinator.handle(Deregister("nobody", "s1"), run.now) == Left()
+    assert (run.coordinator.counts["departures"], run.coordinator.counts["deaths"]) == (1, 0)
+
+
+@pytest.mark.parametrize("request_of_a", [*OF_A, Register("a", "s1", "model")], ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("how", ["left", "replaced"])
+def test_a_session_that_is_over_can_do_nothing_more(request_of_a: Request, how: str) -> None:
+    run = SteppedRun()
+    run.join("a")
+    if how == "left":
+        run.coordinator.handle(Deregister("a", "s1"), run.now)
+    else:
+        run.join("a", session="s2")
+    assert refusal(run, request_of_a) == (409, "replaced")
+    run.join("a", session="s2")
+    run.join("a", session="s3")
+    assert refusal(run, request_of_a) == (409, "replaced")
+
+
+def test_what_a_replaced_session_submitted_counts_once_and_its_successor_continues_behind_it() -> None:
+    run = SteppedRun()
+    run.join("a", "b", "c")
+    run.submit("a", steps=7)
+    (again,) = run.join("a", session="s2")
+    assert (again.next_sequences, again.slot_steps) == ((1,), 7)
+    assert run.submit("a", 0, session="s2") == Accepted(1, is_repeat=True)
+    run.submit("a", 1, session="s2")
+    run.submit("b")
+    run.submit("c")
+    (closed,) = run.commit()
+    assert [one.submit.sequence for one in closed.contributions] == [0, 1, 0, 0]
+    assert closed.contributors == ("a", "b", "c")
+
+
+def test_two_submissions_of_one_worker_are_one_contributor() -> None:
+    run = SteppedRun(dataclasses.replace(THREE, initial_deadline=1.0))
+    run.join("a", "b", "c")
+    run.submit("a")
+    run.join("a", session="s2")
+    run.submit("a", 1, session="s2")
+    assert run.wait(1e6) == []
+
+
+def test_the_share_of_one_who_is_gone_is_given_to_a_newcomer_from_where_it_ended() -> None:
+    run = SteppedRun()
+    run.join("a", "b", "c")
+    run.submit("b", steps=40)
+    run.coordinator.handle(Deregister("b", "s1"), run.now)
+    (newcomer,) = run.join("d")
+    assert (newcomer.slot, newcomer.slot_steps) == (1, 40)
+    (back,) = run.join("b", session="s2")
+    assert back.slot not in (-1, newcomer.slot)
+
+
+def test_steps_are_noted_once_however_often_a_submission_and_the_server_come_back() -> None:
+    run = SteppedRun()
+    run.join("a", "b", "c")
+    run.submit("a", steps=7)
+    state = run.coordinator.state_dict()
+    restarted = SteppedRun(state=state)
+    assert restarted.submit("a", steps=7) == Accepted(1)
+    (again,) = restarted.join("a", session="s2")
+    assert (again.slot_steps, again.next_sequences) == (7, (1,))
+
+
+def test_a_registration_with_another_model_protocol_or_division_is_refused() -> None:
+    run = SteppedRun()
+    assert refusal(run, Register("a", "s1", "other")) == (422, "fingerprint")
+    assert refusal(run, Register("a", "s1", "model", protocol_version=99)) == (422, "protocol")
+    assert refusal(run, Register("a", "s1", "model", num_fragments=2)) == (422, "settings")
+    assert run.coordinator.status(run.now)["num_registered"] == 0
+
+
+def test_the_first_differing_parameter_is_named() -> None:
+    ours = [ParameterSpec("b", (2, 3), "F32"), ParameterSpec("a", (1,), "F32")]
+    assert first_difference(ours, list(reversed(ours))) is None
+    assert fingerprint(ours) == fingerprint(list(reversed(ours)))
+    bfloat16 = [dataclasses.replace(one, dtype="BF16") for one in ours]
+    assert first_difference(ours, bfloat16) is None
+    assert fingerprint(ours) == fingerprint(bfloat16)
+    theirs = [ParameterSpec("a", (1,), "F32"), ParameterSpec("b", (3, 2), "F32"), ParameterSpec("c", (), "F32")]
+    assert first_difference(ours, theirs) == "b: F32[2, 3] here, F32[3, 2] there"
+    assert fingerprint(ours) != fingerprint(theirs)
+    assert first_difference(ours, theirs[:1]) == "b: F32[2, 3] here, missing there"
+
+
+def test_slower_workers_are_recommended_fewer_steps() -> None:
+    run = SteppedRun(dataclasses.replace(THREE, dylu=True, sync_every=100))
+    run.join("a", "b", "c")
+
+    def recommended(worker: str, speed: float) -> int | None:
+        reply = run.coordinator.handle(Heartbeat(worker, "s1", speed), run.now)
+        assert isinstance(reply, Beat)
+        return reply.recommended_sync_every
+
+    assert recommended("a", 0.0) is None
+    assert recommended("a", 10.0) == 100
+    assert recommended("b", 2.55) == 25
+    assert recommended("c", 0.001) == 1
+    assert recommended("a", 5.1) == 100
+    assert recommended("b", 2.55) == 50
+    run.coordinator.evict("a", run.now)
+    assert recommended("b", 2.55) == 100
+
+
+def test_without_dylu_nothing_is_recommended() -> None:
+    run = SteppedRun()
+    run.join("a")
+    assert run.coordinator.handle(Heartbeat("a", "s1", 3.0), 0.0) == Beat((0,), 1, None)
+
+
+def test_the_expected_number_can_change() -> None:
+    run = SteppedRun()
+    run.join("a", "b")
+    run.submit("a")
+    run.submit("b")
+    with pytest.raises(ConfigError, match=r"min_workers must be at most num_workers \(1\), got 2"):
+        run.coordinator.set_num_workers(1, run.now)
+    run.coordinator.set_num_workers(2, run.now)
+    assert len(run.commit()) == 1
+
+
+def test_the_roster_revision_changes_with_members_and_not_with_rounds() -> None:
+    run = SteppedRun()
+    seen = [run.coordinator.revision]
+    run.join("a", "b", "c")
+    seen.append(run.coordinator.revision)
+    run.join("a")
+    run.round(0, "a", "b", "c")
+    assert run.coordinator.revision == seen[-1]
+    run.join("a", session="s2")
+    seen.append(run.coordinator.revision)
+    run.coordinator.evict("b", run.now)
+    seen.append(run.coordinator.revision)
+    assert len(set(seen)) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_workers": 0}, "num_workers must be an integer >= 1, got 0"),
+        ({"min_workers": 4}, r"min_workers must be at most num_workers \(3\), got 4"),
+        ({"num_fragments": 11}, r"num_fragments must be at most sync_every \(10\), got 11, or some"),
+        ({"mode": "other"}, 'mode must be "sync" or "async", got \'other\''),
+        ({"patience": 0.5}, "patience must be finite and >= 1, got 0.5"),
+        ({"blend": 1.5}, "blend must be from 0 to 1, got 1.5"),
+        ({"heartbeat_timeout": float("nan")}, "heartbeat_timeout must be finite and >= 0, got nan"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes: dict[str, object], message: str) -> None:
+    settings = dataclasses.replace(THREE, **changes)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=message):
+        Coordinator(settings, run_id="run", fingerprint="model")
+
+
+def test_the_default_quorum_is_more_than_half() -> None:
+    assert [majority(num_workers) for num_workers in range(1, 6)] == [1, 2, 2, 3, 3]
+    assert isinstance(SteppedRun(Settings()).join("a")[0], Registered)

@@ -1,0 +1,206 @@
+"""Tokens, TLS, addresses, and several servers that share the parameters."""
+
+from __future__ import annotations
+
+import ssl
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from onstep.diloco.client import DiLoCoClient, ServerLostError
+from onstep.diloco.client.connection import RefusedByServerError, url_of
+from onstep.diloco.protocol.messages import Accepted, Refused, Registered, Settings
+from onstep.diloco.server import DiLoCoServer
+from onstep.diloco.server.serving import TlsFiles
+from onstep.diloco.wire.tokens import find_token, keep_token, token_path
+from onstep.errors import ConfigError
+from tests.support.diloco.raw_worker import RawWorker
+from tests.support.diloco.tls import make_tls_files
+
+Serve = Callable[..., DiLoCoServer]
+Worker = Callable[..., RawWorker]
+
+
+def test_a_token_is_made_for_the_port_and_found_by_clients_on_this_machine(serve: Serve) -> None:
+    server = serve()
+    path = token_path(server.port)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.read_text().strip() == server.token
+    with DiLoCoClient(server.address) as client:
+        assert client.get_status()["status"] == "running"
+    with DiLoCoClient(server.address, token="wrong") as client, pytest.raises(RefusedByServerError) as refused:
+        client.get_status()
+    assert refused.value.status == 401
+
+
+def test_a_token_file_that_others_can_read_is_not_trusted() -> None:
+    token = keep_token(1)
+    assert keep_token(1) == token
+    token_path(1).chmod(0o644)
+    assert find_token("127.0.0.1", 1, {}) is None
+    assert keep_token(1) != token
+    assert keep_token(1, renew=True) != keep_token(1, renew=True)
+
+
+def test_where_a_token_comes_from(tmp_path: Path) -> None:
+    own = keep_token(2)
+    (tmp_path / "token").write_text(" from-a-file\n")
+    assert find_token("127.0.0.1", 2, {}) == own
+    assert find_token("example.org", 2, {}) is None
+    assert find_token("example.org", 2, {"DILOCO_TOKEN_FILE": str(tmp_path / "token")}) == "from-a-file"
+    assert find_token("127.0.0.1", 2, {"FORGATHER_DILOCO_SERVER_TOKEN": "theirs"}) == "theirs"
+    assert find_token("127.0.0.1", 2, {"DILOCO_TOKEN": "ours", "FORGATHER_DILOCO_SERVER_TOKEN": "theirs"}) == "ours"
+    with pytest.raises(ConfigError, match="token file"):
+        find_token("example.org", 2, {"DILOCO_TOKEN_FILE": str(tmp_path / "none")})
+    with pytest.raises(ConfigError, match="single word"):
+        find_token("example.org", 2, {"DILOCO_TOKEN": "two words"})
+
+
+def test_tls_with_an_own_authority(serve: Serve, parameters: dict[str, Tensor], tmp_path: Path) -> None:
+    files = make_tls_files(tmp_path)
+    server = serve(tls=files)
+    assert server.address.startswith("https://127.0.0.1:")
+    with DiLoCoClient(server.address, verify=files.certificate) as client:
+        client.register("a", parameters=parameters)
+        ones = {name: torch.ones_like(one) for name, one in parameters.items()}
+        got = client.submit_pseudogradients("a", ones)
+    assert torch.allclose(got["head.bias"], parameters["head.bias"] - 0.7 * 1.9)
+
+
+def test_a_server_with_an_unknown_authority_gets_no_token(serve: Serve, tmp_path: Path) -> None:
+    server = serve(tls=make_tls_files(tmp_path))
+    with DiLoCoClient(server.address, max_retries=0) as client, pytest.raises(ServerLostError):
+        client.get_status()
+    with DiLoCoClient(f"http://127.0.0.1:{server.port}", max_retries=0) as client, pytest.raises(ConnectionError):
+        client.get_status()
+
+
+def test_missing_tls_files_are_named(parameters: dict[str, Tensor], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.pem"):
+        DiLoCoServer(parameters, port=0, tls=TlsFiles(tmp_path / "none.pem", tmp_path / "none.pem"))
+    with pytest.raises(ConfigError, match=r"none\.pem"):
+        DiLoCoClient("https://127.0.0.1:1", verify=tmp_path / "none.pem", token="x")
+    assert ssl.HAS_TLSv1_2
+
+
+@pytest.mark.parametrize(
+    ("address", "url"),
+    [
+        ("host", "http://host:8512"),
+        ("host:9000", "http://host:9000"),
+        ("https://host:9000/", "https://host:9000"),
+        ("[::1]:9000", "http://[::1]:9000"),
+    ],
+)
+def test_addresses(address: str, url: str) -> None:
+    assert url_of(address) == url
+
+
+@pytest.mark.parametrize("address", ["", "host:port", "http://host/path", "ftp://host", "user@host:1", "host:99999999"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError):
+        DiLoCoClient(address)
+
+
+def test_a_server_that_is_not_there_is_lost_and_not_refused() -> None:
+    with (
+        DiLoCoClient("127.0.0.1:9", max_retries=0, token="x") as client,
+        pytest.raises(ServerLostError, match=r"127\.0\.0\.1:9"),
+    ):
+        client.get_status()
+
+
+def test_something_else_than_a_server_is_said_to_be_that() -> None:
+    import http.server
+
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "5")
+            self.end_headers()
+            self.wfile.write(b"<html")
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Page) as page:
+        thread = threading.Thread(target=page.serve_forever)
+        thread.start()
+        try:
+            client = DiLoCoClient(f"127.0.0.1:{page.server_port}", max_retries=0, token="x")
+            with client, pytest.raises(ConnectionError):
+                client.heartbeat("a")
+        finally:
+            page.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def shared(serve: Serve) -> list[DiLoCoServer]:
+    """Three servers that share the parameters, with one worker each."""
+    return [serve(share=(number, 3), settings=Settings(heartbeat_timeout=0.0)) for number in range(3)]
+
+
+def test_several_servers_train_as_one_does(
+    serve: Serve, shared: list[DiLoCoServer], parameters: dict[str, Tensor]
+) -> None:
+    results = []
+    for addresses in (serve().address, ",".join(one.address for one in shared)):
+        with DiLoCoClient(addresses) as client:
+            got = client.register("a", parameters=parameters)
+            for seed in range(3):
+                generator = torch.Generator().manual_seed(seed)
+                delta = {name: torch.randn(one.shape, generator=generator) for name, one in got.items()}
+                got = client.submit_pseudogradients("a", delta)
+            assert client.heartbeat("a")["num_registered"] == 1
+            results.append(got)
+            assert {name: one.shape for name, one in client.get_global_params().items()} == {
+                name: one.shape for name, one in parameters.items()
+            }
+    assert all(torch.equal(results[0][name], results[1][name]) for name in parameters)
+    names = [set(one.get_global_params()) for one in shared]
+    assert all(names)
+    assert sorted(name for some in names for name in some) == sorted(parameters)
+
+
+def test_a_fragment_of_several_servers_goes_to_the_one_that_has_it(
+    shared: list[DiLoCoServer], parameters: dict[str, Tensor]
+) -> None:
+    with DiLoCoClient(",".join(one.address for one in shared)) as client:
+        one = RawWorker(client, "a", parameters)
+        assert one.join().versions == (0, 0, 0)
+        ready, tensors = one.get(0, fragment=1)
+        assert ready.fragment == 1
+        assert set(tensors) == set(shared[1].get_global_params())
+        assert one.submit({name: torch.ones_like(each) for name, each in tensors.items()}, fragment=1) == Accepted(1)
+        one.get(1, fragment=1)
+        assert [server.sync_round for server in shared] == [0, 1, 0]
+
+
+def test_a_worker_that_comes_back_replaces_its_session_on_all_servers(
+    shared: list[DiLoCoServer], parameters: dict[str, Tensor]
+) -> None:
+    with DiLoCoClient(",".join(one.address for one in shared)) as client:
+        old, new = (RawWorker(client, "a", parameters) for _ in range(2))
+        old.join()
+        reply = new.register()
+        assert isinstance(reply, Registered)
+        assert reply.offer == 0  # each server has made and been given its own
+        for fragment, server in enumerate(shared):
+            some = {name: torch.zeros_like(one) for name, one in server.get_global_params().items()}
+            assert isinstance(old.submit(some, fragment=fragment), Refused)
+            assert new.submit(some, fragment=fragment) == Accepted(1)
+
+
+def test_servers_in_the_wrong_order_or_number_are_refused(
+    shared: list[DiLoCoServer], parameters: dict[str, Tensor]
+) -> None:
+    for some in ([shared[0]], shared[:2], shared[::-1], [shared[0], shared[0], shared[2]]):
+        client = DiLoCoClient(",".join(one.address for one in some))
+        with client, pytest.raises(RefusedByServerError, match="share"):
+            client.register("a", parameters=parameters)

@@ -1,0 +1,102 @@
+"""Whatever is lost on the way, no work is lost and none counts twice."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from onstep.diloco.protocol.messages import Await, Register, Settings, Submit
+from onstep.diloco.protocol.session import SessionEndedError
+from onstep.diloco.worker.exchange import ServerUnreachableError
+from tests.diloco.worker.crew import ALONE, assert_close, batches, new_worker, small_model, train, trained_alone, values
+from tests.diloco.worker.local_server import LocalServer
+
+
+@pytest.mark.parametrize("lost", [Register, Submit, Await])
+def test_a_request_whose_answer_was_lost_counts_once(lost: type) -> None:
+    server = LocalServer(values(small_model()), ALONE)
+    model, optimizer, worker = new_worker(server, max_sync_retries=3)
+    if lost is Register:
+        server.lose_answers_of = {lost}
+    with worker:
+        train(model, optimizer, batches(0, 6)[:2])
+        server.lose_answers_of = {lost} - {Register}
+        train(model, optimizer, batches(0, 6)[2:])
+    assert server.coordinator.counts["contributions"] == 3
+    assert_close(server.parameters(), trained_alone(6))
+
+
+def test_training_continues_without_the_server_and_all_of_it_counts_later() -> None:
+    server = LocalServer(values(small_model()), ALONE)
+    model, optimizer, worker = new_worker(server)
+    data = batches(0, 12)
+    with worker:
+        train(model, optimizer, data[:2])
+        server.is_down = True
+        train(model, optimizer, data[2:9])
+        assert server.coordinator.versions == (1,)
+        assert worker.sync_metrics["diloco/sync_retries"] == 3
+        assert_close(values(model), trained_alone(9))
+        server.is_down = False
+        train(model, optimizer, data[9:])
+        assert worker.sync_metrics["diloco/sync_count"] == 6
+    assert [one.sequence for one in server.submits] == [0, 1, 2, 3]
+    assert [one.steps for one in server.submits] == [2, 2, 6, 2]
+    assert_close(server.parameters(), trained_alone(12))
+    assert_close(values(model), trained_alone(12))
+
+
+def test_an_evicted_worker_keeps_its_work_and_submits_it() -> None:
+    server = LocalServer(values(small_model()), ALONE)
+    model, optimizer, worker = new_worker(server)
+    with worker:
+        train(model, optimizer, batches(0, 4)[:3])
+        assert server.coordinator.evict("w", time.monotonic())
+        train(model, optimizer, batches(0, 4)[3:])
+        assert worker.sync_metrics["diloco/reconnections"] == 1
+    assert_close(server.parameters(), trained_alone(4))
+
+
+def test_work_that_was_dropped_stays_in_the_model_and_is_in_the_next_submission() -> None:
+    settings = Settings(
+        num_workers=2, min_workers=1, sync_every=2, codec="fp32", max_staleness=0, initial_deadline=0.01, patience=1.0
+    )
+    server = LocalServer(values(small_model()), settings)
+    fast, fast_optimizer, fast_worker = new_worker(server, "fast")
+    slow, slow_optimizer, slow_worker = new_worker(server, "slow")
+    with slow_worker:
+        with fast_worker:
+            train(fast, fast_optimizer, batches(1, 2))
+        start = values(small_model())
+        after_fast = values(fast)
+        train(slow, slow_optimizer, batches(0, 2))
+        assert slow_worker.sync_metrics["diloco/dropped"] == 1
+        progress = {name: value - start[name] for name, value in trained_alone(2).items()}
+        assert_close(values(slow), {name: value + progress[name] for name, value in after_fast.items()})
+        train(slow, slow_optimizer, batches(0, 4)[2:])
+    assert [(one.worker_id, one.steps, one.base_version) for one in server.submits] == [
+        ("fast", 2, 0),
+        ("slow", 2, 0),
+        ("slow", 4, 1),
+    ]
+    assert_close(server.parameters(), values(slow))
+
+
+def test_a_worker_whose_id_another_process_took_over_stops() -> None:
+    server = LocalServer(values(small_model()), ALONE)
+    model, optimizer, worker = new_worker(server)
+    _, _, other = new_worker(server)
+    worker.start()
+    other.start()
+    with pytest.raises(SessionEndedError):
+        train(model, optimizer, batches(0, 2))
+    worker.stop(merge=False)
+    other.stop()
+
+
+def test_a_worker_does_not_start_without_a_server() -> None:
+    server = LocalServer(values(small_model()), ALONE)
+    server.is_down = True
+    with pytest.raises(ServerUnreachableError, match=r"no answer from the server: it is down; is it running\?"):
+        new_worker(server)[2].start()

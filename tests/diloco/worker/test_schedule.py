@@ -1,0 +1,117 @@
+"""When what is submitted: fragments in turn, dynamic cycles, weights, and by hand."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onstep.diloco.protocol.messages import Heartbeat, Register, Settings
+from onstep.diloco.worker import DiLoCoWorker
+from onstep.diloco.worker.pace import Pace
+from onstep.errors import ConfigError
+from tests.diloco.worker.crew import (
+    ALONE,
+    assert_close,
+    batches,
+    new_worker,
+    small_model,
+    train,
+    train_crew,
+    trained_alone,
+    values,
+)
+from tests.diloco.worker.local_server import LocalServer
+
+
+def test_fragments_are_submitted_in_turn_and_blended_with_what_was_learned_meanwhile() -> None:
+    settings = replace(ALONE, sync_every=4, num_fragments=2, blend=0.25)
+    server = LocalServer(values(small_model()), settings)
+    model, optimizer, worker = new_worker(server)
+    with worker:
+        train(model, optimizer, batches(0, 8)[:2])
+        sent = values(model)
+        assert [one.fragment for one in server.submits] == [0] or not server.submits
+        while server.coordinator.versions != (1, 0):
+            time.sleep(0.001)
+        while worker._work is not None and not worker._work.exchange._tasks[0].is_done:  # type: ignore[union-attr]
+            time.sleep(0.001)
+        before = small_model()
+        before.load_state_dict({**model.state_dict()})
+        train(before, torch.optim.SGD(before.parameters(), lr=0.1), batches(0, 8)[2:3])
+        train(model, optimizer, batches(0, 8)[2:3])
+        for name, value in values(before).items():
+            is_first = name in server.fragments[0].newest.parameters
+            expected = 0.25 * value + 0.75 * sent[name] if is_first else value
+            torch.testing.assert_close(values(model)[name], expected, rtol=0, atol=1e-12)
+        train(model, optimizer, batches(0, 8)[3:])
+        assert worker.sync_metrics["diloco/num_fragments"] == 2
+        assert worker.sync_metrics["diloco/fragment_syncs"] == 4
+    assert [one.fragment for one in server.submits] == [0, 1, 0, 1]
+    assert server.coordinator.versions == (2, 2)
+    assert [one.steps for one in server.submits] == [2, 4, 4, 4]
+
+
+def test_workers_with_fragments_in_flight_get_every_version() -> None:
+    settings = Settings(num_workers=3, min_workers=3, sync_every=6, num_fragments=2, codec="int8")
+    server = LocalServer(values(small_model(dtype=torch.float32)), settings)
+    results = train_crew(lambda: server, 3, steps=24, dtype=torch.float32)
+    assert server.coordinator.versions == (4, 4)
+    assert server.coordinator.counts["contributions"] == 24
+    assert {metrics["diloco/sync_count"] for _, metrics in results} == {4}
+
+
+def test_slow_workers_take_the_steps_that_the_server_recommends() -> None:
+    settings = replace(ALONE, mode="async", sync_every=4, dylu=True, heartbeat_timeout=0.0)
+    server = LocalServer(values(small_model()), settings)
+    model, optimizer, worker = new_worker(server, heartbeat_interval=0.005)
+    fingerprint = server.coordinator.fingerprint
+    server.send(Register("fast", "s", fingerprint))
+    server.send(Heartbeat("fast", "s", steps_per_second=1e9))
+    with worker:
+        train(model, optimizer, batches(0, 2))
+        while worker._work.heartbeat.recommended_sync_every is None:  # type: ignore[union-attr]
+            time.sleep(0.005)
+        train(model, optimizer, batches(0, 8)[2:])
+        assert worker.sync_metrics["diloco/sync_every"] == 1
+        assert worker.sync_metrics["diloco/dylu_adjustments"] == 1
+    assert [one.steps for one in server.submits] == [4, 1, 1, 1, 1]
+
+
+def test_submissions_are_weighted_by_the_tokens_that_the_caller_counts() -> None:
+    server = LocalServer(values(small_model()), ALONE)
+    model = small_model()
+    with DiLoCoWorker(model, None, "", client=server, heartbeat_interval=0) as worker:
+        for tokens in (10, torch.tensor(7), 3.0, 4):
+            worker.end_step(tokens)
+    assert [one.tokens for one in server.submits] == [17, 7]
+
+
+def test_what_is_left_of_a_cycle_can_be_submitted_by_hand() -> None:
+    server = LocalServer(values(small_model()), ALONE)
+    model, optimizer, worker = new_worker(server)
+    with pytest.raises(RuntimeError, match="not active"):
+        worker.force_sync()
+    with worker:
+        train(model, optimizer, batches(0, 3))
+        worker.force_sync()
+    assert_close(server.parameters(), trained_alone(3))
+
+
+def test_a_heartbeat_that_is_too_rare_for_the_server_is_refused() -> None:
+    server = LocalServer(values(small_model()), replace(ALONE, heartbeat_timeout=20.0))
+    with pytest.raises(ConfigError, match=r"heartbeat_interval must be below 20\.0"):
+        new_worker(server, heartbeat_interval=30.0)[2].start()
+
+
+def test_the_pace_leaves_out_the_time_that_was_waited() -> None:
+    now = 0.0
+    pace = Pace(clock=lambda: now)
+    for _ in range(5):
+        now += 0.5
+        pace.count_step()
+        now += 10
+        pace.leave_out(10)
+    assert pace.steps_per_second() == 2

@@ -1,0 +1,53 @@
+"""Small trainings by several processes learn what data-parallel training does; see `benchmarks/diloco_training.py`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onstep.diloco.protocol.messages import Settings
+from onstep.diloco.server import DiLoCoServer
+from onstep.models import build_transformer
+from tests.support.forked_processes import Processes, output_of
+from tests.support.small_configs import small_pretrain_config
+
+JOBS = "tests.support.jobs.diloco_jobs"
+WORKERS, STEPS, EVERY, BATCH = 2, 60, 5, 4
+
+
+@pytest.fixture(scope="module")
+def data(corpus: Path, token_cache: Path) -> dict[str, Any]:
+    return {"corpus": str(corpus), "cache": str(token_cache), "steps": STEPS}
+
+
+@pytest.fixture(scope="module")
+def reference(processes: Processes, data: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> float:
+    """The validation loss with the batch of all workers."""
+    settings = {**data, "batch": BATCH * WORKERS}
+    found = processes.results(JOBS, "pretrain", tmp_path_factory.mktemp("reference"), settings, ranks=1)
+    return float(found[0]["loss"])
+
+
+@pytest.mark.parametrize(("codec", "limit"), [("fp32", 1.02), ("bf16", 1.02), ("int8", 1.02), ("int4", 1.04)])
+def test_two_workers_learn_as_much_as_two_data_parallel_ranks(
+    codec: str, limit: float, processes: Processes, data: dict[str, Any], reference: float, tmp_path: Path
+) -> None:
+    model = small_pretrain_config(data["corpus"], data["cache"], layers=2, width=32).model
+    model.vocab_size = 257
+    settings = Settings(num_workers=WORKERS, min_workers=WORKERS, sync_every=EVERY, codec=codec)
+    with DiLoCoServer(build_transformer(model, seed=1234), settings=settings, port=0, token="secret") as server:
+        workers = [
+            processes.start(
+                JOBS, "pretrain", tmp_path / name, {**data, "batch": BATCH, "server": server.address, "id": name}
+            )[0]
+            for name in ("one", "two")
+        ]
+        codes = [worker.wait(60) for worker in workers]
+    assert codes == [0, 0], output_of(tmp_path / "one") + output_of(tmp_path / "two")
+    found = [json.loads((tmp_path / name / "result-0.json").read_text()) for name in ("one", "two")]
+    print(f"{codec}: {found[0]['loss']:.4f}, data parallel {reference:.4f}, ratio {found[0]['loss'] / reference:.4f}")
+    assert found[0]["loss"] == found[1]["loss"]
+    assert found[0]["loss"] <= limit * reference

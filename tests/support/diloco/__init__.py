@@ -1,0 +1,1 @@
+"""Drives the DiLoCo protocol without a network, and through faults."""

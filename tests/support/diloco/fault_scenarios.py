@@ -1,0 +1,206 @@
+"""One fault at one state of the protocol, in a run of real processes that is checked afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from tests.support.diloco.fault_proxy import Forwarded, Phase, Proxy
+from tests.support.diloco.fault_run import FaultRun
+from tests.support.forked_processes import Processes
+
+Kind = Literal["Register", "Submit", "Await", "Heartbeat"]
+Act = Literal[
+    "kill worker", "stop worker", "kill server", "stop server", "lose answer", "repeat", "repeat later", "cut off"
+]
+PAUSE = 1.0
+"""Seconds for which something is stopped, cut off or dead."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What happens to worker 0, or to the server, when worker 0 sends a request of a kind."""
+
+    kind: Kind
+    phase: Phase
+    act: Act
+
+    def __str__(self) -> str:
+        return f"{self.act}, {self.phase} {self.kind}"
+
+
+ALL = [Scenario(*one) for one in itertools.product(get_args(Kind), get_args(Phase), get_args(Act))]
+SHORT = [
+    Scenario("Submit", "after", "kill server"),
+    Scenario("Await", "before", "kill worker"),
+    Scenario("Submit", "after", "lose answer"),
+    Scenario("Submit", "before", "repeat later"),
+    Scenario("Register", "after", "lose answer"),
+    Scenario("Await", "after", "stop server"),
+]
+"""One of each sort, for every run of the tests."""
+
+
+def run_scenario(scenario: Scenario, processes: Processes, directory: Path) -> Counter[str]:
+    """Let it happen, wait until all workers are well again, and check the run; the counts."""
+    run = FaultRun(processes, directory)
+    done = threading.Event()
+    errors: list[BaseException] = []
+
+    def act(proxy: Proxy, forwarded: Forwarded) -> str | None:
+        try:
+            return ACTS[scenario.act](run, proxy, forwarded, done)
+        except BaseException as error:  # noqa: BLE001 - raised below, in the test's thread
+            errors.append(error)
+            done.set()
+            return "lose"
+
+    try:
+        number = 1 if scenario.kind == "Register" else 3
+        run.proxies[0].at(scenario.kind, number, scenario.phase, act)
+        run.start()
+        run.until(done.is_set)
+        assert not errors, errors
+        run.advance(3)
+        run.end()
+        counts = run.check()
+        return counts + Counter(faults=1)
+    finally:
+        run.close()
+
+
+def run_storm(seed: int, num_faults: int, processes: Processes, directory: Path) -> Counter[str]:
+    """Kill, stop and cut off processes at random instants, repeat every request, and check the run; the counts."""
+    run, chance = FaultRun(processes, directory), random.Random(seed)
+    counts: Counter[str] = Counter()
+    try:
+        for proxy in run.proxies:
+            proxy.repeats_all = True
+        run.start()
+        run.advance(1)
+        for _ in range(num_faults):
+            time.sleep(chance.uniform(0.0, 0.5))
+            fault = chance.choice(list(STORM))
+            STORM[fault](run, chance)
+            counts[f"faults: {fault}"] += 1
+        run.advance(3)
+        run.end()
+        return run.check() + counts + Counter(faults=num_faults)
+    finally:
+        run.close()
+
+
+def _killed_worker(run: FaultRun, chance: random.Random) -> None:
+    index = chance.randrange(run.num_workers)
+    run.kill_worker(index)
+    time.sleep(chance.uniform(0.0, 0.5))
+    run.start_worker(index)
+
+
+def _killed_server(run: FaultRun, chance: random.Random) -> None:
+    run.kill_server()
+    time.sleep(chance.uniform(0.0, 0.5))
+    run.start_server()
+
+
+def _stopped_worker(run: FaultRun, chance: random.Random) -> None:
+    """Sometimes for longer than the server's heartbeat timeout."""
+    run.pause(run.workers[chance.randrange(run.num_workers)], chance.choice((0.3, 3.0)))
+
+
+def _stopped_server(run: FaultRun, chance: random.Random) -> None:
+    run.pause(run.server, chance.uniform(0.1, 1.0))
+
+
+def _cut_off_some(run: FaultRun, chance: random.Random) -> None:
+    some = chance.sample(range(run.num_workers), chance.randint(1, run.num_workers))
+    run.cut(some, True)
+    time.sleep(chance.choice((0.3, 3.0)))
+    run.cut(some, False)
+
+
+STORM: dict[str, Callable[[FaultRun, random.Random], None]] = {
+    "kill worker": _killed_worker,
+    "kill server": _killed_server,
+    "stop worker": _stopped_worker,
+    "stop server": _stopped_server,
+    "cut off": _cut_off_some,
+}
+
+
+def _kill_worker(run: FaultRun, proxy: Proxy, forwarded: Forwarded, done: threading.Event) -> str:
+    run.until(lambda: 0 in run.workers)
+    run.kill_worker(0)
+    _later(PAUSE / 2, lambda: run.start_worker(0), done)
+    return "lose"
+
+
+def _stop_worker(run: FaultRun, proxy: Proxy, forwarded: Forwarded, done: threading.Event) -> None:
+    run.until(lambda: 0 in run.workers)
+    run.pause(run.workers[0], PAUSE)
+    done.set()
+
+
+def _kill_server(run: FaultRun, proxy: Proxy, forwarded: Forwarded, done: threading.Event) -> str:
+    run.kill_server()
+    _later(PAUSE / 2, run.start_server, done)
+    return "lose"
+
+
+def _stop_server(run: FaultRun, proxy: Proxy, forwarded: Forwarded, done: threading.Event) -> None:
+    run.pause(run.server, PAUSE)
+    done.set()
+
+
+def _lose_answer(run: FaultRun, proxy: Proxy, forwarded: Forwarded, done: threading.Event) -> str:
+    done.set()
+    return "lose"
+
+
+def _repeat(run: FaultRun, proxy: Proxy, forwarded: Forwarded, done: threading.Event) -> None:
+    forwarded.send()
+    done.set()
+
+
+def _repeat_later(run: FaultRun, proxy: Proxy, forwarded: Forwarded, done: threading.Event) -> None:
+    for seconds in (0.05, 0.3, PAUSE):
+        forwarded.send_later(seconds)
+    _later(PAUSE, lambda: None, done)
+
+
+def _cut_off(run: FaultRun, proxy: Proxy, forwarded: Forwarded, done: threading.Event) -> str:
+    proxy.is_cut = True
+
+    def heal() -> None:
+        proxy.is_cut = False
+
+    _later(PAUSE, heal, done)
+    return "lose"
+
+
+def _later(seconds: float, work: Callable[[], None], done: threading.Event) -> None:
+    def run() -> None:
+        time.sleep(seconds)
+        work()
+        done.set()
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+ACTS: dict[str, Callable[[FaultRun, Proxy, Forwarded, threading.Event], str | None]] = {
+    "kill worker": _kill_worker,
+    "stop worker": _stop_worker,
+    "kill server": _kill_server,
+    "stop server": _stop_server,
+    "lose answer": _lose_answer,
+    "repeat": _repeat,
+    "repeat later": _repeat_later,
+    "cut off": _cut_off,
+}

@@ -1,6 +1,8 @@
 """Trains a tiny GPT with DiLoCo and compares its validation loss with that of data-parallel training on as many tokens.
 
-Run with `python benchmarks/diloco_training.py` (about ten minutes on two free cores). Rows:
+Run with `python benchmarks/diloco_training.py` (about ten minutes on two free cores). All trainings begin with the
+weights of one that was data-parallel for `--warm-steps` steps, as those of the paper do (Douillard et al. 2023, DiLoCo,
+section 3: from 24,000 steps on); 0 begins with random weights. Rows:
 
 - "data parallel": one process with the global batch of all workers, which is what data-parallel ranks compute.
 - one for each codec: a server and as many worker processes, over real sockets on this machine, each with its share of
@@ -23,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from onstep.config import ConfigContainer
 from onstep.data import build_tokenizer
 from onstep.diloco.protocol.messages import Settings
 from onstep.diloco.server import DiLoCoServer
+from onstep.diloco.server.initial import initial_parameters
 from onstep.models import build_transformer
 from onstep.recipes import tiny_gpt_pretrain_config
 from onstep.training.setup.setup import resolve_vocabulary
@@ -48,7 +51,9 @@ LIMITS = {"fp32": 1.02, "bf16": 1.02, "int8": 1.02, "int4": 1.04}
 class Size:
     """How much is trained."""
 
-    steps: int = 1000
+    steps: int = 800
+    warm_steps: int = 400
+    """Of the training that all others continue from, each with new optimizers and a new schedule."""
     workers: int = 4
     sync_every: int = 50
     batch: int = 8
@@ -121,10 +126,23 @@ class Notes(TrainerCallback):
         self.loss = float(metrics["eval_loss"])
 
 
-def data_parallel(size: Size, directory: Path, num_parameters: int) -> Row:
+def warm_start(size: Size, directory: Path) -> Path | None:
+    """The checkpoint that all trainings begin with; None for random weights."""
+    if not size.warm_steps:
+        return None
+    config = config_of(replace(size, steps=size.warm_steps), directory, size.workers)
+    state = pretrain(config)
+    assert state.run_dir is not None
+    return state.run_dir.checkpoints / f"checkpoint-{size.warm_steps}"
+
+
+def data_parallel(size: Size, directory: Path, num_parameters: int, begin: Path | None) -> Row:
     """The reference."""
     start, notes = time.monotonic(), Notes()
-    pretrain(config_of(size, directory, size.workers), callbacks=[notes])
+    config = config_of(size, directory, size.workers)
+    if begin is not None:
+        config.checkpoint.pretrained_checkpoint = str(begin)
+    pretrain(config, callbacks=[notes])
     sent = 2 * (size.workers - 1) / size.workers * 4 * num_parameters * size.steps
     return Row("data parallel", notes.loss, 1.0, sent, 1.0, time.monotonic() - start)
 
@@ -138,7 +156,7 @@ def train_worker(size: Size, directory: Path, index: int, address: str, token: s
     (directory / f"{index}.json").write_text(json.dumps({"loss": notes.loss, **notes.metrics}))
 
 
-def diloco(size: Size, directory: Path, codec: str, reference: Row) -> Row:
+def diloco(size: Size, directory: Path, codec: str, reference: Row, begin: Path | None) -> Row:
     """A training by several workers."""
     start, token = time.monotonic(), secrets.token_hex(16)
     settings = Settings(num_workers=size.workers, min_workers=size.workers, sync_every=size.sync_every, codec=codec)
@@ -147,7 +165,7 @@ def diloco(size: Size, directory: Path, codec: str, reference: Row) -> Row:
         momentum = size.outer_momentum
         return SGD(parameters, lr=size.outer_lr, momentum=momentum, nesterov=momentum > 0)
 
-    model = new_model(size, directory)
+    model = new_model(size, directory) if begin is None else initial_parameters(begin)
     with DiLoCoServer(model, settings=settings, outer_optimizer_factory=outer, port=0, token=token) as server:
         context = multiprocessing.get_context("spawn")
         workers = [
@@ -188,12 +206,16 @@ def compare(size: Size, codecs: Sequence[str]) -> list[Row]:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         parameters = sum(one.numel() for one in new_model(size, directory).parameters())
-        print(f"{parameters:,} parameters, {size.workers} workers, {size.steps} steps, H = {size.sync_every}\n{HEADER}")
-        rows = [data_parallel(size, directory / "reference", parameters)]
+        print(
+            f"{parameters:,} parameters, {size.workers} workers, {size.steps} steps after {size.warm_steps}, "
+            f"H = {size.sync_every}\n{HEADER}"
+        )
+        begin = warm_start(size, directory / "warm")
+        rows = [data_parallel(size, directory / "reference", parameters, begin)]
         print(rows[0], flush=True)
         for codec in codecs:
             (directory / codec).mkdir()
-            rows.append(diloco(size, directory / codec, codec, rows[0]))
+            rows.append(diloco(size, directory / codec, codec, rows[0], begin))
             print(rows[-1], flush=True)
     return rows
 
@@ -202,6 +224,7 @@ def main() -> int:
     """Print the table; the exit code is 1 if a limit is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=Size.steps)
+    parser.add_argument("--warm-steps", type=int, default=Size.warm_steps)
     parser.add_argument("--workers", type=int, default=Size.workers)
     parser.add_argument("--sync-every", type=int, default=Size.sync_every)
     parser.add_argument("--outer-lr", type=float, default=Size.outer_lr)
@@ -211,7 +234,12 @@ def main() -> int:
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     size = Size(
-        given.steps, given.workers, given.sync_every, outer_lr=given.outer_lr, outer_momentum=given.outer_momentum
+        given.steps,
+        given.warm_steps,
+        given.workers,
+        given.sync_every,
+        outer_lr=given.outer_lr,
+        outer_momentum=given.outer_momentum,
     )
     rows = compare(size, given.codecs)
     if given.record:

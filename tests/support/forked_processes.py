@@ -135,7 +135,12 @@ def output_of(directory: Path) -> str:
 
 
 def serve() -> None:
-    """Fork the ranks of each request, and answer with their exit codes."""
+    """Fork the ranks of each request, and answer with their exit codes.
+
+    What imported modules print goes to standard error, as some print: transformers does where W&B is offline.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     for name in (*_IMPORTED, *sys.argv[1:]):
         importlib.import_module(name)
     gc.freeze()  # a child that collects garbage need not copy the memory of what is imported
@@ -149,7 +154,7 @@ def serve() -> None:
             answer = list(_ended([request["ended"]]).values())
         else:
             answer = children if request.get("goes_on") else _wait_for(children)
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 def _fork(request: dict[str, Any], rank: int, port: int) -> int:

@@ -81,7 +81,10 @@ class Processes:
         """Start what `run` runs, each rank as the leader of a process group of its own, and wait for nothing."""
         directory.mkdir(parents=True, exist_ok=True)
         request = {"jobs": jobs, "job": job, "folder": str(directory), "settings": settings or {}, "ranks": ranks}
-        return [Child(pid, self) for pid in self._ask({**request, "goes_on": True})]
+        pids = self._ask({**request, "goes_on": True})
+        assert len(pids) == ranks, pids
+        assert all(pid > 1 for pid in pids), pids  # a signal to 0 would reach the tests themselves
+        return [Child(pid, self) for pid in pids]
 
     def exit_codes(self, pid: int) -> list[int]:
         """The exit code of a child that was started; nothing while it lives."""

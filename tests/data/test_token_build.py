@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -214,7 +215,10 @@ def test_a_token_file_travels_by_its_path(tmp_path: Path) -> None:
     assert np.array_equal(pickle.loads(travelled).tokens, token_file.tokens)
 
 
-def test_the_bar_counts_the_bytes_of_the_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bar_counts_the_bytes_of_the_corpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     files = corpus_of(tmp_path / "in", b"a" * 2000, b"b" * 1000)
     build(files, tmp_path / "quiet")
     assert capsys.readouterr().err == ""

@@ -5,8 +5,16 @@ output above them, `level` says how much is shown, and `style` where there is co
 """
 
 from onstep.console.info import InfoCallback
-from onstep.console.level import Level, shown_by_default, with_progress
+from onstep.console.level import Level, level_of, shown_by_default, with_progress
 from onstep.console.printer import PrinterCallback
 from onstep.console.progress import ProgressCallback
 
-__all__ = ["InfoCallback", "Level", "PrinterCallback", "ProgressCallback", "shown_by_default", "with_progress"]
+__all__ = [
+    "InfoCallback",
+    "Level",
+    "PrinterCallback",
+    "ProgressCallback",
+    "level_of",
+    "shown_by_default",
+    "with_progress",
+]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 from onstep.config import ConfigContainer
-from onstep.config.checks.single_values import check_values
+from onstep.config.suggestions import not_a_choice
 from onstep.console.info import InfoCallback
 from onstep.console.progress import ProgressCallback
 from onstep.events import CallbackManager
@@ -27,6 +27,18 @@ def shown_by_default(level: Level, *, use_tqdm: bool | None = None) -> list[Prog
     return [progress] if level == "quiet" else [progress, InfoCallback(brief=level != "verbose")]
 
 
+def level_of(config: ConfigContainer) -> Level:
+    """What `logger.console` says.
+
+    Raises:
+        ConfigError: for a level that does not exist.
+    """
+    level, levels = config.logger.console, get_args(Level)
+    if level not in levels:
+        raise not_a_choice("logger.console", level, levels)
+    return cast(Level, level)
+
+
 def with_progress(manager: CallbackManager | None, config: ConfigContainer) -> CallbackManager | None:
     """The callbacks of `pretrain`: a `ProgressCallback` is added unless one of them shows progress.
 
@@ -35,8 +47,7 @@ def with_progress(manager: CallbackManager | None, config: ConfigContainer) -> C
     Raises:
         ConfigError: for a level that does not exist.
     """
-    check_values(config.logger, "logger.")
-    level = cast(Level, config.logger.console)
+    level = level_of(config)
     callbacks = manager.callbacks if manager is not None else []
     if any(getattr(callback, "shows_progress", False) for callback in callbacks):
         return manager

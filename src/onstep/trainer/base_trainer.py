@@ -11,8 +11,7 @@ from torch import nn
 
 from onstep.callbacks import DefaultMetrics, add_control
 from onstep.config import ConfigContainer, merge
-from onstep.config.checks.single_values import check_values
-from onstep.console import Level, shown_by_default
+from onstep.console import level_of, shown_by_default
 from onstep.data import default_data_collator
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager, normalize_callbacks
@@ -90,11 +89,10 @@ class BaseTrainer:
         with self.memory.measured("init"):
             configured = ConfigContainer()
             merge(configured, self.args.config_overrides or {})
-            check_values(configured.logger, "logger.")
             has_defaults = default_callbacks and configured.run.default_callbacks
             shown: list[Any] = []
             if has_defaults:
-                level = cast(Level, configured.logger.console)
+                level = level_of(configured)
                 shown = shown_by_default(level, use_tqdm=False if self.args.disable_tqdm else None)
             defaults = [DefaultMetrics(), *shown] if has_defaults else []
             self.callback_manager = _with_defaults(callbacks, defaults)

@@ -37,7 +37,7 @@ GROUPS = (
 """Groups in display order, and the words that assign a metric to a group; the first match counts."""
 OTHER, EVALUATION = "Other", "Evaluation"
 _GROUP_NAMES = (GROUPS[0][0], EVALUATION, *(name for name, _ in GROUPS[1:]), OTHER)
-MOST_NUMBERS = 60_000
+MOST_NUMBERS = 70_000
 """Maximum number of numbers of all curves together, about 7 bytes each."""
 MOST_CHARTS = 1000
 """Maximum number of charts; further metrics are only named in a note."""

@@ -72,6 +72,7 @@ class TrainLoader:
         self._share = Share()
         self._left_out: list[tuple[int, int]] = []
         self._out_of_epoch: list[int] = []
+        self._count_samples()
         self._drop_last = drop_last
         self._check_size(global_batch_size)
         self._seed = seed
@@ -110,11 +111,6 @@ class TrainLoader:
         for step in self._reader.read_aside(rows):
             yield from step.micro_batches
 
-    @property
-    def samples_per_epoch(self) -> int:
-        """Number of samples in the current epoch: those of the dataset, or of the share, minus those left out."""
-        return self._share.size(self.num_samples - len(self._out_of_epoch))
-
     def steps_per_epoch(self, num_microbatches: int) -> int:
         """Number of steps of `num_microbatches` rows in a whole epoch with as many samples as the current one."""
         step_size = num_microbatches * self._row_size
@@ -139,6 +135,7 @@ class TrainLoader:
             )
         self._left_out = left_out
         before, self._out_of_epoch = self._out_of_epoch, ids_in_force(left_out, self.epoch)
+        self._count_samples()
         if self._out_of_epoch != before:  # the list comes from a checkpoint, so the order differs
             self._stream = None
 
@@ -156,6 +153,7 @@ class TrainLoader:
             DataError: for an invalid share, or one smaller than a global batch.
         """
         self._share = Share(index, count)
+        self._count_samples()
         self._check_size(self._row_size)
         self._share = Share(index, count, start % self.samples_per_epoch)
         self.seek(self.epoch, self.samples_in_epoch)
@@ -205,6 +203,7 @@ class TrainLoader:
         self.samples_in_epoch = samples_in_epoch
         """Samples handed out in this epoch over all ranks."""
         self._out_of_epoch = out_of_epoch
+        self._count_samples()
         self._stream = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -227,6 +226,10 @@ class TrainLoader:
 
     def _open(self) -> Iterator[StepBatches]:
         return self._reader.open(micro_batches_of_epoch(self._order(), self._layout, self.samples_in_epoch), self.epoch)
+
+    def _count_samples(self) -> None:
+        self.samples_per_epoch = self._share.size(self.num_samples - len(self._out_of_epoch))
+        """Number of samples in the current epoch: those of the dataset, or of the share, minus those left out."""
 
     def _order(self) -> SampleOrder | SharedOrder:
         order = SampleOrder(self.num_samples, self._seed, self.epoch, self._shuffle, self._out_of_epoch)

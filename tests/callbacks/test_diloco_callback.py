@@ -79,6 +79,14 @@ def test_without_a_server_it_does_nothing(tmp_path: Path, caplog: pytest.LogCapt
     assert_close(model, train(tmp_path / "alone"), 0)
 
 
+def test_without_a_server_the_environment_is_of_no_interest(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("", "often"):
+        monkeypatch.setenv("DILOCO_SYNC_EVERY", text)
+        assert not DiLoCoCallback().active
+    monkeypatch.setenv("DILOCO_SYNC_EVERY", "")
+    assert DiLoCoCallback("here:1").sync_every is None
+
+
 def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     values = ("host:1", "7", "me", "No", "YES", "2.5", "4", "int4")
     for name, value in zip(VARIABLES, values, strict=True):

@@ -71,13 +71,15 @@ class DiLoCoCallback(TrainerCallback):
         codec: str | None = None,
     ) -> None:
         self.server_addr = os.environ.get("DILOCO_SERVER", "") if server_addr is None else server_addr
-        self.sync_every = _number("DILOCO_SYNC_EVERY", int) if sync_every is None else sync_every
+        self.sync_every = self._number("DILOCO_SYNC_EVERY", int) if sync_every is None else sync_every
         self.worker_id = worker_id or os.environ.get("DILOCO_WORKER_ID") or None
         self.bf16_comm = _flag("DILOCO_BF16_COMM") if bf16_comm is None else bf16_comm
         self.dylu = _flag("DILOCO_DYLU") if dylu is None else dylu
-        interval = _number("DILOCO_HEARTBEAT_INTERVAL", float) if heartbeat_interval is None else heartbeat_interval
+        interval = (
+            self._number("DILOCO_HEARTBEAT_INTERVAL", float) if heartbeat_interval is None else heartbeat_interval
+        )
         self.heartbeat_interval = 30.0 if interval is None else interval
-        self.num_fragments = _number("DILOCO_NUM_FRAGMENTS", int) if num_fragments is None else num_fragments
+        self.num_fragments = self._number("DILOCO_NUM_FRAGMENTS", int) if num_fragments is None else num_fragments
         self.timeout, self.max_sync_retries = timeout, max_sync_retries
         self.codec = codec or os.environ.get("DILOCO_CODEC") or None
         self.worker: DiLoCoWorker | None = None
@@ -95,6 +97,14 @@ class DiLoCoCallback(TrainerCallback):
     def active(self) -> bool:
         """Whether a server is configured."""
         return bool(self.server_addr)
+
+    def _number(self, name: str, kind: type[Any]) -> Any:
+        """A number of the environment; without a server, none of it is of interest."""
+        text = os.environ.get(name)
+        try:
+            return kind(text) if text and self.active else None
+        except ValueError:
+            raise ConfigError(f"${name} must be a number, got {text!r}; unset it for the default.") from None
 
     def skips_event(self, name: str) -> bool:
         """Without a server, only the beginning is of interest, where that is logged."""
@@ -217,14 +227,6 @@ class DiLoCoCallback(TrainerCallback):
 def _flag(name: str) -> bool | None:
     text = os.environ.get(name)
     return None if text is None else text.strip().lower() in _TRUE
-
-
-def _number(name: str, kind: type[Any]) -> Any:
-    text = os.environ.get(name)
-    try:
-        return None if text is None else kind(text)
-    except ValueError:
-        raise ConfigError(f"${name} must be a number, got {text!r}; unset it for the default.") from None
 
 
 def _samples_of_a_step(args: Any) -> int:

@@ -58,14 +58,21 @@ def test_the_announced_sizes_are_those_sent(codec: str) -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_extreme_values_stay_finite_and_small_ones_do_not_grow(codec: str) -> None:
-    values = torch.tensor([3.4e38, -3.4e38, 1e-45, -1e-45, 1e-38, 0.0, 1.0])
+    values = torch.tensor([9e29, -9e29, 1e-45, -1e-45, 1e-38, 0.0, 1.0])
     original = {"large": values, "denormal": torch.full((70,), 1e-44), "zero": torch.zeros(130)}
     decoded = decode(encode(original, codec), specs_of(original), codec)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in decoded.values())
     assert bool((decoded["denormal"].abs() <= 2e-44).all())
     assert bool((decoded["zero"] == 0).all())
-    huge = {"huge": torch.tensor([1e300, -1e300, 1.0], dtype=torch.float64)}
+    huge = {"huge": torch.tensor([9e29, -9e29, 1.0], dtype=torch.float64)}
     assert bool(torch.isfinite(decode(encode(huge, codec), specs_of(huge), codec)["huge"]).all())
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4"])
+def test_what_an_average_would_overflow_with_is_refused(codec: str) -> None:
+    huge = {"huge": torch.full((130,), -3e38)}
+    with pytest.raises(InvalidTensorsError, match=r"huge: it has elements beyond 1e\+30"):
+        decode(encode(huge, codec), specs_of(huge), codec)
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -165,9 +165,9 @@ def test_the_first_differing_parameter_is_named() -> None:
     assert first_difference(ours, bfloat16) is None
     assert fingerprint(ours) == fingerprint(bfloat16)
     theirs = [ParameterSpec("a", (1,), "F32"), ParameterSpec("b", (3, 2), "F32"), ParameterSpec("c", (), "F32")]
-    assert first_difference(ours, theirs) == "b: F32[2, 3] here, F32[3, 2] there"
+    assert first_difference(ours, theirs) == "b: F32[2, 3] at the server, F32[3, 2] at the worker"
     assert fingerprint(ours) != fingerprint(theirs)
-    assert first_difference(ours, theirs[:1]) == "b: F32[2, 3] here, missing there"
+    assert first_difference(ours, theirs[:1]) == "b: F32[2, 3] at the server, missing at the worker"
 
 
 def test_slower_workers_are_recommended_fewer_steps() -> None:

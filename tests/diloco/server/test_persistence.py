@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -234,6 +235,23 @@ def test_checkpoints_for_other_programs_are_kept_up_to_the_limit(
     resumed = DiLoCoServer(tmp_path / "checkpoints", port=0, output_dir=tmp_path / "other")
     assert digest(resumed.get_global_params()) == digest(server.get_global_params())
     resumed.stop()
+
+
+def test_checkpoints_of_another_run_are_left_alone(serve: Serve, worker: Worker, tmp_path: Path) -> None:
+    def save() -> None:
+        server = serve(output_dir=tmp_path)
+        one = worker(server)
+        one.join()
+        one.client.control("save_state")
+        server.stop()
+
+    save()
+    theirs = tmp_path / "checkpoints" / "checkpoint-0"
+    before = {path: path.read_bytes() for path in theirs.rglob("*") if path.is_file()}
+    shutil.rmtree(tmp_path / "diloco")  # what remains is a directory of checkpoints that this server has not written
+    save()
+    assert {path: path.read_bytes() for path in theirs.rglob("*") if path.is_file()} == before
+    assert (tmp_path / "diloco" / "checkpoints" / "checkpoint-0").is_dir()
 
 
 def test_save_state_and_load_state_carry_a_run_to_another_place(

@@ -47,6 +47,19 @@ def test_training_continues_without_the_server_and_all_of_it_counts_later() -> N
     assert_close(values(model), trained_alone(12))
 
 
+def test_streaming_keeps_all_that_is_trained_without_the_server() -> None:
+    settings = Settings(num_workers=1, min_workers=1, sync_every=2, num_fragments=2, codec="fp32", blend=0.5)
+    server = LocalServer(values(small_model()), settings)
+    model, optimizer, worker = new_worker(server)
+    data = batches(0, 8)
+    with worker:
+        server.is_down = True
+        train(model, optimizer, data[:7])
+        server.is_down = False
+        train(model, optimizer, data[7:])
+        assert_close(values(model), trained_alone(8))
+
+
 def test_an_evicted_worker_keeps_its_work_and_submits_it() -> None:
     server = LocalServer(values(small_model()), ALONE)
     model, optimizer, worker = new_worker(server)

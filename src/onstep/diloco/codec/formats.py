@@ -18,6 +18,10 @@ _CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE_SUFFIX = "::scale"
 
 
+LARGEST = 1e30
+"""Magnitude beyond which an element is refused: sums, momentum and outer learning rates have to stay finite."""
+
+
 def encode(tensors: Mapping[str, Tensor], codec: str) -> dict[str, Tensor]:
     """What to send for the tensors: for each its data under its name, and in block formats scales as `name::scale`.
 
@@ -66,13 +70,20 @@ def decode_one(encoded: Mapping[str, Tensor], spec: ParameterSpec, codec: str) -
 
 
 def check_values(encoded: Mapping[str, Tensor], specs: Sequence[ParameterSpec], codec: str) -> None:
-    """Raise InvalidTensorsError if a decoded element would be NaN or infinite, without decoding."""
+    """Raise InvalidTensorsError if a decoded element would be NaN, infinite or beyond `LARGEST`, without decoding."""
     for spec in specs:
         if codec in BLOCK_FORMATS:
-            is_finite = are_valid_scales(encoded[spec.name + SCALE_SUFFIX])
+            scales = encoded[spec.name + SCALE_SUFFIX]
+            is_finite, factor = are_valid_scales(scales), BLOCK_FORMATS[codec].top
         else:
-            is_finite = _is_finite(encoded[spec.name])
+            scales = encoded[spec.name]
+            is_finite, factor = _is_finite(scales), 1
         _require_finite(spec.name, is_finite)
+        if scales.numel() and factor * max(map(abs, map(float, torch.aminmax(scales)))) > LARGEST:
+            raise InvalidTensorsError(
+                f"{spec.name}: it has elements beyond {LARGEST:g}, with which an average overflows; lower the "
+                f"learning rate."
+            )
 
 
 def check_encoded(encoded: Mapping[str, Tensor], specs: Sequence[ParameterSpec], codec: str) -> None:

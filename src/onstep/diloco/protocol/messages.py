@@ -38,7 +38,7 @@ def first_difference(ours: Sequence[ParameterSpec], theirs: Sequence[ParameterSp
     for name in sorted(left.keys() | right.keys()):
         one, other = left.get(name), right.get(name)
         if one is None or other is None or fingerprint([one]) != fingerprint([other]):
-            return f"{name}: {_described(left.get(name))} here, {_described(right.get(name))} there"
+            return f"{name}: {_described(left.get(name))} at the server, {_described(right.get(name))} at the worker"
     return None
 
 

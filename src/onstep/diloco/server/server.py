@@ -11,6 +11,7 @@ from types import TracebackType
 
 from torch import Tensor
 
+from onstep.checkpoint import checkpoints
 from onstep.control.serving.access import Access
 from onstep.diloco.codec import check_codec, specs_of
 from onstep.diloco.fragments import assign
@@ -295,7 +296,9 @@ class DiLoCoServer:
             return None
         index, shares = self._share
         name = CHECKPOINTS if shares == 1 else f"{CHECKPOINTS}-share-{index}"
-        return WeightFiles(self._directory / name, self.run_id, most_recent)
+        theirs = [one for one in checkpoints(self._directory / name) if one.manifest.run_id != self.run_id]
+        directory = self._directory / STATE if theirs else self._directory  # never into those of a training run
+        return WeightFiles(directory / name, self.run_id, most_recent)
 
     def _save_weights(self, num_rounds: int) -> None:
         assert self._weights is not None

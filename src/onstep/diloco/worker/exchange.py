@@ -137,7 +137,7 @@ class Exchange:
         bandwidth = transfers.upload_bytes_per_second or transfers.download_bytes_per_second
         codec = self.codec.choose(fragment.specs, bandwidth, cycle_seconds)
         body = write_body(self.feedback.encode(fragment.difference(local, self._dtypes), codec))
-        fragment.submitted = local
+        fragment.submitted, fragment.is_late = local, False
         metrics.quantization_error, metrics.codec, metrics.last_send_bytes = (
             self.feedback.relative_error,
             codec,
@@ -188,6 +188,7 @@ class Exchange:
             landed = task.result()
             if landed is None:
                 self._metrics.sync_retries += 1
+                fragment.is_late = True
             else:
                 self._landed[fragment.index] = landed
         return fragment.index in self._landed
@@ -200,7 +201,8 @@ class Exchange:
         """Continue from the version that landed; returns what the model gets.
 
         A submission that was counted leaves the progress that the model has made since: as it is, or blended in with
-        `local_share`. One that was dropped stays in the model, so that the next difference has it.
+        `local_share`, which is meant for the few steps of an overlap: what followed a submission whose result came late
+        stays as it is. One that was dropped stays in the model, so that the next difference has it.
 
         Args:
             now: the model's parameters, empty if no step was taken since the submission.
@@ -210,7 +212,7 @@ class Exchange:
             self._metrics.dropped += 1
             self.feedback.undo(fragment.names)
             merged = kept(landed.base, now or fragment.submitted, fragment.start(self._dtypes))
-        elif now and local_share is not None:
+        elif now and local_share is not None and not fragment.is_late:
             merged = blended(landed.base, now, local_share)
         else:
             merged = kept(landed.base, now, fragment.submitted)

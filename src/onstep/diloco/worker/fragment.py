@@ -29,6 +29,8 @@ class Fragment:
     """Parameters of the version, equal on all workers."""
     submitted: Tensors = field(default_factory=dict)
     """Parameters of the model at the pending submission; empty without one."""
+    is_late: bool = False
+    """Whether its result was not known in time, so that more than the steps of an overlap followed it."""
 
     @property
     def names(self) -> list[str]:

@@ -26,14 +26,16 @@ class Progress:
     """Counts steps and tokens, and what of them each fragment's next submission has."""
 
     def __init__(self, num_fragments: int) -> None:
-        self._tokens: Tensor | float = 0.0
+        self._tokens = 0.0
+        self._new_tokens: Tensor | float = 0
+        """Since the total was read; float32, which tensors may be, could not hold the tokens of a long run."""
         self._steps = 0
         self._base = [Amount() for _ in range(num_fragments)]
         self._submitted = [Amount() for _ in range(num_fragments)]
 
     def count(self, tokens: Tensor | float) -> None:
         """Add a step; a tensor is read only at the next submission."""
-        self._tokens = self._tokens + tokens
+        self._new_tokens = self._new_tokens + tokens
         self._steps += 1
 
     def since_base(self, fragment: int) -> Amount:
@@ -61,7 +63,7 @@ class Progress:
         self._base[fragment] = total - Amount(float(amount["tokens"]), int(amount["steps"]))
 
     def _total(self) -> Amount:
-        self._tokens = float(self._tokens)
+        self._tokens, self._new_tokens = self._tokens + float(self._new_tokens), 0
         return Amount(self._tokens, self._steps)
 
 

@@ -143,7 +143,9 @@ class DiLoCoWorker:
         """
         world = open_world()
         parameters = Parameters(self._model, world)
-        exchange = self._new_exchange(parameters, step) if world.is_main else None
+        made: list[Exchange] = []
+        on_main(world, lambda: made.append(self._new_exchange(parameters, step)))  # an error of it reaches all ranks
+        exchange = made[0] if made else None
         try:
             self._begin(world, parameters, exchange, step)
         except BaseException:

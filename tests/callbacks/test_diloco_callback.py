@@ -163,6 +163,28 @@ def test_a_joiner_continues_the_learning_rate_and_ends_with_the_run(scheduler: s
     assert joiner.rates == alone.rates[6:]
 
 
+def test_a_joiner_that_resumes_continues_its_learning_rate(tmp_path: Path) -> None:
+    options = {"lr_scheduler_type": "linear", "max_steps": 18, "warmup_steps": 2}
+    train(tmp_path / "alone", alone := Logs(), **options)
+    with serve() as server:
+        train(tmp_path / "first", DiLoCoCallback(server.address, worker_id="first"), Stop(at=6), **options)
+        joiner = DiLoCoCallback(server.address, worker_id="second")
+        with pytest.raises(RuntimeError, match="of the test"):
+            train(tmp_path / "second", began := Logs(), joiner, Crash(at=7), save_steps=6, **options)
+        again = DiLoCoCallback(server.address, worker_id="second")
+        train(tmp_path / "second", ended := Logs(), again, resume=True, **options)
+    assert began.rates[:6] + ended.rates == alone.rates[6:]
+
+
+class Crash(TrainerCallback):
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step + 1 >= self.at:
+            raise RuntimeError("an error of the test")
+
+
 class Stop(TrainerCallback):
     def __init__(self, at: int) -> None:
         self.at = at

@@ -87,7 +87,9 @@ class DiLoCoCallback(TrainerCallback):
         self._loaded: Mapping[str, Any] | None = None
         self._tokens: Any = None
         self._offset = 0
-        """Optimizer steps of the run before this worker joined."""
+        """Optimizer steps of the run that this worker has not taken."""
+        self._steps_to_advance = 0
+        """Those that its schedule does not have yet."""
         self._data_start = 0
         """Samples of this worker's share that were used before it joined."""
         self._is_at_start = False
@@ -129,7 +131,9 @@ class DiLoCoCallback(TrainerCallback):
         worker = self._new_worker(model, loaded)
         worker.start(step=state.global_step)
         self.worker, self._is_at_start, self._adds_at_log_step, self._tokens = worker, True, False, None
-        self._offset = max(0, worker.registered.step - state.global_step)
+        known = 0 if loaded is None else int(loaded.get("offset", 0))
+        self._offset = max(known, worker.registered.step - state.global_step)
+        self._steps_to_advance = self._offset - known  # a restored schedule has the others behind it
         self._take_share(args, state.global_step, kwargs.get("train_dataloader"), loaded)
         logger.info("DiLoCo: %s is a worker of %s", worker.worker_id, self.server_addr)
 
@@ -175,8 +179,8 @@ class DiLoCoCallback(TrainerCallback):
         """Before the first step, move the learning-rate schedule to the run's step."""
         if self._is_at_start:
             self._is_at_start = False
-            if self._offset and lr_scheduler is not None:
-                _advance(lr_scheduler, self._offset, _samples_of_a_step(args))
+            if self._steps_to_advance and lr_scheduler is not None:
+                _advance(lr_scheduler, self._steps_to_advance, _samples_of_a_step(args))
 
     def on_train_metrics(self, args: Any, state: Any, control: Any, tokens: Any = None, **kwargs: Any) -> None:
         """Note how many labels this rank has trained on in the step."""
@@ -217,7 +221,9 @@ class DiLoCoCallback(TrainerCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """The worker's state; empty unless training as one."""
-        return {} if self.worker is None else {**self.worker.state_dict(), "data_start": self._data_start}
+        if self.worker is None:
+            return {}
+        return {**self.worker.state_dict(), "data_start": self._data_start, "offset": self._offset}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep a state until training begins and the worker exists; an empty one is ignored."""

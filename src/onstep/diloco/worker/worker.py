@@ -211,13 +211,11 @@ class DiLoCoWorker:
                 kept += 1
             else:
                 work.synchronizer.give(index)
-        if loaded is not None:
-            work.cycle.step = min(int(loaded["local_step"]), work.cycle.length - 1) if kept else 0
-            if kept == 0 and loaded["local_step"]:
-                logger.warning(
-                    "the run is past this checkpoint: %d local steps of this worker are discarded",
-                    loaded["local_step"],
-                )
+        # of rank 0, as a rank that the job did not have before has no state, and all ranks must exchange together
+        local_step = on_main(work.world, lambda: 0 if loaded is None else int(loaded["local_step"]))
+        work.cycle.step = min(local_step, work.cycle.length - 1) if kept else 0
+        if local_step and not kept:
+            logger.warning("the run is past this checkpoint: %d local steps of this worker are discarded", local_step)
 
     def end_step(self, tokens: Tensor | float | None = None) -> None:
         """Count an optimizer step; exchange what is due after it. Collective.

@@ -100,8 +100,7 @@ def test_commands_at_random_times_apply_after_the_same_step_on_both_ranks(ranks:
     job, draw, tickets = Started(ranks, "job", steps=100_000), random.Random(0), []
     for number in range(12):
         time.sleep(draw.uniform(0, 0.12))
-        sent_at = time.time()
-        tickets.append((sent_at, 1 / (number + 2), job.send("set", key="lr_factor", value=1 / (number + 2))))
+        tickets.append((1 / (number + 2), job.send("set", key="lr_factor", value=1 / (number + 2))))
     job.send("pause")
     paused = job.status()
     time.sleep(4)  # longer than the watchdog's limit
@@ -115,10 +114,10 @@ def test_commands_at_random_times_apply_after_the_same_step_on_both_ranks(ranks:
     directory = ranks.directory / "job"
     for rank in (0, 1):
         rows = [one for one in steps_of(directory, rank) if "step" in one]
-        for sent_at, factor, ticket in tickets:
+        for factor, ticket in tickets:
             first = next(one["step"] for one in rows if one.get("lr_factor") == factor)
             assert first == ticket["step"] + 1
-            running = max(one["step"] for one in rows if one["at"] <= sent_at)
+            running = max(one["step"] for one in rows if one["at"] <= ticket["received_at"])
             assert ticket["step"] <= running + 1, "at most one step after it arrived"
     assert list_infos() == []
 

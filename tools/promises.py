@@ -164,6 +164,14 @@ PROMISES = (
         ("training/test_watchdog.py", "training/test_diagnosis.py", "distributed/test_watchdog_on_ranks.py"),
     ),
     Promise(
+        "What sites contribute to one model counts exactly once",
+        "DiLoCo over real processes and sockets: workers and servers are killed and stopped at every state of the "
+        "protocol, requests and answers are lost, repeated and overtaken, networks are cut in two, servers are "
+        "restarted, bodies are hostile. The committed parameters are those of the contributions, to the last bit "
+        "equal at all workers, and without faults those of data-parallel training.",
+        ("diloco/*.py", "diloco/*/*.py", "cli/test_diloco*.py"),
+    ),
+    Promise(
         "The documentation is true",
         "The examples of the README and the guides run; tables are generated from the code.",
         ("docs/*.py",),

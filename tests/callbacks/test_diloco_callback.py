@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import signal
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +15,33 @@ from torch import Tensor, nn
 
 from onstep import Trainer, TrainerCallback
 from onstep.callbacks import DiLoCoCallback
-from onstep.diloco.protocol.messages import Settings
+from onstep.diloco.client import DiLoCoClient
+from onstep.diloco.protocol.messages import Settings, Submit
 from onstep.diloco.server import DiLoCoServer
+from onstep.diloco.server.served_run import ServedRun
 from onstep.diloco.worker.exchange import ServerUnreachableError
 from onstep.errors import ConfigError
-from tests.support.small_models import Regression, arguments, regression_rows
+from tests.support.diloco.tls import make_tls_files
+from tests.support.small_models import IGNORE, Regression, TokenModel, arguments, ragged_rows, regression_rows
 
+OTHERS = ("CA_FILE", "TOKEN", "TOKEN_FILE")
 VARIABLES = ("SERVER", "SYNC_EVERY", "WORKER_ID", "BF16_COMM", "DYLU", "HEARTBEAT_INTERVAL", "NUM_FRAGMENTS", "CODEC")
 
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in VARIABLES:
+    for name in VARIABLES + OTHERS:
         monkeypatch.delenv(f"DILOCO_{name}", raising=False)
     monkeypatch.setenv("ONSTEP_DILOCO_TOKENS", str(tmp_path / "tokens"))
 
 
-def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1.0)
+def sgd(parameters: list[Tensor], lr: float = 1.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr)
 
 
-def serve(sync_every: int = 3, codec: str = "fp32", seed: int = 0, **options: Any) -> DiLoCoServer:
-    settings = Settings(num_workers=1, min_workers=1, sync_every=sync_every, codec=codec, **options)
-    return DiLoCoServer(Regression(seed=seed), settings=settings, outer_optimizer_factory=sgd, port=0)
+def serve(sync_every: int = 3, codec: str = "fp32", outer_lr: float = 1.0) -> DiLoCoServer:
+    settings = Settings(num_workers=1, min_workers=1, sync_every=sync_every, codec=codec)
+    return DiLoCoServer(Regression(), settings=settings, outer_optimizer_factory=partial(sgd, lr=outer_lr), port=0)
 
 
 def train(directory: Path, *callbacks: Any, seed: int = 0, resume: bool = False, **options: Any) -> nn.Module:
@@ -112,6 +119,19 @@ def test_a_worker_alone_trains_as_without_a_server_and_everything_arrives_there(
         assert_close(model, expected)
 
 
+def test_work_is_weighted_by_the_labels_that_were_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submits: list[Submit] = []
+    submit = ServedRun.submit
+    monkeypatch.setattr(ServedRun, "submit", lambda *given: submits.append(given[1]) or submit(*given))
+    rows, settings = ragged_rows(12), Settings(num_workers=1, min_workers=1, sync_every=3)
+    with DiLoCoServer(TokenModel(), settings=settings, port=0) as server:
+        values = arguments(tmp_path, max_steps=6, per_device_train_batch_size=2)
+        callbacks = [DiLoCoCallback(server.address)]
+        Trainer(TokenModel(), values, train_dataset=rows, callbacks=callbacks, default_callbacks=False).train()
+    assert sum(one.steps for one in submits) == 6
+    assert sum(one.tokens for one in submits) == sum(int((row["labels"] != IGNORE).sum()) for row in rows)
+
+
 def test_the_metrics_are_in_the_logs_whatever_the_order_of_the_callbacks(tmp_path: Path) -> None:
     with serve(codec="int8") as server:
         train(tmp_path, logs := Logs(), DiLoCoCallback(server.address, worker_id="w"))
@@ -138,7 +158,7 @@ def test_a_run_that_resumes_within_a_cycle_continues_exactly(codec: str, tmp_pat
             else:
                 model = train(directory, DiLoCoCallback(server.address), save_steps=6, max_steps=9)
             ends.append(model)
-            assert server.sync_round == 2
+            assert server.sync_round == 3
     assert_close(ends[0], ends[1], 0)
 
 
@@ -174,6 +194,53 @@ def test_a_joiner_that_resumes_continues_its_learning_rate(tmp_path: Path) -> No
         again = DiLoCoCallback(server.address, worker_id="second")
         train(tmp_path / "second", ended := Logs(), again, resume=True, **options)
     assert began.rates[:6] + ended.rates == alone.rates[6:]
+
+
+class Weights(TrainerCallback):
+    """The weights that checkpoints have, and those that were evaluated."""
+
+    def __init__(self) -> None:
+        self.saved: list[Tensor] = []
+
+    def on_save_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        self.saved.append(torch.cat([one.detach().flatten() for one in model.parameters()]))
+
+
+def test_the_last_steps_are_submitted_before_the_last_checkpoint(tmp_path: Path) -> None:
+    with serve(outer_lr=0.5) as server:
+        model = train(tmp_path, DiLoCoCallback(server.address), weights := Weights(), max_steps=5, save_steps=5)
+        assert server.sync_round == 2
+        newest = server.get_global_params()
+        assert [one.shape for one in weights.saved] == [torch.cat([one.flatten() for one in newest.values()]).shape]
+        assert torch.equal(
+            weights.saved[0], torch.cat([newest[name].flatten() for name, _ in model.named_parameters()])
+        )
+    assert all(torch.equal(newest[name], one) for name, one in model.named_parameters())
+
+
+class Preempt(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 4:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_run_that_is_asked_to_stop_submits_the_steps_until_there(tmp_path: Path) -> None:
+    with serve(outer_lr=0.5) as server:
+        model = train(tmp_path, DiLoCoCallback(server.address), Stop(at=4))
+        assert server.sync_round == 2
+        newest = server.get_global_params()
+    assert all(torch.equal(newest[name], one) for name, one in model.named_parameters())
+
+
+def test_a_run_that_is_preempted_within_a_cycle_submits_nothing_and_resumes_exactly(tmp_path: Path) -> None:
+    expected = train(tmp_path / "alone", max_steps=9)
+    with serve() as server:
+        with pytest.raises(SystemExit):
+            train(tmp_path / "run", DiLoCoCallback(server.address), Preempt(), max_steps=9)
+        assert server.sync_round == 1
+        model = train(tmp_path / "run", DiLoCoCallback(server.address), max_steps=9, resume=True, seed=3)
+        assert server.sync_round == 3
+    assert_close(model, expected)
 
 
 class Crash(TrainerCallback):
@@ -223,6 +290,65 @@ def test_workers_train_on_shares_of_the_data_and_a_successor_continues_its_share
     assert len(everything) == len(set(everything)) == 12
 
 
+class Evict(TrainerCallback):
+    """Has the server evict the worker `one`, and give its share of the data to another."""
+
+    def __init__(self, client: DiLoCoClient) -> None:
+        self.client = client
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            self.client.control("kick_worker", {"worker_id": "one"})
+            for name in ("two", "three"):
+                self.client.register(name, parameters=dict(model.named_parameters()))
+            self.client.control("kick_worker", {"worker_id": "two"})
+
+
+def test_a_worker_whose_share_was_given_away_continues_with_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"num_workers": 2, "min_workers": 1, "initial_deadline": 0.01, "patience": 1.0, "sync_every": 2}
+    made = {"settings": Settings(codec="fp32", **options), "outer_optimizer_factory": sgd, "port": 0}
+    seen, samples = {name: Samples() for name in ("one", "x", "y")}, {"per_device_train_batch_size": 1}
+    with DiLoCoServer(Regression(), **made) as server:
+        for name, max_steps in (("x", 4), ("y", 8)):  # y joins at step 4
+            callback = DiLoCoCallback(server.address, worker_id=name)
+            train(tmp_path / name, callback, seen[name], max_steps=max_steps, **samples)
+    with DiLoCoServer(Regression(), **made) as server, DiLoCoClient(server.address) as client:
+        callback = DiLoCoCallback(server.address, worker_id="one")
+        train(tmp_path / "one", callback, Evict(client), seen["one"], max_steps=8, **samples)
+    assert seen["one"].ids == seen["x"].ids + seen["y"].ids
+    assert "one was away, and another worker has its share of the data; it continues with share 1 of 2" in caplog.text
+
+
+def test_a_server_with_a_certificate_of_its_own_is_trusted_by_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, settings = make_tls_files(tmp_path), Settings(num_workers=1, min_workers=1, sync_every=3)
+    with DiLoCoServer(Regression(), settings=settings, port=0, tls=files, token="secret") as server:
+        monkeypatch.setenv("DILOCO_TOKEN", "secret")
+        with pytest.raises(ServerUnreachableError, match="certificate verify failed"):
+            train(tmp_path / "no", DiLoCoCallback(server.address, max_sync_retries=0, timeout=0.5))
+        monkeypatch.setenv("DILOCO_CA_FILE", str(files.certificate))
+        train(tmp_path / "yes", DiLoCoCallback(server.address))
+        assert server.sync_round == 2
+
+
+def test_a_successor_that_resumes_continues_its_data_where_its_checkpoint_is(tmp_path: Path) -> None:
+    options = {"per_device_train_batch_size": 1, "max_steps": 12}
+    alone, began, ended = Samples(), Samples(), Samples()
+    train(tmp_path / "alone", alone, **options)
+    with serve() as server:
+        train(tmp_path / "first", DiLoCoCallback(server.address, worker_id="first"), Stop(at=3), **options)
+        second = DiLoCoCallback(server.address, worker_id="second")
+        with pytest.raises(RuntimeError, match="of the test"):
+            train(tmp_path / "second", began, second, Crash(at=6), save_steps=4, **options)
+        again = DiLoCoCallback(server.address, worker_id="second")
+        train(tmp_path / "second", ended, again, resume=True, **options)
+    assert began.ids == alone.ids[3:8]
+    assert ended.ids == alone.ids[7:12]
+
+
 def test_a_run_does_not_start_without_its_server(tmp_path: Path) -> None:
     callback = DiLoCoCallback("127.0.0.1:9", max_sync_retries=0, timeout=0.5)
     with pytest.raises(ServerUnreachableError, match="no answer from the server"):
@@ -230,29 +356,43 @@ def test_a_run_does_not_start_without_its_server(tmp_path: Path) -> None:
     assert callback.state_dict() == {}
 
 
-def test_it_works_in_hugging_faces_own_trainer(tmp_path: Path) -> None:
+def their_trainer(directory: Path, seed: int, *callbacks: Any) -> Any:
     transformers = pytest.importorskip("transformers")
+    args = transformers.TrainingArguments(
+        str(directory),
+        max_steps=6,
+        learning_rate=0.1,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    return transformers.Trainer(
+        Regression(seed=seed), args, train_dataset=regression_rows(16), callbacks=list(callbacks)
+    )
 
-    def theirs(directory: Path, seed: int, *callbacks: Any) -> Any:
-        args = transformers.TrainingArguments(
-            str(directory),
-            max_steps=6,
-            learning_rate=0.1,
-            per_device_train_batch_size=2,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-        )
-        rows = regression_rows(16)
-        trainer = transformers.Trainer(Regression(seed=seed), args, train_dataset=rows, callbacks=list(callbacks))
+
+def test_after_an_exception_in_hugging_faces_trainer_the_next_training_replaces_the_worker(tmp_path: Path) -> None:
+    with serve() as server, DiLoCoClient(server.address) as client:
+        trainer = their_trainer(tmp_path, 5, DiLoCoCallback(server.address), failing := Fail(at=4))
+        with pytest.raises(ArithmeticError):
+            trainer.train()
+        assert client.get_status()["num_registered"] == 1
+        failing.at = 0
         trainer.train()
-        return trainer
+        counts = client.get_status()["counts"]
+        assert (counts["joins"], counts["departures"], counts["contributions"]) == (2, 2, 2)
+        assert not [one.name for one in threading.enumerate() if one.name == "diloco-heartbeat"]
 
-    expected = theirs(tmp_path / "alone", 0)
+
+def test_it_works_in_hugging_faces_own_trainer(tmp_path: Path) -> None:
+    alone = their_trainer(tmp_path / "alone", 0)
+    alone.train()
     with serve() as server:
-        trainer = theirs(tmp_path / "worker", 5, DiLoCoCallback(server.address), logs := Logs())
+        trainer = their_trainer(tmp_path / "worker", 5, DiLoCoCallback(server.address), logs := Logs())
+        trainer.train()
         assert server.sync_round == 2
-    assert_close(trainer.model, expected.model)
+    assert_close(trainer.model, alone.model)
     assert [one["diloco/sync_count"] for one in logs.logs] == [0, 0, 1, 1, 1, 2, 2]

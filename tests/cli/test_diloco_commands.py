@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from onstep.cli.diloco.server import _share, _source
+from onstep.cli.diloco.server import _announce, _share, _source
 from onstep.cli.main import main
 from onstep.diloco.client import DiLoCoClient
 from onstep.diloco.protocol.messages import Settings
 from onstep.diloco.server import DiLoCoServer
 from onstep.errors import ConfigError
+from tests.support.diloco.tls import make_tls_files
 
 
 @pytest.fixture
@@ -38,6 +41,26 @@ def test_status_shows_rounds_and_workers(server: DiLoCoServer, capsys: pytest.Ca
         assert "berlin" in text
         assert main(["diloco", "status", "--server", server.address, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["num_registered"] == 1
+
+
+def test_status_shows_every_server_that_has_a_share(capsys: pytest.CaptureFixture[str]) -> None:
+    with ExitStack() as stack:
+        weights = {name: torch.ones(3) for name in ("a", "b")}
+        servers = [stack.enter_context(DiLoCoServer(weights, port=0, share=(number, 2))) for number in range(2)]
+        addresses = ",".join(one.address for one in servers)
+        assert main(["diloco", "status", "--server", addresses]) == 0
+        text = capsys.readouterr().out
+        assert all(f"share {number} of 2, run {one.run_id}" in text for number, one in enumerate(servers))
+        assert text.count("fragment 0: version 0") == 2
+        assert main(["diloco", "status", "--json", "--server", addresses]) == 0
+        assert len(json.loads(capsys.readouterr().out)["shares"]) == 1
+
+
+def test_a_refused_token_names_the_variable_of_diloco(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diloco", "status", "--token", "secret"]) == 1
+    errors = capsys.readouterr().err
+    assert "DILOCO_TOKEN" in errors
+    assert "ONSTEP_CONTROL_TOKEN" not in errors
 
 
 def test_control_saves_sets_kicks_and_ends(
@@ -108,6 +131,35 @@ def test_shares_are_read_strictly() -> None:
     assert _share("1/3") == (1, 3)
     with pytest.raises(ConfigError):
         _share("-1/3")
+
+
+def test_addresses_that_work_are_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for host in ("0.0.0.0", "127.0.0.1"):
+        server = DiLoCoServer({"weight": torch.ones(3)}, port=0, host=host)
+        server.stop()
+        _announce(server, False, None)
+        text = capsys.readouterr().out
+        assert f"onstep diloco worker --server 127.0.0.1:{server.port} train" in text
+        assert "0.0.0.0" not in text
+        assert (f"--server {socket.gethostname()}:{server.port}" in text) == (host == "0.0.0.0")
+
+
+def test_a_server_with_a_share_announces_that_workers_need_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    server = DiLoCoServer({name: torch.ones(3) for name in ("a", "b", "c")}, port=0, share=(1, 3))
+    server.stop()
+    _announce(server, False, None)
+    text = capsys.readouterr().out
+    assert f"share 1 of 3 at {server.address};" in text
+    assert f"--server SERVER0,{server.address},SERVER2 train" in text
+
+
+def test_a_server_with_tls_says_how_it_is_trusted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server = DiLoCoServer({"weight": torch.ones(3)}, port=0, tls=make_tls_files(tmp_path))
+    server.stop()
+    _announce(server, False, None)
+    text = capsys.readouterr().out
+    assert "SSL_CERT_FILE" in text
+    assert "--ca-file" in text
 
 
 @pytest.mark.process

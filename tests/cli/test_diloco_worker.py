@@ -19,7 +19,7 @@ from tests.support.small_configs import small_pretrain_config
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What the command sets is undone after the test."""
-    for name in ("SERVER", "WORKER_ID", "SYNC_EVERY", "CODEC", "DYLU", "HEARTBEAT_INTERVAL", "TOKEN_FILE"):
+    for name in ("SERVER", "WORKER_ID", "SYNC_EVERY", "CODEC", "DYLU", "HEARTBEAT_INTERVAL", "TOKEN_FILE", "CA_FILE"):
         monkeypatch.setenv(f"DILOCO_{name}", "")
         monkeypatch.delenv(f"DILOCO_{name}")
     monkeypatch.setenv("ONSTEP_DILOCO_TOKENS", str(tmp_path / "tokens"))
@@ -61,6 +61,7 @@ def test_training_as_a_worker_arrives_at_the_server(
 def test_another_program_gets_the_settings_in_its_environment(tmp_path: Path) -> None:
     code = "import os; print(*(f'{k}={v}' for k, v in sorted(os.environ.items()) if k.startswith('DILOCO_')))"
     command = ["-m", "onstep", "diloco", "worker", "--server", "host:1", "--codec", "auto", "--dylu"]
+    command += ["--ca-file", "ca.pem"]
     done = subprocess.run(
         [sys.executable, *command, sys.executable, "-c", code],
         capture_output=True,
@@ -68,7 +69,7 @@ def test_another_program_gets_the_settings_in_its_environment(tmp_path: Path) ->
         check=True,
         env={name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")},
     )
-    assert done.stdout.strip() == "DILOCO_CODEC=auto DILOCO_DYLU=True DILOCO_SERVER=host:1"
+    assert done.stdout.strip() == "DILOCO_CA_FILE=ca.pem DILOCO_CODEC=auto DILOCO_DYLU=True DILOCO_SERVER=host:1"
 
 
 @pytest.mark.usefixtures("environment")

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from contextlib import suppress
@@ -49,6 +50,7 @@ class Processes:
     def __init__(self, *modules: str) -> None:
         command = [sys.executable, "-m", "tests.support.forked_processes", *modules]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._asking = threading.Lock()
         self._server = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -93,9 +95,10 @@ class Processes:
     def _ask(self, request: dict[str, Any]) -> list[int]:
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
-        return [int(code) for code in json.loads(self._server.stdout.readline())]
+        with self._asking:
+            self._server.stdin.write(json.dumps(request) + "\n")
+            self._server.stdin.flush()
+            return [int(code) for code in json.loads(self._server.stdout.readline())]
 
     def close(self) -> None:
         """End the server, which has nothing to finish."""

@@ -25,8 +25,11 @@ class DiLoCoCallback(TrainerCallback):
     is one process or many (DDP, FSDP2): rank 0 talks to the server. Steps are counted when the loop has counted them,
     and work is weighted by the labels trained on. When training begins the model gets the run's parameters, the
     learning-rate schedule continues at the run's step, and the data is this worker's share of it, from where it has
-    been used; the run ends at its last step for a worker that joined later, too. What is exchanged when, and what
-    happens when the server cannot be reached, is described at `onstep.diloco.worker.DiLoCoWorker`.
+    been used; the run ends at its last step for a worker that joined later, too. After it, and where a stop was
+    requested, the steps since the last round are submitted as well, so that workers that end together end with the same
+    model; at the last step before the evaluation and the checkpoint that are due there. A run that fails or is
+    preempted submits nothing more. What is exchanged when, and what happens when the server cannot be reached, is
+    described at `onstep.diloco.worker.DiLoCoWorker`.
 
     Checkpoints hold the position in the cycle and what the codec has lost so far; the parameters of the last round come
     from the server again. A run that resumes while the server still has that round continues exactly; else it gets
@@ -34,10 +37,13 @@ class DiLoCoCallback(TrainerCallback):
 
     Metrics: `diloco/sync_count`, `/version`, `/contributors`, `/local_step`, `/sync_every`, `/last_sync_time` and
     `/total_sync_time` in seconds, `/last_send_mb`, `/last_recv_mb`, `/total_send_mb` and `/total_recv_mb`,
-    `/quantization_error`, `/steps_per_second`, and others when there is something to report.
+    `/bits_per_value` of the last submission (with `codec="auto"`, what was chosen), `/quantization_error`,
+    `/steps_per_second`, and others when there is something to report.
 
     It works in Hugging Face's own `Trainer` as well. There, restrict the data to the worker's share yourself
-    (`dataset.shard(num_workers, index)`), and checkpoints do not hold its state.
+    (`dataset.shard(num_workers, index)`), and checkpoints do not hold its state. It does not tell callbacks of an
+    exception: the worker then leaves when training begins again or the callback is gone, or is evicted after ten
+    minutes without a step.
 
     Args:
         server_addr: `host:port`; of several servers that share the parameters, all of them, separated by commas.
@@ -51,6 +57,8 @@ class DiLoCoCallback(TrainerCallback):
         timeout: seconds that a sync waits for its result; training continues afterwards.
         max_sync_retries: see `DiLoCoWorker`.
         codec: `fp32`, `bf16`, `fp16`, `int8`, `int4` or `auto`; wins over `bf16_comm`. Falls back to `DILOCO_CODEC`.
+        verify: for an `https` server, the PEM file of the authority that vouches for it. Falls back to
+            `DILOCO_CA_FILE`, then to the authorities of the system.
 
     Raises:
         ConfigError: for an environment variable that is not a number where one is needed.
@@ -69,6 +77,7 @@ class DiLoCoCallback(TrainerCallback):
         max_sync_retries: int = 3,
         *,
         codec: str | None = None,
+        verify: str | None = None,
     ) -> None:
         self.server_addr = os.environ.get("DILOCO_SERVER", "") if server_addr is None else server_addr
         self.sync_every = self._number("DILOCO_SYNC_EVERY", int) if sync_every is None else sync_every
@@ -82,6 +91,7 @@ class DiLoCoCallback(TrainerCallback):
         self.num_fragments = self._number("DILOCO_NUM_FRAGMENTS", int) if num_fragments is None else num_fragments
         self.timeout, self.max_sync_retries = timeout, max_sync_retries
         self.codec = codec or os.environ.get("DILOCO_CODEC") or None
+        self.verify = verify or os.environ.get("DILOCO_CA_FILE") or None
         self.worker: DiLoCoWorker | None = None
         """While training."""
         self._loaded: Mapping[str, Any] | None = None
@@ -91,7 +101,8 @@ class DiLoCoCallback(TrainerCallback):
         self._steps_to_advance = 0
         """Those that its schedule does not have yet."""
         self._data_start = 0
-        """Samples of this worker's share that were used before it joined."""
+        """Samples of this worker's share that were used before it joined, less what it has read of another share."""
+        self._share = (0, 1)
         self._is_at_start = False
         self._adds_at_log_step = False
 
@@ -127,24 +138,32 @@ class DiLoCoCallback(TrainerCallback):
         if model is None or optimizer is None:
             logger.error("DiLoCo: there is no model or no optimizer when training begins; this callback stays inactive")
             return
+        self._stop(merge=False)  # of a training that failed, which Hugging Face's Trainer tells nobody
         loaded, self._loaded = self._loaded, None
         worker = self._new_worker(model, loaded)
         worker.start(step=state.global_step)
         self.worker, self._is_at_start, self._adds_at_log_step, self._tokens = worker, True, False, None
-        known = 0 if loaded is None else int(loaded.get("offset", 0))
+        # of rank 0, as a rank that the job did not have before has no state
+        known, data_start, share = worker.share(_saved_place(loaded))
         self._offset = max(known, worker.registered.step - state.global_step)
         self._steps_to_advance = self._offset - known  # a restored schedule has the others behind it
-        self._take_share(args, state.global_step, kwargs.get("train_dataloader"), loaded)
+        is_same = share is None or tuple(share) == self._place()
+        self._take_share(args, state.global_step, kwargs.get("train_dataloader"), data_start if is_same else None)
         logger.info("DiLoCo: %s is a worker of %s", worker.worker_id, self.server_addr)
 
-    def _take_share(self, args: Any, step: int, data: Any, loaded: Mapping[str, Any] | None) -> None:
-        """Train on this worker's part of the data, from where it has been used."""
+    def _place(self) -> tuple[int, int]:
+        """This worker's share of the data, and how many there are."""
+        assert self.worker is not None
+        return self.worker.registered.slot, self.worker.registered.num_slots
+
+    def _take_share(self, args: Any, step: int, data: Any, known: int | None) -> None:
+        """Train on this worker's part of the data, from where it has been used; None: another part than before."""
         assert self.worker is not None
         take_share = getattr(data, "take_share", None)
-        place = self.worker.registered
-        known = 0 if loaded is None else int(loaded["data_start"])
+        place, self._share = self.worker.registered, self._place()
+        start = (place.slot_steps - step) * _samples_of_a_step(args)
         # the server may have counted more of this share than the worker, if it is new or its checkpoint is old
-        self._data_start = max(known, (place.slot_steps - step) * _samples_of_a_step(args))
+        self._data_start = start if known is None else max(known, start)
         if take_share is not None:
             take_share(place.slot, place.num_slots, self._data_start)
         elif place.num_slots > 1:
@@ -170,29 +189,39 @@ class DiLoCoCallback(TrainerCallback):
             self.num_fragments,
             self.max_sync_retries,
             codec=self.codec,
+            verify=self.verify,
         )
         if loaded is not None:
             worker.load_state_dict(loaded)
         return worker
 
     def on_step_begin(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> None:
-        """Before the first step, move the learning-rate schedule to the run's step."""
+        """Before the first step, move the learning-rate schedule to the run's step; later, take another share."""
         if self._is_at_start:
             self._is_at_start = False
             if self._steps_to_advance and lr_scheduler is not None:
                 _advance(lr_scheduler, self._steps_to_advance, _samples_of_a_step(args))
+        elif self.worker is not None and self._share != self._place():
+            slot, num_slots = self._place()
+            logger.warning(
+                "DiLoCo: %s was away, and another worker has its share of the data; it continues with share %d of %d",
+                self.worker.worker_id,
+                slot,
+                num_slots,
+            )
+            self._take_share(args, state.global_step, kwargs.get("train_dataloader"), None)
 
     def on_train_metrics(self, args: Any, state: Any, control: Any, tokens: Any = None, **kwargs: Any) -> None:
         """Note how many labels this rank has trained on in the step."""
         self._tokens = tokens
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count the step, and exchange what is due. Collective."""
+        """Count the step, and exchange what is due; after the last one, all that is left. Collective."""
         if self.worker is None:
             return
         self.worker.end_step(self._tokens)
-        if 0 < state.max_steps <= state.global_step + self._offset:
-            self.worker.settle()
+        if self._is_last_step(state):
+            self.worker.finish()
             control.should_training_stop = True
 
     def on_log_step(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -211,8 +240,15 @@ class DiLoCoCallback(TrainerCallback):
         self._stop(merge=False)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Merge what is in flight, and leave the run. Collective, unless training failed."""
-        self._stop(merge=True)
+        """Leave the run; where a stop was requested before the last step, submit what is left. Collective then.
+
+        A preempted run leaves at once: its checkpoint is written, and it continues from there.
+        """
+        is_aborted = getattr(control, "should_abort_without_save", False)
+        self._stop(merge=control.should_training_stop and not is_aborted and not self._is_last_step(state))
+
+    def _is_last_step(self, state: Any) -> bool:
+        return bool(0 < state.max_steps <= state.global_step + self._offset)
 
     def _stop(self, merge: bool) -> None:
         worker, self.worker = self.worker, None
@@ -223,7 +259,8 @@ class DiLoCoCallback(TrainerCallback):
         """The worker's state; empty unless training as one."""
         if self.worker is None:
             return {}
-        return {**self.worker.state_dict(), "data_start": self._data_start, "offset": self._offset}
+        place = {"data_start": self._data_start, "offset": self._offset, "share": list(self._share)}
+        return {**self.worker.state_dict(), **place}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep a state until training begins and the worker exists; an empty one is ignored."""
@@ -233,6 +270,11 @@ class DiLoCoCallback(TrainerCallback):
 def _flag(name: str) -> bool | None:
     text = os.environ.get(name)
     return None if text is None else text.strip().lower() in _TRUE
+
+
+def _saved_place(loaded: Mapping[str, Any] | None) -> tuple[int, int, Any]:
+    """Offset, start of the data and share of a checkpoint."""
+    return (0, 0, None) if loaded is None else (loaded.get("offset", 0), loaded["data_start"], loaded.get("share"))
 
 
 def _samples_of_a_step(args: Any) -> int:

@@ -3,33 +3,49 @@
 from __future__ import annotations
 
 import signal
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from tests.support.diloco.fault_modes import MODES, SYNC, Mode
 from tests.support.diloco.fault_run import JOBS, FaultRun, minority_is_left
-from tests.support.diloco.fault_scenarios import ALL, SHORT, Scenario, run_scenario, run_storm
+from tests.support.diloco.fault_scenarios import (
+    ALL,
+    OF_ROUNDS,
+    SHORT,
+    Loss,
+    Scenario,
+    restored_while_pending,
+    run_scenario,
+    run_storm,
+)
 from tests.support.forked_processes import Processes
 
 pytestmark = [pytest.mark.faults, pytest.mark.process]
 
 Count = Callable[[str, object], None]
+Totals = defaultdict[str, Counter[str]]
 MARKS = ("closed", "written", "persisted")
 """Points of a commit: before anything is written, when the tensors are, and when the commit is on disk."""
+
+FULL = ("sync", "streaming int8 with checkpoints", "async int8 with checkpoints")
 
 
 @pytest.fixture
 def at_work(processes: Processes) -> Processes:
     """The server that forks, with what the jobs import."""
-    processes.load(JOBS, "onstep.diloco.server.app", "uvicorn", "httpx")
+    processes.load(JOBS, "onstep.diloco.server.serving.app", "uvicorn", "httpx")
     return processes
 
 
-def commit_interrupted(mark: str, number: int, processes: Processes, directory: Path) -> Counter[str]:
+def commit_interrupted(
+    mark: str, number: int, processes: Processes, directory: Path, mode: Mode = SYNC
+) -> Counter[str]:
     """The server is killed, or stopped for a while, at a point of the commit of version 3."""
-    run = FaultRun(processes, directory)
+    run = FaultRun(processes, directory, mode)
     try:
         run.start(mark=mark, signal=number)
         run.until((directory / "marked").exists)
@@ -45,12 +61,13 @@ def commit_interrupted(mark: str, number: int, processes: Processes, directory: 
         run.close()
 
 
-@pytest.mark.parametrize("scenario", SHORT, ids=str)
+@pytest.mark.parametrize(("mode", "scenario"), SHORT, ids=str)
 def test_after_a_fault_all_have_the_same_parameters_and_every_step_counts_once(
-    scenario: Scenario, at_work: Processes, tmp_path: Path
+    mode: str, scenario: Scenario, at_work: Processes, tmp_path: Path
 ) -> None:
-    counts = run_scenario(scenario, at_work, tmp_path / "run")
+    counts = run_scenario(scenario, MODES[mode], at_work, tmp_path / "run")
     assert counts["rounds"] >= 3
+    assert counts["steps_counted"] > 0
 
 
 @pytest.mark.parametrize("mark", MARKS)
@@ -58,6 +75,20 @@ def test_a_server_killed_during_a_commit_continues_with_it_done_or_not_begun(
     mark: str, at_work: Processes, tmp_path: Path
 ) -> None:
     commit_interrupted(mark, signal.SIGKILL, at_work, tmp_path / "run")
+
+
+def test_what_was_pending_at_a_checkpoint_counts_once(at_work: Processes, tmp_path: Path) -> None:
+    mode = MODES["int8 with checkpoints"]
+    counts = restored_while_pending("its answers are lost", mode, at_work, tmp_path / "run")
+    assert counts["restored with a pending submission"] == 1
+    assert counts["restored progress kept"] == 0, "the server has counted it"
+
+
+def test_what_nobody_counted_since_a_checkpoint_is_continued(at_work: Processes, tmp_path: Path) -> None:
+    mode = MODES["int8 with checkpoints"]
+    counts = restored_while_pending("all are cut off", mode, at_work, tmp_path / "run")
+    assert counts["restored with a pending submission"] == 1
+    assert counts["restored progress kept"] == 1
 
 
 def test_a_minority_never_commits_and_those_cut_off_train_on(at_work: Processes, tmp_path: Path) -> None:
@@ -69,12 +100,13 @@ def test_a_minority_never_commits_and_those_cut_off_train_on(at_work: Processes,
 
 
 @pytest.fixture(scope="module")
-def totals() -> Iterator[Counter[str]]:
-    """What the long sweep counts; printed at its end."""
-    total: Counter[str] = Counter()
-    yield total
-    if total:
-        print("\nDiLoCo, faults over real processes:", ", ".join(f"{name} {total[name]}" for name in sorted(total)))
+def totals() -> Iterator[Totals]:
+    """What the long sweep counts in each mode; printed at its end."""
+    found: Totals = defaultdict(Counter)
+    yield found
+    for mode, total in found.items():
+        counts = ", ".join(f"{name} {total[name]}" for name in sorted(total))
+        print(f"\nDiLoCo, faults over real processes, {mode}: {counts}")
 
 
 def note(total: Counter[str], counts: Counter[str], record_property: Count) -> None:
@@ -83,28 +115,49 @@ def note(total: Counter[str], counts: Counter[str], record_property: Count) -> N
         record_property(name, count)
 
 
+SWEEP = [(mode, scenario) for mode in MODES for scenario in (ALL if mode in FULL else OF_ROUNDS)]
+"""All that can happen in the modes that have everything; in the others, what concerns rounds."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", ALL, ids=str)
+@pytest.mark.parametrize(("mode", "scenario"), SWEEP, ids=str)
 def test_every_fault_at_every_state(
-    scenario: Scenario, at_work: Processes, tmp_path: Path, totals: Counter[str], record_property: Count
+    mode: str, scenario: Scenario, at_work: Processes, tmp_path: Path, totals: Totals, record_property: Count
 ) -> None:
-    counts = run_scenario(scenario, at_work, tmp_path / "run")
-    note(totals, counts + Counter({f"faults: {scenario.act}": 1}), record_property)
+    counts = run_scenario(scenario, MODES[mode], at_work, tmp_path / "run")
+    note(totals[mode], counts + Counter({f"faults: {scenario.act}": 1}), record_property)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda one: one.name)
 @pytest.mark.parametrize("mark", MARKS)
+@pytest.mark.parametrize("mode", FULL)
 def test_every_point_of_a_commit(
-    mark: str, number: signal.Signals, at_work: Processes, tmp_path: Path, totals: Counter[str], record_property: Count
+    mode: str,
+    mark: str,
+    number: signal.Signals,
+    at_work: Processes,
+    tmp_path: Path,
+    totals: Totals,
+    record_property: Count,
 ) -> None:
-    counts = commit_interrupted(mark, number, at_work, tmp_path / "run")
-    note(totals, counts + Counter({f"faults: {number.name} in a commit": 1}), record_property)
+    counts = commit_interrupted(mark, number, at_work, tmp_path / "run", MODES[mode])
+    note(totals[mode], counts + Counter({f"faults: {number.name} in a commit": 1}), record_property)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_a_storm_of_faults_at_random_instants(
-    seed: int, at_work: Processes, tmp_path: Path, totals: Counter[str], record_property: Count
+@pytest.mark.parametrize("loss", get_args(Loss))
+@pytest.mark.parametrize("mode", [mode for mode in MODES if MODES[mode].has_checkpoints])
+def test_every_checkpoint_with_a_pending_submission(
+    mode: str, loss: Loss, at_work: Processes, tmp_path: Path, totals: Totals, record_property: Count
 ) -> None:
-    note(totals, run_storm(seed, 15, at_work, tmp_path / "run"), record_property)
+    counts = restored_while_pending(loss, MODES[mode], at_work, tmp_path / "run")
+    note(totals[mode], counts + Counter({f"faults: restored after {loss}": 1}), record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "seed"), [(mode, seed) for seed, mode in enumerate((*MODES, *FULL))])
+def test_a_storm_of_faults_at_random_instants(
+    mode: str, seed: int, at_work: Processes, tmp_path: Path, totals: Totals, record_property: Count
+) -> None:
+    note(totals[mode], run_storm(seed, 10, MODES[mode], at_work, tmp_path / "run"), record_property)

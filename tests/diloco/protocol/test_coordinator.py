@@ -45,7 +45,7 @@ def test_a_submission_sent_again_counts_once() -> None:
     assert len(closed.contributions) == 3
     assert run.submit("a") == Accepted(1, is_repeat=True)
     assert run.coordinator.counts["repeats"] == 3
-    assert run.coordinator.pending(0) == []
+    assert run.arrived() == []
 
 
 def test_an_older_sequence_that_arrives_out_of_order_is_refused() -> None:
@@ -56,7 +56,7 @@ def test_an_older_sequence_that_arrives_out_of_order_is_refused() -> None:
     reply = run.submit("a", 0, 0)
     assert isinstance(reply, Refused)
     assert (reply.status, reply.details["kind"]) == (409, "old_sequence")
-    assert run.coordinator.pending(0) == []
+    assert run.arrived() == []
 
 
 def test_what_is_previewed_is_what_handle_answers_and_nothing_counts() -> None:
@@ -66,12 +66,11 @@ def test_what_is_previewed_is_what_handle_answers_and_nothing_counts() -> None:
     new = Submit("a", "s1", 0, 0, 0, 10, 10)
     assert run.coordinator.preview(new, run.now) is None
     assert run.coordinator.preview(new, run.now) is None
-    assert not run.coordinator.holds("a", 0, 0)
+    assert run.arrived() == []
     run.coordinator.handle(new, run.now)
-    assert run.coordinator.holds("a", 0, 0)
+    assert run.ask("a", sequence=0) == NotYet(0)
     assert run.coordinator.preview(new, run.now) == Accepted(1, is_repeat=True)
-    run.commit()
-    assert not run.coordinator.holds("a", 0, 0)
+    assert len(run.commit()) == 1
 
 
 def test_a_late_submission_joins_the_next_round_with_less_weight() -> None:
@@ -144,6 +143,19 @@ def test_fragments_have_rounds_of_their_own() -> None:
     run.submit("a", fragment=0)
     (closed,) = run.commit()
     assert (closed.fragment, run.coordinator.versions) == (1, (0, 1))
+
+
+def test_without_what_leads_to_the_newest_version_its_parameters_are_sent() -> None:
+    run = SteppedRun(dataclasses.replace(THREE, codec="int8"))
+    run.join("a", "b", "c")
+    run.round(0, "a", "b", "c")
+    restarted = SteppedRun(run.coordinator.settings, state=run.coordinator.state_dict())
+    assert restarted.ask("a", have=0) == Ready(0, 1, "full", "fp32", "digest1", 3)
+    assert run.ask("a", have=0) == Ready(0, 1, "update", "int8", "digest1", 3)
+    run.coordinator.forget_update(0)  # the next round is being executed
+    assert run.ask("a", have=0) == Ready(0, 1, "full", "fp32", "digest1", 3)
+    run.round(1, "a", "b", "c")
+    assert run.ask("a", have=1) == Ready(0, 2, "update", "int8", "digest2", 3)
 
 
 def test_an_answer_is_an_update_only_for_who_has_the_version_before() -> None:

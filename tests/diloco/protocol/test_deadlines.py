@@ -32,6 +32,60 @@ def test_the_first_round_closes_at_once_when_the_last_expected_worker_has_come()
     assert closed.is_complete
 
 
+@pytest.mark.parametrize("how", ["departed", "evicted"])
+def test_who_came_and_went_does_not_complete_the_first_round(how: str) -> None:
+    run = SteppedRun()
+    run.join("gone", "a")
+    if how == "departed":
+        run.coordinator.handle(Deregister("gone", "s1"), run.now)
+    else:
+        run.coordinator.evict("gone", run.now)
+    run.join("b")
+    run.submit("a")
+    run.submit("b")
+    assert run.commit() == []  # two of three are there
+    if how == "departed":
+        run.join("c")
+        run.submit("c")
+    else:
+        run.join("gone")
+        run.submit("gone")
+    (closed,) = run.commit()
+    assert (len(closed.contributors), closed.is_complete) == (3, True)
+
+
+def test_who_has_submitted_and_left_is_part_of_the_first_round() -> None:
+    run = SteppedRun()
+    run.join("a", "b", "c")
+    run.submit("a")
+    run.coordinator.handle(Deregister("a", "s1"), run.now)
+    run.submit("b")
+    assert run.commit() == []
+    run.submit("c")
+    (closed,) = run.commit()
+    assert (closed.contributors, closed.is_complete) == (("a", "b", "c"), True)
+
+
+def test_who_leaves_after_all_were_there_does_not_hold_up_the_first_round_of_a_restarted_server() -> None:
+    run = SteppedRun()
+    run.join("a", "b", "c")
+    run.coordinator.handle(Deregister("c", "s1"), run.now)
+    restarted = SteppedRun(state=run.coordinator.state_dict())
+    restarted.submit("a")
+    restarted.submit("b")
+    assert len(restarted.commit()) == 1
+
+
+def test_one_who_comes_back_is_not_counted_twice() -> None:
+    run = SteppedRun()
+    run.join("a", "b")
+    run.submit("a")
+    run.coordinator.evict("a", run.now)
+    run.join("a")
+    run.submit("b")
+    assert run.commit() == []
+
+
 def test_without_a_quorum_a_round_waits_for_ever() -> None:
     run = SteppedRun(replace(THREE, heartbeat_timeout=60.0))
     run.join("a", "b", "c")

@@ -37,6 +37,12 @@ def refusal(run: SteppedRun, request: Request) -> tuple[int, object]:
     return reply.status, reply.details["kind"]
 
 
+def workers_of(run: SteppedRun) -> dict[str, dict[str, object]]:
+    workers = run.coordinator.status(run.now)["workers"]
+    assert isinstance(workers, dict)
+    return workers
+
+
 @pytest.mark.parametrize("request_of_a", OF_A, ids=lambda one: type(one).__name__)
 def test_who_is_not_registered_gets_404_and_does_not_count(request_of_a: Request) -> None:
     run = SteppedRun()
@@ -44,7 +50,7 @@ def test_who_is_not_registered_gets_404_and_does_not_count(request_of_a: Request
     run.join("a")
     run.coordinator.evict("a", run.now)
     assert refusal(run, request_of_a) == (404, "unknown_worker")
-    assert run.coordinator.pending(0) == []
+    assert run.arrived() == []
 
 
 def test_an_evicted_worker_comes_back_with_its_submission_and_its_share_of_the_data() -> None:
@@ -138,6 +144,70 @@ def test_the_share_of_one_who_is_gone_is_given_to_a_newcomer_from_where_it_ended
     assert back.slot not in (-1, newcomer.slot)
 
 
+def test_a_newcomer_gets_the_share_of_one_who_left_before_that_of_one_who_may_come_back() -> None:
+    run = SteppedRun()
+    run.join("a", "b", "c")
+    run.coordinator.evict("a", run.now)
+    run.coordinator.handle(Deregister("c", "s1"), run.now)
+    assert run.join("d")[0].slot == 2
+    assert run.join("a")[0].slot == 0
+    slots = [one["slot"] for one in workers_of(run).values()]
+    assert sorted(slots) == [0, 1, 2]
+
+
+def test_an_evicted_session_keeps_its_share_unless_it_was_given_away() -> None:
+    run = SteppedRun()
+    run.join("a", "b", "c")
+    run.coordinator.evict("a", run.now)
+    (back,) = run.join("a")
+    assert back.slot == 0
+    run.coordinator.evict("a", run.now)
+    assert run.join("d")[0].slot == 0  # no other is free
+    run.coordinator.handle(Deregister("c", "s1"), run.now)
+    (back,) = run.join("a")
+    assert (back.slot, back.slot_steps) == (2, 0)
+    run.submit("a", steps=7)
+    (again,) = run.join("a", session="s2")
+    assert (again.slot, again.slot_steps) == (2, 7)
+
+
+def test_a_process_that_replaces_an_evicted_one_gets_another_share_if_its_own_was_given_away() -> None:
+    run = SteppedRun()
+    run.join("a", "b", "c")
+    run.submit("c", steps=4)
+    run.coordinator.evict("a", run.now)
+    assert run.join("d")[0].slot == 0
+    run.coordinator.handle(Deregister("c", "s1"), run.now)
+    (other,) = run.join("a", session="s2")
+    assert (other.slot, other.slot_steps) == (2, 4)
+    run.submit("a", session="s2", steps=6)
+    run.coordinator.evict("a", run.now)
+    assert run.join("e")[0].slot_steps == 10
+
+
+def test_the_status_has_the_step_of_who_has_not_sent_a_heartbeat() -> None:
+    run = SteppedRun()
+    run.join("a", "b")
+    run.submit("a", steps=7)
+    run.submit("a", steps=7)
+    assert workers_of(run)["a"]["step"] == 7
+    run.coordinator.handle(Heartbeat("a", "s1", step=12), run.now)
+    run.submit("a", 1, steps=7)
+    assert workers_of(run)["a"]["step"] == 14
+    run.coordinator.handle(Register("b", "s1", "model", step=30), run.now)
+    assert workers_of(run)["b"]["step"] == 30
+
+
+def test_a_worker_that_starts_from_an_older_state_is_shown_at_its_own_step() -> None:
+    run = SteppedRun()
+    run.join("a")
+    run.submit("a", steps=40)
+    for offer in (0, 1):
+        run.coordinator.handle(Register("a", "s2", "model", step=30, offer=offer), run.now)
+    run.submit("a", 1, session="s2", steps=5)
+    assert workers_of(run)["a"]["step"] == 35
+
+
 def test_steps_are_noted_once_however_often_a_submission_and_the_server_come_back() -> None:
     run = SteppedRun()
     run.join("a", "b", "c")
@@ -147,6 +217,15 @@ def test_steps_are_noted_once_however_often_a_submission_and_the_server_come_bac
     assert restarted.submit("a", steps=7) == Accepted(1)
     (again,) = restarted.join("a", session="s2")
     assert (again.slot_steps, again.next_sequences) == (7, (1,))
+
+
+def test_steps_are_noted_once_for_all_fragments() -> None:
+    run = SteppedRun(dataclasses.replace(THREE, num_fragments=2))
+    run.join("a")
+    run.submit("a", fragment=1, steps=4)
+    run.submit("a", fragment=0, steps=7)
+    (again,) = run.join("a", session="s2")
+    assert again.slot_steps == 7
 
 
 def test_a_registration_with_another_model_protocol_or_division_is_refused() -> None:
@@ -187,6 +266,22 @@ def test_slower_workers_are_recommended_fewer_steps() -> None:
     assert recommended("b", 2.55) == 50
     run.coordinator.evict("a", run.now)
     assert recommended("b", 2.55) == 100
+
+
+def test_who_has_left_is_not_the_fastest_any_more() -> None:
+    run = SteppedRun(dataclasses.replace(THREE, dylu=True, sync_every=100))
+    run.join("a", "b")
+    run.coordinator.handle(Heartbeat("a", "s1", 10.0), run.now)
+    run.coordinator.evict("a", run.now)
+    assert run.coordinator.handle(Heartbeat("b", "s1", 2.0), run.now) == Beat((0,), 1, 100)
+
+
+def test_only_the_newest_offer_to_a_session_can_be_accepted() -> None:
+    run = SteppedRun()
+    run.join("a")
+    offers = [run.coordinator.handle(Register("a", "dead", "model", offer=number), run.now) for number in (0, 0, 1)]
+    assert [reply.offer for reply in offers if isinstance(reply, Registered)] == [1, 2, 3]
+    assert isinstance(run.coordinator.handle(Heartbeat("a", "s1"), run.now), Beat)
 
 
 def test_without_dylu_nothing_is_recommended() -> None:

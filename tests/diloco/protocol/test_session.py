@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -210,6 +212,30 @@ def test_a_dropped_submission_is_over() -> None:
     assert session.pending(0) is None
 
 
+def test_a_submission_can_settle_while_there_is_a_quorum_or_once_it_is_committed() -> None:
+    driver, session = joined(SteppedRun(replace(THREE, num_workers=2, min_workers=2)))
+    driver.run.join("b")
+    begin(session)
+    assert isinstance(driver(session.settle(0, 0.0)), Unsettled)
+    assert session.can_settle(0, Beat(versions=(0,), num_registered=2))
+    assert not session.can_settle(0, Beat(versions=(0,), num_registered=1))
+    assert session.can_settle(0, Beat(versions=(1,), num_registered=1))
+    driver.run.submit("b")
+    assert isinstance(driver(session.settle(0, 10.0)), Counted)
+    assert session.can_settle(0, Beat(versions=(1,), num_registered=1))
+
+
+def test_a_withdrawn_submission_is_over_and_its_number_is_not_used_again() -> None:
+    driver, session = joined()
+    begin(session)
+    driver.faults = iter([refused(422)])
+    with pytest.raises(SessionEndedError) as ended:
+        driver(session.settle(0, 10.0))
+    assert ended.value.status == 422
+    session.withdraw(0)
+    assert begin(session).sequence == 1
+
+
 @pytest.mark.parametrize("status", [400, 401, 409, 413, 422])
 def test_a_refusal_ends_the_session(status: int) -> None:
     driver, session = joined()
@@ -305,6 +331,29 @@ def test_leaving_tries_once() -> None:
 
 def saved(session: WorkerSession) -> dict[str, object]:
     return dict(json.loads(json.dumps(session.state_dict())))
+
+
+def test_a_state_can_be_saved_while_other_threads_settle_submissions() -> None:
+    _, session = joined()
+    begin(session)
+    is_over, before = threading.Event(), sys.getswitchinterval()
+
+    def settle_others() -> None:
+        while not is_over.is_set():
+            for fragment in range(1, 4):
+                session.begin(fragment, base_version=0, tokens=1, steps=1)
+            for fragment in range(1, 4):
+                del session._pending[fragment]  # what `settle` does in the end
+
+    thread = threading.Thread(target=settle_others)
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        assert all(session.state_dict()["pending"] for _ in range(10_000))
+    finally:
+        is_over.set()
+        thread.join()
+        sys.setswitchinterval(before)
 
 
 def restarted(driver: Driver, state: dict[str, object], bodies: dict[int, object]) -> WorkerSession:

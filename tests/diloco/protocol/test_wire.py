@@ -115,3 +115,10 @@ def test_lists_from_a_network_are_checked() -> None:
     for versions in (3, ["1"], [None], list(range(200_000))):
         with pytest.raises(InvalidMessageError, match=r"Beat\.versions must be"):
             reply_from_json(value | {"versions": versions})
+
+
+def test_objects_from_a_network_are_checked() -> None:
+    value = to_json(Refused(400, "no"))
+    for details in (3, [], {str(number): 0 for number in range(200_000)}):
+        with pytest.raises(InvalidMessageError, match=r"Refused\.details must be an object"):
+            reply_from_json(value | {"details": details})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -16,8 +18,8 @@ from onstep.diloco.client import DiLoCoClient, ServerLostError
 from onstep.diloco.client.connection import RefusedByServerError, url_of
 from onstep.diloco.protocol.messages import Accepted, Refused, Registered, Settings
 from onstep.diloco.server import DiLoCoServer
-from onstep.diloco.server.serving import TlsFiles
-from onstep.diloco.wire.tokens import find_token, keep_token, token_path
+from onstep.diloco.server.serving.thread import TlsFiles
+from onstep.diloco.wire.tokens import find_token, keep_token, own_address_towards, token_path
 from onstep.errors import ConfigError
 from tests.support.diloco.raw_worker import RawWorker
 from tests.support.diloco.tls import make_tls_files
@@ -47,11 +49,43 @@ def test_a_token_file_that_others_can_read_is_not_trusted() -> None:
     assert keep_token(1, renew=True) != keep_token(1, renew=True)
 
 
+def own_addresses() -> list[str]:
+    """Of all network interfaces."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    addresses = [one for found in psutil.net_if_addrs().values() for one in found if one.family in families]
+    return [one.address for one in addresses if "%" not in one.address]
+
+
+@pytest.mark.parametrize(("host", "loopback"), [("0.0.0.0", "127.0.0.1"), ("::", "[::1]")])
+def test_a_server_at_all_addresses_is_reached_by_those_of_its_machine(serve: Serve, host: str, loopback: str) -> None:
+    if host == "::" and own_address_towards("::1") is None:
+        pytest.skip("no IPv6")
+    server = serve(host=host)
+    assert server.address == f"{loopback}:{server.port}"
+    for address in (server.address, f"{host if host == '0.0.0.0' else '[::]'}:{server.port}"):
+        with DiLoCoClient(address) as client:
+            assert client.get_status()["status"] == "running"
+
+
+def test_who_has_no_token_is_told_where_to_get_it_and_nothing_else(serve: Serve) -> None:
+    server = serve()
+    with DiLoCoClient(server.address, token="wrong") as client, pytest.raises(RefusedByServerError) as refused:
+        client.get_status()
+    text = str(refused.value)
+    assert all(word in text for word in ("DILOCO_TOKEN,", "DILOCO_TOKEN_FILE", "--token-file", "prints"))
+    assert server.token is not None
+    assert server.token not in text
+    assert str(token_path(server.port).parent) not in text  # the answer is public
+
+
 def test_where_a_token_comes_from(tmp_path: Path) -> None:
     own = keep_token(2)
     (tmp_path / "token").write_text(" from-a-file\n")
     assert find_token("127.0.0.1", 2, {}) == own
-    assert find_token("example.org", 2, {}) is None
+    for host in ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::", socket.gethostname().upper(), *own_addresses()):
+        assert find_token(host, 2, {}) == own, host
+    for host in ("example.org", "192.0.2.77", "2001:db8::77", f"{socket.gethostname()}.example.org"):
+        assert find_token(host, 2, {}) is None, host
     assert find_token("example.org", 2, {"DILOCO_TOKEN_FILE": str(tmp_path / "token")}) == "from-a-file"
     assert find_token("127.0.0.1", 2, {"FORGATHER_DILOCO_SERVER_TOKEN": "theirs"}) == "theirs"
     assert find_token("127.0.0.1", 2, {"DILOCO_TOKEN": "ours", "FORGATHER_DILOCO_SERVER_TOKEN": "theirs"}) == "ours"
@@ -76,7 +110,10 @@ def test_a_server_with_an_unknown_authority_gets_no_token(serve: Serve, tmp_path
     server = serve(tls=make_tls_files(tmp_path))
     with DiLoCoClient(server.address, max_retries=0) as client, pytest.raises(ServerLostError):
         client.get_status()
-    with DiLoCoClient(f"http://127.0.0.1:{server.port}", max_retries=0) as client, pytest.raises(ConnectionError):
+    with (
+        DiLoCoClient(f"http://127.0.0.1:{server.port}", max_retries=0) as client,
+        pytest.raises(ConnectionError, match="if it serves https, give its address with https://"),
+    ):
         client.get_status()
 
 
@@ -204,3 +241,15 @@ def test_servers_in_the_wrong_order_or_number_are_refused(
         client = DiLoCoClient(",".join(one.address for one in some))
         with client, pytest.raises(RefusedByServerError, match="share"):
             client.register("a", parameters=parameters)
+    with DiLoCoClient(shared[0].address) as client:
+        assert client.get_status()["num_registered"] == 0  # nobody waits for who was refused
+
+
+def test_servers_with_different_settings_are_refused(serve: Serve, parameters: dict[str, Tensor]) -> None:
+    settings = [Settings(sync_every=every) for every in (5, 6)]
+    servers = [serve(settings=one, share=(index, 2), token="secret") for index, one in enumerate(settings)]
+    with (
+        DiLoCoClient(",".join(one.address for one in servers), token="secret") as client,
+        pytest.raises(RefusedByServerError, match="start all servers of a run with the same ones"),
+    ):
+        client.register("a", parameters=parameters)

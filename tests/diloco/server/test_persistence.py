@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from onstep.diloco.client.connection import RefusedByServerError
 from onstep.diloco.codec import digest
 from onstep.diloco.protocol.messages import Accepted, NotYet, Refused, Settings
 from onstep.diloco.server import DiLoCoServer, served_run
+from onstep.diloco.server import server as server_module
 from onstep.diloco.server.store import Store
 from onstep.errors import CheckpointError, ConfigError, RunExistsError
 from tests.support.diloco.raw_worker import RawWorker
@@ -137,6 +139,44 @@ def test_stop_waits_for_the_round_that_is_being_saved(
     assert server.sync_round == 1
     saved = read_tensors(tmp_path / "checkpoints" / "checkpoint-1" / "model.safetensors")
     assert digest(saved) == digest(server.get_global_params())
+
+
+def test_the_directory_is_locked_until_the_last_byte_of_a_round_is_written_however_long_that_takes(
+    worker: Worker,
+    parameters: dict[str, Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    writing, may_write = threading.Event(), threading.Event()
+    commit = Store.commit
+
+    def slow(self: Store, fragment: int, version: int, *rest: Any) -> None:
+        if version == 1:
+            writing.set()
+            assert may_write.wait(30)
+        commit(self, fragment, version, *rest)
+
+    monkeypatch.setattr(Store, "commit", slow)
+    monkeypatch.setattr(server_module, "STOP_SECONDS", 0.05)
+    options: dict[str, Any] = {"port": 0, "output_dir": tmp_path, "settings": ONE}
+    server = DiLoCoServer(parameters, **options)
+    server.start()
+    one = worker(server)
+    one.join()
+    one.submit(_delta(parameters, 1))
+    assert writing.wait(30)
+    stopping = threading.Thread(target=server.stop)
+    stopping.start()
+    while caplog.text.count("being saved") < 2 and stopping.is_alive():
+        time.sleep(0.01)
+    with pytest.raises(RunExistsError):
+        DiLoCoServer(parameters, **options)
+    may_write.set()
+    stopping.join()
+    again = DiLoCoServer(parameters, **options)
+    again.stop()
+    assert again.sync_round == 1
 
 
 def test_a_full_disk_holds_the_round_back_and_not_the_workers(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from onstep.diloco.simulator.clock import Clock
-from onstep.diloco.simulator.network import Line, Path, packet_loss_limit
+from onstep.diloco.simulator.environment.clock import Clock
+from onstep.diloco.simulator.environment.network import Line, Path, packet_loss_limit
 
 
 class Arrivals:

@@ -14,7 +14,7 @@ from onstep.diloco.protocol.messages import (
     Submit,
 )
 from onstep.diloco.protocol.rounds import Closed
-from onstep.diloco.simulator.clock import Clock
+from onstep.diloco.simulator.environment.clock import Clock
 from onstep.diloco.simulator.server import FINGERPRINT, SimulatedServer
 
 SUBMIT = Submit("a", "s", 0, 0, base_version=0, tokens=1, steps=1)

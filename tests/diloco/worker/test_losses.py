@@ -96,6 +96,21 @@ def test_work_that_was_dropped_stays_in_the_model_and_is_in_the_next_submission(
     assert_close(server.parameters(), values(slow))
 
 
+def test_what_a_codec_lost_of_dropped_work_is_not_sent_as_well() -> None:
+    settings = Settings(
+        num_workers=2, min_workers=1, sync_every=2, codec="int4", max_staleness=0, initial_deadline=0.01, patience=1.0
+    )
+    server = LocalServer(values(small_model()), settings)
+    slow, slow_optimizer, slow_worker = new_worker(server, "slow")
+    fast, fast_optimizer, fast_worker = new_worker(server, "fast")
+    with slow_worker:
+        with fast_worker:
+            train(fast, fast_optimizer, batches(1, 2))
+        train(slow, slow_optimizer, batches(0, 2))
+        assert slow_worker.sync_metrics["diloco/dropped"] == 1
+        assert slow_worker.state_dict()["exchange"]["feedback"]["residuals"] == {}
+
+
 def test_a_worker_whose_id_another_process_took_over_stops() -> None:
     server = LocalServer(values(small_model()), ALONE)
     model, optimizer, worker = new_worker(server)

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from onstep.diloco.client import DiLoCoClient
-from onstep.diloco.protocol.messages import Settings
+from onstep.diloco.protocol.messages import Settings, Submit
 from onstep.diloco.server import DiLoCoServer
+from onstep.diloco.server.served_run import ServedRun
 from tests.diloco.worker.crew import assert_close, sgd, small_model, trained_alone
 from tests.support.forked_processes import Processes
 from tests.support.small_models import Regression
@@ -34,12 +35,18 @@ def tensors(found: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_ranks_are_one_worker_and_count_their_steps_once(kind: str, processes: Processes, tmp_path: Path) -> None:
+def test_two_ranks_are_one_worker_and_count_their_steps_once(
+    kind: str, processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submits: list[Submit] = []
+    submit = ServedRun.submit
+    monkeypatch.setattr(ServedRun, "submit", lambda *given: submits.append(given[1]) or submit(*given))
     with serve(small_model()) as server:
         settings = {"server": server.address, "id": kind, "kind": kind, "steps": 6}
         found = processes.results(JOBS, "train", tmp_path, settings, ranks=2)
         assert server.sync_round == 3
         assert contributions(server) == 3
+    assert [(one.steps, one.tokens) for one in submits] == [(2, 4)] * 3, "the weight is that of both ranks"
     for rank in found:
         assert_close(tensors(rank["parameters"]), trained_alone(6), 1e-10)
         assert rank["step"] == [0, 3]
@@ -84,3 +91,32 @@ def test_the_trainer_with_two_ranks_is_one_worker(processes: Processes, tmp_path
         newest = server.get_global_params()
     assert found[0] == found[1]
     assert all(torch.equal(torch.tensor(found[0][name]), value) for name, value in newest.items())
+
+
+def test_a_worker_resumes_on_more_ranks_than_it_was_saved_with(processes: Processes, tmp_path: Path) -> None:
+    with serve(small_model()) as server:
+        settings = {"server": server.address, "id": "w", "state": str(tmp_path / "state.pt")}
+        processes.results(JOBS, "resume", tmp_path / "1", {**settings, "start": 0, "steps": 3, "saved": True}, ranks=1)
+        more = {**settings, "start": 3, "steps": 7, "saved": False}
+        found = processes.results(JOBS, "resume", tmp_path / "2", more, ranks=2)
+        assert server.sync_round == 4
+        assert contributions(server) == 4
+    for rank in found:
+        assert_close(tensors(rank), trained_alone(7), 1e-10)
+
+
+def test_the_trainer_resumes_a_joiner_on_more_ranks_with_its_learning_rate(
+    processes: Processes, tmp_path: Path
+) -> None:
+    with serve(Regression(), sync_every=3) as server:
+        settings = {"server": server.address, "directory": str(tmp_path / "run")}
+        first = {**settings, "id": "first", "directory": str(tmp_path / "first"), "crash_at": 6}
+        (begun,) = processes.results(JOBS, "joiner", tmp_path / "1", first, ranks=1)
+        (joined,) = processes.results(JOBS, "joiner", tmp_path / "2", {**settings, "id": "w", "crash_at": 4}, ranks=1)
+        found = processes.results(JOBS, "joiner", tmp_path / "3", {**settings, "id": "w", "resume": True}, ranks=2)
+    warmup_and_decay = [0.05 * step for step in range(2)] + [0.1 * (18 - step) / 16 for step in range(2, 18)]
+    assert begun["rates"] == pytest.approx(warmup_and_decay[:6])
+    assert joined["rates"] == pytest.approx(warmup_and_decay[6:10])
+    for rank in found:
+        assert rank["rates"] == pytest.approx(warmup_and_decay[9:])
+    assert found[0] == found[1]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from onstep.checkpoint.format.codec import decode_state, encode_state
+from onstep.diloco.protocol.messages import Submit
 from onstep.diloco.worker import DiLoCoWorker
 from tests.diloco.worker.crew import ALONE, assert_close, batches, new_worker, small_model, train, trained_alone, values
 from tests.diloco.worker.local_server import LocalServer
@@ -63,6 +64,47 @@ def test_a_checkpoint_from_before_a_submission_does_not_count_twice() -> None:
     assert_close(server.parameters(), trained_alone(4))
 
 
+def test_a_checkpoint_from_before_a_submission_to_the_open_round_does_not_count_twice() -> None:
+    server = LocalServer(values(small_model()), replace(ALONE, num_workers=2, min_workers=2))
+    model, optimizer, worker = new_worker(server, timeout=0.1)
+    worker.start()
+    train(model, optimizer, batches(0, 2)[:1])
+    state, weights = saved(worker), values(model)
+    train(model, optimizer, batches(0, 2)[1:])
+    assert worker.sync_metrics["diloco/sync_retries"] == 1
+
+    model, optimizer, worker = new_worker(server, timeout=0.1)
+    model.load_state_dict(weights)
+    worker.load_state_dict(state)
+    with worker:
+        assert_close(values(model), values(small_model()))
+
+
+@pytest.mark.parametrize("num_newer", [0, 1, 2])
+def test_what_a_codec_lost_before_a_checkpoint_is_sent_once(num_newer: int) -> None:
+    """The checkpoint has a submission whose answer was lost; the server counts it, and `num_newer - 1` after it."""
+    server = LocalServer(values(small_model()), replace(ALONE, codec="int4"))
+    model, optimizer, worker = new_worker(server)
+    worker.start()
+    train(model, optimizer, batches(0, 2))
+    server.is_down, server.lose_answers_of = num_newer == 0, {Submit}
+    train(model, optimizer, batches(0, 4)[2:])
+    state, weights = saved(worker), values(model)
+    assert state["exchange"]["pending"] == [0]
+    if num_newer == 2:
+        train(model, optimizer, batches(0, 6)[4:])
+    server.is_down, before = False, state["exchange"]["feedback"]["before"]
+
+    model, optimizer, worker = new_worker(server)
+    model.load_state_dict(weights)
+    worker.load_state_dict(state)
+    with worker:
+        found = worker.state_dict()["exchange"]["feedback"]["residuals"]
+        expected = [before, state["exchange"]["feedback"]["residuals"], {}][num_newer]
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def test_a_joiner_gets_the_parameters_the_step_and_its_share_of_the_data() -> None:
     server = LocalServer(values(small_model()), replace(ALONE, num_workers=1, min_workers=1))
     model, optimizer, worker = new_worker(server, "first")
@@ -74,3 +116,26 @@ def test_a_joiner_gets_the_parameters_the_step_and_its_share_of_the_data() -> No
         assert_close(values(joiner), trained_alone(4))
         assert worker.registered.step == 4
         assert worker.registered.versions == (2,)
+
+
+def test_work_that_is_in_the_open_round_already_is_not_done_again() -> None:
+    server = LocalServer(values(small_model()), replace(ALONE, num_workers=2, min_workers=2))
+    other, other_optimizer, other_worker = new_worker(server, "other")
+    other_worker.start()
+    model, optimizer, worker = new_worker(server, timeout=0.1)
+    worker.start()
+    train(model, optimizer, batches(0, 2)[:1])
+    state, weights = saved(worker), values(model)
+    train(model, optimizer, batches(0, 2)[1:])  # submitted, and the process dies before the round is committed
+    assert server.coordinator.versions == (0,)
+
+    model, optimizer, worker = new_worker(server)
+    model.load_state_dict(weights)
+    worker.load_state_dict(state)
+    worker.start()
+    assert_close(values(model), values(small_model()), 0)  # not the step that the submission has
+    train(other, other_optimizer, batches(1, 2))
+    worker.stop(merge=False)
+    other_worker.stop()
+    assert [(one.worker_id, one.steps) for one in server.submits] == [("w", 2), ("other", 2)]
+    assert server.coordinator.counts["contributions"] == 2

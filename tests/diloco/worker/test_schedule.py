@@ -49,17 +49,17 @@ def test_fragments_are_submitted_in_turn_and_blended_with_what_was_learned_meanw
         train(model, optimizer, batches(0, 8)[3:])
         assert worker.sync_metrics["diloco/num_fragments"] == 2
         assert worker.sync_metrics["diloco/fragment_syncs"] == 4
-    assert [one.fragment for one in server.submits] == [0, 1, 0, 1]
-    assert server.coordinator.versions == (2, 2)
-    assert [one.steps for one in server.submits] == [2, 4, 4, 4]
+    assert [one.fragment for one in server.submits] == [0, 1, 0, 1, 0]
+    assert server.coordinator.versions == (3, 2)
+    assert [one.steps for one in server.submits] == [2, 4, 4, 4, 2]
 
 
 def test_workers_with_fragments_in_flight_get_every_version() -> None:
     settings = Settings(num_workers=3, min_workers=3, sync_every=6, num_fragments=2, codec="int8")
     server = LocalServer(values(small_model(dtype=torch.float32)), settings)
     results = train_crew(lambda: server, 3, steps=24, dtype=torch.float32)
-    assert server.coordinator.versions == (4, 4)
-    assert server.coordinator.counts["contributions"] == 24
+    assert server.coordinator.versions == (5, 4)
+    assert server.coordinator.counts["contributions"] == 27
     assert {metrics["diloco/sync_count"] for _, metrics in results} == {4}
 
 
@@ -80,6 +80,20 @@ def test_slow_workers_take_the_steps_that_the_server_recommends() -> None:
     assert [one.steps for one in server.submits] == [4, 1, 1, 1, 1]
 
 
+def test_a_worker_may_decline_what_the_server_recommends() -> None:
+    server = LocalServer(values(small_model()), replace(ALONE, mode="async", sync_every=4, dylu=True))
+    model, optimizer, worker = new_worker(server, heartbeat_interval=0.005, dylu=False)
+    fingerprint = server.coordinator.fingerprint
+    server.send(Register("fast", "s", fingerprint))
+    server.send(Heartbeat("fast", "s", steps_per_second=1e9))
+    with worker:
+        train(model, optimizer, batches(0, 2))
+        while worker._work.heartbeat.recommended_sync_every is None:  # type: ignore[union-attr]
+            time.sleep(0.005)
+        train(model, optimizer, batches(0, 8)[2:])
+        assert worker.sync_metrics["diloco/sync_every"] == 4
+
+
 def test_submissions_are_weighted_by_the_tokens_that_the_caller_counts() -> None:
     server = LocalServer(values(small_model()), ALONE)
     model = small_model()
@@ -89,6 +103,16 @@ def test_submissions_are_weighted_by_the_tokens_that_the_caller_counts() -> None
     assert [one.tokens for one in server.submits] == [17, 7]
 
 
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int4", "auto"])
+def test_the_metrics_say_what_codec_was_chosen(codec: str) -> None:
+    server = LocalServer(values(small_model()), ALONE)
+    model, optimizer, worker = new_worker(server, codec=codec)
+    with worker:
+        train(model, optimizer, batches(0, 2))
+        expected = {"fp32": 64, "bf16": 16, "int8": 12.0, "int4": 8.25}  # of 32 values in four parameters, in float64
+        assert worker.sync_metrics["diloco/bits_per_value"] == expected[server.submits[0].codec]
+
+
 def test_what_is_left_of_a_cycle_can_be_submitted_by_hand() -> None:
     server = LocalServer(values(small_model()), ALONE)
     model, optimizer, worker = new_worker(server)
@@ -96,8 +120,10 @@ def test_what_is_left_of_a_cycle_can_be_submitted_by_hand() -> None:
         worker.force_sync()
     with worker:
         train(model, optimizer, batches(0, 3))
-        worker.force_sync()
-    assert_close(server.parameters(), trained_alone(3))
+        for _ in range(2):  # the second time there is nothing to submit
+            worker.force_sync()
+        assert_close(server.parameters(), trained_alone(3))
+    assert [one.steps for one in server.submits] == [2, 1]
 
 
 def test_a_heartbeat_that_is_too_rare_for_the_server_is_refused() -> None:

@@ -1,7 +1,7 @@
 """A server and workers as processes that write down what they do, line by line, so that SIGKILL loses none of it.
 
-The model is a vector with one entry for each worker. A step of worker `i` adds 1 to entry `i` and nothing else, so that
-the committed differences tell how many steps of each worker have been counted.
+Each part of the model is a fragment if the run streams, and has a row for each worker. A step of worker `i` adds `STEP`
+to row `i` of every part and nothing else, so that committed differences tell how many steps of whom they have.
 """
 
 from __future__ import annotations
@@ -11,32 +11,45 @@ import json
 import os
 import signal
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from onstep.diloco.codec import digest
+from onstep.diloco.codec import decode_one, digest
 from onstep.diloco.protocol.messages import Settings
 from onstep.diloco.protocol.rounds import Closed
 from onstep.diloco.server import DiLoCoServer
 from onstep.diloco.server.served_run import ServedRun
 from onstep.diloco.server.store import Store
 from onstep.diloco.worker import DiLoCoWorker
-from onstep.diloco.worker.exchange import ServerUnreachableError
+from onstep.diloco.worker.exchange import Exchange, ServerUnreachableError
+from onstep.diloco.worker.fragment import Fragment
 
 TOKEN = "secret"
 STOP = "stop"
-"""A file that ends the processes of its directory."""
+"""A file that ends the processes of its directory; `leave-<pid>` ends one worker."""
+STEP = torch.tensor([1.0, 0.3, 0.07], dtype=torch.float64)
+"""What a codec of 8 bits cannot represent exactly."""
 
 
 class Counters(nn.Module):
-    """The model."""
+    """The model: `parts.<n>.entries`, each a row of three for every worker."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, num_workers: int, num_parts: int) -> None:
         super().__init__()
-        self.entries = nn.Parameter(torch.zeros(size, dtype=torch.float64))
+        self.parts = nn.ModuleList(nn.Module() for _ in range(num_parts))
+        for part in self.parts:
+            part.entries = nn.Parameter(torch.zeros(num_workers, len(STEP), dtype=torch.float64))
+
+    @torch.no_grad()
+    def step(self, index: int) -> None:
+        """A worker's training step."""
+        for parameter in self.parameters():
+            parameter[index] += STEP
 
 
 class Journal:
@@ -44,36 +57,47 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(self._file, b"\n")  # where another process was killed while it wrote
 
     def write(self, **values: object) -> None:
         os.write(self._file, (json.dumps(values) + "\n").encode())
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a journal."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """The lines of a journal, without one that is being written, or during which its writer was killed."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
+
+
+def only(tensors: Mapping[str, Tensor]) -> Any:
+    """The values of the one parameter of a fragment; None if there is none."""
+    return next((tensor.tolist() for tensor in tensors.values()), None)
 
 
 def job_server(settings: dict[str, Any]) -> None:
     """Serve until the directory has the file `stop`; `mark` kills or stops the process at a point of a commit."""
     journal = Journal(Path("server.jsonl"))
     _write_down_rounds(journal, settings.get("mark"), settings.get("signal"))
-    count = settings["num_workers"]
-    run = Settings(
-        num_workers=count,
-        min_workers=settings["min_workers"],
-        sync_every=2,
-        heartbeat_timeout=settings.get("heartbeat_timeout", 2.0),
-        initial_deadline=1.0,
+    run = Settings(heartbeat_timeout=2.0, initial_deadline=1.0, **settings["run"])
+    server = DiLoCoServer(
+        Counters(run.num_workers, run.num_fragments),
+        settings=run,
+        dn_buffer_size=settings["dn_buffer_size"],
+        output_dir=Path("run"),
+        host=settings.get("host", "127.0.0.1"),
+        port=0,
+        token=TOKEN,
     )
-    host = settings.get("host", "127.0.0.1")
-    server = DiLoCoServer(Counters(count), settings=run, output_dir=Path("run"), host=host, port=0, token=TOKEN)
     server.start()
-    journal.write(started=server.sync_round, port=server.port)
+    journal.write(started=server._coordinator.versions, port=server.port)
     while not Path(STOP).exists():
         time.sleep(0.02)
     server.stop()
-    journal.write(ended=server.sync_round, parameters=server.get_global_params()["entries"].tolist())
+    parameters = [tensor.tolist() for _, tensor in sorted(server.get_global_params().items())]
+    journal.write(ended=server._coordinator.versions, parameters=parameters)
 
 
 def _write_down_rounds(journal: Journal, mark: str | None, number: int | None) -> None:
@@ -92,21 +116,29 @@ def _write_down_rounds(journal: Journal, mark: str | None, number: int | None) -
     def logged_take(self: ServedRun, closed: Closed) -> Any:
         contributions = take(self, closed)
         submits = sorted((one.submit for one in closed.contributions), key=lambda one: (one.worker_id, one.sequence))
+        (spec,) = self.fragments[closed.fragment].specs
         parts = [
-            {"worker": submit.worker_id, "sequence": submit.sequence, "weight": one.weight}
-            | {"difference": one.encoded["entries"].tolist()}
+            {"worker": submit.worker_id, "session": submit.session, "sequence": submit.sequence, "weight": one.weight}
+            | {"base": submit.base_version, "tokens": submit.tokens, "steps": submit.steps}
+            | {"difference": decode_one(one.encoded, spec, one.codec).tolist()}
             for submit, one in zip(submits, contributions, strict=True)
         ]
-        journal.write(closing=closed.version, contributions=parts)
+        journal.write(closing=closed.version, fragment=closed.fragment, contributions=parts)
         return contributions
 
     def logged_commit(self: Store, fragment: int, version: int, state: Any, rest: Any) -> None:
+        if version == 0:  # what the run starts with
+            commit(self, fragment, version, state, rest)
+            return
+        masters, parameters = only(state["masters"]), only(state["broadcast"] or state["masters"])
+        tensors = {"masters": masters, "parameters": parameters, "digest": state["digest"]}
+        journal.write(writing=version, fragment=fragment, **tensors)
         reached("closed", version)
         self.__dict__["committing"] = version
         commit(self, fragment, version, state, rest)
         del self.__dict__["committing"]
         reached("persisted", version)
-        journal.write(persisted=version)
+        journal.write(persisted=version, fragment=fragment)
 
     def logged_save(self: Store, rest: Any) -> None:
         if version := self.__dict__.get("committing"):
@@ -125,54 +157,110 @@ def enter(namespace: str) -> None:
 
 
 def job_worker(settings: dict[str, Any]) -> None:
-    """Train until the directory has the file `stop`."""
+    """Train until the directory has the file `stop` or `leave-<pid>`; from the newest checkpoint, if any is made."""
     if "namespace" in settings:
         enter(settings["namespace"])
-    index, name = settings["index"], settings["name"]
+    name, stops = settings["name"], (Path(STOP), Path(f"leave-{os.getpid()}"))
     journal = Journal(Path(f"{name}.jsonl"))
-    model = Counters(settings["num_workers"])
+    _write_down_exchanges(journal)
+    started = None
+    while started is None:
+        if any(path.exists() for path in stops):
+            return
+        started = _start(settings, journal)
+    worker, model = started
+    count = 0
+    while not any(path.exists() for path in stops):
+        count += 1
+        model.step(settings["index"])
+        journal.write(step=1)
+        time.sleep(settings.get("step_seconds", 0.02))
+        begun = time.monotonic()
+        worker.end_step()
+        _note(journal, worker, time.monotonic() - begun)
+        if settings["has_checkpoints"] and count % 3 == 0:
+            _save(worker, model, Path(f"{name}.checkpoint"), journal, f"{os.getpid()}-{count}")
+    worker.settle()
+    _note(journal, worker, 0.0)
+    journal.write(entries=[parameter.tolist() for parameter in model.parameters()])
+    worker.stop(merge=False)
+    journal.write(left=True)
+
+
+def _start(settings: dict[str, Any], journal: Journal) -> tuple[DiLoCoWorker, Counters] | None:
+    """A worker that has joined, as a program makes it when it is started; None if the server does not answer."""
+    model = Counters(settings["num_workers"], settings["num_fragments"])
     worker = DiLoCoWorker(
         model,
         None,
         settings["address"],
-        worker_id=name,
+        worker_id=settings["name"],
         timeout=settings["bound"],
         heartbeat_interval=0.2,
         max_sync_retries=1,
         auth_token=TOKEN,
     )
-    while not _started(worker):
-        if Path(STOP).exists():
-            return
-    journal.write(incarnation=os.getpid())
-    while not Path(STOP).exists():
-        with torch.no_grad():
-            model.entries[index] += 1.0
-        journal.write(step=1)
-        time.sleep(settings.get("step_seconds", 0.02))
-        started = time.monotonic()
-        worker.end_step()
-        _note(journal, worker, time.monotonic() - started)
-    worker.settle()
-    _note(journal, worker, 0.0)
-    exchange = worker._work.exchange  # type: ignore[union-attr]
-    (fragment,) = exchange.fragments  # type: ignore[union-attr]
-    pending = exchange.session.pending(0)  # type: ignore[union-attr]
-    progress = (model.entries.detach() - fragment.base["entries"])[index].item()
-    journal.write(progress=progress, pending=None if pending is None else pending.sequence)
-    worker.stop(merge=False)
-    journal.write(left=True)
-
-
-def _started(worker: DiLoCoWorker) -> bool:
+    saved, number = Path(f"{settings['name']}.checkpoint"), None
+    if saved.exists():
+        state = torch.load(saved)
+        number = state["number"]
+        model.load_state_dict(state["model"])
+        worker.load_state_dict(state["worker"])
+    journal.write(incarnation=os.getpid(), restored=number)
     try:
         worker.start()
     except ServerUnreachableError:
-        return False
-    return True
+        return None
+    return worker, model
+
+
+def _save(worker: DiLoCoWorker, model: Counters, path: Path, journal: Journal, number: str) -> None:
+    state = worker.state_dict()
+    new = path.with_suffix(".new")
+    torch.save({"number": number, "model": model.state_dict(), "worker": state}, new)
+    journal.write(saving=number, pending=state["exchange"]["pending"])
+    new.replace(path)
 
 
 def _note(journal: Journal, worker: DiLoCoWorker, waited: float) -> None:
-    (fragment,) = worker._work.exchange.fragments  # type: ignore[union-attr]
-    metrics = worker.sync_metrics
-    journal.write(version=fragment.version, digest=digest(fragment.base), waited=waited, metrics=metrics)
+    fragments = worker._work.exchange.fragments  # type: ignore[union-attr]
+    versions, digests = [one.version for one in fragments], [digest(one.base) for one in fragments]
+    journal.write(versions=versions, digests=digests, waited=waited)
+
+
+def _write_down_exchanges(journal: Journal) -> None:
+    """Have the worker tell what it submits before it does, what it merges, and what it starts from."""
+    submit, settle, merge, opened = Exchange.submit, Exchange.settle, Exchange.merge, Exchange.open
+
+    def residual(self: Exchange, fragment: Fragment) -> Any:
+        return only({name: one for name, one in self.feedback.residuals.items() if name in fragment.names})
+
+    def logged_submit(self: Exchange, fragment: Fragment, local: dict[str, Tensor], **amount: Any) -> None:
+        self.__dict__["begun"] = {"local": only(local), "residual_before": residual(self, fragment)}
+        submit(self, fragment, local, **amount)
+
+    def logged_settle(self: Exchange, fragment: Fragment) -> None:
+        begun = self.__dict__.pop("begun", None)
+        if begun is not None:  # it is encoded, and not sent yet
+            one = self.session.pending(fragment.index)
+            assert one is not None
+            begun |= {"session": one.session, "sequence": one.sequence, "base": one.base_version}
+            begun |= {"tokens": one.tokens, "steps": one.steps, "residual": residual(self, fragment)}
+            journal.write(submitted=fragment.index, **begun)
+        settle(self, fragment)
+
+    def logged_merge(self: Exchange, fragment: Fragment, now: Any, local_share: float | None) -> Any:
+        landed, is_late = self._landed[fragment.index], fragment.is_late
+        result = merge(self, fragment, now, local_share)
+        values = {"now": only(now), "base": only(landed.base), "result": only(result)}
+        is_counted = landed.is_counted
+        journal.write(merged=fragment.index, at=landed.version, is_counted=is_counted, is_late=is_late, **values)
+        return result
+
+    def logged_open(self: Exchange, fragment: Fragment, state: Any) -> bool:
+        is_kept = opened(self, fragment, state)
+        journal.write(opened=fragment.index, at=fragment.version, base=only(fragment.base), is_kept=is_kept)
+        return is_kept
+
+    Exchange.submit, Exchange.settle = logged_submit, logged_settle  # type: ignore[method-assign,assignment]
+    Exchange.merge, Exchange.open = logged_merge, logged_open  # type: ignore[method-assign]

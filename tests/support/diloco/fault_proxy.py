@@ -32,6 +32,8 @@ class Proxy:
         self.upstream = upstream
         self.counts: Counter[str] = Counter()
         self.is_cut = False
+        self.loses_answers = False
+        """Whether requests reach the server and their answers do not come back."""
         self.repeats_all = False
         """Whether every request is forwarded twice."""
         self._trigger: tuple[str, int, Phase, Callable[[Proxy, Forwarded], str | None]] | None = None
@@ -117,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
             if proxy.repeats_all and kind != "Await":
                 forwarded.send_later(0.0)
             status, headers, content = forwarded.send()
-            if proxy.reached(kind, "after", forwarded) == "lose" or proxy.is_cut:
+            if proxy.reached(kind, "after", forwarded) == "lose" or proxy.is_cut or proxy.loses_answers:
                 return
             self._answer(status, headers, content)
 

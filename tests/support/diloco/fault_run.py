@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import signal
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from onstep.diloco.outer import nesterov_sgd
+from tests.support.diloco.fault_checks import Check
 from tests.support.diloco.fault_jobs import STOP, read
+from tests.support.diloco.fault_modes import SYNC, Mode
 from tests.support.diloco.fault_proxy import Proxy
 from tests.support.forked_processes import Child, Processes, output_of
 
 JOBS = "tests.support.diloco.fault_jobs"
 BOUND = 4.0
 """Seconds that a worker waits for a result."""
+QUIET = 3.0
+"""Seconds without a commit: longer than a round with a quorum waits for those that are missing."""
 PATIENCE = 30.0
 """Seconds in which anything must have happened, on a machine that does much else."""
 
@@ -27,16 +28,16 @@ PATIENCE = 30.0
 class FaultRun:
     """A server and its workers, each behind a proxy of its own."""
 
-    def __init__(self, processes: Processes, directory: Path, num_workers: int = 3, min_workers: int = 2) -> None:
-        self._processes, self.directory = processes, directory
-        self.num_workers, self.min_workers = num_workers, min_workers
+    def __init__(self, processes: Processes, directory: Path, mode: Mode = SYNC, *, bound: float = BOUND) -> None:
+        self._processes, self.directory, self.mode, self.bound = processes, directory, mode, bound
+        self.num_workers, self.min_workers = 3, 2
         directory.mkdir(parents=True)
-        self.proxies = [Proxy(lambda: ("127.0.0.1", self.port)) for _ in range(num_workers)]
+        self.proxies = [Proxy(lambda: ("127.0.0.1", self.port)) for _ in range(self.num_workers)]
         self.workers: dict[int, Child] = {}
         self.server: Child
         self.port = 9
-        self.killed: set[int] = set()
-        """Workers of which a process was killed: what they trained since their last submission is lost."""
+        self.lossy: set[int] = set()
+        """Workers of which a process was killed or left."""
         self.stopped_seconds = 0.0
         self._starts = 0
 
@@ -47,7 +48,8 @@ class FaultRun:
             self.start_worker(index)
 
     def start_server(self, **more: object) -> None:
-        settings = {"num_workers": self.num_workers, "min_workers": self.min_workers, **more}
+        run = self.mode.settings(self.num_workers, self.min_workers)
+        settings = {"run": run, "dn_buffer_size": self.mode.dn_buffer_size, **more}
         (self.server,) = self._processes.start(JOBS, "server", self.directory, settings)
         self._starts += 1
         started = self.until(lambda: [one for one in self.lines("server") if "started" in one][self._starts - 1 :])
@@ -58,7 +60,9 @@ class FaultRun:
             "index": index,
             "name": f"w{index}",
             "num_workers": self.num_workers,
-            "bound": BOUND,
+            "num_fragments": self.mode.num_fragments,
+            "has_checkpoints": self.mode.has_checkpoints,
+            "bound": self.bound,
             **self.place_of(index),
         }
         (self.workers[index],) = self._processes.start(JOBS, "worker", self.directory, settings)
@@ -79,7 +83,12 @@ class FaultRun:
     def kill_worker(self, index: int) -> None:
         self.workers[index].send_signal(signal.SIGKILL)
         self.workers[index].wait()
-        self.killed.add(index)
+        self.lossy.add(index)
+
+    def leave(self, index: int) -> None:
+        """Ask a worker to leave the run; it is gone when its process has ended."""
+        self.lossy.add(index)
+        (self.directory / f"leave-{self.workers[index].pid}").touch()
 
     def pause(self, child: Child, seconds: float) -> None:
         """Stop a process for a while."""
@@ -94,8 +103,10 @@ class FaultRun:
         return read(path)
 
     def versions(self) -> list[int]:
-        """Newest version of each worker."""
-        found = [[one["version"] for one in self.lines(f"w{index}") if "version" in one] for index in self.workers]
+        """Newest version of each worker; of its oldest fragment."""
+        found = [
+            [min(one["versions"]) for one in self.lines(f"w{index}") if "versions" in one] for index in self.workers
+        ]
         return [versions[-1] if versions else -1 for versions in found]
 
     def until(self, what: Callable[[], Any]) -> Any:
@@ -119,7 +130,8 @@ class FaultRun:
         assert self.server.wait(PATIENCE) == 0, output_of(self.directory)
 
     def close(self) -> None:
-        """Leave nothing behind, whatever happened."""
+        """Leave nothing behind, whatever happened; what starts only now ends by itself."""
+        (self.directory / STOP).touch()
         for child in (*self.workers.values(), self.server):
             with suppress(ProcessLookupError):
                 if child.is_alive:
@@ -138,85 +150,17 @@ class FaultRun:
         """The number of commits, once what was under way has ended."""
         while True:
             before = self.num_committed()
-            time.sleep(0.5)
+            time.sleep(QUIET)
             if self.num_committed() == before:
                 return before
 
-    def committed(self) -> list[dict[str, Any]]:
-        """The rounds that were committed, in order: of each version, the one that reached the disk."""
-        rounds: dict[int, dict[str, Any]] = {}
-        open_round: dict[str, Any] | None = None
-        for line in self.lines("server"):
-            if "closing" in line:
-                open_round = line
-            elif open_round is not None and ("persisted" in line or line.get("started", -1) >= open_round["closing"]):
-                assert open_round["closing"] not in rounds, "a version was committed twice"
-                rounds[open_round["closing"]] = open_round
-                open_round = None
-            elif "started" in line:
-                open_round = None  # killed before it reached the disk
-        return [rounds[version] for version in sorted(rounds)]
-
     def check(self) -> Counter[str]:
-        """Check what must hold after any fault; returns the counts.
-
-        - Of each version, all workers have the same parameters.
-        - No submission is in two versions, and no version is below the quorum.
-        - The parameters are what torch's SGD makes of the weighted averages.
-        - The steps of a worker that are counted, and those that it still has, are all that it took; none twice. (Of a
-          worker that was killed, some are lost.)
-        - Nobody waited past the bound.
-        """
-        rounds = self.committed()
-        assert [one["closing"] for one in rounds] == list(range(1, len(rounds) + 1))
-        parts = [part for one in rounds for part in one["contributions"]]
-        identities = [(part["worker"], part["sequence"]) for part in parts]
-        assert len(set(identities)) == len(identities), "counted twice"
-        for one in rounds:
-            assert len({part["worker"] for part in one["contributions"]}) >= self.min_workers
-        counts = Counter(rounds=len(rounds), contributions=len(parts))
-        counts += self._check_digests()
-        self._check_parameters(rounds)
-        for index in self.workers:
-            counts += self._check_steps(index, parts)
-        return counts
-
-    def _check_digests(self) -> Counter[str]:
-        digests: dict[int, set[str]] = defaultdict(set)
-        longest, seen = 0.0, 0
-        for index in self.workers:
-            for line in self.lines(f"w{index}"):
-                if "version" in line:
-                    digests[line["version"]].add(line["digest"])
-                    longest = max(longest, line["waited"])
-                    seen += 1
-        assert all(len(some) == 1 for some in digests.values()), "workers differ"
-        assert longest <= BOUND + self.stopped_seconds + 5.0, f"waited {longest:.1f} s"
-        return Counter(compared_digests=seen)
-
-    def _check_parameters(self, rounds: list[dict[str, Any]]) -> None:
-        (ended,) = [line for line in self.lines("server") if "ended" in line][-1:]
-        entries = torch.zeros(self.num_workers, dtype=torch.float64, requires_grad=True)
-        optimizer = nesterov_sgd([entries])
-        for one in rounds[: ended["ended"]]:  # a round that was written while the server ended is for its next start
-            weights = torch.tensor([part["weight"] for part in one["contributions"]], dtype=torch.float64)
-            differences = torch.tensor([part["difference"] for part in one["contributions"]], dtype=torch.float64)
-            entries.grad = (weights / weights.sum()) @ differences
-            optimizer.step()
-        torch.testing.assert_close(torch.tensor(ended["parameters"], dtype=torch.float64), entries.detach())
-
-    def _check_steps(self, index: int, parts: list[dict[str, Any]]) -> Counter[str]:
-        lines = self.lines(f"w{index}")
-        trained = self.trained(index)
-        mine = {part["sequence"]: -part["difference"][index] for part in parts if part["worker"] == f"w{index}"}
-        counted = sum(mine.values())
-        (end,) = [line for line in lines if "progress" in line][-1:]
-        left = end["progress"] - mine.get(end["pending"], 0.0)
-        known = counted + left
-        assert known <= trained + 1e-6, f"w{index}: {counted} steps counted, {left} left, of {trained}"
-        if index not in self.killed:
-            assert abs(known - trained) < 1e-6, f"w{index}: {counted} steps counted, {left} left, of {trained}"
-        return Counter(steps=trained, steps_counted=round(counted))
+        """Check what must hold after any fault, see `Check`, and that nobody waited past the bound; the counts."""
+        workers = {index: self.lines(f"w{index}") for index in self.workers}
+        waited = max(line["waited"] for lines in workers.values() for line in lines if "waited" in line)
+        assert waited <= self.bound + self.stopped_seconds + 5.0, f"waited {waited:.1f} s"
+        lossy = frozenset(self.lossy)
+        return Check(self.mode, self.num_workers, self.min_workers, self.lines("server"), workers, lossy).run()
 
 
 def minority_is_left(run: FaultRun, **server: object) -> Counter[str]:

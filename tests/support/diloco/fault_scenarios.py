@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from tests.support.diloco.fault_modes import Mode
 from tests.support.diloco.fault_proxy import Forwarded, Phase, Proxy
 from tests.support.diloco.fault_run import FaultRun
 from tests.support.forked_processes import Processes
 
-Kind = Literal["Register", "Submit", "Await", "Heartbeat"]
+Kind = Literal["Register", "Submit", "Await", "Heartbeat", "Deregister"]
 Act = Literal[
     "kill worker", "stop worker", "kill server", "stop server", "lose answer", "repeat", "repeat later", "cut off"
 ]
-PAUSE = 1.0
+PAUSE = 0.6
 """Seconds for which something is stopped, cut off or dead."""
 
 
@@ -37,20 +38,33 @@ class Scenario:
 
 
 ALL = [Scenario(*one) for one in itertools.product(get_args(Kind), get_args(Phase), get_args(Act))]
+OF_ROUNDS = [
+    one
+    for one in ALL
+    if one.kind in ("Submit", "Await") and one.act in ("kill worker", "kill server", "lose answer", "repeat later")
+]
 SHORT = [
-    Scenario("Submit", "after", "kill server"),
-    Scenario("Await", "before", "kill worker"),
-    Scenario("Submit", "after", "lose answer"),
-    Scenario("Submit", "before", "repeat later"),
-    Scenario("Register", "after", "lose answer"),
-    Scenario("Await", "after", "stop server"),
+    ("sync", Scenario("Submit", "after", "kill server")),
+    ("sync", Scenario("Await", "before", "kill worker")),
+    ("sync", Scenario("Submit", "after", "lose answer")),
+    ("sync", Scenario("Submit", "before", "repeat later")),
+    ("sync", Scenario("Register", "after", "lose answer")),
+    ("sync", Scenario("Await", "after", "stop server")),
+    ("sync", Scenario("Deregister", "after", "repeat later")),
+    ("sync with checkpoints", Scenario("Await", "before", "kill worker")),
+    ("int8", Scenario("Submit", "after", "kill server")),
+    ("int8 with checkpoints", Scenario("Submit", "after", "kill worker")),
+    ("streaming", Scenario("Submit", "after", "kill server")),
+    ("streaming int8 with checkpoints", Scenario("Submit", "after", "kill worker")),
+    ("async", Scenario("Submit", "after", "lose answer")),
+    ("async int8 with checkpoints", Scenario("Await", "before", "kill worker")),
 ]
 """One of each sort, for every run of the tests."""
 
 
-def run_scenario(scenario: Scenario, processes: Processes, directory: Path) -> Counter[str]:
+def run_scenario(scenario: Scenario, mode: Mode, processes: Processes, directory: Path) -> Counter[str]:
     """Let it happen, wait until all workers are well again, and check the run; the counts."""
-    run = FaultRun(processes, directory)
+    run = FaultRun(processes, directory, mode)
     done = threading.Event()
     errors: list[BaseException] = []
 
@@ -63,9 +77,11 @@ def run_scenario(scenario: Scenario, processes: Processes, directory: Path) -> C
             return "lose"
 
     try:
-        number = 1 if scenario.kind == "Register" else 3
+        number = 1 if scenario.kind in ("Register", "Deregister") else 3
         run.proxies[0].at(scenario.kind, number, scenario.phase, act)
         run.start()
+        if scenario.kind == "Deregister":
+            _let_leave(run, done)
         run.until(done.is_set)
         assert not errors, errors
         run.advance(3)
@@ -76,9 +92,20 @@ def run_scenario(scenario: Scenario, processes: Processes, directory: Path) -> C
         run.close()
 
 
-def run_storm(seed: int, num_faults: int, processes: Processes, directory: Path) -> Counter[str]:
+def _let_leave(run: FaultRun, done: threading.Event) -> None:
+    """Have worker 0 leave and come back, unless the fault has it start again."""
+    run.advance(1)
+    leaving = run.workers[0]
+    run.leave(0)
+    run.until(done.is_set)
+    if run.workers[0] is leaving:
+        assert leaving.wait() == 0
+        run.start_worker(0)
+
+
+def run_storm(seed: int, num_faults: int, mode: Mode, processes: Processes, directory: Path) -> Counter[str]:
     """Kill, stop and cut off processes at random instants, repeat every request, and check the run; the counts."""
-    run, chance = FaultRun(processes, directory), random.Random(seed)
+    run, chance = FaultRun(processes, directory, mode), random.Random(seed)
     counts: Counter[str] = Counter()
     try:
         for proxy in run.proxies:
@@ -97,10 +124,47 @@ def run_storm(seed: int, num_faults: int, processes: Processes, directory: Path)
         run.close()
 
 
+Loss = Literal["its answers are lost", "it is cut off", "all are cut off"]
+"""Because of which a submission of worker 0 is pending."""
+
+
+def restored_while_pending(loss: Loss, mode: Mode, processes: Processes, directory: Path) -> Counter[str]:
+    """Worker 0 makes a checkpoint while the fate of a submission is not known, is killed, and continues from there."""
+    run = FaultRun(processes, directory, mode, bound=1.0)
+    try:
+        run.start()
+        run.advance(2)
+        _lose(run, loss, True)
+        before = len(run.lines("w0"))
+        run.until(lambda: any(line.get("pending") for line in run.lines("w0")[before:]))
+        run.kill_worker(0)
+        _lose(run, loss, False)
+        run.start_worker(0)
+        run.advance(3)
+        run.end()
+        return run.check() + Counter(faults=1)
+    finally:
+        run.close()
+
+
+def _lose(run: FaultRun, loss: Loss, is_lost: bool) -> None:
+    if loss == "its answers are lost":
+        run.proxies[0].loses_answers = is_lost
+    else:
+        run.cut((0,) if loss == "it is cut off" else range(run.num_workers), is_lost)
+
+
 def _killed_worker(run: FaultRun, chance: random.Random) -> None:
     index = chance.randrange(run.num_workers)
     run.kill_worker(index)
     time.sleep(chance.uniform(0.0, 0.5))
+    run.start_worker(index)
+
+
+def _left(run: FaultRun, chance: random.Random) -> None:
+    index = chance.randrange(run.num_workers)
+    run.leave(index)
+    assert run.workers[index].wait() == 0
     run.start_worker(index)
 
 
@@ -128,6 +192,7 @@ def _cut_off_some(run: FaultRun, chance: random.Random) -> None:
 
 STORM: dict[str, Callable[[FaultRun, random.Random], None]] = {
     "kill worker": _killed_worker,
+    "leave": _left,
     "kill server": _killed_server,
     "stop worker": _stopped_worker,
     "stop server": _stopped_server,

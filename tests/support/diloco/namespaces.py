@@ -44,7 +44,7 @@ def main(directory: Path) -> None:
     _ip("link set lo up")
     for index in range(3):
         _lay_cable(index)
-    processes = Processes(JOBS, "onstep.diloco.server.app", "uvicorn", "httpx")
+    processes = Processes(JOBS, "onstep.diloco.server.serving.app", "uvicorn", "httpx")
     run = NamespaceRun(processes, directory)
     try:
         print(json.dumps(minority_is_left(run, host="0.0.0.0")))

@@ -68,6 +68,11 @@ class SteppedRun:
             done += self.commit()
         return done
 
+    def arrived(self) -> list[str]:
+        """Whose submissions are in the open round."""
+        (rounds,) = self.coordinator.status(self.now)["rounds"]  # type: ignore[misc]
+        return list(rounds["arrived"])
+
 
 def weights(closed: Closed) -> dict[str, float]:
     """Of each contributor."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from onstep import CallbackManager, Trainer, pretrain
+from onstep import CallbackManager, Trainer, TrainerCallback, pretrain
 from onstep.callbacks import DiLoCoCallback
 from onstep.diloco.worker import DiLoCoWorker
 from onstep.diloco.worker.ranks import MainRankError
@@ -63,6 +64,36 @@ def _train(settings: dict[str, Any]) -> dict[str, Any]:
     return {"parameters": {name: one.tolist() for name, one in parameters.items()}, "step": step}
 
 
+def job_resume(settings: dict[str, Any]) -> dict[str, Any]:
+    """Trains from `state`, if there is one, of which only rank 0 has the worker's; writes it if it is to be `saved`."""
+    path, data = Path(settings["state"]), batches(0, settings["steps"])[settings["start"] :]
+    if SIZE > 1:
+        dist.init_process_group("gloo")
+    model = small_model(seed=5)
+    found = torch.load(path) if path.exists() else None
+    if found is not None:
+        model.load_state_dict(found["model"])
+    wrapped = _wrapped("ddp" if SIZE > 1 else "plain", model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    worker = _worker(wrapped, optimizer, settings)
+    if found is not None and RANK == 0:
+        worker.load_state_dict(found["worker"])
+    worker.start()
+    for inputs, targets in data:
+        optimizer.zero_grad()
+        mine = slice(RANK * 4 // SIZE, (RANK + 1) * 4 // SIZE)
+        nn.functional.mse_loss(wrapped(inputs[mine]), targets[mine]).backward()
+        optimizer.step()
+    if settings["saved"]:
+        torch.save({"model": model.state_dict(), "worker": worker.state_dict()}, path)
+    worker.stop(merge=not settings["saved"])
+    del wrapped, optimizer, worker
+    gc.collect()  # a data-parallel wrapper must be gone before its group is
+    if SIZE > 1:
+        dist.destroy_process_group()
+    return {name: one.tolist() for name, one in model.named_parameters()}
+
+
 def job_chunks(settings: dict[str, Any]) -> dict[str, Any]:
     """Trains a model in two chunks whose parameters have the same names."""
     chunks = [nn.Linear(3, 5).double(), nn.Linear(5, 2).double()]
@@ -100,6 +131,38 @@ def job_trainer(settings: dict[str, Any]) -> dict[str, Any]:
     )
     trainer.train()
     return {name: one.tolist() for name, one in trainer.model.named_parameters()}
+
+
+class Rates(TrainerCallback):
+    """Learning rates before each step, until it crashes."""
+
+    def __init__(self, crash_at: int | None) -> None:
+        self.rates: list[float] = []
+        self._crash_at = crash_at
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any, **kwargs: Any) -> None:
+        self.rates.append(float(optimizer.param_groups[0]["lr"]))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._crash_at:
+            raise ArithmeticError("an error of the test")
+
+
+def job_joiner(settings: dict[str, Any]) -> dict[str, Any]:
+    """Trains with the callback until it crashes, or to the end; returns learning rates and the trained samples."""
+    os.environ["DILOCO_TOKEN"] = "secret"
+    rates = Rates(settings.get("crash_at"))
+    options = {"max_steps": 18, "warmup_steps": 2, "lr_scheduler_type": "linear", "learning_rate": 0.1}
+    args = arguments(
+        Path(settings["directory"]), per_device_train_batch_size=4 // SIZE, save_steps=3, logging_steps=1, **options
+    )
+    callback = DiLoCoCallback(settings["server"], worker_id=settings["id"])
+    trainer = Trainer(
+        Regression(), args, train_dataset=regression_rows(16), callbacks=[callback, rates], default_callbacks=False
+    )
+    with suppress(ArithmeticError):
+        trainer.train(resume_from_checkpoint=settings.get("resume"))
+    return {"rates": rates.rates, "parameters": {name: one.tolist() for name, one in trainer.model.named_parameters()}}
 
 
 def job_pretrain(settings: dict[str, Any]) -> dict[str, Any]:

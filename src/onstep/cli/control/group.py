@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-from typer.core import TyperGroup
 
 from onstep.cli.application import application
 from onstep.cli.control.listing import cleanup, list_
@@ -13,20 +10,11 @@ from onstep.cli.control.opening import open_
 from onstep.cli.control.sending import abort, generate, plain, profile, rollback, send, skip, stacks
 from onstep.cli.control.setting import set_
 from onstep.cli.control.status import status
-from onstep.cli.control.target import refuse_tokens
+from onstep.cli.control.target import TOKEN_VARIABLE, group_without_tokens
 from onstep.cli.control.watch import watch
 
-
-class _Group(TyperGroup):
-    """Refuses a token among the arguments of any command."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        refuse_tokens(args)
-        return super().parse_args(ctx, args)
-
-
 app = application(
-    cls=_Group,
+    cls=group_without_tokens(TOKEN_VARIABLE),
     no_args_is_help=True,
     help="Watch and steer running jobs.\n\nA job can be steered if it was started with `onstep train --control` or "
     "has a TrainerControlCallback. JOB is its id, the beginning of one, or the name of its run; it may be omitted if "

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from typer.core import TyperGroup
+
 from onstep.bounded_reading import read_bytes
 from onstep.config.suggestions import listed, nearest
 from onstep.control import HTTPTrainerControlClient
@@ -74,7 +76,18 @@ def read_token_of(file: Path | None) -> str | None:
     return token or None
 
 
-def refuse_tokens(words: Sequence[str]) -> None:
+def group_without_tokens(variable: str) -> type[TyperGroup]:
+    """A group of commands that refuses a token among the arguments of any, and names the variable that can have it."""
+
+    class Group(TyperGroup):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            refuse_tokens(args, variable)
+            return super().parse_args(ctx, args)
+
+    return Group
+
+
+def refuse_tokens(words: Sequence[str], variable: str) -> None:
     """Refuse a token among the arguments, where every user of the machine could read it in the list of processes.
 
     Raises:
@@ -83,7 +96,7 @@ def refuse_tokens(words: Sequence[str]) -> None:
     if any(word == "--token" or word.startswith("--token=") for word in words):
         raise ConfigError(
             "--token is not accepted: other users see the arguments of a process; write the token to a file that only "
-            f"you can read and use --token-file FILE, or set {TOKEN_VARIABLE}."
+            f"you can read and use --token-file FILE, or set {variable}."
         )
 
 

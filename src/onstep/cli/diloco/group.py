@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from typer.core import TyperGroup
-
 from onstep.cli.application import application
-from onstep.cli.control.target import refuse_tokens
+from onstep.cli.control.target import group_without_tokens
 from onstep.cli.diloco.control import control
 from onstep.cli.diloco.server import server
 from onstep.cli.diloco.simulate import simulate
 from onstep.cli.diloco.status import status
 from onstep.cli.diloco.worker import SETTINGS, worker
 
-
-class _Group(TyperGroup):
-    """Refuses a token among the arguments of any command."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        refuse_tokens(args)
-        return super().parse_args(ctx, args)
-
-
 app = application(
-    cls=_Group,
+    cls=group_without_tokens("DILOCO_TOKEN"),
     no_args_is_help=True,
     help="Train one model at several sites over ordinary networks (DiLoCo).\n\nStart one server, then a worker at each "
     "site; see the guide `Training across sites`.",

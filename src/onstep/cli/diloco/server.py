@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from onstep.diloco.server.server import DiLoCoServer
-    from onstep.diloco.server.serving import TlsFiles
+    from onstep.diloco.server.serving.thread import TlsFiles
 
 
 def server(
@@ -75,6 +76,9 @@ def server(
     outer_momentum: Annotated[float, typer.Option(help="Its Nesterov momentum; 0: plain SGD.")] = 0.9,
     save_every: Annotated[int, typer.Option(help="Rounds between two checkpoints for other programs; 0: none.")] = 10,
     save_total_limit: Annotated[int, typer.Option(help="How many of those are kept.")] = 3,
+    change_settings: Annotated[
+        bool, typer.Option("--change-settings", help="Continue the saved run with all options as given here.")
+    ] = False,
     share: Annotated[
         str, typer.Option(metavar="I/N", help="Be server I, from 0, of N that share the parameters.")
     ] = "0/1",
@@ -95,7 +99,8 @@ def server(
     """Serve a run: hold its parameters, and average what workers learn.
 
     Workers join with `onstep diloco worker --server HOST:PORT train ...`. Every round is saved in --output-dir before
-    any worker sees it; after a crash, the same command continues. Ctrl-C ends it.
+    any worker sees it; after a crash, the same command continues, with what `onstep diloco control` has changed. Ctrl-C
+    ends it.
     """
     logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, format="%(message)s")
     for name in ("httpx", "uvicorn"):
@@ -133,6 +138,7 @@ def server(
         save_every_n_rounds=save_every,
         save_total_limit=save_total_limit,
         share=_share(share),
+        change_settings=change_settings,
         exclude=exclude or [],
         token="" if no_auth else None if token_file is None else read_token(token_file),
         renews_token=regen_token,
@@ -191,22 +197,39 @@ def _share(text: str) -> tuple[int, int]:
 
 
 def _tls(certificate: Path | None, key: Path | None) -> TlsFiles | None:
-    from onstep.diloco.server.serving import TlsFiles
+    from onstep.diloco.server.serving.thread import TlsFiles
 
     if (certificate is None) != (key is None):
         raise ConfigError("--tls-cert and --tls-key belong together; give both.")
     return None if certificate is None or key is None else TlsFiles(certificate, key)
 
 
+def _outside(made: DiLoCoServer) -> list[str]:
+    """Addresses for other machines, if all are bound: the name of this machine, and what it has in a network."""
+    from onstep.diloco.wire.tokens import own_address_towards
+
+    somewhere = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}.get(made.host)  # reserved for documentation
+    if somewhere is None:
+        return []
+    found = (socket.gethostname(), own_address_towards(somewhere))
+    return [made.address_at(one) for one in found if one]
+
+
 def _announce(made: DiLoCoServer, no_auth: bool, token_file: Path | None) -> None:
     from onstep.diloco.wire.tokens import token_path
 
-    settings = made.settings
+    settings, (index, shares) = made.settings, made.share
+    part = f", share {index} of {shares}" if shares > 1 else ""
     print(
-        f"DiLoCo server of {settings.num_workers} workers (quorum {settings.min_workers}) at {made.address}; a round "
-        f"every {settings.sync_every} steps, {settings.codec}. Ctrl-C ends it."
+        f"DiLoCo server of {settings.num_workers} workers (quorum {settings.min_workers}){part} at {made.address}; "
+        f"a round every {settings.sync_every} steps, {settings.codec}. Ctrl-C ends it."
     )
-    print(f"Join it: onstep diloco worker --server {made.address} train ...")
+    servers = ",".join(made.address if number == index else f"SERVER{number}" for number in range(shares))
+    print(f"Join it: onstep diloco worker --server {servers} train ...")
+    if others := _outside(made):
+        print(f"On other machines: {' or '.join(f'--server {one}' for one in others)}")
+    if made.address.startswith("https:"):
+        print("Use a name that the PEM file is for; trust an authority of your own with SSL_CERT_FILE or --ca-file.")
     if no_auth:
         print("warning: --no-auth: everyone who reaches the port can change the model.", file=sys.stderr)
     else:

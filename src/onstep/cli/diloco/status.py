@@ -35,11 +35,18 @@ def status(
 
 
 def lines(found: Found) -> list[str]:
-    """The status as text."""
+    """The status as text, of all servers that share the parameters."""
+    return [line for one in (found, *_list(found, "shares")) for line in _of_one(one)]
+
+
+def _of_one(found: Found) -> list[str]:
+    number = found.get("num_shares")
+    share = "" if number == 1 else f"share {found.get('share')} of {number}, "
+    up = timedelta(seconds=round(float(found.get("uptime_seconds", 0))))
     rates = f"outer lr {found.get('outer_lr')}, momentum {found.get('outer_momentum')}"
     shown = [
-        f"run {found.get('run_id')}: {found.get('status')}, {found.get('mode')}, round {found.get('sync_round')}, "
-        f"step {found.get('step')}, up {timedelta(seconds=round(float(found.get('uptime_seconds', 0))))}",
+        f"{share}run {found.get('run_id')}: {found.get('status')}, {found.get('mode')}, "
+        f"round {found.get('sync_round')}, step {found.get('step')}, up {up}",
         f"  {found.get('num_registered')} of {found.get('num_workers')} workers (quorum {found.get('min_workers')}), "
         f"every {found.get('sync_every')} steps, {found.get('codec')}, {rates}",
     ]
@@ -67,7 +74,7 @@ def _round(one: Found) -> str:
 
 def _worker(item: tuple[str, Any]) -> tuple[str, ...]:
     name, one = item
-    speed, silent = one.get("steps_per_second"), one.get("silent_seconds", one.get("silent_for"))
+    speed, silent = one.get("steps_per_second"), one.get("silent_seconds")
     return (
         str(name),
         str(one.get("hostname", "")),

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from onstep.cli.diloco.options import DEFAULT_SERVER, Server
+from onstep.cli.diloco.options import DEFAULT_SERVER, CaFile, Server
 from onstep.errors import ConfigError
 
 _OWN_COMMANDS = ("train", "finetune")
@@ -44,6 +44,7 @@ def worker(
         Path | None,
         typer.Option(metavar="FILE", help="File with the server's token; not needed on the server's machine."),
     ] = None,
+    ca_file: CaFile = None,
 ) -> None:
     """Train as a worker: onstep diloco worker --server HOST:8512 train config.yaml"""
     os.environ["DILOCO_SERVER"] = server
@@ -54,6 +55,7 @@ def worker(
         "DYLU": dylu,
         "HEARTBEAT_INTERVAL": heartbeat_interval,
         "TOKEN_FILE": token_file,
+        "CA_FILE": ca_file,
     }
     os.environ.update({f"DILOCO_{name}": str(value) for name, value in values.items() if value is not None})
     name, *rest = command

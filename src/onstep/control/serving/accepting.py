@@ -7,6 +7,7 @@ import errno
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from heapq import nsmallest
 
 from uvicorn.config import Config
 from uvicorn.server import ServerState
@@ -14,13 +15,9 @@ from uvicorn.server import ServerState
 from onstep.control.serving.connections import Connection
 from onstep.control.serving.limits import (
     ACCEPT_PAUSE_SECONDS,
-    ACCEPTS_AT_ONCE,
-    ACCEPTS_PER_SECOND,
-    CONNECTIONS_AT_ONCE,
-    CONNECTIONS_PER_SECOND,
-    MOST_CONNECTIONS,
     REQUEST_SECONDS,
     SWEEP_SECONDS,
+    ConnectionLimits,
     Throttle,
 )
 
@@ -28,6 +25,8 @@ _OUT_OF_DESCRIPTORS_SECONDS = 0.5
 _LOOK_SECONDS = 0.02
 _METHODS_BEGIN_WITH = frozenset(b"CDGHOPT")
 """CONNECT, DELETE, GET, HEAD, OPTIONS, PATCH, POST, PUT, TRACE"""
+_TLS_BEGINS_WITH = frozenset(b"\x16")
+"""The handshake's record type."""
 
 
 class Acceptor:
@@ -35,21 +34,35 @@ class Acceptor:
 
     Args:
         listener: a listening socket that does not block.
-        config: for uvicorn's protocol.
+        config: for uvicorn's protocol, which must be a `Connection`.
         on_error: called with what makes further work impossible.
+        limits: of all connections together.
     """
 
-    def __init__(self, listener: socket.socket, config: Config, on_error: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        config: Config,
+        on_error: Callable[[Exception], None],
+        limits: ConnectionLimits | None = None,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         self._config = config
         self._on_error = on_error
-        self._accepts = Throttle(ACCEPTS_PER_SECOND, ACCEPTS_AT_ONCE)
-        self._throttle = Throttle(CONNECTIONS_PER_SECOND, CONNECTIONS_AT_ONCE)
+        limits = limits or ConnectionLimits()
+        self._most, self._closed_for_room = limits.most, limits.closed_for_room
+        self._room = 0
+        """Connections that have been closed for new ones to come."""
+        self._accepts = Throttle(limits.accepts_per_second, limits.accepts_at_once)
+        self._throttle = Throttle(limits.per_second, limits.at_once)
+        self._begins_with = _TLS_BEGINS_WITH if config.ssl else _METHODS_BEGIN_WITH
         self._silent: dict[socket.socket, float] = {}
         """Connections that have sent nothing yet, oldest first, and since when."""
         self._speaking: set[socket.socket] = set()
         """Those that are HTTP's, or wait for their turn to be."""
+        self._handshakes: dict[socket.socket, asyncio.Task[None]] = {}
+        """Of TLS, oldest first."""
         self._state = ServerState()
         self._is_finishing = False
 
@@ -77,12 +90,14 @@ class Acceptor:
         self._loop.remove_reader(self._listener)
         for connection in self._connections():
             connection.abort()
+        for handshake in self._handshakes.values():
+            handshake.cancel()
         for one in list(self._silent):
             self._drop(one)
 
     def _accept(self) -> None:
         """Accept what has come, or as much of it as may come in a while."""
-        for _ in range(MOST_CONNECTIONS):
+        for _ in range(self._most):
             try:
                 accepted, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionError):
@@ -112,7 +127,9 @@ class Acceptor:
 
     def _admit(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
-        if self._is_full() and not self._make_room():
+        if self._room:
+            self._room -= 1
+        elif self._is_full() and not self._make_room():
             accepted.close()
             return
         self._silent[accepted] = self._loop.time()
@@ -121,20 +138,25 @@ class Acceptor:
             self._loop.add_reader(accepted, self._listen_to, accepted)
 
     def _is_full(self) -> bool:
-        if len(self._silent) + len(self._speaking) >= MOST_CONNECTIONS:
+        if len(self._silent) + len(self._speaking) >= self._most:
             self._speaking = {one for one in self._speaking if one.fileno() >= 0}
-        return len(self._silent) + len(self._speaking) >= MOST_CONNECTIONS
+        return len(self._silent) + len(self._speaking) >= self._most
 
     def _make_room(self) -> bool:
-        """Close the connection that has been idle for longest; returns whether there was one."""
+        """Close those that have been idle for longest, strangers' first; returns whether there was one."""
         if self._silent:
             self._drop(next(iter(self._silent)))
             return True
+        if self._handshakes:
+            self._handshakes.pop(next(iter(self._handshakes))).cancel()
+            return True
         waiting = [one for one in self._connections() if one.waits_since is not None]
-        idle = min(waiting, key=lambda one: one.waits_since or 0.0, default=None)
-        if idle is not None:
-            idle.abort()
-        return idle is not None
+        idle = nsmallest(self._closed_for_room, waiting, key=lambda one: (one.is_admitted, one.waits_since or 0.0))
+        strangers = [one for one in idle if not one.is_admitted]
+        for one in strangers or idle[:1]:
+            one.abort()
+        self._room = max(0, len(strangers) - 1)
+        return bool(idle)
 
     def _listen_to(self, one: socket.socket) -> None:
         """Look at the first byte of a connection: garbage is not answered."""
@@ -144,7 +166,7 @@ class Acceptor:
             return
         except OSError:
             first = b""
-        if not first or first[0] not in _METHODS_BEGIN_WITH:
+        if not first or first[0] not in self._begins_with:
             self._drop(one)
             return
         self._loop.remove_reader(one)
@@ -156,13 +178,24 @@ class Acceptor:
     def _hand_over(self, one: socket.socket) -> None:
         """Let HTTP have a connection."""
         task = self._loop.create_task(self._connect(one))
-        self._state.tasks.add(task)
-        task.add_done_callback(self._state.tasks.discard)
+        self._handshakes[one] = task
+        task.add_done_callback(lambda done: self._connected(one, done.cancelled()))
 
     async def _connect(self, one: socket.socket) -> None:
+        tls = self._config.ssl
         try:
-            await self._loop.connect_accepted_socket(lambda: Connection(self._config, self._state, {}), one)
-        except OSError:  # the client has gone
+            await self._loop.connect_accepted_socket(
+                lambda: self._config.http_protocol_class(self._config, self._state, {}),  # type: ignore[call-arg]
+                one,
+                ssl=tls,
+                ssl_handshake_timeout=None if tls is None else REQUEST_SECONDS,
+            )
+        except OSError:  # the client has gone, or does not speak TLS
+            one.close()
+
+    def _connected(self, one: socket.socket, is_cancelled: bool) -> None:
+        self._handshakes.pop(one, None)
+        if is_cancelled:
             one.close()
 
     def _drop(self, one: socket.socket) -> None:

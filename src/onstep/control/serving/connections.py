@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 import h11
@@ -45,9 +46,11 @@ class Connection(H11Protocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+        super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
         self.logger = _SILENT
         self.access_log = False
+        self.is_admitted = False
+        """Whether the last request had a valid token or session; set by whoever checks that."""
         self._since = self.loop.time()
         self._phase: object = None
         self._reads = 0
@@ -136,19 +139,29 @@ class Connection(H11Protocol):
             self.transport.resume_reading()
 
 
-def new_config(app: Any) -> Config:
+def new_config(
+    app: Any,
+    connection: type[Connection] = Connection,
+    most_header_bytes: int = MOST_HEADER_BYTES,
+    certificate: Path | None = None,
+    key: Path | None = None,
+) -> Config:
     """What uvicorn's protocol needs; it logs nothing, and changes nobody's loggers."""
-    return Config(
+    config = Config(
         app,
         log_config=None,
         log_level=None,
         access_log=True,  # False would change the logger of every other uvicorn in this process
         lifespan="off",
         ws="none",
-        http=Connection,
+        http=connection,
         interface="asgi3",
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=int(REQUEST_SECONDS),
-        h11_max_incomplete_event_size=MOST_HEADER_BYTES,
+        h11_max_incomplete_event_size=most_header_bytes,
+        ssl_certfile=certificate,
+        ssl_keyfile=None if key is None else str(key),
     )
+    config.load()
+    return config

@@ -65,7 +65,7 @@ class Guard:
         if size > MOST_HEADER_BYTES:
             return refusal(431, f"The headers have {size} bytes; at most {MOST_HEADER_BYTES} are read.")
         host, origin = _one(headers, b"host"), _one(headers, b"origin")
-        is_admitted = self._admits(scope, headers, host or "")
+        is_admitted = scope["state"]["connection"].is_admitted = self._admits(scope, headers, host or "")
         if not is_admitted and self._strangers.waiting >= MOST_STRANGERS_WAITING:
             return refusal(503, "Too many requests without a valid token.", {"Connection": "close", "Retry-After": "1"})
         if not is_admitted:

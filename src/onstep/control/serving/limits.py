@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 MOST_BODY_BYTES = 64 << 10
 MOST_HEADER_BYTES = 16 << 10
 MOST_TOKEN_BYTES = 4096
 
-MOST_CONNECTIONS = 64
 MOST_STREAMS = 16
 MOST_POINTS = 200_000
 """In one answer; with many curves each has fewer."""
@@ -26,10 +26,7 @@ FINISH_SECONDS = 0.5
 SWEEP_SECONDS = 0.5
 """Between two looks at all connections."""
 
-ACCEPTS_PER_SECOND, ACCEPTS_AT_ONCE, ACCEPT_PAUSE_SECONDS = 60.0, 128.0, 0.1
-"""Connections that are accepted; until they send the beginning of a request, each costs some 50 microseconds."""
-CONNECTIONS_PER_SECOND, CONNECTIONS_AT_ONCE = 10.0, 64.0
-"""HTTP on one costs some 500 microseconds of the interpreter, which the training thread needs as well."""
+ACCEPT_PAUSE_SECONDS = 0.1
 STRANGERS_PER_SECOND, STRANGERS_AT_ONCE = 10.0, 100.0
 """Requests without a valid token."""
 MOST_STRANGERS_WAITING = 16
@@ -45,6 +42,21 @@ HEARTBEAT_SECONDS = 15.0
 LOGIN_SECONDS, LOGINS_AT_ONCE = 0.2, 2
 LINK_SECONDS, MOST_LINKS = 60.0, 16
 MOST_SESSIONS = 64
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """How many connections a server has at a time, and how many new ones; by default one beside a training."""
+
+    most: int = 64
+    accepts_per_second: float = 60.0
+    accepts_at_once: float = 128.0
+    """Connections that are accepted; until they send the beginning of a request, each costs some 50 microseconds."""
+    per_second: float = 10.0
+    at_once: float = 64.0
+    """HTTP on one costs some 500 microseconds of the interpreter, which the training thread needs as well."""
+    closed_for_room: int = 1
+    """Idle ones that are closed together when there are too many: finding them means to look at all."""
 
 
 class Throttle:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import socket
@@ -18,6 +17,7 @@ from starlette.applications import Starlette
 from onstep.control.serving.accepting import Acceptor
 from onstep.control.serving.connections import new_config
 from onstep.control.serving.limits import BACKLOG, FINISH_SECONDS
+from onstep.control.serving.listening import listen
 from onstep.errors import ConfigError
 from onstep.forking import release_in_forked_children
 
@@ -40,14 +40,14 @@ class ControlServer:
 
     Raises:
         ConfigError: for an address or port that cannot be used, or a path that is too long.
-        RuntimeError: if none of the ports 8900 to 8999 is free.
+        NoFreePortError: if none of the ports 8900 to 8999 is free. It is a RuntimeError.
     """
 
     def __init__(
         self, app: Starlette, *, host: str | None = "127.0.0.1", port: int | None = None, uds: Path | None = None
     ) -> None:
         self._app = app
-        self._listener = _listen_on_path(uds) if uds is not None else _listen(host or "127.0.0.1", port)
+        self._listener = _listen_on_path(uds) if uds is not None else listen(host or "127.0.0.1", port, _PORTS, BACKLOG)
         self.host = "" if uds is not None else host or "127.0.0.1"
         self.port: int = 0 if uds is not None else self._listener.getsockname()[1]
         self._uds = uds
@@ -96,9 +96,7 @@ class ControlServer:
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(_note_loop_error)
         self._stopping = self._loop.create_future()
-        config = new_config(self._app)
-        config.load()
-        self._acceptor = Acceptor(self._listener, config, self._fail)
+        self._acceptor = Acceptor(self._listener, new_config(self._app), self._fail)
         self._acceptor.open()
         self._is_ready.set()
         try:
@@ -129,41 +127,6 @@ class ControlServer:
 def _note_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Log what asyncio would log, without what the message or the error may quote of a request."""
     logger.debug("The control server's connection failed: %s", type(context.get("exception")).__name__)
-
-
-def _listen(host: str, port: int | None) -> socket.socket:
-    if port is not None:
-        return _bound(host, port)
-    for one in _PORTS:
-        try:
-            return _bound(host, one)
-        except _TakenError:
-            continue
-    raise RuntimeError(
-        f"No port from {_PORTS.start} to {_PORTS.stop - 1} is free for the control server on {host}; give another "
-        "`port`, or 0 for any."
-    )
-
-
-class _TakenError(ConfigError):
-    """A port that another program uses."""
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    if not 0 <= port <= 65535:
-        raise ConfigError(f"port must be 0 to 65535, got {port}; 0 means any free one.")
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.create_server(address, family=family, backlog=BACKLOG)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise _TakenError(f"port must be free, and {port} on {host} is in use; give another, or None.") from None
-        raise ConfigError(
-            f"host and port must be an address of this machine, and {host}:{port} cannot be bound "
-            f"({error.strerror or error}); use 127.0.0.1 with a port from 1024 on."
-        ) from None
-    listener.setblocking(False)
-    return listener
 
 
 def _listen_on_path(path: Path) -> socket.socket:

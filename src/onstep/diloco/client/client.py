@@ -6,7 +6,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -15,28 +14,13 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from onstep.diloco.client.connection import Body, Connection, RefusedByServerError, ServerLostError
+from onstep.diloco.client.link import Link
+from onstep.diloco.client.membership import Membership
 from onstep.diloco.client.shares import Shares
-from onstep.diloco.codec import decode, encode, read_body, specs_of, write_body
-from onstep.diloco.fragments import assign
-from onstep.diloco.protocol.messages import (
-    Accepted,
-    Await,
-    Beat,
-    Deregister,
-    Dropped,
-    Heartbeat,
-    NotYet,
-    ParameterSpec,
-    Ready,
-    Refused,
-    Register,
-    Registered,
-    Reply,
-    Request,
-    Submit,
-    fingerprint,
-)
-from onstep.diloco.wire.http import CONTROL, GLOBAL_PARAMS, INFO, STATUS, WAIT_SECONDS, specs_to_bytes
+from onstep.diloco.codec import read_body, specs_of
+from onstep.diloco.protocol.messages import Beat, Deregister, Heartbeat, Refused, Reply, Request, fingerprint
+from onstep.diloco.protocol.session import WorkerSession
+from onstep.diloco.wire.http import CONTROL, GLOBAL_PARAMS, STATUS
 from onstep.errors import ConfigError, require
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -47,15 +31,21 @@ Result = TypeVar("Result")
 class DiLoCoClient:
     """Talks to the server of a run: a program's own loop can train with nothing else, if it is one process.
 
-    `DiLoCoWorker` does the same around any loop, with compression, streaming and recovery.
+    A submission counts exactly once, whatever is lost on the way: the client asks what became of it, sends it again if
+    the server died before it was committed, and registers again where it was evicted. One whose result is not known
+    when `timeout` is over stays pending, and the same call with the same pseudo-gradients continues it.
+
+    `DiLoCoWorker` does the same around any loop, with compression and streaming, and trains on while a submission is
+    pending.
 
     Args:
         server_addr: `host:port`, or a URL with `http` or `https`; of several servers that share the parameters, all of
             them in the order of their shares, separated by commas.
         timeout: seconds without a byte after which a server counts as lost; for `submit_pseudogradients`, the seconds
             that a round may take.
-        max_retries: further attempts of a request that got no answer. Submissions count once, however often sent.
-        retry_delay: seconds before the first of them; doubles with each.
+        max_retries: further attempts of a request that got no answer.
+        retry_delay: seconds before the first of them; doubles with each. Registrations and submissions are tried for
+            as long as all these pauses take.
         token: None for that of the environment (DILOCO_TOKEN, DILOCO_TOKEN_FILE), or of the token file of a server on
             this machine.
         verify: for `https`, the PEM file of the authority that vouches for the server.
@@ -83,11 +73,8 @@ class DiLoCoClient:
         self._max_retries = max_retries
         self._retry_delay = retry_delay
         self._shares = Shares([Connection(one, timeout, token, verify) for one in addresses])
-        self._session = secrets.token_hex(8)
-        self._specs: tuple[ParameterSpec, ...] = ()
-        self._assigned: tuple[tuple[str, ...], ...] = ()
-        self._versions: dict[int, int] = {}
-        self._sequences: dict[int, int] = {}
+        self._membership: Membership | None = None
+        self._link: Link | None = None
 
     def send(self, request: Request, body: Body = b"", timeout: float | None = None) -> tuple[Reply, memoryview]:
         """Send a request of the protocol, once; returns the reply, and its tensors as a safetensors file if it has any.
@@ -107,6 +94,9 @@ class DiLoCoClient:
     ) -> dict[str, Tensor]:
         """Join the run; returns the newest parameters, in float32 or float64.
 
+        A client is one worker: registering again, under this name or another, starts a new session, and gives up a
+        submission that is pending, which may count or not.
+
         Args:
             worker_id: unique in the run.
             info: `hostname`, `sync_every`, `num_fragments` and `step`, all optional.
@@ -117,13 +107,16 @@ class DiLoCoClient:
             ServerLostError: if no answer comes.
             RefusedByServerError: if the server refuses, with the first parameter that differs.
         """
-        self._specs = specs_of(self.get_global_params() if parameters is None else parameters)
-        self._session = secrets.token_hex(8)
-        reply = self._join(Register(worker_id, self._session, fingerprint(self._specs), **dict(info or {})))
-        self._assigned = assign(self._specs, reply.settings.num_fragments, reply.settings.num_shares)
-        self._sequences = dict(enumerate(reply.next_sequences))
-        versions = [self._fetch(worker_id, fragment, 0) for fragment in range(len(self._assigned))]
-        return {name: tensor for version in versions for name, tensor in version.items()}
+        specs = specs_of(self.get_global_params() if parameters is None else parameters)
+        known = dict(info or {})
+        step = known.pop("step", 0)
+        session = WorkerSession(worker_id, secrets.token_hex(8), fingerprint(specs), clock=time.monotonic, **known)
+        session.step = step
+        self._link = Link(self, specs, self._retry_delay * (2**self._max_retries - 1))
+        membership = Membership(self._link, session, specs, self.timeout)
+        parameters = membership.join()
+        self._membership = membership
+        return parameters
 
     def submit_pseudogradients(
         self, worker_id: str, pseudogradients: Mapping[str, Tensor], *, tokens: int = 1, steps: int = 1
@@ -137,15 +130,14 @@ class DiLoCoClient:
             steps: optimizer steps behind them.
 
         Raises:
-            ServerLostError: if no answer comes, or the round lasts longer than `timeout`.
+            ServerLostError: if the result is not known within `timeout`, or no answer comes. The submission stays
+                pending: the same call again continues it.
+            ConfigError: if another submission is pending; call again with the pseudo-gradients of that one.
+            SubmissionDroppedError: if some of it came too late to count; the error has the newest parameters.
             RefusedByServerError: if the server refuses.
         """
-        submits = [
-            self._submit(worker_id, fragment, {name: pseudogradients[name] for name in names}, tokens, steps)
-            for fragment, names in enumerate(self._assigned)
-        ]
-        versions = [self._fetch(worker_id, fragment, version) for fragment, version in enumerate(submits)]
-        return {name: tensor for version in versions for name, tensor in version.items()}
+        member = self._member(worker_id)
+        return member.submit(member.fragments, pseudogradients, tokens, steps)
 
     def submit_fragment_pseudogradients(
         self,
@@ -157,17 +149,17 @@ class DiLoCoClient:
         steps: int = 1,
     ) -> dict[str, Tensor]:
         """The same for one fragment: returns its new parameters. Raises like `submit_pseudogradients`."""
-        version = self._submit(worker_id, fragment_id, pseudogradients, tokens, steps)
-        return self._fetch(worker_id, fragment_id, version)
+        return self._member(worker_id).submit([fragment_id], pseudogradients, tokens, steps)
 
     def heartbeat(self, worker_id: str, steps_per_second: float = 0.0) -> dict[str, Any]:
         """Say that the worker is alive; returns `status`, `versions`, `num_registered`, `recommended_sync_every`.
 
         Raises:
             ServerLostError: if no answer comes.
-            RefusedByServerError: with status 404 if the server has evicted the worker: register again.
+            RefusedByServerError: with status 404 if the server has evicted the worker, which the next submission
+                registers again.
         """
-        reply = self._again(lambda: self._answer(Heartbeat(worker_id, self._session, steps_per_second)))
+        reply = self._again(lambda: self._answer(Heartbeat(worker_id, self._session_id, steps_per_second)))
         assert isinstance(reply, Beat)
         return {
             "status": "ok",
@@ -180,7 +172,7 @@ class DiLoCoClient:
     def deregister(self, worker_id: str) -> None:
         """Leave the run. If no server answers, that is logged: the worker will be evicted."""
         try:
-            self._answer(Deregister(worker_id, self._session))
+            self._answer(Deregister(worker_id, self._session_id))
         except ConnectionError as error:
             logger.warning("Worker %s could not deregister: %s", worker_id, error)
 
@@ -205,10 +197,6 @@ class DiLoCoClient:
         first, *others = self._everyone("GET", STATUS)
         return {**first, "shares": others} if others else first
 
-    def get_info(self) -> list[dict[str, Any]]:
-        """What each server says of itself: run, settings, share. Raises as above."""
-        return self._everyone("GET", INFO)
-
     def control(self, action: str, body: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
         """Send an operator's command to all servers: `save_state`, `kick_worker`, `update_optimizer`,
         `update_num_workers` or `shutdown`; returns their answers. Raises as above.
@@ -216,7 +204,9 @@ class DiLoCoClient:
         return self._everyone("POST", f"{CONTROL}/{action}", dict(body or {}))
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections; what another thread waits for ends."""
+        if self._link is not None:
+            self._link.close()
         for connection in self._shares.connections:
             connection.close()
 
@@ -228,45 +218,19 @@ class DiLoCoClient:
     ) -> None:
         self.close()
 
-    def _join(self, request: Register) -> Registered:
-        body = specs_to_bytes(self._specs)
-        reply = self._again(lambda: self._answer(request, body))
-        assert isinstance(reply, Registered)
-        if reply.offer:  # the id has another session, which this one replaces
-            return self._join(replace(request, offer=reply.offer))
-        return reply
+    @property
+    def _session_id(self) -> str:
+        return "" if self._membership is None else self._membership.session.session
 
-    def _submit(
-        self, worker_id: str, fragment: int, pseudogradients: Mapping[str, Tensor], tokens: int, steps: int
-    ) -> int:
-        """Submit for one fragment; returns the version to wait for."""
-        names = self._assigned[fragment]
-        sequence, base = self._sequences.get(fragment, 0), self._versions[fragment]
-        request = Submit(worker_id, self._session, sequence, fragment, base, tokens, steps)
-        body = write_body(encode({name: pseudogradients[name] for name in names}, "fp32"))
-        reply = self._again(lambda: self._answer(request, body))
-        assert isinstance(reply, Accepted | Dropped)
-        self._sequences[fragment] = sequence + 1
-        return reply.version
+    def _member(self, worker_id: str) -> Membership:
+        if self._membership is None or self._membership.session.worker_id != worker_id:
+            raise ConfigError(f"worker_id must be the one that this client has registered, got {worker_id!r}.")
+        return self._membership
 
-    def _fetch(self, worker_id: str, fragment: int, version: int) -> dict[str, Tensor]:
-        """A version of a fragment, when it is there."""
-        end = time.monotonic() + self.timeout
-        while (left := end - time.monotonic()) > 0:
-            question = Await(worker_id, self._session, fragment, version, wait=min(left, WAIT_SECONDS))
-            reply, body = self._again(partial(self.send, question))
-            if isinstance(reply, Ready):
-                self._versions[fragment] = reply.version
-                specs = [spec for spec in self._specs if spec.name in set(self._assigned[fragment])]
-                return decode(read_body(body), specs, reply.codec)
-            if not isinstance(reply, NotYet):
-                _refuse(reply)
-        raise ServerLostError(f"version {version} of fragment {fragment} was not there after {self.timeout:g} s.")
-
-    def _answer(self, request: Request, body: Body = b"") -> Reply:
-        reply = self.send(request, body)[0]
+    def _answer(self, request: Request) -> Reply:
+        reply = self.send(request)[0]
         if isinstance(reply, Refused):
-            _refuse(reply)
+            raise RefusedByServerError(reply.status, f"the server: {reply.error}")
         return reply
 
     def _again(self, attempt: Callable[[], Result]) -> Result:
@@ -283,9 +247,3 @@ class DiLoCoClient:
     def _everyone(self, method: str, path: str, body: Any = None) -> list[dict[str, Any]]:
         connections: Sequence[Connection] = self._shares.connections
         return [self._again(partial(one.json, method, path, body)) for one in connections]
-
-
-def _refuse(reply: Reply) -> None:
-    if isinstance(reply, Refused):
-        raise RefusedByServerError(reply.status, reply.error)
-    raise ServerLostError(f"the server answered {type(reply).__name__}, which does not fit the request.")

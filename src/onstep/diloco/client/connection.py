@@ -114,7 +114,11 @@ class Connection:
         except httpx.TimeoutException as error:
             raise ServerLostError(f"{self.url} did not answer within {seconds:g} s.") from error
         except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:  # RuntimeError: closed by another thread
-            raise ServerLostError(f"cannot reach {self.url}: {str(error) or type(error).__name__}.") from error
+            hint = ""
+            if isinstance(error, httpx.ReadError | httpx.RemoteProtocolError) and self.url.startswith("http:"):
+                hint = "; if it serves https, give its address with https://"
+            reason = (str(error) or type(error).__name__).rstrip(".")
+            raise ServerLostError(f"cannot reach {self.url}: {reason}{hint}.") from error
 
     def json(self, method: str, path: str, body: Any = None, timeout: float | None = None) -> dict[str, Any]:
         """A request that is answered with a JSON object.
@@ -204,7 +208,8 @@ def _http_client(url: str, timeout: float, token: str | None, verify: str | Path
     requests = logging.getLogger("httpx")
     if requests.level == logging.NOTSET:  # it logs every request at INFO, between the lines of a training
         requests.setLevel(logging.WARNING)
-    headers = {"User-Agent": f"onstep/{version('onstep')}"}
+    # bodies are raw: what a proxy had compressed would be neither the length that was announced nor the tensors
+    headers = {"User-Agent": f"onstep/{version('onstep')}", "Accept-Encoding": "identity"}
     if token is not None:
         headers["Authorization"] = f"Bearer {token}"
     transport = httpx.HTTPTransport(verify=_trusted(url, verify), trust_env=False)
@@ -221,7 +226,12 @@ def _trusted(url: str, verify: str | Path | None) -> Any:
         return ssl.create_default_context()
     if not Path(verify).is_file():
         raise ConfigError(f"verify must be the PEM file of an authority, and there is no file {verify}; give its path.")
-    return ssl.create_default_context(cafile=str(verify))
+    try:
+        return ssl.create_default_context(cafile=str(verify))
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"verify must be the PEM file of an authority, and {verify} is not one ({error.reason}); give another file."
+        ) from None
 
 
 def _pieces(body: Body) -> Iterator[bytes]:

@@ -37,12 +37,12 @@ class Shares:
 
     def send(self, request: Request, body: Body = b"", timeout: float | None = None) -> tuple[Reply, memoryview]:
         """Send a request of the protocol to the server that it concerns, or to all; see `Connection.send`."""
-        if len(self.connections) == 1:
-            return self._checked(self.connections[0].send(request, body, timeout))
-        if isinstance(request, Submit | Await):
-            return self._to_one(request, body, timeout)
         if isinstance(request, Register) and (refused := self._misplaced(timeout)) is not None:
             return refused, NOTHING
+        if len(self.connections) == 1:
+            return self.connections[0].send(request, body, timeout)
+        if isinstance(request, Submit | Await):
+            return self._to_one(request, body, timeout)
         replies = []
         for connection in self.connections:
             reply = connection.send(request, body, timeout)[0]
@@ -53,15 +53,8 @@ class Shares:
             replies.append(reply)
         return self._joined(request, replies), NOTHING
 
-    def _checked(self, answer: tuple[Reply, memoryview]) -> tuple[Reply, memoryview]:
-        """Refuse one server of several, which would leave the other parameters as they are."""
-        reply, body = answer
-        if isinstance(reply, Registered) and reply.settings.num_shares != 1:
-            return _wrong_number(1, reply.settings.num_shares), NOTHING
-        return reply, body
-
     def _misplaced(self, timeout: float | None) -> Refused | None:
-        """The refusal of servers that are not given in the order of their shares."""
+        """The refusal of servers that are not all those of a run, in the order of their shares."""
         for number, connection in enumerate(self.connections):
             try:
                 info = connection.json("GET", INFO, timeout=timeout)

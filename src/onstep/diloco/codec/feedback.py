@@ -46,6 +46,10 @@ class ErrorFeedback:
         self._take_out(names, self.residuals)
         self.residuals.update((name, self._before.pop(name)) for name in names if name in self._before)
 
+    def forget(self, names: Iterable[str]) -> None:
+        """Drop what was lost of these parameters: a submission that nobody here knows of has it."""
+        self._take_out(names, self.residuals)
+
     def _take_out(self, names: Iterable[str], tensors: dict[str, Tensor]) -> None:
         for name in names:
             tensors.pop(name, None)

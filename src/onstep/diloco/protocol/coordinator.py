@@ -42,10 +42,11 @@ class Coordinator:
     The owner passes each request to `handle` and calls `tick` at `next_wake`. After either, it executes the rounds of
     `take_closed`: the outer step, then persisting the tensors together with `state_after`, then `committed`. Only then
     is the version there for the workers. Nothing else may be persisted between the last two: it would undo the commit.
-    The owner keeps a submission's tensors from before `handle` as long as `holds` says so.
+    The owner keeps the tensors of a submission that was accepted until its round is taken.
 
     A round closes when all registered workers are in it and it has a quorum, or when it has a quorum and its deadline
-    has passed (see `Arrivals`). Until `num_workers` have joined, the first round only closes by its deadline.
+    has passed (see `Arrivals`). Until `num_workers` have been there together, registered or with a submission, the
+    first round only closes by its deadline.
 
     A submission that is late by `s` versions joins the open round with the weight `tokens / (1 + s)`, or is dropped if
     `s > max_staleness`. In asynchronous mode every submission is a round of its own and is never too late.
@@ -75,6 +76,7 @@ class Coordinator:
         self._roster = Roster(settings.num_workers)
         self._rounds = [Rounds(fragment, now) for fragment in range(settings.num_fragments)]
         self._slot_steps: Counter[int] = Counter()
+        self._has_assembled = False
         self._to_take: deque[Closed] = deque()
         self._handlers: dict[type, Callable[..., Reply]] = {
             Submit: self._submit,
@@ -140,17 +142,12 @@ class Coordinator:
         """
         rounds = self._rounds[closed.fragment]
         rounds.commit(closed, digest, self._steps_of(closed), now)
-        self.counts["commits"] += 1
-        self.counts["contributions"] += len(closed.contributions)
+        self.counts += _counted(closed)
         self._close_if_due(rounds, now)
 
-    def pending(self, fragment: int) -> list[Submit]:
-        """Submissions in rounds that are not committed: their tensors are still needed."""
-        return [one.submit for one in self._rounds[fragment].contributions()]
-
-    def holds(self, worker_id: str, fragment: int, sequence: int) -> bool:
-        """Whether a submission is in a round that is not committed."""
-        return sequence in self._rounds[fragment].in_flight.get(worker_id, ())
+    def forget_update(self, fragment: int) -> None:
+        """Offer the parameters themselves from now on, where the owner has freed what led to the newest version."""
+        self._rounds[fragment].has_update = False
 
     def preview(self, request: Submit, now: float) -> Reply | None:
         """What the answer to a submission will be, before its tensors are read; None if it will count."""
@@ -176,6 +173,7 @@ class Coordinator:
         check_settings(settings)
         self.settings = settings
         self._roster.num_slots = num_workers
+        self._has_assembled = self._are_all_there()
         self.revision += 1
         for rounds in self._rounds:
             self._close_if_due(rounds, now)
@@ -194,10 +192,16 @@ class Coordinator:
         if not is_same:
             self.revision += 1
             self.counts["rejoins" if was_known else "joins"] += 1
+            self._has_assembled = self._has_assembled or self._are_all_there()
         for rounds in self._rounds:
             if rounds.version == 0 and not rounds.open.contributions:
                 rounds.open.start = now  # time spent waiting for the first workers does not belong to a round
         return self._registered(member)
+
+    def _are_all_there(self) -> bool:
+        """Whether so many workers as are expected are registered, or were and are in an open round."""
+        arrived = [rounds.open.contributions.keys() for rounds in self._rounds]
+        return len(set(self._roster.last_seen).union(*arrived)) >= self.settings.num_workers
 
     def _registered(self, member: Member) -> Registered:
         return Registered(
@@ -224,7 +228,7 @@ class Coordinator:
         member = self._roster.members[request.worker_id]
         if request.fragment == 0 and request.sequence > member.last_noted:
             self._slot_steps[member.slot] += request.steps
-            member.last_noted = request.sequence
+            member.note_submission(request.sequence, request.steps)
 
     def _submit(self, request: Submit, now: float) -> Reply:
         answer = self.preview(request, now)
@@ -274,8 +278,9 @@ class Coordinator:
         return self._ready(request, rounds) if request.version <= rounds.version else NotYet(rounds.version)
 
     def _ready(self, request: Await, rounds: Rounds) -> Ready:
+        """The newest version: what leads to it from the one before, if the owner has that and the worker this one."""
         codec = self.settings.codec
-        is_update = codec != "fp32" and request.have_version == rounds.version - 1
+        is_update = rounds.has_update and codec != "fp32" and request.have_version == rounds.version - 1
         return Ready(
             fragment=request.fragment,
             version=rounds.version,
@@ -325,10 +330,9 @@ class Coordinator:
         if self.settings.mode == "async":
             closed = rounds.close(now) if rounds.open.contributions else None
         else:
-            is_complete = rounds.version > 0 or len(self._roster.members) >= self.settings.num_workers
-            closed = rounds.close_if_due(now, self._roster.last_seen.keys(), is_complete)
+            has_begun = rounds.version > 0 or self._has_assembled
+            closed = rounds.close_if_due(now, self._roster.last_seen.keys(), has_begun)
         if closed is not None:
-            self.counts["complete_rounds" if closed.is_complete else "rounds_by_deadline"] += 1
             self._to_take.append(closed)
 
     def _steps_of(self, closed: Closed) -> float:
@@ -346,6 +350,7 @@ class Coordinator:
             "settings": asdict(self.settings),
             "roster": self._roster.state_dict(),
             "fragments": [rounds.state_dict() for rounds in self._rounds],
+            "has_assembled": self._has_assembled,
             "slot_steps": {str(slot): steps for slot, steps in self._slot_steps.items()},
             "counts": dict(self.counts),
         }
@@ -356,7 +361,7 @@ class Coordinator:
         fragments = state["fragments"]
         assert isinstance(fragments, list)
         fragments[closed.fragment] = self._rounds[closed.fragment].state_after(closed, digest, self._steps_of(closed))
-        return state
+        return state | {"counts": dict(self.counts + _counted(closed))}
 
     def status(self, now: float) -> dict[str, object]:
         """JSON-safe: members, rounds and counts."""
@@ -380,9 +385,15 @@ class Coordinator:
         assert isinstance(fragments, list)
         assert isinstance(slot_steps, dict)
         assert isinstance(counts, dict)
-        self.run_id = str(state["run_id"])
+        self.run_id, self._has_assembled = str(state["run_id"]), bool(state["has_assembled"])
         self._roster.load_state_dict(roster, now)
         for rounds, one in zip(self._rounds, fragments, strict=True):
             rounds.load_state_dict(one, now)
         self._slot_steps = Counter({int(slot): steps for slot, steps in slot_steps.items()})
         self.counts = Counter(counts)
+
+
+def _counted(closed: Closed) -> Counter[str]:
+    """What a committed round adds to the counts."""
+    how = "complete_rounds" if closed.is_complete else "rounds_by_deadline"
+    return Counter({"commits": 1, how: 1, "contributions": len(closed.contributions)})

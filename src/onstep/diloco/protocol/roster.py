@@ -19,8 +19,9 @@ class Member:
     session: str
     slot: int
     hostname: str = ""
-    sync_every: int | None = None
     step: int = 0
+    submitted_steps: int = 0
+    """Those of `step` that are behind submissions."""
     steps_per_second: float = 0.0
     retired: list[str] = field(default_factory=list)
     """Sessions that left or that a newer one replaced: a request of theirs that was under way must not count."""
@@ -39,9 +40,27 @@ class Member:
         self.candidate, self.offer = request.session, self.offer + 1
         return False
 
+    @property
+    def has_left(self) -> bool:
+        """Whether its session will not come back."""
+        return self.session in self.retired
+
     def retire(self) -> None:
         """Accept nothing more from the session."""
         self.retired = [*self.retired, self.session][-NUM_RETIRED:]
+
+    def begin_session(self, session: str, step: int) -> None:
+        """Continue with another process, which may have started from an older state."""
+        if not self.has_left:
+            self.retire()
+        self.session, self.steps_per_second = session, 0.0
+        self.submitted_steps = min(self.submitted_steps, step)
+
+    def note_submission(self, sequence: int, steps: int) -> None:
+        """Note the newest submission, and how far it has brought the worker."""
+        self.last_noted = sequence
+        self.submitted_steps += steps
+        self.step = max(self.step, self.submitted_steps)
 
 
 class Roster:
@@ -72,12 +91,10 @@ class Roster:
         elif request.session != member.session:
             if not member.accepts(request):
                 return member
-            if member.session not in member.retired:
-                member.retire()
-            member.session, member.steps_per_second = request.session, 0.0
+            member.begin_session(request.session, request.step)
         if request.worker_id not in self.last_seen:
             member.slot = self._slot_again(member)
-        member.hostname, member.sync_every, member.step = request.hostname, request.sync_every, request.step
+        member.hostname, member.step = request.hostname, request.step
         self.touch(request.worker_id, now)
         self._find_fastest()
         return member
@@ -134,11 +151,12 @@ class Roster:
         return member.slot if member.slot not in taken else self._free_slot(member.worker_id)
 
     def _free_slot(self, but: str | None = None) -> int:
-        """A slot that nobody ever had, else one whose owner is gone, else one that has to be shared."""
+        """A slot that nobody ever had, else one whose owner has left or was evicted, else one that has to be shared."""
         others = [member for one, member in self.members.items() if one != but]
         had = {member.slot for member in others}
+        may_be_used = {member.slot for member in others if not member.has_left}
         taken = {member.slot for member in others if member.worker_id in self.last_seen}
-        for unavailable in (had, taken):
+        for unavailable in (had, may_be_used, taken):
             for slot in range(self.num_slots):
                 if slot not in unavailable:
                     return slot

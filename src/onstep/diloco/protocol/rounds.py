@@ -71,6 +71,8 @@ class Rounds:
         self.digest = ""
         self.contributors: tuple[str, ...] = ()
         self.steps = 0.0
+        self.has_update = False
+        """Whether the owner has what leads from the version before to this one, as it has after a commit."""
         self.settled: dict[str, Settled] = {}
         self.arrivals = Arrivals()
         self.open = OpenRound(now)
@@ -96,11 +98,6 @@ class Rounds:
         """The first sequence number that is not known from a worker."""
         settled = self.settled.get(worker_id)
         return max(self.in_flight.get(worker_id, ()), default=settled.sequence if settled else -1) + 1
-
-    def contributions(self) -> list[Contribution]:
-        """All that is in rounds which are not committed."""
-        closing = [one for closed in self.closing for one in closed.contributions]
-        return closing + [one for some in self.open.contributions.values() for one in some]
 
     def add(self, one: Contribution, now: float, registered: KeysView[str], settings: Settings) -> None:
         """Put a submission into the open round."""
@@ -162,6 +159,7 @@ class Rounds:
             raise ValueError(f"version {closed.version} of fragment {self.fragment} is not the next to commit")
         self.closing.popleft()
         self.version, self.digest, self.contributors = closed.version, digest, closed.contributors
+        self.has_update = True
         self.steps += steps
         self.settled.update(_settled_by(closed))
         for one in closed.contributions:

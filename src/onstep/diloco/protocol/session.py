@@ -45,7 +45,14 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0
 
 
 class SessionEndedError(OnstepError):
-    """The server refused this worker for good: another model or run, a wrong token, or a newer session of its id."""
+    """The server refused this worker for good: another model or run, a wrong token, or a newer session of its id.
+
+    `status` is that of the refusal.
+    """
+
+    def __init__(self, reason: str, status: int = 409) -> None:
+        super().__init__(reason)
+        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +122,8 @@ class Pending:
 
     submit: Submit
     body: object
-    is_acknowledged: bool = False
+    version: int | None = None
+    """The version that will have it, as the server said when it accepted it."""
 
 
 class _OutOfTimeError(Exception):
@@ -209,6 +217,10 @@ class WorkerSession:
         except _OutOfTimeError as error:
             return Unsettled(str(error))
 
+    def withdraw(self, fragment: int) -> None:
+        """Forget a pending submission that the server has refused; its number is not used again."""
+        del self._pending[fragment]
+
     def fetch(
         self, fragment: int, bound: float, *, version: int = 0, have_version: int | None = None
     ) -> Operation[Answer | Unsettled]:
@@ -244,6 +256,14 @@ class WorkerSession:
         assert isinstance(reply, Beat)
         return reply
 
+    def can_settle(self, fragment: int, beat: Beat) -> bool:
+        """Whether the pending submission is committed, or there are enough workers to commit it."""
+        pending = self._pending.get(fragment)
+        if pending is None or self.registered is None or self.registered.settings.mode == "async":
+            return True
+        is_committed = pending.version is not None and beat.versions[fragment] >= pending.version
+        return is_committed or beat.num_registered >= self.registered.settings.min_workers
+
     def leave(self) -> Operation[bool]:
         """Deregister, trying once; whether the server answered."""
         outcome = yield Send(Deregister(self.worker_id, self.session))
@@ -254,7 +274,7 @@ class WorkerSession:
         return {
             "run_id": self._run_id,
             "next_sequences": {str(fragment): number for fragment, number in self._next_sequences.items()},
-            "pending": [asdict(one.submit) for one in self._pending.values()],
+            "pending": [asdict(one.submit) for one in list(self._pending.values())],  # other threads settle them
         }
 
     def load_state_dict(self, state: Mapping[str, object], bodies: Mapping[int, object]) -> None:
@@ -281,12 +301,12 @@ class WorkerSession:
         self, pending: Pending, until: float, have_version: int | None
     ) -> Operation[Counted | NotCounted | None]:
         submit = pending.submit
-        if not pending.is_acknowledged:
+        if pending.version is None:
             reply = (yield from self._ask(lambda: Send(submit, pending.body), until)).reply
             if isinstance(reply, Dropped):
                 return NotCounted(reply.reason, reply.version)
             assert isinstance(reply, Accepted)
-            pending.is_acknowledged = True
+            pending.version = reply.version
         answer = yield from self._ask(
             lambda: self._question(submit.fragment, 0, have_version, submit.sequence, until), until
         )
@@ -295,7 +315,7 @@ class WorkerSession:
             return Counted(reply, answer.body)
         assert isinstance(reply, NotYet)
         if not reply.is_pending:
-            pending.is_acknowledged = False
+            pending.version = None
             self.num_resent += 1
         self._check_time(until, f"the round is not committed yet; newest version: {reply.version}")
         return None
@@ -327,7 +347,7 @@ class WorkerSession:
         elif isinstance(outcome, Answer) and isinstance(outcome.reply, Refused):
             reason = outcome.reply.error
             if outcome.reply.status not in (404, 503):
-                raise SessionEndedError(reason)
+                raise SessionEndedError(reason, outcome.reply.status)
         pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(attempt, 10)) * self._jitter(attempt)
         remaining = until - self._clock()
         if remaining <= 0:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from onstep.diloco.protocol.messages import Settings
-from onstep.errors import require
+from onstep.errors import ConfigError, require
 
 STATE_VERSION = 1
 """Of what `Coordinator.state_dict` returns."""
+UNCHANGING = frozenset({"mode", "num_fragments", "num_shares", "outer optimizer", "model"})
+"""What a run keeps to its end."""
 
 
 def check_settings(settings: Settings) -> None:
@@ -49,3 +53,37 @@ def check_state(state: Mapping[str, object], fingerprint: str, num_fragments: in
     fragments = state["fragments"]
     assert isinstance(fragments, list)
     require(len(fragments) == num_fragments, "num_fragments", f"{len(fragments)}, as saved", num_fragments)
+
+
+def arguments_of(settings: Settings, optimizer: str, groups: Sequence[Mapping[str, object]]) -> dict[str, Any]:
+    """Settings, and the name and parameter groups of an outer optimizer, by name."""
+    outer = {outer_name(key, number): value for number, group in enumerate(groups) for key, value in group.items()}
+    return {**asdict(settings), "outer optimizer": optimizer, **outer}
+
+
+def outer_name(key: str, number: int) -> str:
+    """What an argument of the outer optimizer is called, for the group with this number."""
+    return f"outer {key} of group {number}" if number else f"outer {key}"
+
+
+def changed_arguments(
+    given: Mapping[str, Any], started_with: Sequence[Mapping[str, Any]], now: Mapping[str, Any], *, may_change: bool
+) -> frozenset[str]:
+    """The names of what is to change in a run that is continued: what is given as at none of its starts, nor as it is
+    now, which may be what an operator made of it. What may change is as given.
+
+    Raises:
+        ConfigError: if that cannot change; names all of it with both values.
+    """
+    now = {**started_with[0], **now}
+    known = [now] if may_change else [now, *started_with]
+    changed = [name for name, value in given.items() if all(name in one and one[name] != value for one in known)]
+    refused = [name for name in changed if name in UNCHANGING or not may_change]
+    if refused:
+        both = "; ".join(f"{name} is {now[name]}, got {given[name]}" for name in refused)
+        remedy = "" if UNCHANGING & set(refused) else ", pass --change-settings (change_settings=True) to change it"
+        raise ConfigError(
+            f"the saved run has other settings: {both}. Give those that it was started with{remedy}, or another "
+            "directory for another run."
+        )
+    return frozenset(changed)

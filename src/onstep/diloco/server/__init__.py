@@ -1,7 +1,7 @@
 """The server: `masters` are the parameters that it steps (`averaging` does the sums), `store` has everything on disk,
-`served_run` joins both with the protocol's coordinator, `app` speaks HTTP (with `guard`, `receiving` and `sending` of
-tensors, `control`), `serving` runs it in a thread, `initial` says where the parameters come from, `weights` writes them
-for other programs, `operator` is what can be asked and changed from outside, `server` is the class that users see.
+`served_run` joins both with the protocol's coordinator, `initial` says where the parameters come from and what a server
+that continues a run has to be given, `weights` writes checkpoints for other programs, `operator` is what can be asked
+and changed from outside, `serving/` speaks HTTP, `server` is the class that users see.
 """
 
 from onstep.diloco.server.server import DiLoCoServer

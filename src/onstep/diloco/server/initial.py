@@ -1,16 +1,24 @@
-"""Finds the parameters that a server starts with: those of a module, a state dict, a checkpoint or a directory."""
+"""Finds what a server starts with: a module, a state dict, a checkpoint, a directory, or what a run has saved."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
 from onstep.checkpoint import read_tensors, resolve
 from onstep.checkpoint.catalog.discovery import describe_foreign
 from onstep.checkpoint.loading import read_weights
+from onstep.diloco.protocol.messages import Settings
+from onstep.diloco.protocol.settings import arguments_of, changed_arguments, check_settings, outer_name
+from onstep.diloco.server.masters import Fragment
+from onstep.diloco.server.store import Saved, Store
 from onstep.errors import CheckpointError, ConfigError
 from onstep.models.hf import weight_files
 
@@ -73,3 +81,97 @@ def _trainable(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if tensor.is_floating_point() and tensor.element_size() >= 2 and not is_twin:
             kept[name] = tensor.detach()
     return kept
+
+
+def places(
+    model: Source | None, output_dir: str | Path | None, from_checkpoint: str | Path | None
+) -> tuple[Source, Path | None]:
+    """Where the parameters come from, and where the server saves.
+
+    Raises:
+        ConfigError: if there is neither a model nor a directory.
+    """
+    directory = None if output_dir is None else Path(output_dir)
+    if model is None and directory is None:
+        raise ConfigError("a server requires a model or an output_dir with checkpoints; give one.")
+    if isinstance(model, str | Path):
+        model = Path(model)
+        directory = model if directory is None and model.is_dir() else directory
+    if from_checkpoint is not None:
+        model = Path(from_checkpoint)
+    source = directory if model is None else model
+    assert source is not None
+    return source, directory
+
+
+def saved_parameters(directory: Path) -> dict[str, Tensor] | None:
+    """The parameters of the run that a server has saved in a directory; None if there is no run."""
+    if not directory.is_dir():
+        return None
+    with closing(Store(directory)) as store:
+        saved = store.load()
+    if saved is None:
+        return None
+    return {name: one for state in saved.fragments.values() for name, one in state["masters"].items()}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a server is started with, as far as those that continue its run have to give the same; JSON-safe."""
+
+    arguments: Mapping[str, Any]
+    source: str | None = None
+    """The path of the model, if it has one."""
+    former: Sequence[Mapping[str, Any]] = ()
+    """Arguments of earlier starts, that others have replaced."""
+
+    @classmethod
+    def of(cls, settings: Settings, fragments: Sequence[Fragment], source: Source | None) -> Origin:
+        """Of a server with these settings and fragments; `source` is where the parameters are from, None for a saved
+        run, whose parameters are what they are."""
+        arguments = arguments_of(settings, type(fragments[0].optimizer).__name__, fragments[0].groups)
+        if source is not None:
+            digests = "".join(part.newest.digest for part in fragments)
+            digest = hashlib.blake2b(digests.encode(), digest_size=8).hexdigest()
+            arguments["model"] = f"parameters with hash {digest}"
+        return cls(arguments, str(source.resolve()) if isinstance(source, Path) else None)
+
+    def changed_to(self, given: Origin) -> Origin:
+        """The same with other arguments that took effect."""
+        arguments = {**self.arguments, **given.without_model().arguments}
+        return self if arguments == self.arguments else Origin(arguments, self.source, [*self.former, self.arguments])
+
+    def without_model(self) -> Origin:
+        """The same, with any values of the parameters."""
+        return Origin({name: one for name, one in self.arguments.items() if name != "model"})
+
+
+def continued(saved: Saved, given: Origin, fragments: Sequence[Fragment], *, may_change: bool) -> Settings:
+    """Give fragments their saved state; returns the settings of the run.
+
+    Arguments that are those that it was started with mean what the run has now, unless they may change it.
+
+    Raises:
+        ConfigError: for other ones, unless they may change.
+        CheckpointError: for the state of other parameters.
+    """
+    first = Origin(**saved.origin)
+    if given.source is not None and given.source == first.source:
+        given = given.without_model()  # there may be newer parameters by now
+    before, outer = saved.rest["settings"], saved.rest["outer"]
+    now = arguments_of(Settings(**before), first.arguments["outer optimizer"], outer[0])
+    started_with = [first.arguments, *first.former]
+    changed = changed_arguments(given.arguments, started_with, now, may_change=may_change)
+    asked = {name: one for name, one in given.arguments.items() if name in changed and name in before}
+    settings = replace(Settings(**before), **asked)
+    check_settings(settings)
+    for number, part in enumerate(fragments):
+        part.codec = settings.codec
+        groups = [
+            {key: one for key, one in group.items() if outer_name(key, index) in changed}
+            for index, group in enumerate(part.groups)
+        ]
+        part.load_state_dict(saved.fragments[number])
+        part.set_groups(outer[number])
+        part.set_groups(groups)
+    return settings

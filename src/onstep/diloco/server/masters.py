@@ -20,7 +20,7 @@ from onstep.diloco.codec import decode_one, digest, encode
 from onstep.diloco.outer import OuterFactory
 from onstep.diloco.protocol.messages import ParameterSpec
 from onstep.diloco.server.averaging import Contribution, average
-from onstep.diloco.server.memory import allocate
+from onstep.diloco.server.memory import Buffers, allocate
 from onstep.errors import CheckpointError
 
 
@@ -44,14 +44,21 @@ class Fragment:
         parameters: their first values, which are copied.
         factory: makes the outer optimizer.
         codec: of updates.
+        buffers: has the memory of versions, and of submissions; None for its own.
     """
 
     def __init__(
-        self, specs: Sequence[ParameterSpec], parameters: Mapping[str, Tensor], factory: OuterFactory, codec: str
+        self,
+        specs: Sequence[ParameterSpec],
+        parameters: Mapping[str, Tensor],
+        factory: OuterFactory,
+        codec: str,
+        buffers: Buffers | None = None,
     ) -> None:
+        self._buffers = buffers or Buffers()
         self.specs = tuple(specs)
         self.codec = codec
-        self._masters = allocate(self.specs)
+        self._masters = allocate(self.specs, self._buffers)
         for name, master in self._masters.items():
             master.copy_(parameters[name].detach())
         self.optimizer: Optimizer = factory(list(self._masters.values()))
@@ -68,7 +75,7 @@ class Fragment:
         self.optimizer.step()
         for master in self._masters.values():
             master.grad = None
-        parameters = allocate(self.specs)
+        parameters = allocate(self.specs, self._buffers)
         update = self._broadcast(parameters)
         return Version(self.newest.number + 1, parameters, digest(parameters), update)
 
@@ -79,7 +86,7 @@ class Fragment:
     def _set_gradients(self, contributions: Sequence[Contribution]) -> None:
         """Average, in the memory of a contribution that is not compressed, if there is one."""
         exact = next((one.encoded for one in contributions if one.codec == "fp32"), None)
-        gradients = allocate(self.specs) if exact is None else exact
+        gradients = allocate(self.specs, self._buffers) if exact is None else exact
         average(contributions, self.specs, gradients)
         for name, master in self._masters.items():
             master.grad = gradients[name]
@@ -100,10 +107,27 @@ class Fragment:
         return update
 
     def _copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        copies = allocate(self.specs)
+        copies = allocate(self.specs, self._buffers)
         for name, copy in copies.items():
             copy.copy_(tensors[name])
         return copies
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """Learning rate, momentum and so on of each parameter group of the outer optimizer; JSON-safe."""
+        return [
+            {
+                key: list(one) if isinstance(one, tuple) else one
+                for key, one in group.items()
+                if isinstance(one, (bool, int, float, str, tuple))
+            }
+            for group in self.optimizer.param_groups
+        ]
+
+    def set_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Change what `groups` gives, or a part of it."""
+        for group, some in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update({key: tuple(one) if isinstance(one, list) else one for key, one in some.items()})
 
     def state_dict(self, version: Version) -> dict[str, Any]:
         """Everything, with the version that is about to be the newest; shares the memory of its tensors."""

@@ -1,4 +1,4 @@
-"""Allocates all parameters of a fragment at once, and gives free memory back to the system.
+"""Allocates all parameters of a fragment at once, keeps large blocks for the next round, and gives small ones back.
 
 One large block goes back as soon as nobody reads it. Many small ones stay with the process as holes between others that
 are in use, which can be as large as the model.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
+import threading
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,12 +21,63 @@ from onstep.diloco.codec import master_dtype
 from onstep.diloco.protocol.messages import ParameterSpec
 
 _ALIGNMENT = 64
+_LEAST_KEPT = 1 << 20
+Block = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
-def allocate(specs: Sequence[ParameterSpec]) -> dict[str, Tensor]:
+class Buffers:
+    """Memory for submissions and versions, which have the same sizes in each round.
+
+    Memory that is new to a process has to be found and zeroed by the system, page by page, which lasts longer than the
+    network needs to fill it. So what was used is kept, but never more than was in use at the same time. Safe to use
+    from several threads.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Block] = []
+        """Least recently used first."""
+        self._used = self._most_used = 0
+        self._lock = threading.RLock()  # what is collected while it is held comes back in the same thread
+
+    @property
+    def free_bytes(self) -> int:
+        """Of the memory that is kept, and not in use."""
+        return sum(one.nbytes for one in self._free)
+
+    def take(self, size: int) -> Block:
+        """So many bytes, of undefined values; they are free again when nothing refers to them."""
+        if size < _LEAST_KEPT:
+            return np.empty(size, np.uint8)
+        with self._lock:
+            block = self._found(size)
+            if block is None:
+                block = np.empty(size, np.uint8)  # which asks for huge pages, so that touching it costs little
+            self._used += block.nbytes
+            self._most_used = max(self._most_used, self._used)
+        lent = block[:size]
+        weakref.finalize(lent, self._give_back, block).atexit = False
+        return lent
+
+    def _found(self, size: int) -> Block | None:
+        """The smallest of the free blocks that fit; without one, room is made."""
+        fitting = [one for one in self._free if size <= one.nbytes <= size + size // 8]
+        if fitting:
+            smallest = min(fitting, key=lambda one: one.nbytes)
+            self._free = [one for one in self._free if one is not smallest]
+            return smallest
+        while self._free and self.free_bytes + self._used + size > self._most_used:
+            del self._free[0]
+        return None
+
+    def _give_back(self, block: Block) -> None:
+        with self._lock:
+            self._used -= block.nbytes
+            self._free.append(block)
+
+
+def allocate(specs: Sequence[ParameterSpec], buffers: Buffers) -> dict[str, Tensor]:
     """Tensors by name, in float32 or float64, in one block of memory; their values are not defined."""
-    size = sum(map(_padded_bytes, specs))
-    block = torch.from_numpy(np.empty(size, np.uint8))  # which asks for huge pages, so that touching it costs little
+    block = torch.from_numpy(buffers.take(sum(map(_padded_bytes, specs))))
     parameters: dict[str, Tensor] = {}
     position = 0
     for spec in specs:

@@ -95,23 +95,24 @@ class Operator:
         return self._broadcast()
 
     async def set_rates(self, lr: float | None, momentum: float | None) -> None:
-        """Change the outer optimizer, between two rounds. Raises ConfigError for values out of range."""
+        """Change the outer optimizer, durably and between two rounds. Raises ConfigError for values out of range."""
 
         def change() -> None:
             for part in self._run.fragments:
                 set_rate(part.optimizer, lr, momentum)
 
         await self._run.compute(change)
+        await self._run.save_change()
 
     async def set_num_workers(self, number: int) -> None:
-        """Expect another number of workers. Raises ConfigError if it is below the quorum."""
+        """Expect another number of workers, durably. Raises ConfigError if it is below the quorum."""
         self._run.change(lambda coordinator, now: coordinator.set_num_workers(number, now))
-        await self._run.save_roster()
+        await self._run.save_change()
 
     async def kick(self, worker_id: str) -> bool:
         """Remove a worker; whether there was one. It learns it by its next request."""
         found = bool(self._run.change(lambda coordinator, now: coordinator.evict(worker_id, now)))
-        await self._run.save_roster()
+        await self._run.save_change()
         return found
 
     async def save_state(self) -> int:

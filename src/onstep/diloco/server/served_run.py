@@ -150,7 +150,7 @@ class ServedRun:
         while True:
             reply = self.coordinator.handle(request, self.now())
             if isinstance(reply, Ready):
-                return self._with_tensors(reply, request.have_version)
+                return self._with_tensors(reply)
             left = end - self.now()
             if not isinstance(reply, NotYet) or not reply.is_pending or left <= 0:
                 return Result(reply)
@@ -161,14 +161,11 @@ class ServedRun:
             except TimeoutError:
                 continue
 
-    def _with_tensors(self, ready: Ready, have_version: int | None) -> Result:
-        fragment = self.fragments[ready.fragment]
-        version = fragment.newest
+    def _with_tensors(self, ready: Ready) -> Result:
+        version = self.fragments[ready.fragment].newest
         assert version.number == ready.version
-        if version.update is not None and have_version == version.number - 1:
-            update = replace(ready, kind="update", codec=fragment.codec, digest=version.digest)
-            return Result(update, version.update)
-        return Result(replace(ready, kind="full", codec="fp32", digest=version.digest), version.parameters)
+        tensors = version.update if ready.kind == "update" else version.parameters
+        return Result(replace(ready, digest=version.digest), tensors)
 
     def _after(self) -> None:
         """Do what the coordinator's last decision calls for."""
@@ -203,6 +200,7 @@ class ServedRun:
     async def _commit(self, closed: Closed) -> None:
         fragment = self.fragments[closed.fragment]
         contributions = self._take(closed)
+        self.coordinator.forget_update(closed.fragment)
         fragment.forget_update()
         version = await self.compute(lambda: _step(fragment, contributions))
         await self._persist(closed, fragment, version)
@@ -234,7 +232,7 @@ class ServedRun:
     async def _save_round(self, store: Store, closed: Closed, fragment: Fragment, version: Version) -> None:
         async with self._saving:
             revision = self.coordinator.revision
-            rest = self.coordinator.state_after(closed, version.digest)
+            rest = rest_of(self.coordinator.state_after(closed, version.digest), self.fragments)
             state = fragment.state_dict(version)
             await self._write(lambda: store.commit(closed.fragment, version.number, state, rest))
             self._saved_revision = revision
@@ -250,10 +248,19 @@ class ServedRun:
             return False
         return True
 
+    async def save_change(self) -> None:
+        """Save what an operator changed.
+
+        Raises:
+            CheckpointError: if the disk refuses; what was changed holds, and is saved with the next round.
+        """
+        if self._store is not None:
+            await self._save_rest(self._store)
+
     async def _save_rest(self, store: Store) -> None:
         async with self._saving:
             revision = self.coordinator.revision
-            rest = self.coordinator.state_dict()
+            rest = rest_of(self.coordinator.state_dict(), self.fragments)
             await self._write(lambda: store.save(rest))
             self._saved_revision = revision
 
@@ -270,6 +277,11 @@ class ServedRun:
     def _wake_waiters(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+def rest_of(decided: Mapping[str, Any], fragments: Sequence[Fragment]) -> dict[str, Any]:
+    """What is saved apart from tensors: what the coordinator decided, and the rates that an operator may have set."""
+    return {**decided, "outer": [part.groups for part in fragments]}
 
 
 def _step(fragment: Fragment, contributions: list[Contribution]) -> Version:

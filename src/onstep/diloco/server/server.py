@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from contextlib import closing
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -13,39 +14,45 @@ from torch import Tensor
 
 from onstep.checkpoint import checkpoints
 from onstep.control.serving.access import Access
+from onstep.control.serving.listening import listen
 from onstep.diloco.codec import check_codec, specs_of
 from onstep.diloco.fragments import assign
 from onstep.diloco.outer import OuterFactory, delayed, nesterov_sgd
 from onstep.diloco.protocol.coordinator import Coordinator
 from onstep.diloco.protocol.messages import Settings, fingerprint, majority
-from onstep.diloco.protocol.settings import check_settings
-from onstep.diloco.server.app import build_app
-from onstep.diloco.server.initial import Source, initial_parameters
+from onstep.diloco.protocol.settings import check_settings, check_state
+from onstep.diloco.server.initial import Origin, Source, continued, initial_parameters, places, saved_parameters
 from onstep.diloco.server.masters import Fragment
+from onstep.diloco.server.memory import Buffers
 from onstep.diloco.server.operator import Operator
-from onstep.diloco.server.served_run import ServedRun
-from onstep.diloco.server.serving import Serving, TlsFiles, listen
+from onstep.diloco.server.served_run import ServedRun, rest_of
+from onstep.diloco.server.serving.app import build_app
+from onstep.diloco.server.serving.thread import BACKLOG, Serving, TlsFiles
 from onstep.diloco.server.store import Store
 from onstep.diloco.server.weights import WeightFiles
+from onstep.diloco.wire.http import PORTS
 from onstep.diloco.wire.tokens import checked, keep_token
 from onstep.errors import CheckpointError, ConfigError, require
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 STATE, CHECKPOINTS = "diloco", "checkpoints"
+STOP_SECONDS = 30.0
+"""Between two messages that the end waits for a round."""
 
 
 class DiLoCoServer:
     """The server of a run: workers register, submit what they learned, and get the new parameters.
 
     With a directory, everything is kept in its subdirectory `diloco` at each round before any worker sees the round,
-    and a server that is started again with the same arguments continues from there. As a context manager it serves
-    while the block runs, and raises at its end what made further rounds impossible.
+    and a server that is started again with the same arguments continues from there, also with what an operator changed
+    since. Other arguments are refused unless `change_settings` says that they are to take effect. As a context manager
+    it serves while the block runs, and raises at its end what made further rounds impossible.
 
     Args:
         model: what the run starts with: a module, a state dict, or the path of a safetensors file, a checkpoint or a
             Hugging Face directory; see `initial_parameters`. A path to a directory is also `output_dir` unless that is
-            given.
+            given. May be left out to continue what `output_dir` has.
         num_workers: how many workers are expected.
         output_dir: where the server saves; None for a directory that `model` names, else nowhere.
         save_dir: another name of `output_dir`.
@@ -64,6 +71,8 @@ class DiLoCoServer:
         settings: all that the server decides for workers; replaces the arguments about them.
         share: `(i, n)` for server i, from 0, of n that share the parameters.
         exclude: names of the model that are not trained, see `initial_parameters`.
+        change_settings: continue with settings and rates of the outer optimizer as they are given, also where an
+            operator had changed them; the run's model, mode, fragments and shares stay.
         token: the bearer token; None for that of the port's token file, "" for none, which lets everyone in.
         renews_token: make a new token for the port's file.
         tls: the PEM files to serve `https` with; None for plain HTTP.
@@ -96,6 +105,7 @@ class DiLoCoServer:
         settings: Settings | None = None,
         share: tuple[int, int] = (0, 1),
         exclude: Collection[str] = (),
+        change_settings: bool = False,
         token: str | None = None,
         renews_token: bool = False,
         tls: TlsFiles | None = None,
@@ -113,18 +123,23 @@ class DiLoCoServer:
             )
         _check(share, dn_buffer_size, settings, save_every_n_rounds, tls)
         self.settings = replace(settings, num_shares=share[1])
-        source, directory = _places(model_state_dict if model is None else model, output_dir or save_dir)
+        model = model_state_dict if model is None else model
+        source, directory = places(model, output_dir or save_dir, from_checkpoint)
         factory = outer_optimizer_factory or nesterov_sgd
         self._directory = directory
-        self._share = share
+        self.share = share
         self._save_every = save_every_n_rounds
-        parameters = initial_parameters(source if from_checkpoint is None else from_checkpoint, exclude)
-        self._model = specs_of(parameters)
+        self._changes_settings = change_settings
+        is_continued = source == directory and share[1] == 1  # a share has only some of the parameters
+        saved = saved_parameters(directory / STATE) if is_continued and directory is not None else None
+        parameters = initial_parameters(source, exclude) if saved is None else saved
+        self._model, self._buffers = specs_of(parameters), Buffers()
         self._fragments = self._divided(parameters, delayed(factory, dn_buffer_size) if dn_buffer_size else factory)
+        self._origin = Origin.of(self.settings, self._fragments, None if saved is not None else source)
         self._store = None if directory is None else Store(directory / STATE)
         try:
             self._coordinator = self._restored()
-            self._listener = listen(host, port)
+            self._listener = listen(host, port, PORTS, BACKLOG)
         except BaseException:
             self._close_store()
             raise
@@ -139,8 +154,13 @@ class DiLoCoServer:
 
     @property
     def address(self) -> str:
-        """`host:port`, and `https://` before it with TLS: what workers are given."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        """`host:port`, and `https://` before it with TLS: what workers are given, on this machine if all addresses are
+        bound."""
+        return self.address_at({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host))
+
+    def address_at(self, host: str) -> str:
+        """The same with another name or address of this machine."""
+        host = f"[{host}]" if ":" in host else host
         return f"{'https://' if self._scheme == 'https' else ''}{host}:{self.port}"
 
     @property
@@ -166,12 +186,12 @@ class DiLoCoServer:
         run = ServedRun(self._coordinator, self._fragments, self._store, on_commit=self._after_commit)
         operator = Operator(
             run,
-            share=self._share[0],
+            share=self.share[0],
             save_dir=self._directory,
             save=None if self._weights is None else self._save_weights,
             shut_down=self._ask_to_stop,
         )
-        app = build_app(run, operator, Access(self.token, None), self._model)
+        app = build_app(run, operator, Access(self.token, None), self._model, self._buffers)
         self._serving = Serving(app, run, self._listener, self._tls, self._note_failure)
         self._serving.start()
         logger.debug("DiLoCo server of %d workers at %s", self.settings.num_workers, self.address)
@@ -194,12 +214,15 @@ class DiLoCoServer:
             raise self._failure
 
     def stop(self) -> None:
-        """End, after the round that is being committed. Calling this twice is harmless."""
+        """End, after the round that is being committed, however long its disk needs. Calling this twice is harmless."""
         if self._is_stopped:
             return
         self._is_stopped = True
         if self._serving is not None:
-            self._serving.stop()
+            self._serving.stop(STOP_SECONDS)
+            while not self._serving.wait(0):  # until then, no other server may have the directory
+                logger.warning("The server ends when the round is written that is being saved in %s", self._directory)
+                self._serving.wait(STOP_SECONDS)
         self._listener.close()
         if self._serving is not None and self._failure is None and self._weights is not None and self.sync_round:
             self._save_weights(self.sync_round)
@@ -217,11 +240,8 @@ class DiLoCoServer:
             CheckpointError: if the disk refuses.
         """
         self._require_idle("saved")
-        store = Store(Path(path))
-        try:
+        with closing(Store(Path(path))) as store:
             self._save_all(store)
-        finally:
-            store.close()
 
     def load_state(self, path: str | Path) -> None:
         """Continue from what `save_state` wrote, or from the subdirectory `diloco` of another server; before `start`.
@@ -230,12 +250,9 @@ class DiLoCoServer:
             CheckpointError: if there is none, or it was saved with a different model.
         """
         self._require_idle("loaded")
-        store = Store(Path(path))
-        try:
-            if not self._load(store):
+        with closing(Store(Path(path))) as store:
+            if not self._load(store, is_own=False):
                 raise CheckpointError(f"{path} has no state of a DiLoCo server; give the directory of one.")
-        finally:
-            store.close()
         if self._store is not None:
             self._save_all(self._store)
 
@@ -253,31 +270,36 @@ class DiLoCoServer:
     def _divided(self, parameters: Mapping[str, Tensor], factory: OuterFactory) -> list[Fragment]:
         """The fragments of this server's share."""
         specs = {spec.name: spec for spec in self._model}
-        index, shares = self._share
+        index, shares = self.share
         names = assign(self._model, self.settings.num_fragments, shares)[index::shares]
-        return [Fragment([specs[name] for name in some], parameters, factory, self.settings.codec) for some in names]
+        parts = [[specs[name] for name in some] for some in names]
+        return [Fragment(part, parameters, factory, self.settings.codec, self._buffers) for part in parts]
 
     def _restored(self) -> Coordinator:
         """The coordinator of the run that the directory has, or of a new one, which is saved."""
         self._coordinator = self._new_coordinator(None)
-        if self._store is not None and not self._load(self._store):
+        if self._store is not None and not self._load(self._store, is_own=True):
             self._save_all(self._store)
+        elif self._store is not None and self._changes_settings:
+            self._store.origin = asdict(self._origin)
+            self._store.save(rest_of(self._coordinator.state_dict(), self._fragments))
         return self._coordinator
 
     def _new_coordinator(self, state: Mapping[str, object] | None) -> Coordinator:
         run_id = secrets.token_hex(8)
         return Coordinator(self.settings, run_id=run_id, fingerprint=fingerprint(self._model), state=state)
 
-    def _load(self, store: Store) -> bool:
-        loaded = store.load()
-        if loaded is None:
+    def _load(self, store: Store, *, is_own: bool) -> bool:
+        """Continue what is saved there; whether there is something."""
+        saved = store.load()
+        if saved is None:
             return False
-        rest, fragments = loaded
-        if sorted(fragments) != list(range(len(self._fragments))):
-            raise CheckpointError(f"{store.directory} has {len(fragments)} fragments; start with the same settings.")
-        self._coordinator = self._new_coordinator(rest)
-        for number, part in enumerate(self._fragments):
-            part.load_state_dict(fragments[number])
+        check_state(saved.rest, fingerprint(self._model), self.settings.num_fragments)
+        given = self._origin if is_own else self._origin.without_model()
+        self.settings = continued(saved, given, self._fragments, may_change=self._changes_settings)
+        origin = Origin(**saved.origin)
+        self._origin = origin.changed_to(given) if self._changes_settings else origin
+        self._coordinator = self._new_coordinator(saved.rest)
         versions = tuple(part.newest.number for part in self._fragments)
         if versions != self._coordinator.versions:
             raise CheckpointError(
@@ -287,14 +309,15 @@ class DiLoCoServer:
         return True
 
     def _save_all(self, store: Store) -> None:
-        rest = self._coordinator.state_dict()
+        store.origin = asdict(self._origin)
+        rest = rest_of(self._coordinator.state_dict(), self._fragments)
         for number, part in enumerate(self._fragments):
             store.commit(number, part.newest.number, part.state_dict(part.newest), rest)
 
     def _weight_files(self, most_recent: int) -> WeightFiles | None:
         if self._directory is None:
             return None
-        index, shares = self._share
+        index, shares = self.share
         name = CHECKPOINTS if shares == 1 else f"{CHECKPOINTS}-share-{index}"
         theirs = [one for one in checkpoints(self._directory / name) if one.manifest.run_id != self.run_id]
         directory = self._directory / STATE if theirs else self._directory  # never into those of a training run
@@ -342,15 +365,3 @@ def _check(
     require(save_every >= 0, "save_every_n_rounds", ">= 0", save_every, "; 0 writes no checkpoints.")
     if tls is not None:
         tls.check()
-
-
-def _places(model: Source | None, output_dir: str | Path | None) -> tuple[Source, Path | None]:
-    """Where the parameters come from, and where the server saves."""
-    directory = None if output_dir is None else Path(output_dir)
-    if model is None:
-        if directory is None:
-            raise ConfigError("a server requires a model or an output_dir with checkpoints; give one.")
-        return directory, directory
-    if isinstance(model, str | Path) and Path(model).is_dir() and directory is None:
-        directory = Path(model)
-    return model, directory

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,18 @@ _MOST_BYTES = 256 << 20
 _FRAGMENT = re.compile(r"fragment-(\d+)-version-(\d+)\.safetensors")
 
 
+@dataclass(frozen=True)
+class Saved:
+    """What a directory has."""
+
+    origin: dict[str, Any]
+    """What the run was started with."""
+    rest: dict[str, Any]
+    """Everything that changes, but the fragments."""
+    fragments: dict[int, dict[str, Any]]
+    """The state of each."""
+
+
 class Store:
     """The directory of one server, which holds a lock on it.
 
@@ -43,13 +56,15 @@ class Store:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._files = FileStore()
+        self.origin: Mapping[str, Any] = {}
+        """What the run was started with, JSON-safe; set by the owner before the first commit, and by `load`."""
         self._fragments: dict[str, Any] = {}
         """By number, as text: file, digest, document."""
         self._files.make_root(directory)
         self._lock: int | None = _locked(directory / LOCK)
 
-    def load(self) -> tuple[dict[str, Any], dict[int, dict[str, Any]]] | None:
-        """Everything but the fragments, and the state of each fragment; None for a new directory.
+    def load(self) -> Saved | None:
+        """Everything; None for a new directory, or one whose first server was killed before it had saved all fragments.
 
         Raises:
             CheckpointError: for anything but what `save` and `commit` left there.
@@ -63,7 +78,9 @@ class Store:
         self._fragments = _dict(document, "fragments", path)
         fragments = {int(number): self._read(entry) for number, entry in self._fragments.items()}
         self._remove_others()
-        return _dict(document, "rest", path), fragments
+        self.origin = origin = _dict(document, "origin", path)
+        saved = Saved(origin, _dict(document, "rest", path), fragments)
+        return saved if len(fragments) == len(saved.rest["fragments"]) else None
 
     def commit(self, fragment: int, version: int, state: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
         """Make a new version of a fragment and everything else durable, together.
@@ -98,7 +115,7 @@ class Store:
             CheckpointError: if the disk refuses.
         """
         path = self.directory / STATE
-        content = {"format": FORMAT, "fragments": self._fragments, "rest": dict(rest)}
+        content = {"format": FORMAT, "origin": dict(self.origin), "fragments": self._fragments, "rest": dict(rest)}
         try:
             replace_durably(path, document_to_bytes(content).decode())
             self._files.sync_dir(self.directory)

@@ -6,12 +6,12 @@ from random import Random
 
 from onstep.diloco.protocol.messages import Reply, Request, Submit
 from onstep.diloco.protocol.session import Answer, Lost, Send
-from onstep.diloco.simulator.clock import Clock
+from onstep.diloco.simulator.environment.clock import Clock
+from onstep.diloco.simulator.environment.network import Path
+from onstep.diloco.simulator.environment.tasks import Task
 from onstep.diloco.simulator.measures import SiteCounts
-from onstep.diloco.simulator.network import Path
 from onstep.diloco.simulator.payload import Payload
 from onstep.diloco.simulator.server import SimulatedServer
-from onstep.diloco.simulator.tasks import Task
 
 CONNECT_SECONDS = 10.0
 """After which a worker gives up a request to a server that cannot be reached."""

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from onstep.diloco.protocol.messages import Settings
-from onstep.diloco.simulator.churn import Attendance, Churn
-from onstep.diloco.simulator.clock import Clock
 from onstep.diloco.simulator.connection import Connection
+from onstep.diloco.simulator.environment.churn import Attendance, Churn
+from onstep.diloco.simulator.environment.clock import Clock
+from onstep.diloco.simulator.environment.network import Line, Path, packet_loss_limit
 from onstep.diloco.simulator.measures import SiteCounts
-from onstep.diloco.simulator.network import Line, Path, packet_loss_limit
 from onstep.diloco.simulator.payload import Payload
 from onstep.diloco.simulator.scenario import Scenario
 from onstep.diloco.simulator.server import SimulatedServer

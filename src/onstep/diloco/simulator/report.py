@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from onstep.analysis.text_tables import table
-from onstep.diloco.simulator.clock import Clock
+from onstep.diloco.simulator.environment.clock import Clock
 from onstep.diloco.simulator.measures import Measures, RoundRecord, SiteCounts
 from onstep.diloco.simulator.scenario import Scenario
 from onstep.diloco.simulator.units import bytes_text, duration_text, percent_text

@@ -11,7 +11,7 @@ from typing import Protocol
 from onstep.diloco.protocol.coordinator import Coordinator
 from onstep.diloco.protocol.messages import Await, NotYet, Reply, Request, Settings, Submit
 from onstep.diloco.protocol.rounds import Closed
-from onstep.diloco.simulator.clock import Clock
+from onstep.diloco.simulator.environment.clock import Clock
 
 RUN_ID = "simulated"
 FINGERPRINT = "simulated"

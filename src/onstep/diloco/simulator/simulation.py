@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from onstep.diloco.protocol.rounds import Closed
-from onstep.diloco.simulator.churn import Attendance, Churn
-from onstep.diloco.simulator.clock import Clock
+from onstep.diloco.simulator.environment.churn import Attendance, Churn
+from onstep.diloco.simulator.environment.clock import Clock
 from onstep.diloco.simulator.measures import Measures, SiteCounts
 from onstep.diloco.simulator.members import Members, World, lines
 from onstep.diloco.simulator.payload import Payload

@@ -20,12 +20,12 @@ from onstep.diloco.protocol.session import (
     Unsettled,
     WorkerSession,
 )
-from onstep.diloco.simulator.clock import Clock
 from onstep.diloco.simulator.connection import Connection
+from onstep.diloco.simulator.environment.clock import Clock
+from onstep.diloco.simulator.environment.tasks import Task
 from onstep.diloco.simulator.measures import SiteCounts
 from onstep.diloco.simulator.scenario import Site
 from onstep.diloco.simulator.server import FINGERPRINT
-from onstep.diloco.simulator.tasks import Task
 
 Life = Generator[Any, Any, None]
 SYNC_BOUND = 600.0

@@ -17,7 +17,9 @@ from onstep.errors import DataError
 MESSAGE_HEADER = "x-onstep-message"
 TENSORS = "application/vnd.safetensors"
 JSON = "application/json"
-FIRST_PORT, NUM_PORTS = 8512, 100
+FIRST_PORT = 8512
+PORTS = range(FIRST_PORT, FIRST_PORT + 100)
+"""A server binds the first that is free."""
 
 PATHS: dict[type, str] = {
     Register: "/register",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import secrets
+import socket
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from onstep.durability import replace_durably
@@ -18,7 +21,6 @@ VARIABLES = ("DILOCO_TOKEN", "FORGATHER_DILOCO_SERVER_TOKEN")
 FILE_VARIABLE = "DILOCO_TOKEN_FILE"
 _MOST_BYTES = 4096
 _WORD = re.compile(r"[!-~]{1,4096}")
-_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 def token_path(port: int) -> Path:
@@ -99,7 +101,28 @@ def find_token(host: str, port: int, environment: Mapping[str, str] = os.environ
             return checked(environment[name], name)
     if environment.get(FILE_VARIABLE):
         return read_token(Path(environment[FILE_VARIABLE]).expanduser())
-    if host.lower() not in _LOOPBACK:
-        return None
     path = token_path(port)
-    return read_token(path) if _is_private(path) else None
+    return read_token(path) if _is_private(path) and is_this_machine(host) else None
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether a name or address is one of this machine; asks no name server, and sends nothing."""
+    if host.lower() in ("localhost", socket.gethostname().lower()):
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    if address.is_unspecified or address.is_loopback:
+        return True
+    ours = own_address_towards(host)
+    return ours is not None and ipaddress.ip_address(ours) == address  # what goes to oneself comes from oneself
+
+
+def own_address_towards(address: str) -> str | None:
+    """The address of this machine that what it sends to another has; None if there is no way. Nothing is sent."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
+        return str(probe.getsockname()[0])
+    return None

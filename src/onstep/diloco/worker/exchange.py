@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import platform
 import secrets
 import time
@@ -12,20 +13,25 @@ from typing import Any
 
 import torch
 
-from onstep.diloco.codec import ErrorFeedback, InvalidTensorsError, write_body
+from onstep.diloco.client.link import Client, Link
+from onstep.diloco.client.versions import Tensors, fetch_version, received
+from onstep.diloco.codec import ErrorFeedback, write_body
 from onstep.diloco.codec.choice import CodecChoice
+from onstep.diloco.codec.sizes import encoded_bytes
 from onstep.diloco.fragments import assign
-from onstep.diloco.protocol.messages import ParameterSpec, Ready, Registered, fingerprint
-from onstep.diloco.protocol.session import Answer, Counted, NotCounted, Unsettled, WorkerSession
-from onstep.diloco.worker.fragment import Fragment, Tensors, blended, kept
-from onstep.diloco.worker.link import Client, Link, Task
+from onstep.diloco.protocol.messages import Beat, ParameterSpec, Registered, fingerprint
+from onstep.diloco.protocol.session import Counted, Unsettled, WorkerSession
+from onstep.diloco.worker.fragment import Fragment, blended, kept
 from onstep.diloco.worker.metrics import SyncMetrics
+from onstep.diloco.worker.task import Task
 from onstep.errors import OnstepError
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 3
-"""At a whole version that arrives as the server has it."""
+_LOOK_SECONDS = 1.0
+"""Between two questions whether a worker that ends still has others to wait for."""
+_NUM_LOOKS = 2
+"""In a row without a quorum, after which it waits no longer."""
 
 
 class ServerUnreachableError(OnstepError, ConnectionError):
@@ -103,29 +109,11 @@ class Exchange:
             ServerUnreachableError: without an answer.
             InvalidTensorsError: if what arrives is not what the server has, several times.
         """
-        for _ in range(_ATTEMPTS):
-            answer = self.link.run(self.session.fetch(fragment.index, self._timeout))
-            if isinstance(answer, Unsettled):
-                raise ServerUnreachableError(f"no answer from the server: {answer.reason}; is it running?")
-            ready, tensors = self._read(fragment, answer)
-            if tensors is not None:
-                return ready.version, tensors
-        raise InvalidTensorsError(
-            f"version {ready.version} of fragment {fragment.index} arrived {_ATTEMPTS} times with another hash than "
-            "the server's; check the network and the memory of both machines."
-        )
-
-    def _read(self, fragment: Fragment, answer: Answer) -> tuple[Ready, Tensors | None]:
-        ready, body = answer.reply, answer.body
-        assert isinstance(ready, Ready)
-        assert isinstance(body, bytes | bytearray | memoryview)
-        self._metrics.last_recv_bytes = len(body)
-        return ready, fragment.received(ready, body)
-
-    def is_pending(self, fragment: Fragment) -> bool:
-        """Whether the fragment has a submission that is not merged yet."""
-        index = fragment.index
-        return self.session.pending(index) is not None or index in self._known or index in self._landed
+        found = fetch_version(self.link, self.session, fragment.index, fragment.specs, self._timeout)
+        if isinstance(found, Unsettled):
+            raise ServerUnreachableError(f"no answer from the server: {found.reason}; is it running?")
+        ready, tensors = found
+        return ready.version, tensors
 
     def submit(self, fragment: Fragment, local: Tensors, *, tokens: int, steps: int, cycle_seconds: float) -> None:
         """Encode the fragment's difference and send it in another thread.
@@ -138,16 +126,14 @@ class Exchange:
         codec = self.codec.choose(fragment.specs, bandwidth, cycle_seconds)
         body = write_body(self.feedback.encode(fragment.difference(local, self._dtypes), codec))
         fragment.submitted, fragment.is_late = local, False
-        metrics.quantization_error, metrics.codec, metrics.last_send_bytes = (
-            self.feedback.relative_error,
-            codec,
-            len(body),
-        )
+        metrics.quantization_error, metrics.last_send_bytes = self.feedback.relative_error, len(body)
+        num_values = sum(math.prod(spec.shape) for spec in fragment.specs)
+        metrics.bits_per_value = 8 * encoded_bytes(fragment.specs, codec) / max(1, num_values)
         self.session.begin(
             fragment.index,
             base_version=fragment.version,
             tokens=max(tokens, 1),
-            steps=max(steps, 1),
+            steps=steps,
             codec=codec,
             body=body,
         )
@@ -167,12 +153,13 @@ class Exchange:
                 logger.warning("training continues without a result of the server: %s", settled.reason)
                 return None
             self._known[index] = isinstance(settled, Counted)
-            if isinstance(settled, NotCounted):
-                logger.warning("a submission was dropped: %s", settled.reason)
-            else:
-                ready, base = self._read(fragment, Answer(settled.ready, settled.body))
+            if isinstance(settled, Counted):
+                ready = settled.ready
+                base = received(ready, settled.body, fragment.specs, fragment.version, fragment.base)
                 if base is not None:
                     return Landed(ready.version, base, self._known.pop(index), ready.num_contributors)
+            else:
+                logger.warning("a submission was dropped: %s", settled.reason)
         try:
             version, base = self.fetch(fragment)
         except ServerUnreachableError as error:
@@ -192,6 +179,23 @@ class Exchange:
             else:
                 self._landed[fragment.index] = landed
         return fragment.index in self._landed
+
+    def wait_for_others(self) -> None:
+        """Wait for all that is under way, as long as enough workers are registered to commit it."""
+        num_looks = 0
+        while num_looks < _NUM_LOOKS:
+            if all(task.wait(_LOOK_SECONDS) for task in self._tasks.values()):
+                return
+            num_looks = 0 if self._can_settle() else num_looks + 1
+        logger.warning(
+            "this worker's last steps are only in its own model: the other workers have left, and fewer than the "
+            "quorum are registered"
+        )
+
+    def _can_settle(self) -> bool:
+        """Whether what is under way may still be committed, as far as the server can be asked."""
+        beat = self.link.run(self.session.beat(0.0, _LOOK_SECONDS))
+        return not isinstance(beat, Beat) or all(self.session.can_settle(index, beat) for index in self._tasks)
 
     def is_under_way(self, fragment: Fragment) -> bool:
         """Whether a thread is waiting for the fragment."""
@@ -220,6 +224,7 @@ class Exchange:
         metrics, transfers = self._metrics, self.link.transfers
         metrics.version, metrics.contributors = landed.version, landed.contributors or metrics.contributors
         metrics.reconnections = self.session.num_rejoins
+        metrics.last_recv_bytes = transfers.last_received_bytes
         metrics.total_send_bytes, metrics.total_recv_bytes = transfers.sent_bytes, transfers.received_bytes
         return merged
 
@@ -265,7 +270,15 @@ class Exchange:
         self._metrics.version = fragment.version
         if state is None or len(state["versions"]) != len(self.fragments):
             return False
-        is_superseded = fragment.index in self.session.superseded
-        if fragment.index in state["pending"] and not is_superseded:
+        is_superseded, is_pending = fragment.index in self.session.superseded, fragment.index in state["pending"]
+        if is_pending and not is_superseded:
             self.feedback.undo(fragment.names)
+        elif is_superseded and not (is_pending and self._num_known_since(fragment, state) == 1):
+            self.feedback.forget(fragment.names)  # a later submission has sent what it had lost by then
         return not is_superseded and bool(state["versions"][fragment.index] == fragment.version)
+
+    def _num_known_since(self, fragment: Fragment, state: Mapping[str, Any]) -> int:
+        """Submissions that the server has and a checkpoint does not; one that was pending is the first."""
+        assert self.session.registered is not None
+        saved = state["session"]["next_sequences"].get(str(fragment.index), 0)
+        return int(self.session.registered.next_sequences[fragment.index] - saved)

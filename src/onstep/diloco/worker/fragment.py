@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from onstep.diloco.codec import decode, digest, master_dtype, read_body
-from onstep.diloco.protocol.messages import ParameterSpec, Ready
-
-Tensors = dict[str, Tensor]
+from onstep.diloco.client.versions import Tensors
+from onstep.diloco.codec import master_dtype
+from onstep.diloco.protocol.messages import ParameterSpec
 
 
 @dataclass
@@ -44,19 +43,6 @@ class Fragment:
     def difference(self, local: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> Tensors:
         """The pseudo-gradient: where the model started, minus where it is."""
         return {name: start - local[name] for name, start in self.start(dtypes).items()}
-
-    def received(self, ready: Ready, body: bytes | bytearray | memoryview) -> Tensors | None:
-        """The parameters of a version that arrived; None if they are not what the server has.
-
-        Raises:
-            InvalidTensorsError: for a body that is not one of this fragment.
-        """
-        tensors = decode(read_body(body), self.specs, ready.codec)
-        if ready.kind == "update":
-            if ready.version != self.version + 1:
-                return None
-            tensors = {name: self.base[name] + update for name, update in tensors.items()}
-        return tensors if ready.digest in ("", digest(tensors)) else None
 
     def advance(self, version: int, base: Tensors) -> None:
         """Continue from a newer version; the submission is settled."""

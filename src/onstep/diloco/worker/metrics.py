@@ -45,7 +45,8 @@ class SyncMetrics:
     """Newest version that the model has."""
     quantization_error: float = 0.0
     """Norm of what the codec lost of the last submission, relative to the submission; the next one has it."""
-    codec: str = "fp32"
+    bits_per_value: float = 0.0
+    """Of the last submission, which says what codec `auto` has chosen: 32, 16, a little more than 8 or 4."""
 
     def state_dict(self) -> dict[str, Any]:
         """The counts that a resumed worker continues."""
@@ -66,6 +67,7 @@ class SyncMetrics:
             "last_recv_mb": self.last_recv_bytes / 1e6,
             "total_send_mb": self.total_send_bytes / 1e6,
             "total_recv_mb": self.total_recv_bytes / 1e6,
+            "bits_per_value": self.bits_per_value,
             "quantization_error": self.quantization_error,
             "version": self.version,
             "contributors": self.contributors,

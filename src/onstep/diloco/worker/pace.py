@@ -14,14 +14,20 @@ class Pace:
         self._clock = clock
         self._times: deque[float] = deque(maxlen=window)
         self._waited = 0.0
+        self._last_step = clock()
 
     def count_step(self) -> None:
         """A step is over."""
+        self._last_step = self._clock()
         self._times.append(self._clock() - self._waited)
 
     def leave_out(self, seconds: float) -> None:
         """Seconds since the last step that were spent waiting."""
         self._waited += seconds
+
+    def seconds_since_step(self) -> float:
+        """Since the last step, or since this was made."""
+        return self._clock() - self._last_step
 
     def steps_per_second(self) -> float:
         """Over the last steps; 0 until there are two."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -48,6 +46,10 @@ class Progress:
         self._submitted[fragment] = self._total()
         return amount
 
+    def has_steps(self, fragment: int) -> bool:
+        """Whether the fragment's next submission has any step."""
+        return self._base[fragment].steps != self._steps
+
     def has_moved(self, fragment: int) -> bool:
         """Whether there was a step since the fragment was submitted."""
         return self._submitted[fragment].steps != self._steps
@@ -57,10 +59,9 @@ class Progress:
         if is_counted:
             self._base[fragment] = self._submitted[fragment]
 
-    def restore(self, fragment: int, amount: Mapping[str, Any]) -> None:
+    def restore(self, fragment: int, amount: Amount) -> None:
         """Continue with work that a restored model has done since the fragment's version."""
-        total = self._total()
-        self._base[fragment] = total - Amount(float(amount["tokens"]), int(amount["steps"]))
+        self._base[fragment] = self._total() - amount
 
     def _total(self) -> Amount:
         self._tokens, self._new_tokens = self._tokens + float(self._new_tokens), 0
@@ -73,13 +74,11 @@ class Cycle:
     def __init__(self, length: int, num_slots: int, num_shares: int) -> None:
         self.length, self.step = length, 0
         """Steps of a cycle, and those taken in this one."""
-        self.count = 0
-        """Cycles that are over."""
         self._num_slots, self._num_shares = num_slots, num_shares
 
     @property
     def is_overlapped(self) -> bool:
-        """whether training continues while a fragment is in flight."""
+        """Whether training continues while a fragment is in flight."""
         return self._num_slots > 1
 
     def advance(self) -> tuple[int, ...]:
@@ -92,5 +91,4 @@ class Cycle:
         if self.step < self.length:
             return False
         self.step, self.length = 0, length
-        self.count += 1
         return True

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeVar
 
+from onstep.diloco.client.versions import Tensors
 from onstep.diloco.worker.exchange import Exchange
-from onstep.diloco.worker.fragment import Tensors
 from onstep.diloco.worker.parameters import Parameters
 from onstep.diloco.worker.progress import Progress
 from onstep.diloco.worker.ranks import on_main
@@ -43,8 +43,10 @@ class Synchronizer:
         """Fragments whose submission is not merged, in flight or not."""
 
     def submit(self, indices: Iterable[int], cycle_seconds: float) -> None:
-        """Submit fragments, but for those whose last submission is still pending."""
+        """Submit fragments, but for those whose last submission is still pending and those without a new step."""
         for index in sorted(set(indices) - self._pending):
+            if not self._progress.has_steps(index):
+                continue
             amount = self._progress.submit(index)
             tokens = round(sum(self._world.gather(amount.tokens)))
             local = self._parameters.read(self._names[index])
@@ -54,11 +56,28 @@ class Synchronizer:
 
     def retry(self, indices: Iterable[int]) -> None:
         """Ask again about submissions of fragments that were not settled in time, and wait."""
+        if self._ask_again(indices):
+            self.land(wait=True)
+
+    def finish(self, indices: Iterable[int]) -> None:
+        """Settle what is pending, submit what is left and merge the results, as long as there is a quorum."""
+        self._ask_again(indices)
+        self._land_last()
+        self.submit(indices, 0.0)
+        self._land_last()
+
+    def _land_last(self) -> None:
+        if self.in_flight:
+            self._on_main(lambda exchange: exchange.wait_for_others())
+            self.land(wait=False)
+            self.in_flight = set()  # what it did not wait for is asked about again, if anybody asks
+
+    def _ask_again(self, indices: Iterable[int]) -> set[int]:
         late = (set(indices) & self._pending) - self.in_flight
         if late:
             self._on_main(partial(_settle, late))
             self.in_flight |= late
-            self.land(wait=True)
+        return late
 
     def land(self, wait: bool) -> None:
         """Merge what has arrived of the fragments in flight; with `wait`, all of them or until they time out."""

@@ -7,10 +7,9 @@ import platform
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +21,15 @@ from onstep.diloco.worker.heartbeat import HeartbeatThread
 from onstep.diloco.worker.metrics import SyncMetrics
 from onstep.diloco.worker.pace import Pace
 from onstep.diloco.worker.parameters import Parameters
-from onstep.diloco.worker.progress import Cycle, Progress
+from onstep.diloco.worker.progress import Amount, Cycle, Progress
 from onstep.diloco.worker.ranks import on_main, open_world
 from onstep.diloco.worker.synchronizer import Synchronizer
+from onstep.diloco.worker.work import Work, of
 from onstep.distributed.world import World
 from onstep.errors import require
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _SILENCE_SECONDS = 60.0
 """A request that gets no byte for so long is sent again; a server holds none for longer than 20."""
@@ -45,8 +46,10 @@ class DiLoCoWorker:
 
     Entering it registers and gives the model the run's parameters. Then every `sync_every` steps of the optimizer the
     difference between the parameters that the model started from and those that it has is submitted, and the model
-    continues from the new ones. The optimizer's own state is kept. With several fragments each is submitted in its turn
-    and is in flight while training continues; what arrives is blended with what the model has learned meanwhile.
+    continues from the new ones. Leaving it without an error does the same with the steps since, so that workers that
+    end together end with the same model; `finish` says how long that waits. The optimizer's own state is kept. With
+    several fragments each is submitted in its turn and is in flight while training continues; what arrives is blended
+    with what the model has learned meanwhile.
 
     If the server cannot be reached, or a round does not end within `timeout`, training continues. The submission stays
     pending and is settled at the next one: if it was counted, the progress made since is added to the new version; if
@@ -65,7 +68,8 @@ class DiLoCoWorker:
         bf16_comm: True submits bfloat16, False float32; None leaves it to the server.
         timeout: seconds to wait for a result.
         dylu: whether to take as many steps as the server recommends for a worker of this speed; None for the server's.
-        heartbeat_interval: seconds between heartbeats; 0 for none.
+        heartbeat_interval: seconds between heartbeats; 0 for none. If `stop` is never called, they end with the
+            worker and with the thread that has started it, and there are none while no step is taken for ten minutes.
         num_fragments: if given, it must be the server's.
         max_sync_retries: an exchange without any answer is given up after 2 + 4 + ... seconds, with so many terms.
         codec: `fp32`, `bf16`, `fp16`, `int8`, `int4`, or `auto`, which chooses by the measured bandwidth; wins over
@@ -111,7 +115,7 @@ class DiLoCoWorker:
         self._loaded: Mapping[str, Any] | None = None
         self._hook: Any = None
         self._pace = Pace()
-        self._work: _Work | None = None
+        self._work: Work | None = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -155,8 +159,8 @@ class DiLoCoWorker:
             raise
 
     def _begin(self, world: World, parameters: Parameters, exchange: Exchange | None, step: int) -> None:
-        registered = on_main(world, lambda: _of(exchange).join(self._codec))
-        names = on_main(world, lambda: [fragment.names for fragment in _of(exchange).fragments])
+        registered = on_main(world, lambda: of(exchange).join(self._codec))
+        names = on_main(world, lambda: [fragment.names for fragment in of(exchange).fragments])
         settings = registered.settings
         self._check_heartbeat(settings.heartbeat_timeout)
         is_dynamic = settings.dylu if self._dylu is None else self._dylu and settings.dylu
@@ -164,11 +168,11 @@ class DiLoCoWorker:
         progress = Progress(len(names))
         blend = settings.blend if cycle.is_overlapped else None
         synchronizer = Synchronizer(world, parameters, exchange, names, progress, blend)
-        self._work = _Work(world, registered, exchange, cycle, progress, synchronizer, is_dynamic, step)
+        self._work = Work(world, registered, exchange, cycle, progress, synchronizer, is_dynamic, step)
         self._take_over(self._work)
         if exchange is not None and self._heartbeat_interval > 0:
             self._work.heartbeat = HeartbeatThread(
-                exchange.session, exchange.link, self._heartbeat_interval, self.get_steps_per_second
+                exchange.session, exchange.link, self._heartbeat_interval, self._pace
             )
         if self._optimizer is not None:
             self._hook = self._optimizer.register_step_post_hook(lambda *_: self.end_step())
@@ -199,20 +203,23 @@ class DiLoCoWorker:
         rule = f"below {timeout}, after which the server gives up on a silent worker"
         require(is_often_enough, "heartbeat_interval", rule, self._heartbeat_interval)
 
-    def _take_over(self, work: _Work) -> None:
+    def _take_over(self, work: Work) -> None:
         """Give the model the versions of the server, except where a restored one is on them already."""
         loaded, self._loaded = self._loaded, None
         state = None if loaded is None else loaded.get("exchange")
+        amounts = [] if loaded is None else loaded["since_base"]
+        # of rank 0, as a rank that the job did not have before has no state, and all ranks must exchange together
+        local_step, steps = self.share(
+            (0 if loaded is None else loaded["local_step"], [one["steps"] for one in amounts])
+        )
         kept = 0
-        for index in range(len(work.registered.versions)):
+        for index in work.fragments:
             if on_main(work.world, partial(work.open, index, state)):
-                if loaded is not None:
-                    work.progress.restore(index, loaded["since_base"][index])
+                tokens = amounts[index]["tokens"] if amounts else 0.0
+                work.progress.restore(index, Amount(tokens, steps[index]))
                 kept += 1
             else:
                 work.synchronizer.give(index)
-        # of rank 0, as a rank that the job did not have before has no state, and all ranks must exchange together
-        local_step = on_main(work.world, lambda: 0 if loaded is None else int(loaded["local_step"]))
         work.cycle.step = min(local_step, work.cycle.length - 1) if kept else 0
         if local_step and not kept:
             logger.warning("the run is past this checkpoint: %d local steps of this worker are discarded", local_step)
@@ -243,7 +250,7 @@ class DiLoCoWorker:
         if work.cycle.turn(self._next_length(work) if work.cycle.step >= work.cycle.length else work.cycle.length):
             self.metrics.sync_count += 1
 
-    def _exchange_due(self, work: _Work, fragments: tuple[int, ...]) -> None:
+    def _exchange_due(self, work: Work, fragments: tuple[int, ...]) -> None:
         synchronizer, pace = work.synchronizer, self.get_steps_per_second()
         on_main(work.world, work.check_heartbeat)
         synchronizer.land(wait=True)
@@ -253,8 +260,9 @@ class DiLoCoWorker:
             synchronizer.land(wait=True)
         else:
             self.metrics.fragment_syncs += len(fragments)
+        work.registered = on_main(work.world, work.last_registered)
 
-    def _next_length(self, work: _Work) -> int:
+    def _next_length(self, work: Work) -> int:
         """Steps of the next cycle: with dynamic local updates, what the server recommends."""
         if not work.is_dynamic:
             return work.cycle.length
@@ -265,17 +273,30 @@ class DiLoCoWorker:
         return recommended
 
     def force_sync(self) -> None:
-        """Exchange all fragments now, and wait. Collective.
+        """Exchange all fragments that have a new step now, and wait. Collective.
 
         Raises:
             RuntimeError: if it is not active.
         """
         work = self._started()
-        everything = range(len(work.registered.versions))
         work.synchronizer.land(wait=True)
-        work.synchronizer.retry(everything)
-        work.synchronizer.submit(everything, 0.0)
+        work.synchronizer.retry(work.fragments)
+        work.synchronizer.submit(work.fragments, 0.0)
         work.synchronizer.land(wait=True)
+
+    def finish(self) -> None:
+        """Submit the steps since the last submission, and continue from the result: training is over. Collective.
+
+        It waits until the round is committed, but not longer than `timeout`, the same again if an earlier submission is
+        still pending, and no longer than there are workers enough: two seconds after fewer than the quorum are
+        registered, it gives up. Then the last steps are in this worker's model only, or count without it knowing.
+        """
+        work = self._started()
+        work.synchronizer.finish(work.fragments)
+
+    def share(self, value: T) -> T:
+        """Rank 0's value, on every rank. Collective."""
+        return on_main(self._started().world, lambda: value)
 
     def settle(self) -> None:
         """Wait for the fragments in flight, and merge them. Collective."""
@@ -285,8 +306,8 @@ class DiLoCoWorker:
         """Leave the run; may be repeated.
 
         Args:
-            merge: whether to wait for fragments in flight and merge them, which is collective; pass False after an
-                error that other ranks might not share.
+            merge: whether to `finish` first, which is collective; pass False to leave at once: after an error that
+                other ranks might not share, or to continue later from a checkpoint.
         """
         work, self._work = self._work, None
         if self._hook is not None:
@@ -296,7 +317,7 @@ class DiLoCoWorker:
             return
         try:
             if merge:
-                work.synchronizer.land(wait=True)
+                work.synchronizer.finish(work.fragments)
         finally:
             work.leave()
 
@@ -321,7 +342,10 @@ class DiLoCoWorker:
 
     @property
     def registered(self) -> Registered:
-        """What the server said at registration: its settings, this worker's share of the data, the run's step."""
+        """What the server said at registration: its settings, this worker's share of the data, the run's step.
+
+        A worker that was evicted and has come back may have another share; it is here after the next exchange.
+        """
         return self._started().registered
 
     def state_dict(self) -> dict[str, Any]:
@@ -330,12 +354,11 @@ class DiLoCoWorker:
         The version that the model started from is not in it: the server has it.
         """
         work = self._started()
-        fragments = range(len(work.registered.versions))
         return {
             "worker_id": self.worker_id,
             "sync_every": work.cycle.length,
             "local_step": work.cycle.step,
-            "since_base": [vars(work.progress.since_base(index)) for index in fragments],
+            "since_base": [vars(work.progress.since_base(index)) for index in work.fragments],
             "exchange": None if work.exchange is None else work.exchange.state_dict(),
             **self.metrics.state_dict(),
         }
@@ -345,48 +368,7 @@ class DiLoCoWorker:
         self._loaded = state
         self.metrics.load_state_dict(state)
 
-    def _started(self) -> _Work:
+    def _started(self) -> Work:
         if self._work is None:
             raise RuntimeError("the worker is not active; call start(), or use it as a context manager.")
         return self._work
-
-
-@dataclass
-class _Work:
-    """What a worker has between start and stop."""
-
-    world: World
-    registered: Registered
-    exchange: Exchange | None
-    """On rank 0."""
-    cycle: Cycle
-    progress: Progress
-    synchronizer: Synchronizer
-    is_dynamic: bool
-    step: int
-    heartbeat: HeartbeatThread | None = None
-
-    def open(self, index: int, state: Mapping[str, Any] | None) -> bool:
-        exchange = _of(self.exchange)
-        return exchange.open(exchange.fragments[index], state)
-
-    def count(self, tokens: Tensor | float) -> None:
-        self.progress.count(tokens)
-        self.step += 1
-        if self.exchange is not None:
-            self.exchange.session.step = self.step
-
-    def check_heartbeat(self) -> None:
-        if self.heartbeat is not None and self.heartbeat.error is not None:
-            raise self.heartbeat.error
-
-    def leave(self) -> None:
-        if self.heartbeat is not None:
-            self.heartbeat.stop()
-        if self.exchange is not None:
-            self.exchange.leave()
-
-
-def _of(exchange: Exchange | None) -> Exchange:
-    assert exchange is not None
-    return exchange

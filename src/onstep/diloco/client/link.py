@@ -1,14 +1,14 @@
-"""Runs operations of the protocol over a client, in the calling thread or in another."""
+"""Runs operations of the protocol over a client, in the calling thread."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
-from onstep.diloco.client import ServerLostError
+from onstep.diloco.client.connection import ServerLostError
 from onstep.diloco.protocol.messages import ParameterSpec, Register, Reply, Request, Submit
 from onstep.diloco.protocol.session import Answer, Lost, Operation, Send, Sleep, Unsettled
 from onstep.diloco.wire.http import specs_to_bytes
@@ -37,13 +37,11 @@ class Transfers:
 
     sent_bytes: int = 0
     received_bytes: int = 0
+    last_received_bytes: int = 0
+    """Of the last version."""
     upload_bytes_per_second: float = 0.0
     """Of the last submission; 0 before one."""
     download_bytes_per_second: float = 0.0
-    num_lost: int = 0
-    """Requests without an answer."""
-    last_sent: dict[int, int] = field(default_factory=dict)
-    """Bytes of the last submission of each fragment."""
 
 
 class Link:
@@ -98,45 +96,17 @@ class Link:
         try:
             reply, received = self._client.send(effect.request, sent)
         except ServerLostError as error:
-            self.transfers.num_lost += 1
             return Lost(str(error))
         self._measure(effect.request, len(sent), len(received or b""), max(time.monotonic() - start, 1e-9))
         return Answer(reply, received)
 
     def _measure(self, request: Request, sent: int, received: int, seconds: float) -> None:
-        transfers = self.transfers
-        transfers.sent_bytes += sent
-        transfers.received_bytes += received
-        if isinstance(request, Submit):
-            transfers.upload_bytes_per_second = sent / seconds
-            transfers.last_sent[request.fragment] = sent
-        elif received:
-            transfers.download_bytes_per_second = received / seconds
-
-
-class Task(Generic[T]):
-    """Work in a thread of its own that does not keep the process alive."""
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._result: T
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name="diloco", daemon=True)
-        self._thread.start()
-
-    def _run(self, work: Callable[[], T]) -> None:
-        try:
-            self._result = work()
-        except BaseException as error:  # noqa: BLE001 - `result` raises it in the thread that asks
-            self._error = error
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `result` returns at once."""
-        return not self._thread.is_alive()
-
-    def result(self) -> T:
-        """Wait for the work and return its result, or raise its error."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._result
+        with self._lock:
+            transfers = self.transfers
+            transfers.sent_bytes += sent
+            transfers.received_bytes += received
+            if isinstance(request, Submit):
+                transfers.upload_bytes_per_second = sent / seconds
+            elif received:
+                transfers.last_received_bytes = received
+                transfers.download_bytes_per_second = received / seconds

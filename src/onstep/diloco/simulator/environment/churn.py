@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from onstep.diloco.simulator.clock import Clock
+from onstep.diloco.simulator.environment.clock import Clock
 
 
 class Churn:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from onstep.control.serving.messages import RefusedError, answer, json_object
 from onstep.diloco.server.operator import Operator
-from onstep.diloco.server.sending import TensorResponse
+from onstep.diloco.server.serving.sending import TensorResponse
 from onstep.errors import CheckpointError, ConfigError
 
 

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger(__name__)
 
 REALM = "onstep-diloco"
+NO_TOKEN = (
+    "The token is missing or wrong; set DILOCO_TOKEN, or DILOCO_TOKEN_FILE (--token-file) to a copy of the file whose "
+    "path the server prints when it starts."
+)
+"""Everybody can read this, so it names no path."""
 
 
 class Guard:
@@ -51,10 +56,10 @@ class Guard:
             return refusal(431, f"The headers have {size} bytes; at most {MOST_HEADER_BYTES} are read.")
         if any(name == b"origin" for name, _ in headers):
             return refusal(403, "Requests from pages in a browser are refused.")
-        if self._access.is_open or scope["path"] == HEALTH:
-            return None
         given = [value for name, value in headers if name == b"authorization"]
-        if len(given) == 1 and self._access.is_bearer(given[0]):
+        is_admitted = self._access.is_open or (len(given) == 1 and self._access.is_bearer(given[0]))
+        scope["state"]["connection"].is_admitted = is_admitted
+        if is_admitted or scope["path"] == HEALTH:
             return None
         challenge = {"WWW-Authenticate": f'Bearer realm="{REALM}"'}
-        return answer({"error": "The token is missing or wrong.", "realm": REALM}, 401, challenge)
+        return answer({"error": NO_TOKEN, "realm": REALM}, 401, challenge)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from onstep.checkpoint import write_tensors
 from onstep.diloco.codec import body_bytes
-from onstep.diloco.server.receiving import STALL_SECONDS
+from onstep.diloco.server.serving.connections import Connection
 from onstep.diloco.wire.http import MESSAGE_HEADER, TENSORS
 
 if TYPE_CHECKING:
@@ -45,11 +44,11 @@ class TensorResponse(Response):
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it; a reader that stalls is cut off."""
+        """Send it."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        connection: Connection = scope["state"]["connection"]
         for piece in _pieces(self._tensors):
-            async with asyncio.timeout(STALL_SECONDS):
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await connection.write_body(piece)
         await send({"type": "http.response.body", "body": b""})
 
 

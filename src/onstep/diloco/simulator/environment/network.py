@@ -7,7 +7,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any
 
-from onstep.diloco.simulator.clock import Clock
+from onstep.diloco.simulator.environment.clock import Clock
 
 SEGMENT_BYTES = 1460
 """Payload of a TCP segment on Ethernet."""

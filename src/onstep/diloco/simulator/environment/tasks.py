@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 from onstep.diloco.protocol.session import Outcome, Send, Sleep
-from onstep.diloco.simulator.clock import Clock
+from onstep.diloco.simulator.environment.clock import Clock
 
 
 class Transport(Protocol):

@@ -30,12 +30,13 @@ from onstep.diloco.codec import (
 from onstep.diloco.protocol import messages as protocol
 from onstep.diloco.protocol.messages import ParameterSpec, Refused, Register, Reply, Submit, first_difference
 from onstep.diloco.protocol.wire import InvalidMessageError, request_from_json, to_json
-from onstep.diloco.server.control import ControlRoutes
-from onstep.diloco.server.guard import Guard
+from onstep.diloco.server.memory import Buffers
 from onstep.diloco.server.operator import Operator
-from onstep.diloco.server.receiving import read_body as receive_body
-from onstep.diloco.server.sending import TensorResponse
 from onstep.diloco.server.served_run import ServedRun
+from onstep.diloco.server.serving.control import ControlRoutes
+from onstep.diloco.server.serving.guard import Guard
+from onstep.diloco.server.serving.receiving import read_body as receive_body
+from onstep.diloco.server.serving.sending import TensorResponse
 from onstep.diloco.wire.http import (
     CONTROL,
     GLOBAL_PARAMS,
@@ -54,7 +55,9 @@ _HEADER_SLACK = 4096
 """For metadata and spaces in the header of a submission."""
 
 
-def build_app(run: ServedRun, operator: Operator, access: Access, model: Sequence[ParameterSpec]) -> Starlette:
+def build_app(
+    run: ServedRun, operator: Operator, access: Access, model: Sequence[ParameterSpec], buffers: Buffers
+) -> Starlette:
     """The application.
 
     Args:
@@ -62,8 +65,9 @@ def build_app(run: ServedRun, operator: Operator, access: Access, model: Sequenc
         operator: what can be asked and changed apart from the protocol.
         access: who may use it.
         model: all parameters of the model, also those that other servers have.
+        buffers: has memory for submissions.
     """
-    routes, control = ProtocolRoutes(run, model), ControlRoutes(operator)
+    routes, control = ProtocolRoutes(run, model, buffers), ControlRoutes(operator)
     posts = [Route(path, routes.answer, methods=["POST"]) for path in PATHS.values()]
     return Starlette(
         routes=[
@@ -92,9 +96,10 @@ async def _not_found(request: Request, error: Exception) -> Response:
 class ProtocolRoutes:
     """Answers the requests of workers."""
 
-    def __init__(self, run: ServedRun, model: Sequence[ParameterSpec]) -> None:
+    def __init__(self, run: ServedRun, model: Sequence[ParameterSpec], buffers: Buffers) -> None:
         self._run = run
         self._model = model
+        self._buffers = buffers
         self._receiving: dict[tuple[str, int], asyncio.Timeout] = {}
         """By worker and fragment: ends the reading of a submission when the worker sends the next one."""
 
@@ -117,7 +122,7 @@ class ProtocolRoutes:
         if refused.details.get("kind") != "fingerprint" or MESSAGE_HEADER not in request.headers:
             return refused
         try:
-            theirs = specs_from_bytes(bytes(await receive_body(request, MOST_JSON_BYTES)))
+            theirs = specs_from_bytes(bytes(await receive_body(request, MOST_JSON_BYTES, self._buffers)))
         except DataError as error:
             raise RefusedError(400, str(error)) from None
         difference = first_difference(self._model, theirs)
@@ -147,7 +152,7 @@ class ProtocolRoutes:
         try:
             async with asyncio.timeout(None) as bound:
                 self._receiving[key] = bound
-                return await receive_body(request, most_bytes)
+                return await receive_body(request, most_bytes, self._buffers)
         except TimeoutError:
             raise RefusedError(409, "The worker has sent this submission again.", kind="superseded") from None
         finally:
@@ -173,7 +178,7 @@ def _most_bytes(specs: Sequence[ParameterSpec], codec: str) -> int:
 async def _message(request: Request) -> protocol.Request:
     text: bytes | str | None = request.headers.get(MESSAGE_HEADER)
     if text is None:
-        text = bytes(await receive_body(request, _MOST_MESSAGE_BYTES))
+        text = bytes(await receive_body(request, _MOST_MESSAGE_BYTES, Buffers()))
     try:
         return request_from_json(parse_json(text, "The message", max_nesting=10, allows_constants=False))
     except (InvalidMessageError, DataError) as error:

@@ -1,0 +1,56 @@
+"""Binds the TCP sockets of servers."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from onstep.errors import ConfigError
+
+
+def listen(host: str, port: int | None, ports: range, backlog: int) -> socket.socket:
+    """A listening socket that does not block.
+
+    Args:
+        port: None for the first free one of `ports`, 0 for any.
+        backlog: connections that the kernel keeps waiting.
+
+    Raises:
+        ConfigError: for an address that cannot be used.
+        NoFreePortError: if none of the ports is free.
+    """
+    if port is not None:
+        return _bound(host, port, backlog)
+    for one in ports:
+        try:
+            return _bound(host, one, backlog)
+        except _TakenError:
+            continue
+    raise NoFreePortError(
+        f"no port from {ports.start} to {ports.stop - 1} is free on {host}; give another `port`, or 0 for any."
+    )
+
+
+class NoFreePortError(ConfigError, RuntimeError):
+    """All ports that a server chooses from are used by other programs."""
+
+
+class _TakenError(ConfigError):
+    """A port that another program uses."""
+
+
+def _bound(host: str, port: int, backlog: int) -> socket.socket:
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"port must be 0 to 65535, got {port}; 0 means any free one.")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.create_server(address, family=family, backlog=backlog)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise _TakenError(f"port must be free, and {port} on {host} is in use; give another, or None.") from None
+        raise ConfigError(
+            f"host and port must be an address of this machine, and {host}:{port} cannot be bound "
+            f"({error.strerror or error}); use 127.0.0.1 with a port from 1024 on."
+        ) from None
+    listener.setblocking(False)
+    return listener

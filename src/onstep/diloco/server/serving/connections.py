@@ -1,0 +1,159 @@
+"""Moves bodies between a socket and memory without copies: HTTP/1.1 as in `control`, but for tensors."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+from starlette.requests import Request
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from onstep.control.serving import connections
+from onstep.control.serving.limits import REQUEST_SECONDS
+
+STALL_SECONDS = 60.0
+"""A sender or reader may pause for that long; then it is cut off."""
+
+
+class Connection(connections.Connection):
+    """One connection of a worker.
+
+    h11 would copy a body several times, piece by piece, and be slower than the network. So the bytes of one are read
+    from the socket into their place, without h11, which starts again behind it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._body: _Body | None = None
+        self._unsent = 0
+
+    @property
+    def waits_since(self) -> float | None:
+        """When the server began to wait for the client; None while a body arrives, which `read_body` watches."""
+        return super().waits_since if self._body is None else None
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether the client is too slow to send a request, or has read nothing for long."""
+        if self._is_stuck_since is not None:
+            unsent = self.transport.get_write_buffer_size()
+            if unsent != self._unsent:
+                self._unsent, self._is_stuck_since = unsent, now
+            return now - self._is_stuck_since > STALL_SECONDS
+        since = self.waits_since
+        return since is not None and now - since > REQUEST_SECONDS
+
+    async def read_body(self, memory: memoryview) -> int:
+        """Read the body of the request that is being answered; returns how many bytes came before the client left.
+
+        Args:
+            memory: of the size that the request's Content-Length says.
+
+        Raises:
+            TimeoutError: if nothing comes for `STALL_SECONDS`.
+        """
+        self._ask_for_body()
+        body = _Body(self, memory)
+        if body.is_complete:
+            return body.position
+        self._body = body
+        self.transport.set_protocol(body)
+        self.flow.resume_reading()
+        try:
+            await body.wait()
+        finally:
+            if not body.is_complete:
+                self.cycle.keep_alive = False  # what is still to come would be read as a request
+                self.take_back()
+        return body.position
+
+    def take_back(self) -> None:
+        """Receive what follows the body."""
+        self._body = None
+        self._restart_parser()
+        self.transport.set_protocol(self)
+
+    async def write_body(self, piece: memoryview) -> None:
+        """Send a piece of the answer's body, from where it is; waits while the client is slower."""
+        if self.flow.write_paused:
+            await self.flow.drain()
+        if not self.transport.is_closing():
+            for part in self.conn.send_with_data_passthrough(h11.Data(data=piece)) or ():  # type: ignore[arg-type]
+                self.transport.write(part)
+
+    def _ask_for_body(self) -> None:
+        if self.cycle.waiting_for_100_continue:
+            self.cycle.waiting_for_100_continue = False
+            self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+
+    def _restart_parser(self) -> None:
+        """Bring h11 to where it is behind a request."""
+        self.conn = h11.Connection(h11.SERVER, self.config.h11_max_incomplete_event_size or 0)
+        lines = [b"POST / HTTP/" + self.scope["http_version"].encode(), b"Host: -", b"Content-Length: 0"]
+        lines += [b"Connection: " + value for name, value in self.headers if name == b"connection"]
+        self.conn.receive_data(b"\r\n".join([*lines, b"", b""]))
+        while not isinstance(self.conn.next_event(), h11.EndOfMessage):
+            pass
+        self.cycle.conn, self.cycle.more_body = self.conn, False
+
+
+class _Body(asyncio.BufferedProtocol):
+    """Receives the rest of a body in the place of its connection."""
+
+    def __init__(self, connection: Connection, memory: memoryview) -> None:
+        self._connection = connection
+        self._memory = memory
+        received = connection.cycle.body
+        self.position = len(received)
+        self._memory[: self.position] = received
+        connection.cycle.body = bytearray()
+        self._ended = connection.loop.create_future()
+
+    @property
+    def is_complete(self) -> bool:
+        return self.position == self._memory.nbytes
+
+    async def wait(self) -> None:
+        """Wait until it is complete, or the client has gone."""
+        before = -1
+        while not self._ended.done():
+            if self.position == before:
+                raise TimeoutError
+            before = self.position
+            await asyncio.wait([self._ended], timeout=STALL_SECONDS)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._memory[self.position :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.position += nbytes
+        if self.is_complete:
+            self._connection.take_back()
+            self._end()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connection.connection_lost(exc)
+        self._end()
+
+    def pause_writing(self) -> None:
+        self._connection.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._connection.resume_writing()
+
+    def _end(self) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+
+def connection_of(request: Request) -> Connection:
+    """The connection that a request came on."""
+    found: Connection = request.scope["state"]["connection"]
+    return found

@@ -25,7 +25,7 @@ test-slow: $(READY)
 faults: $(READY)
 	$(BIN)/python -m pytest -m "faults or not faults" tests/faults
 
-# DiLoCo with everything that can go wrong, over real processes and in random walks; prints what it counted.
+# DiLoCo with everything that can go wrong, over real processes in every mode and in random walks; prints what it counted.
 faults-diloco: $(READY)
 	$(BIN)/python -m pytest -s -m "faults or not faults" tests/diloco/faults tests/diloco/protocol/test_random_walks.py
 
@@ -52,6 +52,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/control.py
 	$(BIN)/python benchmarks/diloco.py
 	$(BIN)/python benchmarks/diloco_simulator.py
+	$(BIN)/python benchmarks/diloco_training.py
 
 # The distribution's Chromium, for the tests of the page; without one, and where this fails, they are skipped by name.
 browser:

@@ -40,10 +40,11 @@ def sync_dir(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_durably(path: Path, text: str, *, mode: int = 0o666) -> None:
+def replace_durably(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
     """Replace a file: a crash leaves the old or the new one. A link in place of either is replaced, not followed.
 
     Args:
+        content: bytes, or text that is written as UTF-8.
         mode: permissions of the new file, less those that the umask withholds.
 
     Raises:
@@ -52,8 +53,8 @@ def replace_durably(path: Path, text: str, *, mode: int = 0o666) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # of a killed process
     try:
-        with open(temporary, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            file.write(text)
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import lock_descriptor
 
 from onstep import Callback, Trainer, TrainingArguments, pretrain
 from onstep.callbacks import JsonLogger
 from onstep.config import ConfigContainer
-from onstep.errors import DataError, OnstepError
+from onstep.errors import DataError, OnstepError, RunExistsError
+from onstep.training.runs import run_dir
+from onstep.training.runs.run_dir import RunLock
+from onstep.training.runs.start_traces import StartTraces
 from tests.support.small_runs import RaggedRows, TinyModel
 
 
@@ -149,3 +153,36 @@ def test_a_run_that_has_trained_keeps_its_directory(tiny_config: ConfigContainer
     with pytest.raises(RuntimeError, match="broken"):
         pretrain(tiny_config, callbacks=[Breaks()])
     assert b'"status": "failed"' in content(tmp_path / "mine")["run.json"]
+
+
+def test_a_start_that_failed_leaves_what_another_process_began_meanwhile(
+    tiny_config: ConfigContainer, tmp_path: Path
+) -> None:
+    tiny_config.run.name, tiny_config.run.output_dir = "mine", str(tmp_path)
+    traces = StartTraces.before(tmp_path / "mine")
+    (tmp_path / "mine").mkdir()
+    other = RunLock(tmp_path / "mine" / ".run.lock")
+    (tmp_path / "mine" / "run.json").write_text("{}")
+    traces.undo_unclaimed()
+    assert (tmp_path / "mine" / "run.json").read_text() == "{}"
+    other.release()
+    traces.undo_unclaimed()
+    assert not (tmp_path / "mine").exists()
+
+
+def test_a_lock_taken_on_a_file_that_was_just_removed_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, calls = tmp_path / ".run.lock", []
+
+    def lock_late(descriptor: int, *, blocking: bool) -> bool:
+        calls.append(descriptor)
+        if len(calls) == 1:
+            path.unlink()
+        return lock_descriptor(descriptor, blocking=blocking)
+
+    monkeypatch.setattr(run_dir, "lock_descriptor", lock_late)
+    lock = RunLock(path)
+    with pytest.raises(RunExistsError, match="live process"):
+        RunLock(path)
+    lock.release()

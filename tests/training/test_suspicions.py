@@ -26,6 +26,7 @@ def test_the_time_to_answer_runs_from_the_first_question() -> None:
 
 def test_one_that_is_silent_or_stopped_is_not_asked_nor_the_judge_nor_one_that_failed() -> None:
     assert asked(RankReport(1, silence=3.0)) is None
+    assert asked(RankReport(1, silence=1.0)) is not None, "a busy machine is late too"
     assert asked(RankReport(1, is_stopped=True)) is None
     assert asked(RankReport(1), diagnosis=FailureDiagnosis("hung", 0)) is None
     assert asked(RankReport(1), diagnosis=FailureDiagnosis("raised", 1)) is None

@@ -80,7 +80,7 @@ def open_run(
             claim, lock = claim_run(config, world)
         except BaseException:
             if traces is not None:
-                traces.undo()
+                traces.undo_unclaimed()
             raise
         run.world, run.control = world, Control(rank=world.rank)
         if claim is not None:
@@ -127,7 +127,7 @@ def _traces(config: ConfigContainer, world: World) -> StartTraces | None:
         return None
     try:
         return StartTraces.before(named_dir(config).path)
-    except OSError:  # claiming it says what is wrong
+    except (OSError, DataError):  # claiming it says what is wrong
         return None
 
 

@@ -145,7 +145,15 @@ class RunLock:
     """
 
     def __init__(self, path: Path) -> None:
-        self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        self._descriptor: int | None = None
+        self._acquire(path)
+        while not _is_at(path, self._descriptor):  # its holder, whose start had failed, has removed it
+            self.release()
+            self._acquire(path)
+        release_in_forked_children(self, RunLock.release)
+
+    def _acquire(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             self.release()
             raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -164,13 +172,20 @@ class RunLock:
             )
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        release_in_forked_children(self, RunLock.release)
 
     def release(self) -> None:
         """Release the lock; calling it twice is harmless."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int | None) -> bool:
+    """Whether an open file is still the one at this path."""
+    try:
+        return descriptor is not None and os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def next_free(path: Path, first: int) -> Path:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from onstep.bounded_reading import MAX_JSON_BYTES, open_file, read_bytes
+from onstep.durability import replace_durably
+from onstep.errors import RunExistsError
 from onstep.training.runs.identity import IDENTITY_FILE
+from onstep.training.runs.run_dir import RunLock
 
 logger = logging.getLogger(__name__)
 
 _RECORDS = ("run.json", IDENTITY_FILE)
-_OURS = (*_RECORDS, ".run.lock", *(f"{name}.tmp" for name in _RECORDS), "trainer_logs.json")
+_LOCK = ".run.lock"
+_OURS = (*_RECORDS, _LOCK, *(f"{name}.tmp" for name in _RECORDS), "trainer_logs.json")
 """What claiming a directory writes into it, and the metrics log, which is opened when training starts."""
 
 
@@ -29,16 +35,32 @@ class StartTraces:
 
     @classmethod
     def before(cls, path: Path) -> StartTraces:
-        """The present state of a directory, which need not exist."""
+        """The present state of a directory, which need not exist.
+
+        Raises:
+            OSError: if it cannot be read.
+            DataError: for a record that is too large to be one.
+        """
         missing = tuple(one for one in (path, *path.parents) if not one.exists())
         entries = frozenset(one.name for one in path.iterdir()) if path.is_dir() else frozenset()
-        records = {name: (path / name).read_bytes() for name in _RECORDS if (path / name).is_file()}
+        records = {name: read_bytes(path / name, MAX_JSON_BYTES) for name in _RECORDS if (path / name).is_file()}
         return cls(path, entries, records, missing)
 
     @property
     def had_run(self) -> bool:
         """Whether the directory was a run's before this start."""
         return "run.json" in self.entries
+
+    def undo_unclaimed(self) -> None:
+        """Do as `undo` for a start that does not hold the lock, unless a live process does: what is new is its own."""
+        with suppress(OSError, RunExistsError):
+            if self._is_as_before():
+                return
+            lock = RunLock(self.path / _LOCK)
+            try:
+                self.undo()
+            finally:
+                lock.release()
 
     def undo(self) -> bool:
         """Remove what the start wrote, if that is nothing but the records of a run; the process holds its lock.
@@ -51,8 +73,8 @@ class StartTraces:
             if not new <= set(_OURS) and not self._only_empty_directories(new - set(_OURS)):
                 return False
             for name, content in self.records.items():
-                if (self.path / name).read_bytes() != content:
-                    (self.path / name).write_bytes(content)
+                if not _has(self.path / name, content):
+                    replace_durably(self.path / name, content)
             for name in new:
                 one = self.path / name
                 one.rmdir() if one.is_dir() else one.unlink(missing_ok=True)
@@ -65,5 +87,14 @@ class StartTraces:
             return False
         return True
 
+    def _is_as_before(self) -> bool:
+        present = {one.name for one in self.path.iterdir()}
+        return present == self.entries and all(_has(self.path / name, was) for name, was in self.records.items())
+
     def _only_empty_directories(self, names: set[str]) -> bool:
         return all((self.path / name).is_dir() and not any((self.path / name).iterdir()) for name in names)
+
+
+def _has(path: Path, content: bytes) -> bool:
+    with open_file(path) as file:
+        return file.read(len(content) + 1) == content

@@ -18,7 +18,7 @@ CONSEQUENCE_SECONDS = 4.0
 SILENT_BEATS = 4.0
 """Missed publications after which a rank counts as silent, if something else indicates that it is gone."""
 ANSWER_SECONDS = 3.0
-"""How long a rank suspected of hanging has to check itself; without an answer the diagnosing rank decides."""
+"""How long a rank suspected of hanging has to check itself; without an answer, or news before, others decide."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ def suspicion_of(
     known: Suspicion | None,
     now: float,
 ) -> Suspicion | None:
-    """The rank that must be asked whether it hangs; None if there is none, or if it cannot answer.
+    """The rank that must be asked whether it hangs; None if there is none, or if it has long been silent.
 
     The diagnosing rank, whose knowledge is slightly old, checks itself without asking; `known` is the last suspicion.
     """
     if diagnosis is None or diagnosis.kind != "hung" or diagnosis.rank == leader:
         return None
     one = rank_reports[diagnosis.rank]
-    if one.silence > 0 or one.is_stopped:
+    if one.silence >= ANSWER_SECONDS or one.is_stopped:
         return None
     if known is not None and (known.rank, known.beats) == (diagnosis.rank, one.beats):
         return known

@@ -179,7 +179,7 @@ def test_strangers_cannot_take_the_connections_of_workers(
 def test_strangers_that_send_nothing_more_are_cut_off(
     serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onstep.diloco.server.serving.connections.REQUEST_SECONDS", 0.3)
+    monkeypatch.setattr("onstep.control.serving.connections.REQUEST_SECONDS", 0.3)
     server = serve(settings=ALONE)
     stranger = connect(server)
     stranger.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")

@@ -150,7 +150,7 @@ class Acceptor:
         if self._handshakes:
             self._handshakes.pop(next(iter(self._handshakes))).cancel()
             return True
-        waiting = [one for one in self._connections() if one.waits_since is not None]
+        waiting = [one for one in self._connections() if one.waits_since is not None and not one.is_aborted]
         idle = nsmallest(self._closed_for_room, waiting, key=lambda one: (one.is_admitted, one.waits_since or 0.0))
         strangers = [one for one in idle if not one.is_admitted]
         for one in strangers or idle[:1]:

@@ -51,6 +51,8 @@ class Connection(H11Protocol):
         self.access_log = False
         self.is_admitted = False
         """Whether the last request had a valid token or session; set by whoever checks that."""
+        self.is_aborted = False
+        """Whether it is about to be lost."""
         self._since = self.loop.time()
         self._phase: object = None
         self._reads = 0
@@ -70,13 +72,16 @@ class Connection(H11Protocol):
 
     def is_overdue(self, now: float) -> bool:
         """Whether the client is too slow to send or to read."""
-        if self._is_stuck_since is not None and now - self._is_stuck_since > WRITE_SECONDS:
-            return True
         since = self.waits_since
-        return since is not None and now - since > REQUEST_SECONDS
+        return self.is_stuck(now) or (since is not None and now - since > REQUEST_SECONDS)
+
+    def is_stuck(self, now: float) -> bool:
+        """Whether the client is too slow to read."""
+        return self._is_stuck_since is not None and now - self._is_stuck_since > WRITE_SECONDS
 
     def abort(self) -> None:
         """Close at once, without the rest of an answer."""
+        self.is_aborted = True
         if self.transport is not None:
             self.transport.abort()
 

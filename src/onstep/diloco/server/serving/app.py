@@ -105,7 +105,7 @@ class ProtocolRoutes:
 
     async def answer(self, request: Request) -> Response:
         """Answer one request of the protocol."""
-        message = await _message(request)
+        message = await self._message(request)
         if PATHS[type(message)] != request.url.path:
             raise RefusedError(400, f"{type(message).__name__} is sent to {PATHS[type(message)]}.")
         if isinstance(message, Submit):
@@ -116,6 +116,15 @@ class ProtocolRoutes:
         if result.tensors is not None:
             return TensorResponse(json.dumps(to_json(result.reply)), result.tensors)
         return _reply(result.reply)
+
+    async def _message(self, request: Request) -> protocol.Request:
+        text: bytes | str | None = request.headers.get(MESSAGE_HEADER)
+        if text is None:
+            text = bytes(await receive_body(request, _MOST_MESSAGE_BYTES, self._buffers))
+        try:
+            return request_from_json(parse_json(text, "The message", max_nesting=10, allows_constants=False))
+        except (InvalidMessageError, DataError) as error:
+            raise RefusedError(400, str(error)) from None
 
     async def _explained(self, request: Request, refused: Refused) -> Refused:
         """Name the parameter because of which a model is refused, if the worker has listed its own."""
@@ -173,16 +182,6 @@ def _most_bytes(specs: Sequence[ParameterSpec], codec: str) -> int:
     expected = encoded_specs(specs, codec)
     header = sum(6 * len(spec.name) + 24 * len(spec.shape) + 128 for spec in expected)
     return LENGTH_BYTES + _HEADER_SLACK + header + encoded_bytes(specs, codec)
-
-
-async def _message(request: Request) -> protocol.Request:
-    text: bytes | str | None = request.headers.get(MESSAGE_HEADER)
-    if text is None:
-        text = bytes(await receive_body(request, _MOST_MESSAGE_BYTES, Buffers()))
-    try:
-        return request_from_json(parse_json(text, "The message", max_nesting=10, allows_constants=False))
-    except (InvalidMessageError, DataError) as error:
-        raise RefusedError(400, str(error)) from None
 
 
 def _reply(reply: Reply) -> Response:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import h11
 from starlette.requests import Request
-from uvicorn.config import Config
-from uvicorn.server import ServerState
 
 from onstep.control.serving import connections
-from onstep.control.serving.limits import REQUEST_SECONDS
 
 STALL_SECONDS = 60.0
 """A sender or reader may pause for that long; then it is cut off."""
@@ -24,31 +20,23 @@ class Connection(connections.Connection):
     from the socket into their place, without h11, which starts again behind it.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
-        self._body: _Body | None = None
-        self._unsent = 0
+    _body: _Body | None = None
+    _unsent = 0
+    """Bytes of an answer that the client did not take until it was last looked at."""
 
     @property
     def waits_since(self) -> float | None:
         """When the server began to wait for the client; None while a body arrives, which `read_body` watches."""
         return super().waits_since if self._body is None else None
 
-    def is_overdue(self, now: float) -> bool:
-        """Whether the client is too slow to send a request, or has read nothing for long."""
-        if self._is_stuck_since is not None:
-            unsent = self.transport.get_write_buffer_size()
-            if unsent != self._unsent:
-                self._unsent, self._is_stuck_since = unsent, now
-            return now - self._is_stuck_since > STALL_SECONDS
-        since = self.waits_since
-        return since is not None and now - since > REQUEST_SECONDS
+    def is_stuck(self, now: float) -> bool:
+        """Whether the client has read nothing for long."""
+        if self._is_stuck_since is None:
+            return False
+        unsent = self.transport.get_write_buffer_size()
+        if unsent != self._unsent:
+            self._unsent, self._is_stuck_since = unsent, now
+        return now - self._is_stuck_since > STALL_SECONDS
 
     async def read_body(self, memory: memoryview) -> int:
         """Read the body of the request that is being answered; returns how many bytes came before the client left.
@@ -95,7 +83,8 @@ class Connection(connections.Connection):
 
     def _restart_parser(self) -> None:
         """Bring h11 to where it is behind a request."""
-        self.conn = h11.Connection(h11.SERVER, self.config.h11_max_incomplete_event_size or 0)
+        assert self.config.h11_max_incomplete_event_size is not None
+        self.conn = h11.Connection(h11.SERVER, self.config.h11_max_incomplete_event_size)
         lines = [b"POST / HTTP/" + self.scope["http_version"].encode(), b"Host: -", b"Content-Length: 0"]
         lines += [b"Connection: " + value for name, value in self.headers if name == b"connection"]
         self.conn.receive_data(b"\r\n".join([*lines, b"", b""]))

@@ -1,0 +1,89 @@
+"""How many connections a server has, however many come at once."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from onstep.control.serving.accepting import Acceptor
+from onstep.control.serving.connections import new_config
+from onstep.control.serving.limits import ConnectionLimits
+from onstep.control.serving.listening import listen
+
+Connect = Callable[[int], list[socket.socket]]
+MOST = 16
+
+
+def served(work: Callable[[Connect], Awaitable[None]], closed_for_room: int = 1) -> None:
+    """Work with a server that has at most `MOST` connections; connecting keeps its loop from running."""
+
+    async def hello(request: Request) -> PlainTextResponse:
+        return PlainTextResponse("hello")
+
+    async def main() -> None:
+        listener = listen("127.0.0.1", 0, range(0), 64)
+        limits = ConnectionLimits(MOST, 1000.0, 100.0, 1000.0, 100.0, closed_for_room)
+        errors: list[Exception] = []
+        acceptor = Acceptor(listener, new_config(Starlette(routes=[Route("/", hello)])), errors.append, limits)
+        acceptor.open()
+        with ExitStack() as stack:
+            stack.callback(listener.close)
+            stack.callback(acceptor.close)
+
+            def connect(number: int) -> list[socket.socket]:
+                found = [stack.enter_context(socket.create_connection(listener.getsockname())) for _ in range(number)]
+                for one in found:
+                    one.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                    one.setblocking(False)
+                return found
+
+            await work(connect)
+        assert not errors
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def is_open(one: socket.socket) -> bool:
+    """Whether the server has not closed it; takes what has been sent."""
+    try:
+        while one.recv(4096):
+            pass
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        pass
+    return False
+
+
+def test_a_burst_does_not_exceed_the_limit() -> None:
+    async def work(connect: Connect) -> None:
+        first = connect(MOST)
+        await asyncio.sleep(0.2)
+        assert all(map(is_open, first))
+        second = connect(MOST)
+        await asyncio.sleep(0.2)
+        assert not any(map(is_open, first))
+        assert all(map(is_open, second))
+
+    served(work)
+
+
+def test_as_many_strangers_as_wished_are_closed_together() -> None:
+    async def work(connect: Connect) -> None:
+        first = connect(MOST)
+        await asyncio.sleep(0.2)
+        connect(1)
+        await asyncio.sleep(0.2)
+        assert [is_open(one) for one in first].count(True) == MOST - 4
+        connect(3)
+        await asyncio.sleep(0.2)
+        assert [is_open(one) for one in first].count(True) == MOST - 4
+
+    served(work, closed_for_room=4)

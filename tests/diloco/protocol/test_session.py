@@ -356,24 +356,11 @@ def test_a_state_can_be_saved_while_other_threads_settle_submissions() -> None:
         sys.setswitchinterval(before)
 
 
-def restarted(driver: Driver, state: dict[str, object], bodies: dict[int, object]) -> WorkerSession:
-    session = driver.session(session="s2")
-    session.load_state_dict(state, bodies)
+def restarted(driver: Driver, state: dict[str, object], name: str = "s2") -> WorkerSession:
+    session = driver.session(session=name)
+    session.load_state_dict(state)
     assert isinstance(driver(session.join(10.0)), Registered)
     return session
-
-
-def test_a_worker_restarted_from_a_checkpoint_sends_what_was_pending_and_it_counts_once() -> None:
-    driver, session = joined()
-    driver.run.join("b")
-    begin(session)
-    state = saved(session)
-    driver(session.settle(0, 0.0))
-    again = restarted(driver, state, {0: "tensors"})
-    assert again.superseded == frozenset()
-    driver.run.submit("b")
-    assert isinstance(driver(again.settle(0, 10.0)), Counted)
-    assert driver.run.coordinator.counts["contributions"] == 2
 
 
 @pytest.mark.parametrize("is_committed", [True, False])
@@ -386,28 +373,26 @@ def test_progress_that_the_server_has_since_the_checkpoint_is_superseded(is_comm
     if is_committed:
         driver.run.submit("b")
         driver.run.commit()
-    again = restarted(driver, state, {})
+    again = restarted(driver, state)
     assert again.superseded == {0}
     assert begin(again, 0).sequence == 1
 
 
 def test_a_checkpoint_that_the_server_knows_nothing_newer_of_is_not_superseded() -> None:
     driver, session = joined()
-    assert restarted(driver, saved(session), {}).superseded == frozenset()
+    assert restarted(driver, saved(session)).superseded == frozenset()
 
 
-def test_a_pending_submission_whose_tensors_are_gone_is_superseded_where_it_counted() -> None:
+def test_what_was_pending_at_the_checkpoint_is_submitted_again_unless_it_counted() -> None:
     driver, session = joined()
     begin(session)
     state = saved(session)
-    not_there = restarted(driver, state, {})
-    assert (not_there.superseded, not_there.pending(0)) == (frozenset(), None)
-    assert begin(not_there).sequence == 1  # never the same number for something else
-    driver(not_there.settle(0, 0.0))
-    third = driver.session(session="s3")
-    third.load_state_dict(state, {})
-    driver(third.join(10.0))
-    assert third.superseded == {0}
+    assert state["pending"] == [0]
+    again = restarted(driver, state)
+    assert (again.superseded, again.pending(0)) == (frozenset(), None)
+    assert begin(again).sequence == 0
+    driver(again.settle(0, 0.0))
+    assert restarted(driver, state, "s3").superseded == {0}
 
 
 def test_a_new_worker_of_a_known_id_without_a_checkpoint_continues_the_numbers() -> None:

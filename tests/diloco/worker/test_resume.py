@@ -90,7 +90,7 @@ def test_what_a_codec_lost_before_a_checkpoint_is_sent_once(num_newer: int) -> N
     server.is_down, server.lose_answers_of = num_newer == 0, {Submit}
     train(model, optimizer, batches(0, 4)[2:])
     state, weights = saved(worker), values(model)
-    assert state["exchange"]["pending"] == [0]
+    assert state["exchange"]["session"]["pending"] == [0]
     if num_newer == 2:
         train(model, optimizer, batches(0, 6)[4:])
     server.is_down, before = False, state["exchange"]["feedback"]["before"]

@@ -218,7 +218,7 @@ def _save(worker: DiLoCoWorker, model: Counters, path: Path, journal: Journal, n
     state = worker.state_dict()
     new = path.with_suffix(".new")
     torch.save({"number": number, "model": model.state_dict(), "worker": state}, new)
-    journal.write(saving=number, pending=state["exchange"]["pending"])
+    journal.write(saving=number, pending=state["exchange"]["session"]["pending"])
     new.replace(path)
 
 

@@ -14,7 +14,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from onstep.diloco.protocol.coordinator import Coordinator
 from onstep.diloco.protocol.messages import Await, NotYet, Registered, Request, Settings, Submit
@@ -59,7 +59,6 @@ class Disk:
     progress: tuple[Sample, ...] = ()
     cursor: int = 0
     base: int = 0
-    bodies: dict[int, object] = field(default_factory=dict)
 
 
 class Walk:
@@ -241,7 +240,7 @@ class Worker:
         walk, disk = self.walk, self.disk
         session = WorkerSession(self.name, f"{self.name}/{self.incarnation}", "model", clock=lambda: walk.now)
         if disk.session is not None:
-            session.load_state_dict(disk.session, disk.bodies if walk.chance(0.5) else {})
+            session.load_state_dict(disk.session)
         registered = yield from session.join(1e9)
         assert isinstance(registered, Registered)
         self.progress, cursor, base = disk.progress, disk.cursor, disk.base
@@ -286,6 +285,4 @@ class Worker:
 
     def checkpoint(self, session: WorkerSession, cursor: int, base: int) -> None:
         if self.walk.chance(0.3):
-            pending = session.pending(0)
-            bodies: dict[int, object] = {0: self.progress[: pending.steps]} if pending else {}
-            self.disk = Disk(json.loads(json.dumps(session.state_dict())), self.progress, cursor, base, bodies)
+            self.disk = Disk(json.loads(json.dumps(session.state_dict())), self.progress, cursor, base)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TypeVar
 
 from onstep.diloco.protocol.messages import (
@@ -165,8 +165,6 @@ class WorkerSession:
         self._run_id: str | None = None
         self._next_sequences: dict[int, int] = {}
         self._is_restored = False
-        self._forgotten: dict[int, int] = {}
-        """Restored submissions without tensors. Their numbers are not used again: an older checkpoint may have them."""
         self._pending: dict[int, Pending] = {}
 
     def pending(self, fragment: int) -> Submit | None:
@@ -270,31 +268,21 @@ class WorkerSession:
         return isinstance(outcome, Answer) and not isinstance(outcome.reply, Refused)
 
     def state_dict(self) -> dict[str, object]:
-        """JSON-safe, but for bodies: those of pending submissions are the owner's, in `load_state_dict`."""
+        """JSON-safe. The submissions of the fragments in `pending` are as if they had not begun."""
+        pending = [one.submit for one in list(self._pending.values())]  # other threads settle them
+        sequences = self._next_sequences | {submit.fragment: submit.sequence for submit in pending}
         return {
             "run_id": self._run_id,
-            "next_sequences": {str(fragment): number for fragment, number in self._next_sequences.items()},
-            "pending": [asdict(one.submit) for one in list(self._pending.values())],  # other threads settle them
+            "next_sequences": {str(fragment): number for fragment, number in sequences.items()},
+            "pending": [submit.fragment for submit in pending],
         }
 
-    def load_state_dict(self, state: Mapping[str, object], bodies: Mapping[int, object]) -> None:
-        """Continue, in a new session and before `join`, from what `state_dict` returned.
-
-        Args:
-            bodies: of pending submissions, by fragment; a submission without a body is forgotten.
-        """
-        sequences, pending = state["next_sequences"], state["pending"]
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue, in a new session and before `join`, from what `state_dict` returned."""
+        sequences, run_id = state["next_sequences"], state["run_id"]
         assert isinstance(sequences, dict)
-        assert isinstance(pending, list)
-        run_id = state["run_id"]
         self._run_id = None if run_id is None else str(run_id)
         self._next_sequences = {int(fragment): number for fragment, number in sequences.items()}
-        for one in pending:
-            submit = Submit(**(one | {"session": self.session}))
-            if submit.fragment in bodies:
-                self._pending[submit.fragment] = Pending(submit, bodies[submit.fragment])
-            else:
-                self._forgotten[submit.fragment] = submit.sequence
         self._is_restored = True
 
     def _settle_once(
@@ -402,13 +390,7 @@ class WorkerSession:
             self.superseded = frozenset(
                 fragment
                 for fragment, known in enumerate(registered.next_sequences)
-                if known > self._first_unknown(fragment)
+                if known > self._next_sequences.get(fragment, 0)
             )
-            for fragment in self.superseded:
-                self._pending.pop(fragment, None)
         for fragment, known in enumerate(registered.next_sequences):
             self._next_sequences[fragment] = max(known, self._next_sequences.get(fragment, 0))
-
-    def _first_unknown(self, fragment: int) -> int:
-        """The first submission that the restored local progress does not have, or has although it is not pending."""
-        return self._forgotten.get(fragment, self._next_sequences.get(fragment, 0))

@@ -245,20 +245,16 @@ class Exchange:
         self._client.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed worker needs; a submission that is not settled is as if it had not begun."""
-        state: dict[str, Any] = self.session.state_dict()
-        sequences, pending = dict(state["next_sequences"]), [submit["fragment"] for submit in state["pending"]]
-        sequences.update((str(submit["fragment"]), submit["sequence"]) for submit in state["pending"])
+        """What a resumed worker needs."""
         return {
-            "session": {"run_id": state["run_id"], "next_sequences": sequences, "pending": []},
+            "session": self.session.state_dict(),
             "versions": [fragment.version for fragment in self.fragments],
-            "pending": pending,
             "feedback": self.feedback.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint; before `join`."""
-        self.session.load_state_dict(state["session"], {})
+        self.session.load_state_dict(state["session"])
         self.feedback.load_state_dict(state["feedback"], {spec.name: spec.shape for spec in self._specs})
 
     def open(self, fragment: Fragment, state: Mapping[str, Any] | None) -> bool:
@@ -270,7 +266,8 @@ class Exchange:
         self._metrics.version = fragment.version
         if state is None or len(state["versions"]) != len(self.fragments):
             return False
-        is_superseded, is_pending = fragment.index in self.session.superseded, fragment.index in state["pending"]
+        is_superseded = fragment.index in self.session.superseded
+        is_pending = fragment.index in state["session"]["pending"]
         if is_pending and not is_superseded:
             self.feedback.undo(fragment.names)
         elif is_superseded and not (is_pending and self._num_known_since(fragment, state) == 1):

@@ -17,8 +17,10 @@ _BLOCK = re.compile(r"^(.*?(?:^|\.)\d+)(?:\.|$)")
 """The path of a block: up to and with the first number of a name, as in `model.layers.3.mlp.weight`."""
 
 
-def assign(specs: Sequence[ParameterSpec], num_fragments: int, num_shares: int = 1) -> tuple[tuple[str, ...], ...]:
-    """The names of each fragment, sorted; the same for the same parameters in any order.
+def assign(
+    specs: Sequence[ParameterSpec], num_fragments: int, num_shares: int = 1
+) -> tuple[tuple[ParameterSpec, ...], ...]:
+    """The parameters of each fragment, sorted by name; the same for the same parameters in any order.
 
     Blocks are dealt out in turn, so that a fragment has early and late ones; then each remaining module (embedding,
     final norm, head) goes to the fragment with the fewest bytes. With several shares, which are the parts of several
@@ -67,14 +69,14 @@ def _depth(unit: str) -> tuple[str, int]:
     return path, int(number)
 
 
-def _shares(fragment: list[ParameterSpec], num_shares: int) -> list[tuple[str, ...]]:
+def _shares(fragment: list[ParameterSpec], num_shares: int) -> list[tuple[ParameterSpec, ...]]:
     require(num_shares >= 1, "num_shares", ">= 1", num_shares)
     rule = f"at most {len(fragment)}, the number of parameters in the smallest fragment"
     require(num_shares <= len(fragment), "the number of servers", rule, num_shares)
     shares: list[list[ParameterSpec]] = [[] for _ in range(num_shares)]
     for spec in sorted(fragment, key=lambda spec: (-_size([spec]), spec.name)):
         min(shares, key=lambda share: (bool(share), _size(share))).append(spec)
-    return [tuple(sorted(spec.name for spec in share)) for share in shares]
+    return [tuple(sorted(share, key=lambda spec: spec.name)) for share in shares]
 
 
 def _size(specs: Sequence[ParameterSpec]) -> int:

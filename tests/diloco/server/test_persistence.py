@@ -94,47 +94,48 @@ def test_the_roster_survives_so_that_nobody_gets_the_share_of_another(
     assert "a" in json.dumps(state["rest"]["roster"])
 
 
+class Saving:
+    """Holds up the saving of the first round."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began, self.may_go_on = threading.Event(), threading.Event()
+        commit = Store.commit
+
+        def slow(store: Store, fragment: int, version: int, *rest: Any) -> None:
+            if version == 1:
+                self.began.set()
+                assert self.may_go_on.wait(30)
+            commit(store, fragment, version, *rest)
+
+        monkeypatch.setattr(Store, "commit", slow)
+
+
+@pytest.fixture
+def saving(monkeypatch: pytest.MonkeyPatch) -> Saving:
+    return Saving(monkeypatch)
+
+
 def test_a_round_is_on_disk_before_any_worker_sees_it(
-    serve: Serve, worker: Worker, parameters: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, worker: Worker, parameters: dict[str, Tensor], tmp_path: Path, saving: Saving
 ) -> None:
-    written, may_write = threading.Event(), threading.Event()
-    commit = Store.commit
-
-    def slow(self: Store, fragment: int, version: int, *rest: Any) -> None:
-        if version == 1:
-            written.set()
-            assert may_write.wait(30)
-        commit(self, fragment, version, *rest)
-
-    monkeypatch.setattr(Store, "commit", slow)
     one = worker(serve(output_dir=tmp_path))
     one.join()
     one.submit(_delta(parameters, 1))
-    assert written.wait(30)
+    assert saving.began.wait(30)
     assert isinstance(one.ask(1)[0], NotYet)
-    may_write.set()
+    saving.may_go_on.set()
     assert one.get(1)[0].version == 1
 
 
 def test_stop_waits_for_the_round_that_is_being_saved(
-    serve: Serve, worker: Worker, parameters: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, worker: Worker, parameters: dict[str, Tensor], tmp_path: Path, saving: Saving
 ) -> None:
-    writing, may_write = threading.Event(), threading.Event()
-    commit = Store.commit
-
-    def slow(self: Store, fragment: int, version: int, *rest: Any) -> None:
-        if version == 1:
-            writing.set()
-            assert may_write.wait(30)
-        commit(self, fragment, version, *rest)
-
-    monkeypatch.setattr(Store, "commit", slow)
     server = serve(output_dir=tmp_path)
     one = worker(server)
     one.join()
     one.submit(_delta(parameters, 1))
-    assert writing.wait(30)
-    threading.Timer(0.5, may_write.set).start()
+    assert saving.began.wait(30)
+    threading.Timer(0.5, saving.may_go_on.set).start()
     server.stop()
     assert server.sync_round == 1
     saved = read_tensors(tmp_path / "checkpoints" / "checkpoint-1" / "model.safetensors")
@@ -145,19 +146,10 @@ def test_the_directory_is_locked_until_the_last_byte_of_a_round_is_written_howev
     worker: Worker,
     parameters: dict[str, Tensor],
     tmp_path: Path,
+    saving: Saving,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    writing, may_write = threading.Event(), threading.Event()
-    commit = Store.commit
-
-    def slow(self: Store, fragment: int, version: int, *rest: Any) -> None:
-        if version == 1:
-            writing.set()
-            assert may_write.wait(30)
-        commit(self, fragment, version, *rest)
-
-    monkeypatch.setattr(Store, "commit", slow)
     monkeypatch.setattr(server_module, "STOP_SECONDS", 0.05)
     options: dict[str, Any] = {"port": 0, "output_dir": tmp_path, "settings": ONE}
     server = DiLoCoServer(parameters, **options)
@@ -165,14 +157,14 @@ def test_the_directory_is_locked_until_the_last_byte_of_a_round_is_written_howev
     one = worker(server)
     one.join()
     one.submit(_delta(parameters, 1))
-    assert writing.wait(30)
+    assert saving.began.wait(30)
     stopping = threading.Thread(target=server.stop)
     stopping.start()
     while caplog.text.count("being saved") < 2 and stopping.is_alive():
         time.sleep(0.01)
     with pytest.raises(RunExistsError):
         DiLoCoServer(parameters, **options)
-    may_write.set()
+    saving.may_go_on.set()
     stopping.join()
     again = DiLoCoServer(parameters, **options)
     again.stop()

@@ -32,9 +32,8 @@ class LocalServer:
 
     def __init__(self, parameters: Mapping[str, Tensor], settings: Settings, outer: Any = sgd) -> None:
         specs = specs_of(parameters)
-        by_name = {spec.name: spec for spec in specs}
         parts = assign(specs, settings.num_fragments)
-        self.fragments = [Fragment([by_name[n] for n in part], parameters, outer, settings.codec) for part in parts]
+        self.fragments = [Fragment(part, parameters, outer, settings.codec) for part in parts]
         self.coordinator = Coordinator(settings, run_id="run", fingerprint=fingerprint(specs))
         self.digests: dict[tuple[int, int], str] = {}
         self.submits: list[Submit] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,11 @@ from onstep.diloco.protocol.session import SessionEndedError
 from onstep.diloco.worker.exchange import ServerUnreachableError
 from tests.diloco.worker.crew import ALONE, assert_close, batches, new_worker, small_model, train, trained_alone, values
 from tests.diloco.worker.local_server import LocalServer
+
+IMPATIENT = Settings(
+    num_workers=2, min_workers=1, sync_every=2, codec="fp32", max_staleness=0, initial_deadline=0.01, patience=1.0
+)
+"""A round does not wait for the slower worker."""
 
 
 @pytest.mark.parametrize("lost", [Register, Submit, Await])
@@ -72,10 +78,7 @@ def test_an_evicted_worker_keeps_its_work_and_submits_it() -> None:
 
 
 def test_work_that_was_dropped_stays_in_the_model_and_is_in_the_next_submission() -> None:
-    settings = Settings(
-        num_workers=2, min_workers=1, sync_every=2, codec="fp32", max_staleness=0, initial_deadline=0.01, patience=1.0
-    )
-    server = LocalServer(values(small_model()), settings)
+    server = LocalServer(values(small_model()), IMPATIENT)
     fast, fast_optimizer, fast_worker = new_worker(server, "fast")
     slow, slow_optimizer, slow_worker = new_worker(server, "slow")
     with slow_worker:
@@ -97,10 +100,7 @@ def test_work_that_was_dropped_stays_in_the_model_and_is_in_the_next_submission(
 
 
 def test_what_a_codec_lost_of_dropped_work_is_not_sent_as_well() -> None:
-    settings = Settings(
-        num_workers=2, min_workers=1, sync_every=2, codec="int4", max_staleness=0, initial_deadline=0.01, patience=1.0
-    )
-    server = LocalServer(values(small_model()), settings)
+    server = LocalServer(values(small_model()), replace(IMPATIENT, codec="int4"))
     slow, slow_optimizer, slow_worker = new_worker(server, "slow")
     fast, fast_optimizer, fast_worker = new_worker(server, "fast")
     with slow_worker:

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from onstep.diloco.protocol.messages import Heartbeat, Register, Settings
 from onstep.diloco.worker import DiLoCoWorker
@@ -63,18 +65,22 @@ def test_workers_with_fragments_in_flight_get_every_version() -> None:
     assert {metrics["diloco/sync_count"] for _, metrics in results} == {4}
 
 
+def _train_beside_a_fast_one(server: LocalServer, worker: DiLoCoWorker, model: nn.Module, optimizer: Optimizer) -> None:
+    """Take 8 steps; from the third on, the worker knows what the server recommends because of the fast one."""
+    server.send(Register("fast", "s", server.coordinator.fingerprint))
+    server.send(Heartbeat("fast", "s", steps_per_second=1e9))
+    train(model, optimizer, batches(0, 2))
+    while worker._work.heartbeat.recommended_sync_every is None:  # type: ignore[union-attr]
+        time.sleep(0.005)
+    train(model, optimizer, batches(0, 8)[2:])
+
+
 def test_slow_workers_take_the_steps_that_the_server_recommends() -> None:
     settings = replace(ALONE, mode="async", sync_every=4, dylu=True, heartbeat_timeout=0.0)
     server = LocalServer(values(small_model()), settings)
     model, optimizer, worker = new_worker(server, heartbeat_interval=0.005)
-    fingerprint = server.coordinator.fingerprint
-    server.send(Register("fast", "s", fingerprint))
-    server.send(Heartbeat("fast", "s", steps_per_second=1e9))
     with worker:
-        train(model, optimizer, batches(0, 2))
-        while worker._work.heartbeat.recommended_sync_every is None:  # type: ignore[union-attr]
-            time.sleep(0.005)
-        train(model, optimizer, batches(0, 8)[2:])
+        _train_beside_a_fast_one(server, worker, model, optimizer)
         assert worker.sync_metrics["diloco/sync_every"] == 1
         assert worker.sync_metrics["diloco/dylu_adjustments"] == 1
     assert [one.steps for one in server.submits] == [4, 1, 1, 1, 1]
@@ -83,14 +89,8 @@ def test_slow_workers_take_the_steps_that_the_server_recommends() -> None:
 def test_a_worker_may_decline_what_the_server_recommends() -> None:
     server = LocalServer(values(small_model()), replace(ALONE, mode="async", sync_every=4, dylu=True))
     model, optimizer, worker = new_worker(server, heartbeat_interval=0.005, dylu=False)
-    fingerprint = server.coordinator.fingerprint
-    server.send(Register("fast", "s", fingerprint))
-    server.send(Heartbeat("fast", "s", steps_per_second=1e9))
     with worker:
-        train(model, optimizer, batches(0, 2))
-        while worker._work.heartbeat.recommended_sync_every is None:  # type: ignore[union-attr]
-            time.sleep(0.005)
-        train(model, optimizer, batches(0, 8)[2:])
+        _train_beside_a_fast_one(server, worker, model, optimizer)
         assert worker.sync_metrics["diloco/sync_every"] == 4
 
 

@@ -62,7 +62,7 @@ class Membership:
     def __init__(self, link: Link, session: WorkerSession, specs: Sequence[ParameterSpec], timeout: float) -> None:
         self.session = session
         self._link, self._specs, self._timeout = link, specs, timeout
-        self._parts: list[list[ParameterSpec]] = []
+        self._parts: Sequence[Sequence[ParameterSpec]] = ()
         self._versions: dict[int, int] = {}
         self._submissions: dict[int, _Submission] = {}
 
@@ -82,10 +82,8 @@ class Membership:
             registered = self._link.run(self.session.join(self._timeout))
             if isinstance(registered, Unsettled):
                 raise ServerLostError(f"no answer to the registration: {registered.reason}")
-            by_name = {spec.name: spec for spec in self._specs}
             settings = registered.settings
-            names = assign(self._specs, settings.num_fragments, settings.num_shares)
-            self._parts = [[by_name[name] for name in some] for some in names]
+            self._parts = assign(self._specs, settings.num_fragments, settings.num_shares)
             return _merged([self._fetch(fragment, self._timeout) for fragment in self.fragments])
         except SessionEndedError as error:
             raise _refusal(error) from error

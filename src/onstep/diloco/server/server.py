@@ -269,10 +269,8 @@ class DiLoCoServer:
 
     def _divided(self, parameters: Mapping[str, Tensor], factory: OuterFactory) -> list[Fragment]:
         """The fragments of this server's share."""
-        specs = {spec.name: spec for spec in self._model}
         index, shares = self.share
-        names = assign(self._model, self.settings.num_fragments, shares)[index::shares]
-        parts = [[specs[name] for name in some] for some in names]
+        parts = assign(self._model, self.settings.num_fragments, shares)[index::shares]
         return [Fragment(part, parameters, factory, self.settings.codec, self._buffers) for part in parts]
 
     def _restored(self) -> Coordinator:

@@ -96,9 +96,8 @@ class Exchange:
         if isinstance(registered, Unsettled):
             raise ServerUnreachableError(f"no answer from the server: {registered.reason}; is it running?")
         settings = registered.settings
-        by_name = {spec.name: spec for spec in self._specs}
         parts = assign(self._specs, settings.num_fragments, settings.num_shares)
-        self.fragments = [Fragment(index, [by_name[name] for name in names]) for index, names in enumerate(parts)]
+        self.fragments = [Fragment(index, part) for index, part in enumerate(parts)]
         self.codec = CodecChoice(codec or settings.codec)
         return registered
 

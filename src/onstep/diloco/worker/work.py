@@ -38,7 +38,7 @@ class Work:
 
     def open(self, index: int, state: Mapping[str, Any] | None) -> bool:
         """Fetch a fragment, on rank 0; see `Exchange.open`."""
-        exchange = of(self.exchange)
+        exchange = existing(self.exchange)
         return exchange.open(exchange.fragments[index], state)
 
     def count(self, tokens: Tensor | float) -> None:
@@ -50,7 +50,7 @@ class Work:
 
     def last_registered(self) -> Registered:
         """The newest answer to a registration."""
-        return of(self.exchange).session.registered or self.registered
+        return existing(self.exchange).session.registered or self.registered
 
     def check_heartbeat(self) -> None:
         """Raise why the server no longer accepts this worker, if it has said so to a heartbeat."""
@@ -65,7 +65,7 @@ class Work:
             self.exchange.leave()
 
 
-def of(exchange: Exchange | None) -> Exchange:
+def existing(exchange: Exchange | None) -> Exchange:
     """The exchange, on rank 0."""
     assert exchange is not None
     return exchange

@@ -24,7 +24,7 @@ from onstep.diloco.worker.parameters import Parameters
 from onstep.diloco.worker.progress import Amount, Cycle, Progress
 from onstep.diloco.worker.ranks import on_main, open_world
 from onstep.diloco.worker.synchronizer import Synchronizer
-from onstep.diloco.worker.work import Work, of
+from onstep.diloco.worker.work import Work, existing
 from onstep.distributed.world import World
 from onstep.errors import require
 
@@ -159,8 +159,8 @@ class DiLoCoWorker:
             raise
 
     def _begin(self, world: World, parameters: Parameters, exchange: Exchange | None, step: int) -> None:
-        registered = on_main(world, lambda: of(exchange).join(self._codec))
-        names = on_main(world, lambda: [fragment.names for fragment in of(exchange).fragments])
+        registered = on_main(world, lambda: existing(exchange).join(self._codec))
+        names = on_main(world, lambda: [fragment.names for fragment in existing(exchange).fragments])
         settings = registered.settings
         self._check_heartbeat(settings.heartbeat_timeout)
         is_dynamic = settings.dylu if self._dylu is None else self._dylu and settings.dylu

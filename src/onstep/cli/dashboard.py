@@ -34,7 +34,7 @@ def dashboard(
 
     with Dashboard(runs or None) as jobs, serve(jobs, host, port) as served:
         number = len(jobs.jobs())
-        print(f"Dashboard with {number} {'run' if number == 1 else 'runs'} at {served.url}; Ctrl-C ends it.")
+        print(f"Dashboard with {number} {'run' if number == 1 else 'runs'} at {served.url} (Ctrl-C ends it)")
         link = served.new_link()
         print(f"Open within a minute, works once: {link}", flush=True)
         if browser and _has_display():

@@ -4,7 +4,7 @@ class that users see.
 """
 
 from onstep.diloco.client.client import DiLoCoClient
-from onstep.diloco.client.connection import ServerLostError
+from onstep.diloco.client.connection import RefusedByServerError, ServerLostError
 from onstep.diloco.client.membership import SubmissionDroppedError
 
-__all__ = ["DiLoCoClient", "ServerLostError", "SubmissionDroppedError"]
+__all__ = ["DiLoCoClient", "RefusedByServerError", "ServerLostError", "SubmissionDroppedError"]

@@ -1,4 +1,4 @@
-"""Compares the files that a run is trained on with those of the checkpoint that it continues from."""
+"""Says what a run continues from, and compares the files that it is trained on with those of that checkpoint."""
 
 from __future__ import annotations
 
@@ -6,12 +6,24 @@ import logging
 from pathlib import Path
 
 from onstep.checkpoint import CheckpointInfo
+from onstep.config import ConfigContainer
 from onstep.distributed import attempt
 from onstep.errors import CheckpointError
 from onstep.training.run import Run
 from onstep.training.runs.identity import Identity, compare, ways_to_continue
 
 logger = logging.getLogger(__name__)
+
+
+def asked_start(config: ConfigContainer) -> str | None:
+    """The start that `checkpoint.load` and `checkpoint.ckpt_step` request, as text; None if they request nothing."""
+    checkpoint = config.checkpoint
+    if checkpoint.load is None and checkpoint.ckpt_step is None:
+        return None
+    if checkpoint.finetune and checkpoint.load is not None:  # only its weights are loaded: see pretrained.py
+        return None
+    step = "" if checkpoint.ckpt_step is None else f" step {checkpoint.ckpt_step}"
+    return f"{Path(checkpoint.load).absolute() if checkpoint.load else 'own'}{step}"
 
 
 def compare_identity(state: Run, start: CheckpointInfo | None, root: Path) -> None:

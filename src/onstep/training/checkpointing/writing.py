@@ -32,7 +32,7 @@ from onstep.errors import CheckpointError, ConfigError
 from onstep.events import Dispatcher, Request
 from onstep.optim import OptimizerParamScheduler
 from onstep.training.checkpointing.saved_states import DataPosition, RunComponents, finite_numbers
-from onstep.training.checkpointing.starts import compare_identity, is_own
+from onstep.training.checkpointing.starts import asked_start, compare_identity, is_own
 from onstep.training.protocols import Trained, UserOptimizer, UserScheduler
 from onstep.training.run import Run
 from onstep.training.runs.steering import TO_REPEAT, Steering, ids_to_repeat
@@ -382,17 +382,6 @@ def place_scheduler(scheduler: OptimizerParamScheduler, state: Run) -> None:
         num_skipped_samples += progress.num_skips * sizes.sizes.at(progress.consumed_train_samples)
         scheduler.num_steps = max(0, after(progress.step) - num_skipped_samples)
     scheduler.step(0)
-
-
-def asked_start(config: ConfigContainer) -> str | None:
-    """The start that `checkpoint.load` and `checkpoint.ckpt_step` request, as text; None if they request nothing."""
-    checkpoint = config.checkpoint
-    if checkpoint.load is None and checkpoint.ckpt_step is None:
-        return None
-    if checkpoint.finetune and checkpoint.load is not None:  # only its weights are loaded: see pretrained.py
-        return None
-    step = "" if checkpoint.ckpt_step is None else f" step {checkpoint.ckpt_step}"
-    return f"{Path(checkpoint.load).absolute() if checkpoint.load else 'own'}{step}"
 
 
 def retention_of(config: ConfigContainer) -> Retention:

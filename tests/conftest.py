@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.g
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Write the results for the page of promises where the environment asks for them."""
+    """Write the results for the page of promises where the environment asks for them.
+
+    A shell starts what runs in its background with SIGINT ignored, and programs that tests start would inherit that.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     results.register(config)
 
 

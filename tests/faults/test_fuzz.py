@@ -24,7 +24,7 @@ pytestmark = [
 
 SEED = 1
 INPUTS = 5000
-FEW = 80
+FEW = 50
 LIGHT = ("chats", "texts", "configuration", "indexed")
 """Honest files that take no time to write."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -119,6 +120,44 @@ def test_a_run_that_has_trained_keeps_its_records_where_a_later_train_start_fail
     assert before.keys() <= after.keys()
     assert json.loads(after["trainer_logs.json"])[:2] == json.loads(before["trainer_logs.json"])[:2]
     assert b'"status": "failed"' in after["run.json"]
+
+
+def test_a_finished_run_stays_so_where_its_extension_cannot_start(tiny_config: ConfigContainer, tmp_path: Path) -> None:
+    tiny_config.run.name, tiny_config.run.output_dir = "mine", str(tmp_path)
+    pretrain(tiny_config)
+    before = content(tmp_path / "mine")["run.json"]
+    longer = copy.deepcopy(tiny_config)
+    longer.train.train_iters, longer.checkpoint.on_config_change = 99, "apply"
+    with pytest.raises(RuntimeError, match="broken"):
+        failing_train_start(longer)
+    assert content(tmp_path / "mine")["run.json"] == before
+
+
+def test_a_changed_configuration_is_not_kept_where_the_run_cannot_start(
+    tiny_config: ConfigContainer, tmp_path: Path
+) -> None:
+    tiny_config.run.name, tiny_config.run.output_dir, tiny_config.train.exit_interval = "mine", str(tmp_path), 1
+    pretrain(tiny_config)
+    changed = copy.deepcopy(tiny_config)
+    changed.optimizer.lr, changed.checkpoint.on_config_change = 0.5, "apply"
+    with pytest.raises(RuntimeError, match="broken"):
+        failing_train_start(changed)
+    assert json.loads(content(tmp_path / "mine")["run.json"])["status"] == "failed"
+    pretrain(tiny_config)
+
+
+def test_a_start_that_failed_leaves_other_runs_in_the_new_directory_alone(
+    tiny_config: ConfigContainer, tmp_path: Path
+) -> None:
+    class BeginsAnother(Callback):
+        def on_init_end(self, context: Any) -> None:
+            (tmp_path / "runs" / "other").mkdir()
+            raise RuntimeError("broken")
+
+    tiny_config.run.name, tiny_config.run.output_dir = "mine", str(tmp_path / "runs")
+    with pytest.raises(RuntimeError, match="broken"):
+        pretrain(tiny_config, callbacks=[BeginsAnother()])
+    assert [one.name for one in (tmp_path / "runs").iterdir()] == ["other"]
 
 
 def test_what_a_callback_has_written_is_kept_with_the_record_of_the_failure(

@@ -13,7 +13,7 @@ from onstep.config import ConfigContainer, resolve
 from onstep.config.checks import idle_line, idle_settings, idle_without_trainer
 from onstep.config.differences import describe
 from onstep.distributed import World, attempt
-from onstep.errors import DataError
+from onstep.errors import DataError, OnstepError
 from onstep.events import CallbackManager, Control, Dispatcher
 from onstep.recipes import RECIPES
 from onstep.trackers.report_to import attach_trackers
@@ -24,7 +24,7 @@ from onstep.training.reporting.bridge_trackers import check_trackers
 from onstep.training.run import EntryPoint
 from onstep.training.runs.claims import Claim, acquire_run_dir, named_dir
 from onstep.training.runs.identity import Identify, Identity, remembered
-from onstep.training.runs.run_dir import RunLock, Status
+from onstep.training.runs.run_dir import FINISHED, RunLock, Status
 from onstep.training.runs.start_traces import StartTraces
 
 logger = logging.getLogger(__name__)
@@ -132,16 +132,20 @@ def _traces(config: ConfigContainer, world: World) -> StartTraces | None:
 
 
 def _undo_start(run: GlobalState, traces: StartTraces | None) -> bool:
-    """Restore the run's directory if an error ended the run before it trained; whether that was done.
+    """Restore the run's directory if an error ended the run before it took a step; whether that was done.
 
-    From `on_train_start` on, an earlier run's metrics log may have been cut to its checkpoint, which is not undone.
+    From `on_train_start` on, an earlier run's metrics log may have been cut to its checkpoint, which is not undone, and
+    its record, unless it was finished, says that it failed.
     """
     if traces is None or run.run_dir is None or run.run_dir.path != traces.path:
         return False
-    has_begun = run.stage.epoch_is_open or run.stage.has_stepped or run.train_state.step > 0
-    if run.ending.train_started and (has_begun or traces.had_run):
+    if not run.ending.train_started:
+        return traces.undo()
+    if run.stage.has_stepped:
         return False
-    return traces.undo()
+    if traces.had_run:
+        return traces.undo_records() and run.run_dir.read().get("status") in FINISHED
+    return not run.stage.epoch_is_open and traces.undo()
 
 
 def _name_idle_settings(run: GlobalState, has_trackers: bool) -> None:
@@ -183,7 +187,7 @@ def _record_end(run: GlobalState) -> None:
         status = "paused"
     try:
         run.run_dir.finish(status, run.train_state.step, error)
-    except OSError as failure:
+    except (OSError, OnstepError) as failure:
         logger.warning("the end of the run (%s) could not be recorded: %s", status, failure)
 
 

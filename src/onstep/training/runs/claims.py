@@ -224,6 +224,8 @@ def make_writable(directory: RunDir, *, shares: bool = False, elsewhere: str = "
         ConfigError: if it cannot be written.
     """
     there = [one for one in directory.path.iterdir() if one != directory.lock] if directory.path.is_dir() else []
+    if directory.run_json.exists():
+        return  # another process has begun it just now
     if not shares and not all(map(_is_ours, there)):
         raise RunExistsError(
             f"{directory.path} contains files but no run.json, so it is not a run's directory. Nothing was touched; "
@@ -251,7 +253,7 @@ def not_writable(directory: RunDir, error: OSError, elsewhere: str = "another ru
 def _is_ours(path: Path) -> bool:
     """Whether a file in a directory without run.json is a leftover, or a report of an evaluation before training."""
     if any(path.match(pattern) for pattern in LEFTOVERS):
-        return path.is_file() and not path.is_symlink()
+        return (path.is_file() and not path.is_symlink()) or not os.path.lexists(path)
     return any(path.match(pattern) for pattern in REPORTS) or _holds_only_events(path)
 
 

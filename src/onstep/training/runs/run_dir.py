@@ -167,8 +167,8 @@ class RunLock:
             holder = os.pread(self._descriptor, 200, 0).decode("utf-8", "replace").strip()
             self.release()
             raise RunExistsError(
-                f"{path.parent} is in use by a live process ({holder or 'unknown'}); wait for it or end it, "
-                f"or choose another directory."
+                f"{path.parent} is in use by a live process ({holder or 'one that has just begun'}); wait for it or "
+                f"end it, or choose another directory."
             )
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

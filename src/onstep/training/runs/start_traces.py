@@ -72,20 +72,35 @@ class StartTraces:
             new = {one.name for one in self.path.iterdir()} - self.entries
             if not new <= set(_OURS) and not self._only_empty_directories(new - set(_OURS)):
                 return False
-            for name, content in self.records.items():
-                if not _has(self.path / name, content):
-                    replace_durably(self.path / name, content)
+            self._restore_records()
             for name in new:
                 one = self.path / name
                 one.rmdir() if one.is_dir() else one.unlink(missing_ok=True)
-            for directory in self.missing:
-                directory.rmdir()
+            if self.missing:
+                self.path.rmdir()
         except (FileNotFoundError, NotADirectoryError):
             return True
         except OSError as error:
             logger.warning("what the failed start has written to %s could not be removed: %s", self.path, error)
             return False
+        with suppress(OSError):  # others use them by now
+            for directory in self.missing[1:]:
+                directory.rmdir()
         return True
+
+    def undo_records(self) -> bool:
+        """Restore the records of a run that was there; whether that was possible. The process holds its lock."""
+        try:
+            self._restore_records()
+        except OSError as error:
+            logger.warning("%s is that of the failed start, as it could not be restored: %s", self.path, error)
+            return False
+        return True
+
+    def _restore_records(self) -> None:
+        for name, content in self.records.items():
+            if not _has(self.path / name, content):
+                replace_durably(self.path / name, content)
 
     def _is_as_before(self) -> bool:
         present = {one.name for one in self.path.iterdir()}

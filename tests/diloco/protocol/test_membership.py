@@ -219,6 +219,19 @@ def test_steps_are_noted_once_however_often_a_submission_and_the_server_come_bac
     assert (again.slot_steps, again.next_sequences) == (7, (1,))
 
 
+def test_a_worker_restored_to_before_a_submission_that_the_server_lost_repeats_it() -> None:
+    run = SteppedRun()
+    run.join("a", "b")
+    run.submit("a", steps=7)
+    restarted = SteppedRun(state=run.coordinator.state_dict())
+    (again,) = restarted.join("a", session="s2", resumes_at=0)
+    assert (again.slot_steps, again.next_sequences) == (0, (0,))
+    assert restarted.submit("a", session="s2", steps=9) == Accepted(1)
+    assert restarted.join("a", session="s3", resumes_at=0)[0].next_sequences == (1,)
+    (last,) = restarted.join("a", session="s4", resumes_at=1)
+    assert (last.slot_steps, last.next_sequences) == (9, (1,))
+
+
 def test_steps_are_noted_once_for_all_fragments() -> None:
     run = SteppedRun(dataclasses.replace(THREE, num_fragments=2))
     run.join("a")

@@ -395,6 +395,20 @@ def test_what_was_pending_at_the_checkpoint_is_submitted_again_unless_it_counted
     assert restarted(driver, state, "s3").superseded == {0}
 
 
+def test_progress_is_kept_where_the_server_has_lost_the_submission_that_followed() -> None:
+    driver, session = joined()
+    driver.run.join("b")
+    state = saved(session)
+    begin(session)
+    driver(session.settle(0, 0.0))
+    driver.run = SteppedRun(driver.run.coordinator.settings, state=driver.run.coordinator.state_dict())
+    again = restarted(driver, state)
+    assert again.superseded == frozenset()
+    assert begin(again).sequence == 0
+    driver.run.submit("b")
+    assert isinstance(driver(again.settle(0, 30.0)), Counted)
+
+
 def test_a_new_worker_of_a_known_id_without_a_checkpoint_continues_the_numbers() -> None:
     driver, session = joined()
     begin(session)

@@ -18,8 +18,8 @@ class SteppedRun:
         self.now = now
         self.coordinator = Coordinator(settings, run_id="run", fingerprint="model", state=state, now=now)
 
-    def join(self, *workers: str, session: str = "s1") -> list[Registered]:
-        return [self._join(Register(one, session, "model")) for one in workers]
+    def join(self, *workers: str, session: str = "s1", resumes_at: int | None = None) -> list[Registered]:
+        return [self._join(Register(one, session, "model", resumes_at=resumes_at)) for one in workers]
 
     def _join(self, request: Register) -> Registered:
         reply = self.coordinator.handle(request, self.now)

@@ -75,7 +75,6 @@ class Coordinator:
         self.counts: Counter[str] = Counter()
         self._roster = Roster(settings.num_workers)
         self._rounds = [Rounds(fragment, now) for fragment in range(settings.num_fragments)]
-        self._slot_steps: Counter[int] = Counter()
         self._has_assembled = False
         self._to_take: deque[Closed] = deque()
         self._handlers: dict[type, Callable[..., Reply]] = {
@@ -182,7 +181,8 @@ class Coordinator:
         refused = unfit(request, self.fingerprint, self.settings.num_fragments)
         if refused is not None:
             return refused
-        was_known = request.worker_id in self._roster.members
+        before = self._roster.members.get(request.worker_id)
+        slot_before = None if before is None else before.slot
         is_same = not isinstance(self._roster.find(request.worker_id, request.session), Refused)
         member = self._roster.enter(request, now)
         if isinstance(member, Refused):
@@ -191,7 +191,9 @@ class Coordinator:
             return replace(self._registered(member), offer=member.offer)
         if not is_same:
             self.revision += 1
-            self.counts["rejoins" if was_known else "joins"] += 1
+            self.counts["joins" if before is None else "rejoins"] += 1
+            if member.slot == slot_before:
+                self._take_back_lost(member, request.resumes_at)
             self._has_assembled = self._has_assembled or self._are_all_there()
         for rounds in self._rounds:
             if rounds.version == 0 and not rounds.open.contributions:
@@ -212,23 +214,17 @@ class Coordinator:
             num_slots=self._roster.num_slots,
             step=self.step,
             next_sequences=tuple(self._next_sequence(rounds, member) for rounds in self._rounds),
-            slot_steps=self._slot_steps[member.slot],
+            slot_steps=self._roster.slot_steps[member.slot],
         )
 
     def _next_sequence(self, rounds: Rounds, member: Member) -> int:
         known = rounds.next_sequence(member.worker_id)
         return max(known, member.last_noted + 1) if rounds.fragment == 0 else known
 
-    def _note_steps(self, request: Submit) -> None:
-        """Note how far a share of the data is used, once for each submission: whoever trains on it next starts there.
-
-        All fragments of a step are trained on the same data, so one is enough. The note outlives a server that dies
-        before the submission is committed: its data is then not given to another session either.
-        """
-        member = self._roster.members[request.worker_id]
-        if request.fragment == 0 and request.sequence > member.last_noted:
-            self._slot_steps[member.slot] += request.steps
-            member.note_submission(request.sequence, request.steps)
+    def _take_back_lost(self, member: Member, resumes_at: int | None) -> None:
+        """A restored worker repeats the steps of a submission that a server lost when it died."""
+        if resumes_at == member.last_noted == self._rounds[0].next_sequence(member.worker_id):
+            self._roster.take_back_note(member)
 
     def _submit(self, request: Submit, now: float) -> Reply:
         answer = self.preview(request, now)
@@ -246,7 +242,8 @@ class Coordinator:
             self.counts["late"] += 1
             rounds.observe_late(request, now)
         weight = request.tokens / (1 + staleness) if self.settings.mode == "sync" else float(request.tokens)
-        self._note_steps(request)
+        if request.fragment == 0:  # all fragments of a step are trained on the same data
+            self._roster.note_submission(request)
         rounds.add(Contribution(request, weight), now, self._roster.last_seen.keys(), self.settings)
         self._close_if_due(rounds, now)
         return Accepted(version)
@@ -351,7 +348,6 @@ class Coordinator:
             "roster": self._roster.state_dict(),
             "fragments": [rounds.state_dict() for rounds in self._rounds],
             "has_assembled": self._has_assembled,
-            "slot_steps": {str(slot): steps for slot, steps in self._slot_steps.items()},
             "counts": dict(self.counts),
         }
 
@@ -380,16 +376,14 @@ class Coordinator:
 
     def _load(self, state: Mapping[str, object], now: float) -> None:
         check_state(state, self.fingerprint, self.settings.num_fragments)
-        roster, fragments, slot_steps, counts = (state[key] for key in ("roster", "fragments", "slot_steps", "counts"))
+        roster, fragments, counts = (state[key] for key in ("roster", "fragments", "counts"))
         assert isinstance(roster, dict)
         assert isinstance(fragments, list)
-        assert isinstance(slot_steps, dict)
         assert isinstance(counts, dict)
         self.run_id, self._has_assembled = str(state["run_id"]), bool(state["has_assembled"])
         self._roster.load_state_dict(roster, now)
         for rounds, one in zip(self._rounds, fragments, strict=True):
             rounds.load_state_dict(one, now)
-        self._slot_steps = Counter({int(slot): steps for slot, steps in slot_steps.items()})
         self.counts = Counter(counts)
 
 

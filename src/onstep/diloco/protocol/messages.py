@@ -106,6 +106,8 @@ class Register:
     """Optimizer steps that this worker has taken."""
     offer: int = 0
     """Number from the answer to an earlier registration, to accept it; 0 to ask."""
+    resumes_at: int | None = None
+    """First submission of fragment 0 that a restored state does not have; None for a worker without one."""
 
 
 @dataclass(frozen=True, slots=True)

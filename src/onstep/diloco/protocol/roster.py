@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import asdict, dataclass, field
 
-from onstep.diloco.protocol.messages import Refused, Register
+from onstep.diloco.protocol.messages import Refused, Register, Submit
 
 NUM_RETIRED = 8
 """Replaced sessions that are remembered for each worker."""
@@ -32,6 +32,8 @@ class Member:
     """Number that the candidate has to send back."""
     last_noted: int = -1
     """Newest sequence number whose steps are part of the slot's."""
+    last_steps: int = 0
+    """The steps of that submission."""
 
     def accepts(self, request: Register) -> bool:
         """Whether a new session may replace this one; if not yet, a new offer is made to it."""
@@ -58,9 +60,15 @@ class Member:
 
     def note_submission(self, sequence: int, steps: int) -> None:
         """Note the newest submission, and how far it has brought the worker."""
-        self.last_noted = sequence
+        self.last_noted, self.last_steps = sequence, steps
         self.submitted_steps += steps
         self.step = max(self.step, self.submitted_steps)
+
+    def take_back_note(self) -> int:
+        """As if the newest submission had not been noted; returns its steps."""
+        steps, self.last_noted, self.last_steps = self.last_steps, self.last_noted - 1, 0
+        self.submitted_steps = max(0, self.submitted_steps - steps)
+        return steps
 
 
 class Roster:
@@ -73,6 +81,8 @@ class Roster:
         self.num_slots = num_slots
         self.members: dict[str, Member] = {}
         self.last_seen: OrderedDict[str, float] = OrderedDict()
+        self.slot_steps: Counter[int] = Counter()
+        """How far each share of the data is used, in optimizer steps."""
         self._fastest = 0.0
 
     @property
@@ -129,6 +139,21 @@ class Roster:
         else:
             self._fastest = max(self._fastest, steps_per_second)
 
+    def note_submission(self, submit: Submit) -> None:
+        """Note how far a share of the data is used, once for each submission: whoever trains on it next starts there.
+
+        The note outlives a server that dies before the submission is committed: its data is then not given to another
+        session either.
+        """
+        member = self.members[submit.worker_id]
+        if submit.sequence > member.last_noted:
+            self.slot_steps[member.slot] += submit.steps
+            member.note_submission(submit.sequence, submit.steps)
+
+    def take_back_note(self, member: Member) -> None:
+        """As if the member's newest submission had not been noted."""
+        self.slot_steps[member.slot] -= member.take_back_note()
+
     def begin(self, now: float) -> None:
         """Give all who are registered the time of a sign of life."""
         self.last_seen = OrderedDict.fromkeys(self.last_seen, now)
@@ -180,15 +205,21 @@ class Roster:
 
     def state_dict(self) -> dict[str, object]:
         """JSON-safe."""
-        return {"members": [asdict(one) for one in self.members.values()], "registered": list(self.last_seen)}
+        return {
+            "members": [asdict(one) for one in self.members.values()],
+            "registered": list(self.last_seen),
+            "slot_steps": {str(slot): steps for slot, steps in self.slot_steps.items()},
+        }
 
     def load_state_dict(self, state: dict[str, object], now: float) -> None:
         """Restore what `state_dict` returned; the registered have a heartbeat timeout from now."""
-        members, registered = state["members"], state["registered"]
+        members, registered, slot_steps = state["members"], state["registered"], state["slot_steps"]
         assert isinstance(members, list)
+        assert isinstance(slot_steps, dict)
         assert isinstance(registered, list)
         self.members = {one["worker_id"]: Member(**one) for one in members}
         self.last_seen = OrderedDict((worker_id, now) for worker_id in registered)
+        self.slot_steps = Counter({int(slot): steps for slot, steps in slot_steps.items()})
         self._find_fastest()
 
 

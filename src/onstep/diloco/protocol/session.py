@@ -374,6 +374,7 @@ class WorkerSession:
             num_fragments=self._num_fragments,
             step=self.step,
             offer=offer,
+            resumes_at=self._next_sequences.get(0, 0) if self._is_restored and self.registered is None else None,
         )
 
     def _joined(self, registered: Registered) -> None:

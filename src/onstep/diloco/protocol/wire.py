@@ -80,6 +80,7 @@ LOWEST: Mapping[str, int] = {
     "steps_per_second": 0,
     "sync_every": 1,
     "num_fragments": 1,
+    "resumes_at": 0,
 }
 """Smallest value of each number in a request."""
 

@@ -120,6 +120,28 @@ def test_a_client_that_waits_until_its_body_is_wanted_is_told_so(
         assert answer_on(connection)[0] == 200
 
 
+def test_a_submission_that_is_of_no_use_is_answered_on_a_connection_that_stays(
+    serve: Serve, worker: Worker, connect: Connect
+) -> None:
+    large = {"weight": torch.zeros(1_000_000)}
+    server = serve(large, settings=ALONE)
+    one = worker(server, "a", large)
+    one.join()
+    head, body = submission(server, one, large)
+    with connect(server) as connection:
+        for is_repeat in (False, True, True, True):
+            connection.sendall(head + body)
+            assert json.loads(answer_on(connection)[1])["is_repeat"] == is_repeat
+        one.session = "another"
+        head, body = submission(server, one, large)
+        connection.sendall(head + body)
+        assert answer_on(connection)[0] == 404
+        head, body = submission(server, one, large, "1.1", "Expect: 100-continue")
+        connection.sendall(head)
+        assert answer_on(connection)[0] == 404
+    assert server.sync_round == 1
+
+
 @pytest.mark.parametrize(("version", "more"), [("1.0", ()), ("1.1", ("Connection: Close, x",))])
 def test_a_connection_is_closed_where_its_client_says_so(
     version: str,

@@ -66,6 +66,7 @@ class Connection:
         self.url = url_of(address)
         parts = urlsplit(self.url)
         self._timeout = timeout
+        self._has_answered = False
         host, port = parts.hostname or "", parts.port or FIRST_PORT
         found = find_token(host, port) if token is None else token
         self._client = _http_client(self.url, timeout, checked(found) if found else None, verify)
@@ -110,12 +111,14 @@ class Connection:
             with self._client.stream(
                 method, path, content=_pieces(body), headers=sent, timeout=httpx.Timeout(seconds)
             ) as answer:
+                self._has_answered = True
                 return Received(answer.status_code, answer.headers.get(MESSAGE_HEADER), _body_of(answer))
         except httpx.TimeoutException as error:
             raise ServerLostError(f"{self.url} did not answer within {seconds:g} s.") from error
         except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:  # RuntimeError: closed by another thread
             hint = ""
-            if isinstance(error, httpx.ReadError | httpx.RemoteProtocolError) and self.url.startswith("http:"):
+            may_be_tls = not self._has_answered and self.url.startswith("http:")
+            if may_be_tls and isinstance(error, httpx.ReadError | httpx.RemoteProtocolError):
                 hint = "; if it serves https, give its address with https://"
             reason = (str(error) or type(error).__name__).rstrip(".")
             raise ServerLostError(f"cannot reach {self.url}: {reason}{hint}.") from error

@@ -36,6 +36,7 @@ from onstep.diloco.server.served_run import ServedRun
 from onstep.diloco.server.serving.control import ControlRoutes
 from onstep.diloco.server.serving.guard import Guard
 from onstep.diloco.server.serving.receiving import read_body as receive_body
+from onstep.diloco.server.serving.receiving import skip_body
 from onstep.diloco.server.serving.sending import TensorResponse
 from onstep.diloco.wire.http import (
     CONTROL,
@@ -100,6 +101,7 @@ class ProtocolRoutes:
         self._run = run
         self._model = model
         self._buffers = buffers
+        self._largest_body = max(_most_bytes(one.specs, codec) for one in run.fragments for codec in CODECS)
         self._receiving: dict[tuple[str, int], asyncio.Timeout] = {}
         """By worker and fragment: ends the reading of a submission when the worker sends the next one."""
 
@@ -140,7 +142,9 @@ class ProtocolRoutes:
 
     async def _submit(self, request: Request, message: Submit) -> Reply:
         if self._run.coordinator.preview(message, self._run.now()) is not None:
-            return self._run.submit(message, {})  # refused, dropped or known: its body is of no use
+            reply = self._run.submit(message, {})  # refused, dropped or known: its body is of no use
+            await skip_body(request, self._largest_body)
+            return reply
         if message.codec not in CODECS:
             raise RefusedError(422, f"codec must be one of {', '.join(CODECS)}, got {message.codec[:100]!r}.")
         specs = self._run.fragments[message.fragment].specs

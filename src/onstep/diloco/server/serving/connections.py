@@ -11,6 +11,8 @@ from onstep.control.serving import connections
 
 STALL_SECONDS = 60.0
 """A sender or reader may pause for that long; then it is cut off."""
+_SKIPPED_BYTES = 1 << 20
+"""Of a body of which nothing is kept, at a time."""
 
 
 class Connection(connections.Connection):
@@ -47,8 +49,19 @@ class Connection(connections.Connection):
         Raises:
             TimeoutError: if nothing comes for `STALL_SECONDS`.
         """
+        return await self._receive(_Body(self, memory.nbytes, memory))
+
+    async def skip_body(self, size: int) -> None:
+        """Read the body of the request that is being answered, unless its sender still waits, and keep nothing of it.
+
+        Raises:
+            TimeoutError: if nothing comes for `STALL_SECONDS`.
+        """
+        if not self.cycle.waiting_for_100_continue:
+            await self._receive(_Body(self, size, None))
+
+    async def _receive(self, body: _Body) -> int:
         self._ask_for_body()
-        body = _Body(self, memory)
         if body.is_complete:
             return body.position
         self._body = body
@@ -96,18 +109,22 @@ class Connection(connections.Connection):
 class _Body(asyncio.BufferedProtocol):
     """Receives the rest of a body in the place of its connection."""
 
-    def __init__(self, connection: Connection, memory: memoryview) -> None:
+    def __init__(self, connection: Connection, size: int, memory: memoryview | None) -> None:
         self._connection = connection
+        self._size = size
         self._memory = memory
         received = connection.cycle.body
         self.position = len(received)
-        self._memory[: self.position] = received
+        if memory is None:
+            self._skipped = memoryview(bytearray(min(size, _SKIPPED_BYTES)))
+        else:
+            memory[: self.position] = received
         connection.cycle.body = bytearray()
         self._ended = connection.loop.create_future()
 
     @property
     def is_complete(self) -> bool:
-        return self.position == self._memory.nbytes
+        return self.position == self._size
 
     async def wait(self) -> None:
         """Wait until it is complete, or the client has gone."""
@@ -119,6 +136,8 @@ class _Body(asyncio.BufferedProtocol):
             await asyncio.wait([self._ended], timeout=STALL_SECONDS)
 
     def get_buffer(self, sizehint: int) -> memoryview:
+        if self._memory is None:
+            return self._skipped[: self._size - self.position]
         return self._memory[self.position :]
 
     def buffer_updated(self, nbytes: int) -> None:

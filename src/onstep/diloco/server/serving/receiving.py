@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from starlette.requests import Request
 
 from onstep.control.serving.messages import RefusedError
@@ -27,6 +29,12 @@ async def read_body(request: Request, most_bytes: int, buffers: Buffers) -> memo
     if received != size:
         raise RefusedError(400, "The body is incomplete.")
     return memory
+
+
+async def skip_body(request: Request, most_bytes: int) -> None:
+    """Read a body of which nothing is needed, if it has at most this size: until it is sent, nobody reads an answer."""
+    with suppress(RefusedError, TimeoutError):
+        await connection_of(request).skip_body(_length(request, most_bytes))
 
 
 def _length(request: Request, most_bytes: int) -> int:

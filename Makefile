@@ -16,7 +16,7 @@ test: $(READY)
 
 # Every test but the long sweeps, as CI runs them.
 test-all: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow"
 
 # The long sweeps, which neither of them runs.
 test-slow: $(READY)

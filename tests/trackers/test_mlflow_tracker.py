@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,31 @@ def test_trackers_that_open_a_new_store_at_once_share_its_experiment(tmp_path: P
         list(pool.map(report, range(8)))
     _, runs = mlflow_runs(tmp_path)
     assert sorted(run.data.metrics["a"] for run in runs) == [float(number) for number in range(8)]
+
+
+def test_a_store_is_searched_again_where_another_run_is_writing_its_first_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    other, search, found = MlflowTracker(), MlflowClient.search_runs, list[Path]()
+    other.open(RunIdentity("n", "other", tmp_path), {})
+    other.log({"a": 1.0}, 1, 0.0)
+
+    def search_while_it_is_written(client: MlflowClient, *args: Any, **kwargs: Any) -> Any:
+        if not found:
+            found.extend(tmp_path.glob("mlruns/*/*/metrics/a"))
+            content = found[0].read_text()
+            found[0].write_text("")
+            threading.Timer(0.1, lambda: found[0].write_text(content)).start()
+        return search(client, *args, **kwargs)
+
+    monkeypatch.setattr(MlflowClient, "search_runs", search_while_it_is_written)
+    tracker = MlflowTracker()
+    tracker.open(identity(tmp_path), {})
+    tracker.close("completed")
+    other.close("completed")
+    assert found
 
 
 def test_the_users_own_active_run_is_left_alone(tmp_path: Path) -> None:

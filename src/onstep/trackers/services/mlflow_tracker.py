@@ -29,6 +29,8 @@ SEGMENTS_TAG = "onstep.segments"
 
 _STATUS = {"completed": "FINISHED", "stopped": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
 
+_SEARCH_PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8)
+"""Seconds between two attempts to search a store."""
 _LOCAL_STORE = threading.Lock()
 """Held while this process looks up or creates entries of a local store: MLflow reads half-created experiments."""
 
@@ -154,8 +156,18 @@ class MlflowTracker(ServiceTracker):
             except MlflowException as error:
                 logger.warning("mlflow: the run %s of the checkpoint was not found (%s)", saved, error)
         tagged = f"tags.`{RUN_TAG}` = '{run.run_id}'"
-        found = self._client.search_runs([self._experiment_id()], filter_string=tagged, max_results=1)
+        found = self._search(self._experiment_id(), tagged)
         return str(found[0].info.run_id) if found else None
+
+    def _search(self, experiment_id: str, tagged: str) -> Any:
+        """The run with a tag. A local store cannot be read at the moment when another run's first point is written."""
+        for seconds in _SEARCH_PAUSES:
+            try:
+                return self._client.search_runs([experiment_id], filter_string=tagged, max_results=1)
+            except ValueError as error:
+                logger.info("mlflow: the store is being written (%s); trying again", error)
+                time.sleep(seconds)
+        return self._client.search_runs([experiment_id], filter_string=tagged, max_results=1)
 
     def _describe(self, run: RunIdentity) -> None:
         """Set the tags and add new parameters; MLflow does not allow existing ones to change."""

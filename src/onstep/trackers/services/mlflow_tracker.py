@@ -160,7 +160,7 @@ class MlflowTracker(ServiceTracker):
         return str(found[0].info.run_id) if found else None
 
     def _search(self, experiment_id: str, tagged: str) -> Any:
-        """The run with a tag. A local store cannot be read at the moment when another run's first point is written."""
+        """The run with a tag. A local store cannot be read while the first point of another run is being written."""
         for seconds in _SEARCH_PAUSES:
             try:
                 return self._client.search_runs([experiment_id], filter_string=tagged, max_results=1)

@@ -32,9 +32,8 @@ class Marks:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not path.exists():
-            path.write_bytes(bytes(_RANKS * _RECORD.size))
-        with path.open("r+b") as file:
+        with path.open("ab+") as file:
+            file.truncate(_RANKS * _RECORD.size)  # Zeros, and again the same where another rank is as early.
             self._memory = mmap.mmap(file.fileno(), _RANKS * _RECORD.size)
 
     @classmethod

@@ -13,6 +13,7 @@ import pytest
 
 from onstep.callbacks import ProgressCallback
 from tests.console.screen import Terminal
+from tests.support.pseudo_terminal import read_terminal
 
 
 def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
@@ -152,7 +153,7 @@ def test_the_bar_leaves_room_for_what_the_terminal_echoes(make_state: Any, monke
         callback = ProgressCallback()
         begin(callback, make_state)
         callback.on_prediction_step(None, make_state(step=1), None, eval_dataloader=[0, 0])
-        drawn = Terminal(os.read(ours, 65536).decode()).shown()
+        drawn = Terminal(read_terminal(ours, "eval")).shown()
         callback.on_train_end(None, make_state(), None)
     os.close(ours)
     assert [line.split(":")[0] for line in drawn] == ["train", "eval"]

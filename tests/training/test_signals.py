@@ -19,6 +19,7 @@ import pytest
 from onstep.errors import ConfigError
 from onstep.training.runs.signals import DistributedSignalHandler, Preempted, signal_numbers
 from tests.support.forked_processes import Child, Processes, output_of
+from tests.support.pseudo_terminal import read_terminal
 
 JOBS = "tests.support.jobs.signal_jobs"
 Start = Callable[..., Child]
@@ -78,10 +79,10 @@ def test_on_a_terminal_it_takes_the_place_of_the_bar() -> None:
             os.kill(os.getpid(), signal.SIGUSR1)
     finally:
         os.dup2(before, 2)
-    written = os.read(ours, 4096)
+    written = read_terminal(ours, "\n")
     for end in (ours, terminal, before):
         os.close(end)
-    assert written == b"\r\x1b[JReceived signal 10 (SIGUSR1), initiating graceful stop\r\n"
+    assert written == "\r\x1b[JReceived signal 10 (SIGUSR1), initiating graceful stop\r\n"
 
 
 def test_the_handlers_from_before_come_back() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from onstep import Callback, Trainer, TrainingArguments, pretrain
 from onstep.callbacks import JsonLogger
 from onstep.config import ConfigContainer
 from onstep.errors import DataError, OnstepError, RunExistsError
+from onstep.training import opening
 from onstep.training.runs import run_dir
 from onstep.training.runs.run_dir import RunLock
-from onstep.training.runs.start_traces import StartTraces
 from tests.support.small_runs import RaggedRows, TinyModel
 
 
@@ -194,19 +195,74 @@ def test_a_run_that_has_trained_keeps_its_directory(tiny_config: ConfigContainer
     assert b'"status": "failed"' in content(tmp_path / "mine")["run.json"]
 
 
-def test_a_start_that_failed_leaves_what_another_process_began_meanwhile(
-    tiny_config: ConfigContainer, tmp_path: Path
+def test_another_process_that_gets_in_while_a_failed_start_is_undone_keeps_its_record(
+    tiny_config: ConfigContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whoever finds no lock any more may begin at once."""
     tiny_config.run.name, tiny_config.run.output_dir = "mine", str(tmp_path)
-    traces = StartTraces.before(tmp_path / "mine")
-    (tmp_path / "mine").mkdir()
-    other = RunLock(tmp_path / "mine" / ".run.lock")
-    (tmp_path / "mine" / "run.json").write_text("{}")
-    traces.undo_unclaimed()
-    assert (tmp_path / "mine" / "run.json").read_text() == "{}"
-    other.release()
-    traces.undo_unclaimed()
-    assert not (tmp_path / "mine").exists()
+    unlink = Path.unlink
+
+    def unlink_and_begin(path: Path, missing_ok: bool = False) -> None:
+        unlink(path, missing_ok)
+        if path.name == ".run.lock":
+            (tmp_path / "mine" / "run.json").write_text("theirs")
+
+    monkeypatch.setattr(Path, "unlink", unlink_and_begin)
+    with pytest.raises(RuntimeError, match="broken"):
+        failing_callback(tiny_config)
+    assert content(tmp_path / "mine") == {"run.json": b"theirs"}
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+@pytest.mark.parametrize("before", [None, 2, 4], ids=["new", "paused", "finished"])
+def test_what_another_process_did_before_the_directory_was_locked_stays(
+    before: int | None,
+    is_refused: bool,
+    tiny_config: ConfigContainer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It trains while this start reads its data."""
+    tiny_config.run.name, tiny_config.run.output_dir = "mine", str(tmp_path)
+    tiny_config.train.train_iters = 4
+    if before is not None:
+        first = copy.deepcopy(tiny_config)
+        first.train.exit_interval = before
+        pretrain(first)
+    theirs, ours = copy.deepcopy(tiny_config), copy.deepcopy(tiny_config)
+    theirs.train.train_iters, theirs.checkpoint.on_config_change = 6, "apply"
+    ours.train.train_iters, ours.checkpoint.on_config_change = 8, "apply"
+    if is_refused:
+        ours.optimizer.lr, ours.checkpoint.on_config_change = 0.123, "error"
+    check, states = opening._check_same_data, []
+
+    def check_slowly(*arguments: Any) -> None:
+        monkeypatch.setattr(opening, "_check_same_data", check)
+        pretrain(theirs)
+        states.append(content(tmp_path / "mine"))
+
+    monkeypatch.setattr(opening, "_check_same_data", check_slowly)
+    with pytest.raises(RunExistsError if is_refused else RuntimeError):
+        failing_callback(ours)
+    assert [content(tmp_path / "mine")] == states
+    assert b'"status": "completed"' in states[0]["run.json"]
+
+
+def test_a_directory_that_another_failed_start_removes_is_made_again(
+    tiny_config: ConfigContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_config.run.name, tiny_config.run.output_dir = "mine", str(tmp_path / "new")
+    calls = []
+
+    def lock_late(descriptor: int, *, blocking: bool) -> bool:
+        calls.append(descriptor)
+        if len(calls) == 1:
+            shutil.rmtree(tmp_path / "new")
+        return lock_descriptor(descriptor, blocking=blocking)
+
+    monkeypatch.setattr(run_dir, "lock_descriptor", lock_late)
+    pretrain(tiny_config)
+    assert b'"status": "completed"' in content(tmp_path / "new" / "mine")["run.json"]
 
 
 def test_a_lock_taken_on_a_file_that_was_just_removed_is_taken_again(

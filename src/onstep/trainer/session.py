@@ -57,7 +57,7 @@ from onstep.training.lifecycle.endings import Endings
 from onstep.training.opening import open_run
 from onstep.training.run import EntryPoint
 from onstep.training.runs.claims import Claim
-from onstep.training.runs.run_dir import RunLock
+from onstep.training.runs.hold import Hold
 from onstep.training.setup.model_and_data import idle_parameters
 from onstep.training.setup.setup import (
     DATA_TIMER,
@@ -159,15 +159,15 @@ def training_session(trainer: TrainerMethods, resume_from_checkpoint: Any = None
         config.checkpoint.load, config.checkpoint.exit_on_missing_checkpoint = os.fspath(resume), True
     entry_point = EntryPoint(trainer=trainer, processing_class=trainer.processing_class)
 
-    def claim_run(config: ConfigContainer, world: World) -> tuple[Claim | None, RunLock | None]:
+    def claim_run(config: ConfigContainer, world: World) -> tuple[Claim | None, Hold | None]:
         if trainer.model is None:
             seed_everything(config.rng.seed)
             trainer.model = trainer.call_model_init()
-        claim, lock = acquire_dir(trainer, config, world, resume)
+        claim, hold = acquire_dir(trainer, config, world, resume)
         entry_point.identify = lambda _: trainer_identity(trainer)
         entry_point.prepare_files = partial(files_of_checkpoint, trainer)
         entry_point.given_args = shown_arguments(trainer.args, None if claim is None else str(claim.directory.path))
-        return claim, lock
+        return claim, hold
 
     with open_run(config, trainer.callback_manager, _world, claim_run, entry_point, accepts_finished=True) as opened:
         run = opened.run

@@ -22,14 +22,14 @@ from onstep.training.checkpointing.writing import open_checkpoints
 from onstep.training.features import RUN, SECTIONS, SETUP
 from onstep.training.reporting.bridge_trackers import check_trackers
 from onstep.training.run import EntryPoint
-from onstep.training.runs.claims import Claim, acquire_run_dir, named_dir
+from onstep.training.runs.claims import Claim, acquire_run_dir
+from onstep.training.runs.hold import Hold
 from onstep.training.runs.identity import Identify, Identity, remembered
-from onstep.training.runs.run_dir import FINISHED, RunLock, Status
-from onstep.training.runs.start_traces import StartTraces
+from onstep.training.runs.run_dir import FINISHED, Status
 
 logger = logging.getLogger(__name__)
 
-ClaimRun = Callable[[ConfigContainer, World], tuple[Claim | None, RunLock | None]]
+ClaimRun = Callable[[ConfigContainer, World], tuple[Claim | None, Hold | None]]
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,7 @@ def open_run(
     entry_point.prints_console_line = config.logger.console == "bridge"
     run = GlobalState(cfg=config, entry_point=entry_point)
     with run.features.open(SETUP, run, run.world), join(config) as world:
-        traces = _traces(config, world)
-        try:
-            claim, lock = claim_run(config, world)
-        except BaseException:
-            if traces is not None:
-                traces.undo_unclaimed()
-            raise
+        claim, hold = claim_run(config, world)
         run.world, run.control = world, Control(rank=world.rank)
         if claim is not None:
             run.cfg, run.run_dir = resolve(claim.config, world.size), claim.directory
@@ -110,42 +104,32 @@ def open_run(
             ):
                 yield OpenRun(run, manager, notify, claim)
         except BaseException as error:
-            is_undone = not isinstance(error, SystemExit) and _undo_start(run, traces)
+            is_undone = not isinstance(error, SystemExit) and _undo_start(run, hold)
             if not is_undone:
                 _record_end(run)
             raise
         else:
             _record_end(run)
         finally:
-            if lock is not None:
-                lock.release()
+            if hold is not None:
+                hold.release()
 
 
-def _traces(config: ConfigContainer, world: World) -> StartTraces | None:
-    """The run's directory before it is claimed, on rank 0."""
-    if config.run.name is None or not world.is_main:
-        return None
-    try:
-        return StartTraces.before(named_dir(config).path)
-    except (OSError, DataError):  # claiming it says what is wrong
-        return None
-
-
-def _undo_start(run: GlobalState, traces: StartTraces | None) -> bool:
+def _undo_start(run: GlobalState, hold: Hold | None) -> bool:
     """Restore the run's directory if an error ended the run before it took a step; whether that was done.
 
     From `on_train_start` on, an earlier run's metrics log may have been cut to its checkpoint, which is not undone, and
     its record, unless it was finished, says that it failed.
     """
-    if traces is None or run.run_dir is None or run.run_dir.path != traces.path:
+    if hold is None or run.run_dir is None:
         return False
     if not run.ending.train_started:
-        return traces.undo()
+        return hold.undo()
     if run.stage.has_stepped:
         return False
-    if traces.had_run:
-        return traces.undo_records() and run.run_dir.read().get("status") in FINISHED
-    return not run.stage.epoch_is_open and traces.undo()
+    if hold.had_run:
+        return hold.undo_records() and run.run_dir.read().get("status") in FINISHED
+    return not run.stage.epoch_is_open and hold.undo()
 
 
 def _name_idle_settings(run: GlobalState, has_trackers: bool) -> None:
@@ -195,8 +179,8 @@ def claim_for_all(
     config: ConfigContainer,
     world: World,
     identify: Identify | None = None,
-    acquire: Callable[[ConfigContainer, Identify | None], tuple[Claim, RunLock | None]] = acquire_run_dir,
-) -> tuple[Claim | None, RunLock | None]:
+    acquire: Callable[[ConfigContainer, Identify | None], tuple[Claim, Hold | None]] = acquire_run_dir,
+) -> tuple[Claim | None, Hold | None]:
     """Claim the run's directory on rank 0 and share the result; None for a run without a name. Collective.
 
     Args:
@@ -206,7 +190,7 @@ def claim_for_all(
         acquire: claims it on rank 0.
 
     Returns:
-        The claim, and on rank 0 the lock that keeps a second process out of an unfinished run.
+        The claim, and on rank 0 the hold that keeps a second process out of an unfinished run.
 
     Raises:
         RunExistsError: on all ranks alike.
@@ -218,11 +202,11 @@ def claim_for_all(
         identify = remembered(identify)
         _check_same_data(identify(config), world)
     claimed, error = attempt(lambda: acquire(config, identify)) if world.is_main else (None, None)
-    claim, lock = claimed if claimed is not None else (None, None)
+    claim, hold = claimed if claimed is not None else (None, None)
     claim, error = world.share((claim, error))
     if error is not None:
         raise error
-    return claim, lock
+    return claim, hold
 
 
 def _check_same_data(own: Identity, world: World) -> None:

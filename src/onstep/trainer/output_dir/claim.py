@@ -27,16 +27,16 @@ from onstep.trainer.computing.batch_size_search import Search
 from onstep.trainer.output_dir.identity import trainer_identity
 from onstep.training.opening import claim_for_all
 from onstep.training.protocols import StateDict
-from onstep.training.runs.claims import Claim, go_on, make_writable, named_dir, not_writable, start
+from onstep.training.runs.claims import Claim, go_on, hold_and_claim, named_dir, start
+from onstep.training.runs.hold import Hold
 from onstep.training.runs.identity import Identify, Identity, compare
-from onstep.training.runs.run_dir import FINISHED, RunDir, RunLock
+from onstep.training.runs.run_dir import FINISHED, RunDir
 
 logger = logging.getLogger(__name__)
 
 _ARGUMENTS_SHOWN = 4
 SEARCHED_FROM = "auto_find_batch_size_from"
 """Entry of run.json: the batch size with which `auto_find_batch_size` began; None without it."""
-_ELSEWHERE = "another output_dir"
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Wish:
 
 def acquire_dir(
     trainer: BaseTrainer, config: ConfigContainer, world: World, resume: Any
-) -> tuple[Claim | None, RunLock | None]:
+) -> tuple[Claim | None, Hold | None]:
     """Claim the run's directory; rank 0 decides for all. Collective.
 
     A run that completed or was stopped is over: the next process starts from scratch, unless `resume` asks to continue.
@@ -88,30 +88,17 @@ def acquire_dir(
         as_owned = Identity({**identity.parts, **{k: v for k, v in owned[1].parts.items() if k == "weights"}})
     search = trainer.batch_size_search if trainer.args.auto_find_batch_size else None
     wish = Wish(resume, trainer.args.overwrite_output_dir, None if owned is None else as_owned, search)
-    claim, lock = claim_for_all(config, world, lambda _: identity, partial(_acquire, wish=wish))
+    claim, hold = claim_for_all(config, world, lambda _: identity, partial(_acquire, wish=wish))
     assert claim is not None
     is_same = claim.identity == as_owned.digests
     trainer.owned_dirs[asked] = claim.directory, as_owned if is_same else identity
-    return claim, lock
+    return claim, hold
 
 
-def _acquire(config: ConfigContainer, identify: Identify | None, *, wish: Wish) -> tuple[Claim, RunLock | None]:
+def _acquire(config: ConfigContainer, identify: Identify | None, *, wish: Wish) -> tuple[Claim, Hold]:
     assert identify is not None
-    directory = named_dir(config)
-    try:
-        if not directory.run_json.exists():
-            make_writable(directory, shares=True, elsewhere=_ELSEWHERE)
-        lock = RunLock(directory.lock)
-    except OSError as error:
-        raise not_writable(directory, error, _ELSEWHERE) from None
-    try:
-        return _Arrival(directory, typed_copy(config), identify(config), wish).claim(), lock
-    except OSError as error:
-        lock.release()
-        raise not_writable(directory, error, _ELSEWHERE) from None
-    except BaseException:
-        lock.release()
-        raise
+    arrival = _Arrival(named_dir(config), typed_copy(config), identify(config), wish)
+    return hold_and_claim(arrival.directory, arrival.claim, shares=True, elsewhere="another output_dir")
 
 
 @dataclass

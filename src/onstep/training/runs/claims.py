@@ -6,7 +6,7 @@ import errno
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,9 +14,10 @@ from onstep.config import ChangeClass, ConfigContainer
 from onstep.config.differences import Change, changes, decide, of_kind
 from onstep.errors import ConfigError, RunExistsError
 from onstep.training.protocols import StateDict
+from onstep.training.runs.hold import Hold, missing_directories, remove_empty
 from onstep.training.runs.identity import IDENTITY_FILE, Comparison, Identify, Identity, compare, ways_to_continue
 from onstep.training.runs.provenance import provenance
-from onstep.training.runs.run_dir import FINISHED, RunDir, RunLock, next_free
+from onstep.training.runs.run_dir import FINISHED, RunDir, next_free
 
 EVENT_FILES = "events.out.tfevents.*"
 """Files of TensorBoard's writers, in a directory with any name."""
@@ -44,6 +45,10 @@ LEFTOVERS = (
 )
 """Files of ours that a process leaves behind if it is killed before it has written run.json, or while replacing one."""
 
+_ELSEWHERE = "another run.output_dir"
+_ATTEMPTS = 10
+"""To take hold of a directory, as others whose start failed may remove it meanwhile."""
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -62,7 +67,7 @@ class Claim:
     """What the user should know about the data of a run that exists: it has changed, or could not be compared."""
 
 
-def acquire_run_dir(config: ConfigContainer, identify: Identify | None = None) -> tuple[Claim, RunLock | None]:
+def acquire_run_dir(config: ConfigContainer, identify: Identify | None = None) -> tuple[Claim, Hold | None]:
     """Claim the directory of the run that `config` names, on rank 0: a new one, or one to continue.
 
     Args:
@@ -70,7 +75,7 @@ def acquire_run_dir(config: ConfigContainer, identify: Identify | None = None) -
         identify: determines what the run is trained on; None records and compares nothing but the configuration.
 
     Returns:
-        The claim, and the lock that keeps other processes out; None for a finished run.
+        The claim, and the hold that keeps other processes out; None for a finished run.
 
     Raises:
         RunExistsError: if the directory holds another run, other files, or one that a live process works on; also if
@@ -79,9 +84,56 @@ def acquire_run_dir(config: ConfigContainer, identify: Identify | None = None) -
     """
     directory = named_dir(config)
     try:
-        return _acquired(directory, config, identify)
+        finished = _finished(directory, config, identify)
     except OSError as error:
-        raise not_writable(directory, error) from None
+        raise _not_writable(directory, error) from None
+    if finished is not None:
+        return finished, None
+    return hold_and_claim(directory, lambda: _start_or_continue(directory, config, identify))
+
+
+def hold_and_claim(
+    directory: RunDir,
+    claim: Callable[[], Claim],
+    *,
+    shares: bool = False,
+    elsewhere: str = _ELSEWHERE,
+) -> tuple[Claim, Hold]:
+    """Take hold of a directory, which is made if it is missing, and claim it. If that fails, it is as before.
+
+    Args:
+        directory: of a run or of a new one.
+        claim: decides what happens there, and records it; no other process is in the directory then.
+        shares: whether a new run may have its place among other files.
+        elsewhere: what the user can choose if the directory cannot be written.
+
+    Raises:
+        RunExistsError: if it holds other files, or a live process works on it.
+        ConfigError: if it cannot be written.
+    """
+    try:
+        hold = _hold(directory, shares)
+        try:
+            return claim(), hold
+        except BaseException:
+            hold.undo()
+            hold.release()
+            raise
+    except OSError as error:
+        raise _not_writable(directory, error, elsewhere) from None
+
+
+def _hold(directory: RunDir, shares: bool, attempts: int = _ATTEMPTS) -> Hold:
+    made = missing_directories(directory.path)
+    try:
+        if not directory.run_json.exists():
+            _make_writable(directory, shares)
+        return Hold(directory.path, made)
+    except BaseException as error:
+        remove_empty(made)
+        if not isinstance(error, FileNotFoundError) or attempts == 1:
+            raise
+    return _hold(directory, shares, attempts - 1)
 
 
 def named_dir(config: ConfigContainer) -> RunDir:
@@ -92,20 +144,17 @@ def named_dir(config: ConfigContainer) -> RunDir:
     return RunDir(next_free(directory.path, 2)) if is_taken else directory
 
 
-def _acquired(directory: RunDir, config: ConfigContainer, identify: Identify | None) -> tuple[Claim, RunLock | None]:
-    """What `acquire_run_dir` returns, for this directory."""
-    if not directory.run_json.exists():
-        make_writable(directory)
-    elif not may_be_replaced(directory):
-        claim, _ = _inspect(directory, config, identify)
-        if claim.is_finished:
-            return claim, None
-    lock = RunLock(directory.lock)
+def _finished(directory: RunDir, config: ConfigContainer, identify: Identify | None) -> Claim | None:
+    """The claim of a finished run, whose directory is only read."""
     try:
-        return _start_or_continue(directory, config, identify), lock
-    except BaseException:
-        lock.release()
-        raise
+        if not directory.run_json.exists() or may_be_replaced(directory):
+            return None
+        claim, _ = _inspect(directory, config, identify)
+    except RunExistsError:
+        if directory.run_json.exists():
+            raise
+        return None  # its start has just failed
+    return claim if claim.is_finished else None
 
 
 def _start_or_continue(directory: RunDir, config: ConfigContainer, identify: Identify | None) -> Claim:
@@ -216,12 +265,12 @@ def may_be_replaced(directory: RunDir) -> bool:
     return content.get("status") == "failed" and not content.get("step") and not directory.metrics_log.exists()
 
 
-def make_writable(directory: RunDir, *, shares: bool = False, elsewhere: str = "another run.output_dir") -> None:
+def _make_writable(directory: RunDir, shares: bool) -> None:
     """Create the directory of a new run, and check that it can be written.
 
     Raises:
         RunExistsError: if it holds other files, unless it `shares` its place with them.
-        ConfigError: if it cannot be written.
+        OSError: if it cannot be written.
     """
     there = [one for one in directory.path.iterdir() if one != directory.lock] if directory.path.is_dir() else []
     if directory.run_json.exists():
@@ -232,16 +281,13 @@ def make_writable(directory: RunDir, *, shares: bool = False, elsewhere: str = "
             "choose "
             f"another run.name or run.output_dir, or run.fresh=true."
         )
-    try:
-        directory.path.mkdir(parents=True, exist_ok=True)
-        (directory.path / f".write-test-{os.getpid()}").touch()
-        for probe in directory.path.glob(".write-test-*"):  # this one, and those of killed processes
-            probe.unlink(missing_ok=True)
-    except OSError as error:
-        raise not_writable(directory, error, elsewhere) from None
+    directory.path.mkdir(parents=True, exist_ok=True)
+    (directory.path / f".write-test-{os.getpid()}").touch()
+    for probe in directory.path.glob(".write-test-*"):  # this one, and those of killed processes
+        probe.unlink(missing_ok=True)
 
 
-def not_writable(directory: RunDir, error: OSError, elsewhere: str = "another run.output_dir") -> ConfigError:
+def _not_writable(directory: RunDir, error: OSError, elsewhere: str = _ELSEWHERE) -> ConfigError:
     """The error for a directory that cannot be written, with its cause and remedy."""
     file = "" if error.filename in (None, str(directory.path)) else f"{error.filename}: "
     reason = f"{file}{error.strerror or error}"

@@ -146,6 +146,8 @@ class RunLock:
 
     def __init__(self, path: Path) -> None:
         self._descriptor: int | None = None
+        self.is_new = False
+        """Whether nobody has held it before."""
         self._acquire(path)
         while not _is_at(path, self._descriptor):  # its holder, whose start had failed, has removed it
             self.release()
@@ -170,6 +172,7 @@ class RunLock:
                 f"{path.parent} is in use by a live process ({holder or 'one that has just begun'}); wait for it or "
                 f"end it, or choose another directory."
             )
+        self.is_new = not os.pread(self._descriptor, 1, 0)
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 

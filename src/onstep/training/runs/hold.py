@@ -1,0 +1,112 @@
+"""Holds the directory of a run for a process, and restores it where the start fails, so that nothing is left behind."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from onstep.bounded_reading import MAX_JSON_BYTES, open_file, read_bytes
+from onstep.durability import replace_durably
+from onstep.errors import DataError
+from onstep.training.runs.identity import IDENTITY_FILE
+from onstep.training.runs.run_dir import RunLock
+
+logger = logging.getLogger(__name__)
+
+_RECORDS = ("run.json", IDENTITY_FILE)
+_LOCK = ".run.lock"
+_OURS = frozenset((*_RECORDS, _LOCK, *(f"{name}.tmp" for name in _RECORDS), "trainer_logs.json"))
+"""What claiming a directory writes into it, and the metrics log, which is opened when training starts."""
+
+
+class Hold:
+    """Keeps other processes out of a run's directory until `release`, and remembers what it found there.
+
+    Args:
+        path: the directory, which exists.
+        made: the directories among it and its parents that were made for this start, the innermost first.
+
+    Raises:
+        RunExistsError: if a live process holds it.
+        OSError: if it cannot be written or read.
+    """
+
+    def __init__(self, path: Path, made: Sequence[Path] = ()) -> None:
+        self.path, self._made = path, made
+        self._lock = RunLock(path / _LOCK)
+        try:
+            self._entries = {one.name for one in path.iterdir()} - ({_LOCK} if self._lock.is_new else set())
+        except BaseException:
+            self._lock.release()
+            raise
+        self._records: dict[str, bytes] = {}
+        for name in _RECORDS:
+            with suppress(OSError, DataError):  # claiming the directory says what is wrong with it
+                self._records[name] = read_bytes(path / name, MAX_JSON_BYTES)
+
+    @property
+    def had_run(self) -> bool:
+        """Whether the directory was a run's before this start."""
+        return "run.json" in self._entries
+
+    def undo(self) -> bool:
+        """Remove what the start wrote, if that is nothing but the records of a run.
+
+        Returns:
+            Whether the directory is as before. It is left as it is if callbacks or trackers have written into it.
+        """
+        try:
+            new = {one.name for one in self.path.iterdir()} - self._entries
+            if not new <= _OURS and not self._only_empty_directories(new - _OURS):
+                return False
+            self._restore_records()
+            for name in sorted(new, key=_LOCK.__eq__):  # the lock last: without it, the directory is another's
+                one = self.path / name
+                one.rmdir() if one.is_dir() else one.unlink(missing_ok=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError as error:
+            logger.warning("what the failed start has written to %s could not be removed: %s", self.path, error)
+            return False
+        remove_empty(self._made)
+        return True
+
+    def undo_records(self) -> bool:
+        """Restore the records of a run that was there; whether that was possible."""
+        try:
+            self._restore_records()
+        except OSError as error:
+            logger.warning("%s is that of the failed start, as it could not be restored: %s", self.path, error)
+            return False
+        return True
+
+    def release(self) -> None:
+        """Let other processes in; calling it twice is harmless."""
+        self._lock.release()
+
+    def _restore_records(self) -> None:
+        for name, content in self._records.items():
+            if not _has(self.path / name, content):
+                replace_durably(self.path / name, content)
+
+    def _only_empty_directories(self, names: set[str]) -> bool:
+        return all((self.path / name).is_dir() and not any((self.path / name).iterdir()) for name in names)
+
+
+def missing_directories(path: Path) -> tuple[Path, ...]:
+    """The directories among it and its parents that do not exist, the innermost first."""
+    return tuple(one for one in (path, *path.parents) if not one.exists())
+
+
+def remove_empty(directories: Sequence[Path]) -> None:
+    """Remove directories, the innermost first, up to one that is not there or that others use by now."""
+    with suppress(OSError):
+        for directory in directories:
+            directory.rmdir()
+
+
+def _has(path: Path, content: bytes) -> bool:
+    with open_file(path) as file:
+        return file.read(len(content) + 1) == content

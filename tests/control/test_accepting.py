@@ -17,14 +17,16 @@ from onstep.control.serving.connections import new_config
 from onstep.control.serving.limits import ConnectionLimits
 from onstep.control.serving.listening import listen
 
-Connect = Callable[[int], list[socket.socket]]
+Connect = Callable[..., list[socket.socket]]
+"""Takes how many connections to make, and whether their requests have a token."""
 MOST = 16
 
 
-def served(work: Callable[[Connect], Awaitable[None]], closed_for_room: int = 1) -> None:
+def served(work: Callable[[Connect, Acceptor], Awaitable[None]], closed_for_room: int = 1) -> None:
     """Work with a server that has at most `MOST` connections; connecting keeps its loop from running."""
 
     async def hello(request: Request) -> PlainTextResponse:
+        request.scope["state"]["connection"].is_admitted = "authorization" in request.headers
         return PlainTextResponse("hello")
 
     async def main() -> None:
@@ -37,14 +39,15 @@ def served(work: Callable[[Connect], Awaitable[None]], closed_for_room: int = 1)
             stack.callback(listener.close)
             stack.callback(acceptor.close)
 
-            def connect(number: int) -> list[socket.socket]:
+            def connect(number: int, has_token: bool = False) -> list[socket.socket]:
+                token = b"Authorization: Bearer x\r\n" * has_token
                 found = [stack.enter_context(socket.create_connection(listener.getsockname())) for _ in range(number)]
                 for one in found:
-                    one.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                    one.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n" + token + b"\r\n")
                     one.setblocking(False)
                 return found
 
-            await work(connect)
+            await work(connect, acceptor)
         assert not errors
 
     asyncio.run(asyncio.wait_for(main(), 30))
@@ -63,7 +66,7 @@ def is_open(one: socket.socket) -> bool:
 
 
 def test_a_burst_does_not_exceed_the_limit() -> None:
-    async def work(connect: Connect) -> None:
+    async def work(connect: Connect, acceptor: Acceptor) -> None:
         first = connect(MOST)
         await asyncio.sleep(0.2)
         assert all(map(is_open, first))
@@ -76,7 +79,7 @@ def test_a_burst_does_not_exceed_the_limit() -> None:
 
 
 def test_as_many_strangers_as_wished_are_closed_together() -> None:
-    async def work(connect: Connect) -> None:
+    async def work(connect: Connect, acceptor: Acceptor) -> None:
         first = connect(MOST)
         await asyncio.sleep(0.2)
         connect(1)
@@ -87,3 +90,21 @@ def test_as_many_strangers_as_wished_are_closed_together() -> None:
         assert [is_open(one) for one in first].count(True) == MOST - 4
 
     served(work, closed_for_room=4)
+
+
+def test_a_burst_of_strangers_leaves_idle_connections_of_others_alone() -> None:
+    async def work(connect: Connect, acceptor: Acceptor) -> None:
+        workers, strangers = connect(6, has_token=True), connect(6)
+        await asyncio.sleep(0.2)
+        burst = connect(2 * MOST)
+        most_open = 0
+        for _ in range(500):
+            await asyncio.sleep(0)
+            most_open = max(most_open, sum(one.fileno() >= 0 for one in acceptor.sockets))
+        await asyncio.sleep(0.5)
+        assert all(map(is_open, workers))
+        assert not any(map(is_open, strangers))
+        assert [is_open(one) for one in burst].count(True) == MOST - 6
+        assert most_open <= MOST
+
+    served(work)

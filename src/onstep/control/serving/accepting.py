@@ -52,15 +52,17 @@ class Acceptor:
         self._on_error = on_error
         limits = limits or ConnectionLimits()
         self._most, self._closed_for_room = limits.most, limits.closed_for_room
-        self._room = 0
-        """Connections that have been closed for new ones to come."""
         self._accepts = Throttle(limits.accepts_per_second, limits.accepts_at_once)
         self._throttle = Throttle(limits.per_second, limits.at_once)
         self._begins_with = _TLS_BEGINS_WITH if config.ssl else _METHODS_BEGIN_WITH
+        self._newest: socket.socket | None = None
+        """Accepted, while room is made for it."""
         self._silent: dict[socket.socket, float] = {}
         """Connections that have sent nothing yet, oldest first, and since when."""
         self._speaking: set[socket.socket] = set()
         """Those that are HTTP's, or wait for their turn to be."""
+        self._num_waiting = 0
+        """How many wait for it."""
         self._handshakes: dict[socket.socket, asyncio.Task[None]] = {}
         """Of TLS, oldest first."""
         self._state = ServerState()
@@ -94,18 +96,25 @@ class Acceptor:
             handshake.cancel()
         for one in list(self._silent):
             self._drop(one)
+        if self._newest is not None:
+            self._newest.close()
 
     def _accept(self) -> None:
         """Accept what has come, or as much of it as may come in a while."""
         for _ in range(self._most):
             try:
-                accepted, _ = self._listener.accept()
+                self._newest = self._newest or self._listener.accept()[0]
             except (BlockingIOError, InterruptedError, ConnectionError):
                 return
             except OSError as error:
                 self._cannot_accept(error)
                 return
-            self._admit(accepted)
+            seconds = self._make_room() if self._is_full() else None
+            if seconds is not None:
+                self._pause(seconds)
+                return
+            newest, self._newest = self._newest, None
+            self._admit(newest)
             if self._accepts.reserve() > 0:
                 self._pause(ACCEPT_PAUSE_SECONDS)
                 return
@@ -124,12 +133,11 @@ class Acceptor:
     def _accept_on(self) -> None:
         if not self._is_finishing:
             self._loop.add_reader(self._listener, self._accept)
+            self._accept()
 
     def _admit(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
-        if self._room:
-            self._room -= 1
-        elif self._is_full() and not self._make_room():
+        if self._is_full():  # and all are busy
             accepted.close()
             return
         self._silent[accepted] = self._loop.time()
@@ -142,21 +150,27 @@ class Acceptor:
             self._speaking = {one for one in self._speaking if one.fileno() >= 0}
         return len(self._silent) + len(self._speaking) >= self._most
 
-    def _make_room(self) -> bool:
-        """Close those that have been idle for longest, strangers' first; returns whether there was one."""
+    def _make_room(self) -> float | None:
+        """Close those that have been idle for longest, strangers' first.
+
+        Returns:
+            Seconds until they are closed, or until it is known which of the newest are strangers'; None: go on at once,
+            as there is room, or none can be made.
+        """
         if self._silent:
             self._drop(next(iter(self._silent)))
-            return True
-        if self._handshakes:
-            self._handshakes.pop(next(iter(self._handshakes))).cancel()
-            return True
-        waiting = [one for one in self._connections() if one.waits_since is not None and not one.is_aborted]
+            return None
+        waiting = [one for one in self._connections() if one.waits_since is not None]
         idle = nsmallest(self._closed_for_room, waiting, key=lambda one: (one.is_admitted, one.waits_since or 0.0))
         strangers = [one for one in idle if not one.is_admitted]
+        if not strangers and self._config.ssl and self._handshakes:
+            self._handshakes.pop(next(iter(self._handshakes))).cancel()
+            return 0.0
+        if not strangers and (self._num_waiting or self._handshakes):
+            return ACCEPT_PAUSE_SECONDS
         for one in strangers or idle[:1]:
             one.abort()
-        self._room = max(0, len(strangers) - 1)
-        return bool(idle)
+        return 0.0 if idle else None
 
     def _listen_to(self, one: socket.socket) -> None:
         """Look at the first byte of a connection: garbage is not answered."""
@@ -172,11 +186,12 @@ class Acceptor:
         self._loop.remove_reader(one)
         del self._silent[one]
         self._speaking.add(one)
-        delay = self._throttle.reserve()
-        self._loop.call_later(delay, self._hand_over, one)
+        self._num_waiting += 1
+        self._loop.call_later(self._throttle.reserve(), self._hand_over, one)
 
     def _hand_over(self, one: socket.socket) -> None:
         """Let HTTP have a connection."""
+        self._num_waiting -= 1
         task = self._loop.create_task(self._connect(one))
         self._handshakes[one] = task
         task.add_done_callback(lambda done: self._connected(one, done.cancelled()))

@@ -51,8 +51,6 @@ class Connection(H11Protocol):
         self.access_log = False
         self.is_admitted = False
         """Whether the last request had a valid token or session; set by whoever checks that."""
-        self.is_aborted = False
-        """Whether it is about to be lost."""
         self._since = self.loop.time()
         self._phase: object = None
         self._reads = 0
@@ -81,7 +79,6 @@ class Connection(H11Protocol):
 
     def abort(self) -> None:
         """Close at once, without the rest of an answer."""
-        self.is_aborted = True
         if self.transport is not None:
             self.transport.abort()
 

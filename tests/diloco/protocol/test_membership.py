@@ -28,6 +28,7 @@ from onstep.diloco.protocol.messages import (
 from onstep.errors import ConfigError
 from tests.support.diloco.stepped_run import THREE, SteppedRun
 
+TWO = dataclasses.replace(THREE, num_workers=2)
 OF_A: list[Request] = [Submit("a", "s1", 0, 0, 0, 10, 10), Await("a", "s1", 0, 0), Heartbeat("a", "s1")]
 
 
@@ -230,6 +231,48 @@ def test_a_worker_restored_to_before_a_submission_that_the_server_lost_repeats_i
     assert restarted.join("a", session="s3", resumes_at=0)[0].next_sequences == (1,)
     (last,) = restarted.join("a", session="s4", resumes_at=1)
     assert (last.slot_steps, last.next_sequences) == (9, (1,))
+
+
+def test_it_repeats_it_also_after_one_that_never_settled() -> None:
+    """The first submission died with the server, and its worker began anew, without a checkpoint."""
+    run = SteppedRun()
+    run.join("a", "b")
+    run.submit("a", steps=7)
+    run = SteppedRun(state=run.coordinator.state_dict())
+    assert run.join("a", session="s2")[0].next_sequences == (1,)
+    run.submit("a", 1, session="s2", steps=5)
+    run = SteppedRun(state=run.coordinator.state_dict())
+    (again,) = run.join("a", session="s3", resumes_at=1)
+    assert (again.slot_steps, again.next_sequences) == (7, (1,))
+
+
+def test_the_steps_of_a_lost_submission_are_those_of_the_share_that_they_were_noted_for() -> None:
+    run = SteppedRun(TWO)
+    run.join("a", "b")
+    run.round(0, "a", "b")
+    run.submit("a", 1, 1, steps=7)
+    run.coordinator.evict("a", run.now)
+    (other,) = run.join("c")
+    assert (other.slot, other.slot_steps) == (0, 17)
+    run.coordinator.handle(Deregister("b", "s1"), run.now)
+    assert run.join("a")[0].slot == 1
+    run = SteppedRun(TWO, run.coordinator.state_dict())
+    (again,) = run.join("a", session="s2", resumes_at=1)
+    assert (again.slot, again.slot_steps) == (1, 10)
+    (other,) = run.join("c", session="s2")
+    assert (other.slot, other.slot_steps) == (0, 10)
+
+
+def test_the_steps_of_a_lost_submission_are_taken_from_the_worker_once() -> None:
+    run = SteppedRun(TWO)
+    run.join("a", "b")
+    run.round(0, "a", "b")
+    run.submit("a", 1, 1, steps=7)
+    run = SteppedRun(TWO, run.coordinator.state_dict())
+    for offer in (0, 1):
+        run.coordinator.handle(Register("a", "s2", "model", step=10, offer=offer, resumes_at=1), run.now)
+    run.submit("a", 1, 1, session="s2", steps=9)
+    assert workers_of(run)["a"]["step"] == 19
 
 
 def test_steps_are_noted_once_for_all_fragments() -> None:

@@ -181,19 +181,16 @@ class Coordinator:
         refused = unfit(request, self.fingerprint, self.settings.num_fragments)
         if refused is not None:
             return refused
-        before = self._roster.members.get(request.worker_id)
-        slot_before = None if before is None else before.slot
+        is_known = request.worker_id in self._roster.members
         is_same = not isinstance(self._roster.find(request.worker_id, request.session), Refused)
-        member = self._roster.enter(request, now)
+        member = self._roster.enter(request, now, self._rounds[0].next_sequence(request.worker_id))
         if isinstance(member, Refused):
             return member
         if member.session != request.session:
             return replace(self._registered(member), offer=member.offer)
         if not is_same:
             self.revision += 1
-            self.counts["joins" if before is None else "rejoins"] += 1
-            if member.slot == slot_before:
-                self._take_back_lost(member, request.resumes_at)
+            self.counts["rejoins" if is_known else "joins"] += 1
             self._has_assembled = self._has_assembled or self._are_all_there()
         for rounds in self._rounds:
             if rounds.version == 0 and not rounds.open.contributions:
@@ -220,11 +217,6 @@ class Coordinator:
     def _next_sequence(self, rounds: Rounds, member: Member) -> int:
         known = rounds.next_sequence(member.worker_id)
         return max(known, member.last_noted + 1) if rounds.fragment == 0 else known
-
-    def _take_back_lost(self, member: Member, resumes_at: int | None) -> None:
-        """A restored worker repeats the steps of a submission that a server lost when it died."""
-        if resumes_at == member.last_noted == self._rounds[0].next_sequence(member.worker_id):
-            self._roster.take_back_note(member)
 
     def _submit(self, request: Submit, now: float) -> Reply:
         answer = self.preview(request, now)

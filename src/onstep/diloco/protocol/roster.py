@@ -34,6 +34,8 @@ class Member:
     """Newest sequence number whose steps are part of the slot's."""
     last_steps: int = 0
     """The steps of that submission."""
+    last_slot: int = -1
+    """The slot that it was noted for."""
 
     def accepts(self, request: Register) -> bool:
         """Whether a new session may replace this one; if not yet, a new offer is made to it."""
@@ -60,7 +62,7 @@ class Member:
 
     def note_submission(self, sequence: int, steps: int) -> None:
         """Note the newest submission, and how far it has brought the worker."""
-        self.last_noted, self.last_steps = sequence, steps
+        self.last_noted, self.last_steps, self.last_slot = sequence, steps, self.slot
         self.submitted_steps += steps
         self.step = max(self.step, self.submitted_steps)
 
@@ -90,8 +92,12 @@ class Roster:
         """Steps per second of the fastest registered worker; 0 if no speed is known."""
         return self._fastest
 
-    def enter(self, request: Register, now: float) -> Member | Refused:
-        """Register a worker, make an offer to another session of its id, or refuse a session that is over."""
+    def enter(self, request: Register, now: float, next_sequence: int) -> Member | Refused:
+        """Register a worker, make an offer to another session of its id, or refuse a session that is over.
+
+        A restored worker repeats the steps of a submission that a server lost when it died: `next_sequence` is the
+        first of the worker's submissions that no round has.
+        """
         member = self.members.get(request.worker_id)
         if member is None:
             member = Member(request.worker_id, request.session, self._free_slot())
@@ -101,6 +107,8 @@ class Roster:
         elif request.session != member.session:
             if not member.accepts(request):
                 return member
+            if request.resumes_at is not None and next_sequence <= request.resumes_at == member.last_noted:
+                self.slot_steps[member.last_slot] -= member.take_back_note()
             member.begin_session(request.session, request.step)
         if request.worker_id not in self.last_seen:
             member.slot = self._slot_again(member)
@@ -149,10 +157,6 @@ class Roster:
         if submit.sequence > member.last_noted:
             self.slot_steps[member.slot] += submit.steps
             member.note_submission(submit.sequence, submit.steps)
-
-    def take_back_note(self, member: Member) -> None:
-        """As if the member's newest submission had not been noted."""
-        self.slot_steps[member.slot] -= member.take_back_note()
 
     def begin(self, now: float) -> None:
         """Give all who are registered the time of a sign of life."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ from typing import Any
 import pytest
 from mlflow.exceptions import MlflowException
 
+from onstep.errors import DataError
 from onstep.trackers import RunIdentity
+from onstep.trackers.services import mlflow_tracker
 from onstep.trackers.services.mlflow_tracker import MlflowTracker
 from tests.support.tracker_reading import mlflow_points, mlflow_runs, without_keys
 
@@ -237,6 +241,30 @@ def test_a_store_is_searched_again_where_another_run_is_writing_its_first_point(
     tracker.close("completed")
     other.close("completed")
     assert found
+
+
+@pytest.mark.parametrize(("content", "age"), [("", 3600.0), ("", 0.0), ("0 one 2\n", 3600.0)])
+def test_a_point_that_another_run_left_unwritten_is_removed_or_named(
+    content: str, age: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow cannot read a store that has one."""
+    monkeypatch.setattr(mlflow_tracker, "_SEARCH_PAUSES", (0.01,))
+    other = MlflowTracker()
+    other.open(RunIdentity("n", "other", tmp_path), {})
+    other.log({"a": 1.0}, 1, 0.0)
+    other.close("failed")
+    (metric,) = tmp_path.glob("mlruns/*/*/metrics/a")
+    metric.write_text(content)
+    os.utime(metric, (time.time() - age,) * 2)
+    tracker = MlflowTracker()
+    if content or not age:
+        with pytest.raises(DataError, match=r"mlruns cannot be read .*; remove or repair its metrics, or choose"):
+            tracker.open(identity(tmp_path), {})
+        assert metric.read_text() == content
+    else:
+        tracker.open(identity(tmp_path), {})
+        tracker.close("completed")
+        assert not metric.exists()
 
 
 def test_the_users_own_active_run_is_left_alone(tmp_path: Path) -> None:

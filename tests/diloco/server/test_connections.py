@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -220,6 +221,27 @@ def test_megabytes_arrive_as_they_were_sent(is_encrypted: bool, serve: Serve, tm
         for _ in range(2):
             got = client.submit_pseudogradients("a", {"weight": torch.full((3_000_000,), 2.0)})
     assert torch.equal(got["weight"], before["weight"] - 4)
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["http", "https"])
+def test_a_client_that_leaves_during_an_answer_is_no_failure(
+    is_encrypted: bool, serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = make_tls_files(tmp_path) if is_encrypted else None
+    server = serve({"weight": torch.zeros(16_000_000)}, settings=ALONE, tls=files)
+    with socket.create_connection((server.host, server.port), timeout=30) as plain, ExitStack() as stack:
+        client = plain
+        if files is not None:
+            context = ssl.create_default_context(cafile=str(files.certificate))
+            client = stack.enter_context(context.wrap_socket(plain, server_hostname=server.host))
+        head = f"GET /global_params HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.token}\r\n\r\n"
+        client.sendall(head.encode())
+        assert client.recv(100_000)
+    verify = None if files is None else files.certificate
+    with DiLoCoClient(server.address, verify=verify) as other:
+        assert other.get_status()["status"] == "running"
+    server.stop()
+    assert not caplog.records
 
 
 def test_handshakes_that_are_not_continued_make_room(

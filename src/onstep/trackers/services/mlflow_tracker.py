@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import re
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from onstep.errors import DataError
 from onstep.trackers.metric_names import METRICS_PER_BATCH, PARAMETERS_PER_BATCH, metric_name, parameters
 from onstep.trackers.tracker import RunIdentity, ServiceTracker
 
@@ -31,6 +33,8 @@ _STATUS = {"completed": "FINISHED", "stopped": "FINISHED", "preempted": "KILLED"
 
 _SEARCH_PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8)
 """Seconds between two attempts to search a store."""
+_TORN_SECONDS = 600.0
+"""After which nobody will write the first point of a metric any more."""
 _LOCAL_STORE = threading.Lock()
 """Held while this process looks up or creates entries of a local store: MLflow reads half-created experiments."""
 
@@ -161,13 +165,20 @@ class MlflowTracker(ServiceTracker):
 
     def _search(self, experiment_id: str, tagged: str) -> Any:
         """The run with a tag. A local store cannot be read while the first point of another run is being written."""
+        search = partial(self._client.search_runs, [experiment_id], filter_string=tagged, max_results=1)
         for seconds in _SEARCH_PAUSES:
             try:
-                return self._client.search_runs([experiment_id], filter_string=tagged, max_results=1)
+                return search()
             except ValueError as error:
                 logger.info("mlflow: the store is being written (%s); trying again", error)
                 time.sleep(seconds)
-        return self._client.search_runs([experiment_id], filter_string=tagged, max_results=1)
+        try:
+            return search()
+        except ValueError as error:
+            raise DataError(
+                f"mlflow: a run in {self._client.tracking_uri} cannot be read ({error}); remove or repair its metrics, "
+                "or choose another tracking_uri."
+            ) from error
 
     def _describe(self, run: RunIdentity) -> None:
         """Set the tags and add new parameters; MLflow does not allow existing ones to change."""
@@ -202,16 +213,18 @@ class _OfRun:
 
 
 def remove_torn_metrics(uri: str, run_id: str) -> None:
-    """Remove empty metric files that a kill left in this run's directories of a local store.
+    """Remove empty metric files that a kill left in a local store, in this run's directories or in another's long ago.
 
-    MLflow creates a file before it writes the first point, and cannot read a run that has an empty one.
+    MLflow creates a file before it writes the first point, and cannot read a store in which one is empty.
     """
     root = Path(unquote(urlsplit(uri).path) if uri.startswith("file:") else uri)
     for tag in root.glob(f"*/*/tags/{RUN_TAG}"):
-        if tag.read_text("utf-8").strip() == run_id:
-            for path in (tag.parents[1] / "metrics").rglob("*"):
-                if path.is_file() and path.stat().st_size == 0:
-                    path.unlink()
+        is_own = tag.read_text("utf-8").strip() == run_id
+        for path in (tag.parents[1] / "metrics").rglob("*"):
+            status = path.stat()
+            is_torn = stat.S_ISREG(status.st_mode) and not status.st_size
+            if is_torn and (is_own or time.time() - status.st_mtime > _TORN_SECONDS):
+                path.unlink(missing_ok=True)
 
 
 def _batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:

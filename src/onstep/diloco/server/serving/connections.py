@@ -81,13 +81,21 @@ class Connection(connections.Connection):
         self._restart_parser()
         self.transport.set_protocol(self)
 
-    async def write_body(self, piece: memoryview) -> None:
-        """Send a piece of the answer's body, from where it is; waits while the client is slower."""
+    async def write_body(self, piece: memoryview) -> bool:
+        """Send a piece of the answer's body, from where it is; waits while the client is slower.
+
+        Returns:
+            Whether the client is still there.
+        """
         if self.flow.write_paused:
             await self.flow.drain()
-        if not self.transport.is_closing():
-            for part in self.conn.send_with_data_passthrough(h11.Data(data=piece)) or ():  # type: ignore[arg-type]
-                self.transport.write(part)
+        else:
+            await asyncio.sleep(0)  # to be told that it has left
+        if self.cycle.disconnected or self.transport.is_closing():
+            return False
+        for part in self.conn.send_with_data_passthrough(h11.Data(data=piece)) or ():  # type: ignore[arg-type]
+            self.transport.write(part)
+        return True
 
     def _ask_for_body(self) -> None:
         if self.cycle.waiting_for_100_continue:

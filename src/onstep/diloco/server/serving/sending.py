@@ -48,7 +48,8 @@ class TensorResponse(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         connection: Connection = scope["state"]["connection"]
         for piece in _pieces(self._tensors):
-            await connection.write_body(piece)
+            if not await connection.write_body(piece):
+                return
         await send({"type": "http.response.body", "body": b""})
 
 

@@ -154,8 +154,8 @@ class Acceptor:
         """Close those that have been idle for longest, strangers' first.
 
         Returns:
-            Seconds until they are closed, or until it is known which of the newest are strangers'; None: go on at once,
-            as there is room, or none can be made.
+            Seconds until they are closed, or until it is known which of the newest are strangers'; None if there is
+            nothing to wait for: there is room, or none can be made.
         """
         if self._silent:
             self._drop(next(iter(self._silent)))

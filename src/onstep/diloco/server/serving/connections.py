@@ -90,7 +90,7 @@ class Connection(connections.Connection):
         if self.flow.write_paused:
             await self.flow.drain()
         else:
-            await asyncio.sleep(0)  # to be told that it has left
+            await asyncio.sleep(0)  # so that its leaving is noticed
         if self.cycle.disconnected or self.transport.is_closing():
             return False
         for part in self.conn.send_with_data_passthrough(h11.Data(data=piece)) or ():  # type: ignore[arg-type]

@@ -259,8 +259,10 @@ def test_a_submission_that_starts_again_ends_the_one_that_hangs(
     message = json.dumps(to_json(pair[1].request()))
     head = f"POST /submit_pseudograd HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.token}\r\n"
     with socket.create_connection((server.host, server.port), timeout=30) as connection:
-        connection.sendall(f"{head}{MESSAGE_HEADER}: {message}\r\nContent-Length: 100\r\n\r\nabc".encode())
-        pair[1].beat()  # by then the server reads
+        head += f"{MESSAGE_HEADER}: {message}\r\nContent-Length: 100\r\nExpect: 100-continue\r\n\r\n"
+        connection.sendall(head.encode())
+        assert connection.recv(4096).startswith(b"HTTP/1.1 100")  # it reads the body now
+        connection.sendall(b"abc")
         _round_is_intact(server, pair, parameters)
         assert connection.recv(4096).startswith(b"HTTP/1.1 409")
 

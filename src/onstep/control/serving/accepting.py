@@ -167,7 +167,7 @@ class Acceptor:
             self._handshakes.pop(next(iter(self._handshakes))).cancel()
             return 0.0
         if not strangers and (self._num_waiting or self._handshakes):
-            return ACCEPT_PAUSE_SECONDS
+            return _LOOK_SECONDS
         for one in strangers or idle[:1]:
             one.abort()
         return 0.0 if idle else None

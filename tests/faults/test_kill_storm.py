@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -111,9 +112,10 @@ def test_a_hundred_kills_in_runs_of_200_steps_change_nothing(
     with_workers = ("dataset.num_workers=2", "checkpoint.async_save=true")
     kills: list[Kill] = []
     calls = []
-    for number, (ranks, more, num_kills) in enumerate(
-        [(1, (), 36), (1, with_workers, 34), (2, (), 34), (2, with_workers, 24)]
-    ):
+    storms = [(1, (), 36), (1, with_workers, 34), (2, (), 34), (2, with_workers, 24)]
+    for number, (ranks, more, num_kills) in enumerate(itertools.cycle(storms)):
+        if number >= len(storms) and len(kills) >= 100:  # a run may reach its end between two kills
+            break
         whole = Job(tmp_path / f"whole-{number}", (*words, *more), 200, ranks)
         whole.complete(server)
         storm = Storm(replace(whole, directory=tmp_path / f"killed-{number}"), server, num_kills, seed=number)
@@ -128,7 +130,6 @@ def test_a_hundred_kills_in_runs_of_200_steps_change_nothing(
     record_property("kills", len(kills))
     for phase, number in sorted(counts.items()):
         record_property(f"kills during {phase.name.lower().replace('_', ' ')}", number)
-    assert len(kills) >= 100
     assert counts[Phase.SAVE] >= 20
     assert counts[Phase.START_UP] >= 10
     assert counts[Phase.EVALUATION] >= 10

@@ -126,8 +126,18 @@ class Child:
 
     @property
     def is_alive(self) -> bool:
+        return self._state not in ("", "Z")
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped it."""
+        return self._state == "T"
+
+    @property
+    def _state(self) -> str:
+        """The system's letter for what it does; empty if there is no such process."""
         stat = Path(f"/proc/{self.pid}/stat")
-        return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+        return stat.read_text().rpartition(")")[2].split()[0] if stat.exists() else ""
 
     def end(self) -> None:
         """Kill the process and its group, whatever is left of it."""

@@ -53,6 +53,7 @@ def commit_interrupted(
             run.server.wait()
             run.start_server()
         else:
+            run.until(lambda: run.server.is_stopped)
             run.pause(run.server, 1.0)
         run.advance(3)
         run.end()

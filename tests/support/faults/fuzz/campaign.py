@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import math
 import os
 import select
 import shutil
@@ -116,7 +117,7 @@ def shares(total: int, names: Iterable[str]) -> list[tuple[Format, int]]:
     """The inputs of each format by its weight, in turns, so that any part of them has all formats."""
     chosen = [FORMATS[name] for name in names]
     weight = sum(form.weight for form in chosen)
-    numbers = {form.name: max(1, round(total * form.weight / weight)) for form in chosen}
+    numbers = {form.name: math.ceil(total * form.weight / weight) for form in chosen}
     inputs = [
         ((index + 0.5) / numbers[form.name], form, index) for form in chosen for index in range(numbers[form.name])
     ]

@@ -22,7 +22,9 @@ Connect = Callable[..., list[socket.socket]]
 MOST = 16
 
 
-def served(work: Callable[[Connect, Acceptor], Awaitable[None]], closed_for_room: int = 1) -> None:
+def served(
+    work: Callable[[Connect, Acceptor], Awaitable[None]], closed_for_room: int = 1, at_once: float = 100.0
+) -> None:
     """Work with a server that has at most `MOST` connections; connecting keeps its loop from running."""
 
     async def hello(request: Request) -> PlainTextResponse:
@@ -31,7 +33,7 @@ def served(work: Callable[[Connect, Acceptor], Awaitable[None]], closed_for_room
 
     async def main() -> None:
         listener = listen("127.0.0.1", 0, range(0), 64)
-        limits = ConnectionLimits(MOST, 1000.0, 100.0, 1000.0, 100.0, closed_for_room)
+        limits = ConnectionLimits(MOST, 1000.0, 100.0, 10 * at_once, at_once, closed_for_room)
         errors: list[Exception] = []
         acceptor = Acceptor(listener, new_config(Starlette(routes=[Route("/", hello)])), errors.append, limits)
         acceptor.open()
@@ -105,6 +107,18 @@ def test_a_burst_of_strangers_leaves_idle_connections_of_others_alone() -> None:
         assert all(map(is_open, workers))
         assert not any(map(is_open, strangers))
         assert [is_open(one) for one in burst].count(True) == MOST - 6
-        assert most_open <= MOST
+        assert most_open <= MOST + 1  # for which room is made
 
     served(work)
+
+
+def test_closing_closes_those_that_wait_for_their_turn_too() -> None:
+    async def work(connect: Connect, acceptor: Acceptor) -> None:
+        clients = connect(4)
+        await asyncio.sleep(0.05)
+        acceptor.close()
+        await asyncio.sleep(0.3)
+        assert not any(map(is_open, clients))
+        assert all(one.fileno() < 0 for one in acceptor.sockets)
+
+    served(work, at_once=1.0)

@@ -267,6 +267,17 @@ def test_a_point_that_another_run_left_unwritten_is_removed_or_named(
         assert not metric.exists()
 
 
+def test_what_cannot_be_looked_at_in_a_store_is_left_there(tmp_path: Path) -> None:
+    other = MlflowTracker()
+    other.open(RunIdentity("n", "other", tmp_path), {})
+    other.close("failed")
+    (tags,) = tmp_path.glob("mlruns/*/*/tags")
+    (tags.parent / "metrics").mkdir(exist_ok=True)
+    (tags.parent / "metrics" / "link").symlink_to("nowhere")
+    mlflow_tracker.remove_torn_metrics(str(tmp_path / "mlruns"), "mine")
+    assert (tags.parent / "metrics" / "link").is_symlink()
+
+
 def test_the_users_own_active_run_is_left_alone(tmp_path: Path) -> None:
     import mlflow
 

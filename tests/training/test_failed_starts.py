@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ from filelock import lock_descriptor
 from onstep import Callback, Trainer, TrainingArguments, pretrain
 from onstep.callbacks import JsonLogger
 from onstep.config import ConfigContainer
-from onstep.errors import DataError, OnstepError, RunExistsError
+from onstep.errors import ConfigError, DataError, OnstepError, RunExistsError
 from onstep.training import opening
 from onstep.training.runs import run_dir
 from onstep.training.runs.run_dir import RunLock
@@ -263,6 +265,63 @@ def test_a_directory_that_another_failed_start_removes_is_made_again(
     monkeypatch.setattr(run_dir, "lock_descriptor", lock_late)
     pretrain(tiny_config)
     assert b'"status": "completed"' in content(tmp_path / "new" / "mine")["run.json"]
+
+
+def test_a_lock_that_cannot_be_written_is_not_kept(
+    tiny_config: ConfigContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    tiny_config.run.name, tiny_config.run.output_dir = "mine", str(tmp_path / "new")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(ConfigError, match="free space on its disk"):
+            pretrain(tiny_config)
+    assert not (tmp_path / "new").exists()
+    pretrain(tiny_config)
+
+
+def test_a_claimed_directory_is_given_back_where_its_run_cannot_be_opened(
+    tiny_config: ConfigContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the stored values that are to be kept do not fit so many ranks."""
+
+    def refuse(*arguments: object) -> None:
+        raise ConfigError("4 ranks")
+
+    tiny_config.run.name, tiny_config.run.output_dir, tiny_config.train.exit_interval = "mine", str(tmp_path), 1
+    pretrain(tiny_config)
+    before = content(tmp_path / "mine")
+    with monkeypatch.context() as patched:
+        patched.setattr(opening, "resolve", refuse)
+        with pytest.raises(ConfigError, match="4 ranks"):
+            pretrain(tiny_config)
+    assert content(tmp_path / "mine") == before
+    pretrain(tiny_config)
+
+
+def test_what_makes_a_directory_a_runs_is_removed_after_the_rest(
+    tiny_config: ConfigContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever comes meanwhile is told of the run, and leaves the probe of its own directory to it."""
+    tiny_config.run.name, tiny_config.run.output_dir = "mine", str(tmp_path)
+    unlink, removed = Path.unlink, []
+
+    def note(path: Path, missing_ok: bool = False) -> None:
+        removed.append(path.name)
+        unlink(path, missing_ok)
+
+    class Comes(Fails):
+        def on_init_end(self, context: Any) -> None:
+            (tmp_path / "mine" / ".write-test-1").touch()
+            monkeypatch.setattr(Path, "unlink", note)
+            super().on_init_end(context)
+
+    with pytest.raises(RuntimeError, match="broken"):
+        pretrain(tiny_config, callbacks=[Comes(RuntimeError("broken"))])
+    assert removed[-2:] == ["run.json", ".run.lock"]
+    assert content(tmp_path / "mine") == {".write-test-1": b""}
 
 
 def test_a_lock_taken_on_a_file_that_was_just_removed_is_taken_again(

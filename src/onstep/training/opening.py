@@ -23,7 +23,7 @@ from onstep.training.features import RUN, SECTIONS, SETUP
 from onstep.training.reporting.bridge_trackers import check_trackers
 from onstep.training.run import EntryPoint
 from onstep.training.runs.claims import Claim, acquire_run_dir
-from onstep.training.runs.hold import Hold
+from onstep.training.runs.hold import Hold, abandoned_on_error
 from onstep.training.runs.identity import Identify, Identity, remembered
 from onstep.training.runs.run_dir import FINISHED, Status
 
@@ -76,25 +76,21 @@ def open_run(
     run = GlobalState(cfg=config, entry_point=entry_point)
     with run.features.open(SETUP, run, run.world), join(config) as world:
         claim, hold = claim_run(config, world)
-        run.world, run.control = world, Control(rank=world.rank)
-        if claim is not None:
-            run.cfg, run.run_dir = resolve(claim.config, world.size), claim.directory
-        notify = Dispatcher(manager, run)
+        with abandoned_on_error(hold):
+            run.world, run.control = world, Control(rank=world.rank)
+            if claim is not None:
+                run.cfg, run.run_dir = resolve(claim.config, world.size), claim.directory
+            notify = Dispatcher(manager, run)
         if claim is not None and claim.is_finished and not accepts_finished:
             yield OpenRun(run, manager, notify, claim)
             return
-        if claim is not None:
-            if claim.changes and world.is_main:
-                changed = describe(list(claim.changes))
-                logger.info("the configuration has changed since this run started:\n%s", changed)
-            for note in claim.notes if world.is_main else ():
-                logger.warning("%s", note)
-            run.cfg.run.name, run.saving.identity = claim.directory.path.name, claim.identity
-            run.cfg.logger.logging_dir = run.cfg.logger.logging_dir or str(claim.directory.path)
-        if world.is_main:
-            _name_idle_settings(run, has_trackers)
-        run.bridge_trackers.join(manager)
-        entry_point.fire = notify.fire
+        with abandoned_on_error(hold):
+            if claim is not None:
+                _name_claim(run, claim)
+            if world.is_main:
+                _name_idle_settings(run, has_trackers)
+            run.bridge_trackers.join(manager)
+            entry_point.fire = notify.fire
         try:
             with (
                 world.error_scope(),
@@ -113,6 +109,16 @@ def open_run(
         finally:
             if hold is not None:
                 hold.release()
+
+
+def _name_claim(run: GlobalState, claim: Claim) -> None:
+    """Say what has changed since the run started, and give its parts the name of its directory."""
+    if claim.changes and run.world.is_main:
+        logger.info("the configuration has changed since this run started:\n%s", describe(list(claim.changes)))
+    for note in claim.notes if run.world.is_main else ():
+        logger.warning("%s", note)
+    run.cfg.run.name, run.saving.identity = claim.directory.path.name, claim.identity
+    run.cfg.logger.logging_dir = run.cfg.logger.logging_dir or str(claim.directory.path)
 
 
 def _undo_start(run: GlobalState, hold: Hold | None) -> bool:
@@ -203,7 +209,8 @@ def claim_for_all(
         _check_same_data(identify(config), world)
     claimed, error = attempt(lambda: acquire(config, identify)) if world.is_main else (None, None)
     claim, hold = claimed if claimed is not None else (None, None)
-    claim, error = world.share((claim, error))
+    with abandoned_on_error(hold):
+        claim, error = world.share((claim, error))
     if error is not None:
         raise error
     return claim, hold

@@ -263,6 +263,19 @@ def test_the_steps_of_a_lost_submission_are_those_of_the_share_that_they_were_no
     assert (other.slot, other.slot_steps) == (0, 10)
 
 
+def test_data_that_another_worker_has_used_since_a_lost_submission_stays_used() -> None:
+    run = SteppedRun(TWO)
+    run.join("a", "b")
+    run.submit("a", steps=7)
+    run.coordinator.evict("a", run.now)
+    assert run.join("c")[0].slot_steps == 7
+    run = SteppedRun(TWO, run.coordinator.state_dict())
+    run.submit("c", steps=10)
+    run.join("a", session="s2", resumes_at=0)
+    (other,) = run.join("c", session="s2")
+    assert (other.slot, other.slot_steps) == (0, 17)
+
+
 def test_the_steps_of_a_lost_submission_are_taken_from_the_worker_once() -> None:
     run = SteppedRun(TWO)
     run.join("a", "b")

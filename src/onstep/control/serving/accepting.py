@@ -61,17 +61,19 @@ class Acceptor:
         """Connections that have sent nothing yet, oldest first, and since when."""
         self._speaking: set[socket.socket] = set()
         """Those that are HTTP's, or wait for their turn to be."""
-        self._num_waiting = 0
-        """How many wait for it."""
+        self._waiting: dict[socket.socket, asyncio.TimerHandle] = {}
+        """Those that wait for it."""
         self._handshakes: dict[socket.socket, asyncio.Task[None]] = {}
         """Of TLS, oldest first."""
+        self._given_up: socket.socket | None = None
+        """The last of them that was closed to make room; it is open for a while."""
         self._state = ServerState()
         self._is_finishing = False
 
     @property
     def sockets(self) -> list[socket.socket]:
         """The sockets of all connections."""
-        return [*self._silent, *self._speaking]
+        return [*self._silent, *self._speaking, *([] if self._newest is None else [self._newest])]
 
     def open(self) -> None:
         """Begin to accept."""
@@ -96,6 +98,9 @@ class Acceptor:
             handshake.cancel()
         for one in list(self._silent):
             self._drop(one)
+        for one, turn in self._waiting.items():
+            turn.cancel()
+            one.close()
         if self._newest is not None:
             self._newest.close()
 
@@ -164,9 +169,11 @@ class Acceptor:
         idle = nsmallest(self._closed_for_room, waiting, key=lambda one: (one.is_admitted, one.waits_since or 0.0))
         strangers = [one for one in idle if not one.is_admitted]
         if not strangers and self._config.ssl and self._handshakes:
-            self._handshakes.pop(next(iter(self._handshakes))).cancel()
+            if self._given_up is None or self._given_up.fileno() < 0:
+                self._given_up = next(iter(self._handshakes))
+                self._handshakes.pop(self._given_up).cancel()
             return 0.0
-        if not strangers and (self._num_waiting or self._handshakes):
+        if not strangers and (self._waiting or self._handshakes):
             return _LOOK_SECONDS
         for one in strangers or idle[:1]:
             one.abort()
@@ -186,12 +193,11 @@ class Acceptor:
         self._loop.remove_reader(one)
         del self._silent[one]
         self._speaking.add(one)
-        self._num_waiting += 1
-        self._loop.call_later(self._throttle.reserve(), self._hand_over, one)
+        self._waiting[one] = self._loop.call_later(self._throttle.reserve(), self._hand_over, one)
 
     def _hand_over(self, one: socket.socket) -> None:
         """Let HTTP have a connection."""
-        self._num_waiting -= 1
+        del self._waiting[one]
         task = self._loop.create_task(self._connect(one))
         self._handshakes[one] = task
         task.add_done_callback(lambda done: self._connected(one, done.cancelled()))

@@ -36,6 +36,8 @@ class Member:
     """The steps of that submission."""
     last_slot: int = -1
     """The slot that it was noted for."""
+    last_end: int = -1
+    """How far that slot was used then."""
 
     def accepts(self, request: Register) -> bool:
         """Whether a new session may replace this one; if not yet, a new offer is made to it."""
@@ -60,9 +62,10 @@ class Member:
         self.session, self.steps_per_second = session, 0.0
         self.submitted_steps = min(self.submitted_steps, step)
 
-    def note_submission(self, sequence: int, steps: int) -> None:
-        """Note the newest submission, and how far it has brought the worker."""
-        self.last_noted, self.last_steps, self.last_slot = sequence, steps, self.slot
+    def note_submission(self, sequence: int, steps: int, slot_steps: int) -> None:
+        """Note the newest submission, and how far it has brought the worker and its slot."""
+        self.last_noted, self.last_steps = sequence, steps
+        self.last_slot, self.last_end = self.slot, slot_steps
         self.submitted_steps += steps
         self.step = max(self.step, self.submitted_steps)
 
@@ -108,7 +111,7 @@ class Roster:
             if not member.accepts(request):
                 return member
             if request.resumes_at is not None and next_sequence <= request.resumes_at == member.last_noted:
-                self.slot_steps[member.last_slot] -= member.take_back_note()
+                self._take_back_note(member)
             member.begin_session(request.session, request.step)
         if request.worker_id not in self.last_seen:
             member.slot = self._slot_again(member)
@@ -156,7 +159,13 @@ class Roster:
         member = self.members[submit.worker_id]
         if submit.sequence > member.last_noted:
             self.slot_steps[member.slot] += submit.steps
-            member.note_submission(submit.sequence, submit.steps)
+            member.note_submission(submit.sequence, submit.steps, self.slot_steps[member.slot])
+
+    def _take_back_note(self, member: Member) -> None:
+        """As if the member's newest submission had not been noted; data that another has used since stays used."""
+        steps = member.take_back_note()
+        if self.slot_steps[member.last_slot] == member.last_end:
+            self.slot_steps[member.last_slot] -= steps
 
     def begin(self, now: float) -> None:
         """Give all who are registered the time of a sign of life."""

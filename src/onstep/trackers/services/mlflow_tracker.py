@@ -11,7 +11,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -219,12 +219,18 @@ def remove_torn_metrics(uri: str, run_id: str) -> None:
     """
     root = Path(unquote(urlsplit(uri).path) if uri.startswith("file:") else uri)
     for tag in root.glob(f"*/*/tags/{RUN_TAG}"):
-        is_own = tag.read_text("utf-8").strip() == run_id
-        for path in (tag.parents[1] / "metrics").rglob("*"):
-            status = path.stat()
-            is_torn = stat.S_ISREG(status.st_mode) and not status.st_size
-            if is_torn and (is_own or time.time() - status.st_mtime > _TORN_SECONDS):
-                path.unlink(missing_ok=True)
+        with suppress(OSError):  # a run that is being deleted
+            is_own = tag.read_text("utf-8").strip() == run_id
+            for path in (tag.parents[1] / "metrics").rglob("*"):
+                _remove_torn(path, 0.0 if is_own else _TORN_SECONDS)
+
+
+def _remove_torn(path: Path, seconds: float) -> None:
+    """Remove a file that is empty, and has been for so long; one that cannot be removed is named when it is read."""
+    with suppress(OSError):
+        status = path.stat()
+        if stat.S_ISREG(status.st_mode) and not status.st_size and time.time() - status.st_mtime >= seconds:
+            path.unlink()
 
 
 def _batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:

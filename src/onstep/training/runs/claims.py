@@ -14,7 +14,7 @@ from onstep.config import ChangeClass, ConfigContainer
 from onstep.config.differences import Change, changes, decide, of_kind
 from onstep.errors import ConfigError, RunExistsError
 from onstep.training.protocols import StateDict
-from onstep.training.runs.hold import Hold, missing_directories, remove_empty
+from onstep.training.runs.hold import PROBES, Hold, abandoned_on_error, missing_directories, remove_empty
 from onstep.training.runs.identity import IDENTITY_FILE, Comparison, Identify, Identity, compare, ways_to_continue
 from onstep.training.runs.provenance import provenance
 from onstep.training.runs.run_dir import FINISHED, RunDir, next_free
@@ -39,7 +39,7 @@ LEFTOVERS = (
     "run.json.tmp",
     IDENTITY_FILE,
     f"{IDENTITY_FILE}.tmp",
-    ".write-test-*",
+    PROBES,
     ".trainer_logs*.json.*.tmp",
     ".metrics*.csv.*.tmp",
 )
@@ -113,12 +113,8 @@ def hold_and_claim(
     """
     try:
         hold = _hold(directory, shares)
-        try:
+        with abandoned_on_error(hold):
             return claim(), hold
-        except BaseException:
-            hold.undo()
-            hold.release()
-            raise
     except OSError as error:
         raise _not_writable(directory, error, elsewhere) from None
 
@@ -283,7 +279,7 @@ def _make_writable(directory: RunDir, shares: bool) -> None:
         )
     directory.path.mkdir(parents=True, exist_ok=True)
     (directory.path / f".write-test-{os.getpid()}").touch()
-    for probe in directory.path.glob(".write-test-*"):  # this one, and those of killed processes
+    for probe in directory.path.glob(PROBES):  # this one, and those of killed processes
         probe.unlink(missing_ok=True)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from onstep.bounded_reading import MAX_JSON_BYTES, open_file, read_bytes
@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 _RECORDS = ("run.json", IDENTITY_FILE)
 _LOCK = ".run.lock"
+PROBES = ".write-test-*"
+"""Files with which processes check that they can write."""
 _OURS = frozenset((*_RECORDS, _LOCK, *(f"{name}.tmp" for name in _RECORDS), "trainer_logs.json"))
 """What claiming a directory writes into it, and the metrics log, which is opened when training starts."""
 
@@ -39,7 +41,7 @@ class Hold:
         try:
             self._entries = {one.name for one in path.iterdir()} - ({_LOCK} if self._lock.is_new else set())
         except BaseException:
-            self._lock.release()
+            self._lock.discard(path / _LOCK)
             raise
         self._records: dict[str, bytes] = {}
         for name in _RECORDS:
@@ -58,11 +60,13 @@ class Hold:
             Whether the directory is as before. It is left as it is if callbacks or trackers have written into it.
         """
         try:
-            new = {one.name for one in self.path.iterdir()} - self._entries
+            present = {one.name for one in self.path.iterdir() if not one.match(PROBES)}  # those are other processes'
+            new = present - self._entries
             if not new <= _OURS and not self._only_empty_directories(new - _OURS):
                 return False
             self._restore_records()
-            for name in sorted(new, key=_LOCK.__eq__):  # the lock last: without it, the directory is another's
+            # the lock last, as the directory is another's without it, and before it what makes the directory a run's
+            for name in sorted(new, key=lambda name: (name == _LOCK, name == "run.json")):
                 one = self.path / name
                 one.rmdir() if one.is_dir() else one.unlink(missing_ok=True)
         except (FileNotFoundError, NotADirectoryError):
@@ -82,6 +86,13 @@ class Hold:
             return False
         return True
 
+    def abandon(self) -> None:
+        """Undo the start as far as possible, and let other processes in."""
+        try:
+            self.undo()
+        finally:
+            self.release()
+
     def release(self) -> None:
         """Let other processes in; calling it twice is harmless."""
         self._lock.release()
@@ -93,6 +104,17 @@ class Hold:
 
     def _only_empty_directories(self, names: set[str]) -> bool:
         return all((self.path / name).is_dir() and not any((self.path / name).iterdir()) for name in names)
+
+
+@contextmanager
+def abandoned_on_error(hold: Hold | None) -> Iterator[None]:
+    """A part of the start: if it fails, the directory is as before, and nobody's."""
+    try:
+        yield
+    except BaseException:
+        if hold is not None:
+            hold.abandon()
+        raise
 
 
 def missing_directories(path: Path) -> tuple[Path, ...]:

@@ -9,6 +9,7 @@ import os
 import socket
 import stat
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -172,9 +173,20 @@ class RunLock:
                 f"{path.parent} is in use by a live process ({holder or 'one that has just begun'}); wait for it or "
                 f"end it, or choose another directory."
             )
-        self.is_new = not os.pread(self._descriptor, 1, 0)
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        try:
+            self.is_new = not os.pread(self._descriptor, 1, 0)
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        except BaseException:
+            self.discard(path)
+            raise
+
+    def discard(self, path: Path) -> None:
+        """Release the lock, and remove its file if nobody has held it before."""
+        with suppress(OSError):
+            if self.is_new:
+                path.unlink()
+        self.release()
 
     def release(self) -> None:
         """Release the lock; calling it twice is harmless."""

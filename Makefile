@@ -29,9 +29,9 @@ faults: $(READY)
 faults-diloco: $(READY)
 	$(BIN)/python -m pytest -s -m "faults or not faults" tests/diloco/faults tests/diloco/protocol/test_random_walks.py
 
-# Every test there is, and the page of promises with what it counted: about half an hour on two cores.
+# Every test there is, and the page of promises with what it counted: half an hour on two cores that do nothing else.
 promises: $(READY)
-	ONSTEP_RESULTS=build/results.json $(BIN)/python -m pytest -n 2 --dist loadfile; \
+	ONSTEP_RESULTS=build/results.json $(BIN)/python -m pytest -n 3 --dist loadfile; \
 	$(BIN)/python tools/promises.py build/results.json
 
 check: lint test-all

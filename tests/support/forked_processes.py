@@ -165,7 +165,7 @@ def serve() -> None:
         for name in request.get("imports", ()):
             importlib.import_module(name)
         port = _free_port()
-        children = [_fork(request, rank, port) for rank in range(request.get("ranks", 0))]
+        children = [_fork(request, rank, port, answers.fileno()) for rank in range(request.get("ranks", 0))]
         if "ended" in request:
             answer = list(_ended([request["ended"]]).values())
         else:
@@ -173,10 +173,11 @@ def serve() -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def _fork(request: dict[str, Any], rank: int, port: int) -> int:
+def _fork(request: dict[str, Any], rank: int, port: int, answers: int) -> int:
     child = os.fork()
     if child:
         return child
+    os.close(answers)  # whoever reads them waits for the server only
     code = 1
     try:
         code = _be_rank(request, rank, port)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 import random
 import signal
@@ -22,6 +23,9 @@ from onstep.data.loaders.sample_order import GlobalMicroBatch
 from onstep.data.loaders.step_batches import StepBatches
 from onstep.errors import DataError
 from onstep.heartbeat import HEARTBEAT
+
+PARENT_SECONDS = 5.0
+"""Between two looks of a worker at its parent, as in torch."""
 
 
 def batches_from_workers(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -46,17 +50,22 @@ def end_workers(iterator: Any) -> None:
 
 
 def outlive_the_group(worker_id: int) -> None:
-    """`worker_init_fn` that makes a worker exit on SIGTERM only if its own parent sent it.
+    """`worker_init_fn` that makes a worker exit on SIGTERM only if its own parent sent it, and when that has died.
 
     A scheduler that stops a job signals the whole process group. The main process then finishes its step and saves, for
-    which it may need the batches that its workers are still reading.
+    which it may need the batches that its workers are still reading. Torch's own look at the parent misses one that was
+    killed before it: such a worker would live for ever.
     """
-    parent = os.getppid()
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def end_with_parent() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-            pass
+        while parent.is_alive():
+            received = signal.sigtimedwait({signal.SIGTERM}, PARENT_SECONDS)
+            if received is not None and received.si_pid == parent.pid:
+                break
         os._exit(0)
 
     threading.Thread(target=end_with_parent, daemon=True).start()

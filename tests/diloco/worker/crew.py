@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onstep.checkpoint.format.codec import decode_state, encode_state
 from onstep.diloco.protocol.messages import Settings
 from onstep.diloco.worker import DiLoCoWorker
 from tests.diloco.worker.local_server import LocalServer
@@ -139,3 +140,9 @@ def _end(outer: nn.Module, worker: int, start: int, steps: int, total: int) -> d
     model.load_state_dict(outer.state_dict())
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(worker, total)[start : start + steps])
     return values(model)
+
+
+def saved(worker: DiLoCoWorker) -> Any:
+    """The state, through the format of checkpoints."""
+    tensors, document = encode_state(worker.state_dict())
+    return decode_state({name: tensor.clone() for name, tensor in tensors.items()}, document)

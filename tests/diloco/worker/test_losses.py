@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from onstep.diloco.protocol.messages import Await, Register, Settings, Submit
+from onstep.diloco.client.connection import ServerLostError
+from onstep.diloco.protocol.messages import Await, Register, Reply, Request, Settings, Submit
 from onstep.diloco.protocol.session import SessionEndedError
 from onstep.diloco.worker.exchange import ServerUnreachableError
-from tests.diloco.worker.crew import ALONE, assert_close, batches, new_worker, small_model, train, trained_alone, values
+from tests.diloco.worker.crew import (
+    ALONE,
+    assert_close,
+    batches,
+    new_worker,
+    saved,
+    small_model,
+    train,
+    trained_alone,
+    values,
+)
 from tests.diloco.worker.local_server import LocalServer
 
 IMPATIENT = Settings(
@@ -108,6 +120,35 @@ def test_what_a_codec_lost_of_dropped_work_is_not_sent_as_well() -> None:
             train(fast, fast_optimizer, batches(1, 2))
         train(slow, slow_optimizer, batches(0, 2))
         assert slow_worker.sync_metrics["diloco/dropped"] == 1
+        assert slow_worker.state_dict()["exchange"]["feedback"]["residuals"] == {}
+
+
+def test_what_a_codec_lost_of_dropped_work_is_not_sent_after_a_restart_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The checkpoint is from between the refusal and the newest version."""
+    server = LocalServer(values(small_model()), replace(IMPATIENT, codec="int4"))
+    slow, slow_optimizer, slow_worker = new_worker(server, "slow", timeout=0.1)
+    fast, fast_optimizer, fast_worker = new_worker(server, "fast")
+    slow_worker.start()
+    with fast_worker:
+        train(fast, fast_optimizer, batches(1, 2))
+    send = server.send
+
+    def send_but_get_no_version(request: Request, body: bytes = b"") -> tuple[Reply, Any]:
+        if isinstance(request, Await):
+            raise ServerLostError("no answer")
+        return send(request, body)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server, "send", send_but_get_no_version)
+        train(slow, slow_optimizer, batches(0, 2))
+    assert slow_worker.sync_metrics["diloco/sync_retries"] == 1
+    state = saved(slow_worker)
+    assert state["exchange"]["feedback"]["residuals"]
+    _, _, slow_worker = new_worker(server, "slow")
+    slow_worker.load_state_dict(state)
+    with slow_worker:
         assert slow_worker.state_dict()["exchange"]["feedback"]["residuals"] == {}
 
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from onstep.checkpoint.format.codec import decode_state, encode_state
 from onstep.diloco.protocol.messages import Submit
-from onstep.diloco.worker import DiLoCoWorker
-from tests.diloco.worker.crew import ALONE, assert_close, batches, new_worker, small_model, train, trained_alone, values
+from tests.diloco.worker.crew import (
+    ALONE,
+    assert_close,
+    batches,
+    new_worker,
+    saved,
+    small_model,
+    train,
+    trained_alone,
+    values,
+)
 from tests.diloco.worker.local_server import LocalServer
-
-
-def saved(worker: DiLoCoWorker) -> Any:
-    """The state, through the format of checkpoints."""
-    tensors, document = encode_state(worker.state_dict())
-    return decode_state({name: tensor.clone() for name, tensor in tensors.items()}, document)
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int4"])

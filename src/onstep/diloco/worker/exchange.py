@@ -84,6 +84,8 @@ class Exchange:
         self._known: dict[int, bool] = {}
         """Of settled submissions whose version has not arrived: whether they were counted."""
         self._landed: dict[int, Landed] = {}
+        self._dropped: set[int] = set()
+        """Fragments whose submission was dropped, until that is merged."""
 
     def join(self, codec: str | None) -> Registered:
         """Register and divide the parameters into the server's fragments.
@@ -158,6 +160,7 @@ class Exchange:
                 if base is not None:
                     return Landed(ready.version, base, self._known.pop(index), ready.num_contributors)
             else:
+                self._dropped.add(index)
                 logger.warning("a submission was dropped: %s", settled.reason)
         try:
             version, base = self.fetch(fragment)
@@ -212,6 +215,7 @@ class Exchange:
         """
         landed = self._landed.pop(fragment.index)
         if not landed.is_counted:
+            self._dropped.discard(fragment.index)
             self._metrics.dropped += 1
             self.feedback.undo(fragment.names)
             merged = kept(landed.base, now or fragment.submitted, fragment.start(self._dtypes))
@@ -249,6 +253,7 @@ class Exchange:
             "session": self.session.state_dict(),
             "versions": [fragment.version for fragment in self.fragments],
             "feedback": self.feedback.state_dict(),
+            "dropped": sorted(self._dropped),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -267,7 +272,7 @@ class Exchange:
             return False
         is_superseded = fragment.index in self.session.superseded
         is_pending = fragment.index in state["session"]["pending"]
-        if is_pending and not is_superseded:
+        if not is_superseded and (is_pending or fragment.index in state["dropped"]):
             self.feedback.undo(fragment.names)
         elif is_superseded and not (is_pending and self._num_known_since(fragment, state) == 1):
             self.feedback.forget(fragment.names)  # a later submission has sent what it had lost by then

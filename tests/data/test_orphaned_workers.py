@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forked_processes import lives
+
 KILLED_AT_THE_START_OF_ITS_WORKER = """
 import os, signal, sys, time
 from pathlib import Path
@@ -48,8 +50,3 @@ def test_a_worker_whose_process_was_killed_before_torch_looks_ends_too(tmp_path:
     finally:
         with suppress(ProcessLookupError):
             os.kill(worker, signal.SIGKILL)
-
-
-def lives(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"

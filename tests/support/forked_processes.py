@@ -126,23 +126,28 @@ class Child:
 
     @property
     def is_alive(self) -> bool:
-        return self._state not in ("", "Z")
+        return lives(self.pid)
 
     @property
     def is_stopped(self) -> bool:
         """Whether a signal has stopped it."""
-        return self._state == "T"
-
-    @property
-    def _state(self) -> str:
-        """The system's letter for what it does; empty if there is no such process."""
-        stat = Path(f"/proc/{self.pid}/stat")
-        return stat.read_text().rpartition(")")[2].split()[0] if stat.exists() else ""
+        return _state(self.pid) == "T"
 
     def end(self) -> None:
         """Kill the process and its group, whatever is left of it."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+
+
+def lives(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    return _state(pid) not in ("", "Z")
+
+
+def _state(pid: int) -> str:
+    """The system's letter for what a process does; empty if there is none."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.read_text().rpartition(")")[2].split()[0] if stat.exists() else ""
 
 
 def output_of(directory: Path) -> str:

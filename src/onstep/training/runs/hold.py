@@ -41,7 +41,7 @@ class Hold:
         try:
             self._entries = {one.name for one in path.iterdir()} - ({_LOCK} if self._lock.is_new else set())
         except BaseException:
-            self._lock.discard(path / _LOCK)
+            self._lock.discard()
             raise
         self._records: dict[str, bytes] = {}
         for name in _RECORDS:

@@ -146,6 +146,7 @@ class RunLock:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._descriptor: int | None = None
         self.is_new = False
         """Whether nobody has held it before."""
@@ -178,14 +179,14 @@ class RunLock:
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         except BaseException:
-            self.discard(path)
+            self.discard()
             raise
 
-    def discard(self, path: Path) -> None:
+    def discard(self) -> None:
         """Release the lock, and remove its file if nobody has held it before."""
         with suppress(OSError):
-            if self.is_new:
-                path.unlink()
+            if self.is_new and _is_at(self._path, self._descriptor):
+                self._path.unlink()
         self.release()
 
     def release(self) -> None:

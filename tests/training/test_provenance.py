@@ -98,15 +98,67 @@ def test_code_without_a_repository_or_a_commit_has_no_revision(tmp_path: Path) -
     assert "revision" not in code_revision(tmp_path)
 
 
-def test_nothing_of_a_repository_is_executed(repository: Path, tmp_path: Path) -> None:
+HOSTILE = {
+    "monitor": "git config core.fsmonitor PROGRAM",
+    "filter": "git config filter.any.clean PROGRAM; git config filter.any.smudge PROGRAM",
+    "required filter": "git config filter.any.clean PROGRAM; git config filter.any.required true",
+    "filter process": "git config filter.any.process PROGRAM; git config filter.any.required true",
+    "filter of an included file": "git config -f .git/more filter.any.clean PROGRAM; git config include.path more",
+    "filter of the worktree": "git config extensions.worktreeConfig true; "
+    "git config --worktree filter.any.clean PROGRAM",
+    "difference": "git config diff.external PROGRAM; git config diff.any.command PROGRAM; "
+    "git config diff.any.textconv PROGRAM",
+    "pager, editor, signature": "git config core.pager PROGRAM; git config pager.status PROGRAM; "
+    "git config core.editor PROGRAM; git config gpg.program PROGRAM; git config log.showSignature true",
+    "alias": "git config alias.status '!PROGRAM'; git config alias.config '!PROGRAM'",
+    "hooks": "git config core.hooksPath hooks; mkdir hooks; cp PROGRAM hooks/post-index-change; "
+    "cp PROGRAM hooks/reference-transaction; cp PROGRAM hooks/post-checkout",
+    "object fetched over ssh": "git config core.repositoryformatversion 1; git config extensions.partialClone far; "
+    "git config remote.far.promisor true; git config remote.far.url ssh://far/x; git config core.sshCommand PROGRAM; "
+    "rm -r .git/objects/??",
+    "object fetched by a program": "git config core.repositoryformatversion 1; git config extensions.partialClone far; "
+    "git config remote.far.promisor true; git config remote.far.url 'ext::PROGRAM'; "
+    "git config protocol.ext.allow always; rm -r .git/objects/??",
+    "object fetched from a directory": "git config core.repositoryformatversion 1; "
+    "git config extensions.partialClone far; git config remote.far.promisor true; git config remote.far.url .; "
+    "git config remote.far.uploadpack PROGRAM; rm -r .git/objects/??",
+}
+"""What a repository can configure to be run, by name: a shell script in which PROGRAM leaves a proof."""
+
+
+@pytest.mark.parametrize("way", HOSTILE)
+def test_nothing_of_a_repository_is_executed(way: str, repository: Path, tmp_path: Path) -> None:
     proof = tmp_path / "executed"
-    program = tmp_path / "monitor.sh"
-    program.write_text(f"#!/bin/sh\ntouch {proof}\n")
+    program = tmp_path / "program.sh"
+    program.write_text(f"#!/bin/sh\ntouch {proof}\ncat\n")
     program.chmod(0o755)
-    git(repository, "config", "core.fsmonitor", str(program))
-    git(repository, "config", "core.pager", str(program))
-    assert code_revision(repository)["branch"] == "trunk"
+    (repository / ".gitattributes").write_text("* filter=any diff=any\n")
+    git(repository, "add", ".gitattributes")
+    git(repository, "commit", "-q", "-m", "Second")
+    revision = git(repository, "rev-parse", "HEAD")
+    subprocess.run(["sh", "-e", "-c", HOSTILE[way].replace("PROGRAM", str(program))], cwd=repository, check=True)
+    os.utime(repository / "train.py", (1, 1))  # its content has to be compared
+    found = code_revision(repository)
     assert not proof.exists()
+    assert found == {} if "object" in way else found == {"revision": revision, "branch": "trunk", "dirty": False}
+
+
+@pytest.mark.parametrize("name", ["a=b", "a.clean=x", "Mixed Case.\N{SNOWMAN}"])
+def test_a_filter_of_any_name_is_not_executed(name: str, repository: Path, tmp_path: Path) -> None:
+    proof = tmp_path / "executed"
+    (repository / ".gitattributes").write_text("* filter\n* filter=any\n")
+    with (repository / ".git" / "config").open("a", encoding="utf-8") as file:
+        file.write(f'[filter "{name}"]\nclean = touch {proof}\n[filter "any"]\nclean = touch {proof}\n')
+    os.utime(repository / "train.py", (1, 1))
+    assert ("revision" in code_revision(repository)) is ("=" not in name)
+    assert not proof.exists()
+
+
+def test_a_changed_file_is_seen_although_a_filter_would_hide_the_change(repository: Path) -> None:
+    (repository / ".gitattributes").write_text("train.py filter=any\n")
+    git(repository, "config", "filter.any.clean", "echo 'print(1)'")
+    (repository / "train.py").write_text("print(2)\n")
+    assert code_revision(repository)["dirty"] is True
 
 
 @pytest.mark.parametrize("script", ["exit 3", "echo '# branch.oid '", "head -c 100000 /dev/urandom", "exec sleep 60"])

@@ -107,6 +107,7 @@ class UserJob:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C goes to this process, which ends the job
+                env=os.environ if os.getcwd() in sys.path else {**os.environ, "PYTHONSAFEPATH": "1"},  # as `onstep`
             )
         return Attempt(self, process)
 

@@ -17,8 +17,10 @@ _LIBRARIES = ("onstep", "torch", "numpy", "transformers")
 _GPU_FILES = Path("/proc/driver/nvidia/gpus")
 _CPU_FILE = Path("/proc/cpuinfo")
 _REVISION = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
+_FILTERS = ("config", "--null", "--name-only", "--get-regexp", r"^filter\.")
+_FILTER_OFF = ("clean=", "process=", "required=false")
 _STATUS = ("status", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=dirty")
-_MOST_HEAD_BYTES = 1 << 20
+_MOST_STATUS = 1 << 20
 
 
 def provenance() -> dict[str, Any]:
@@ -61,27 +63,54 @@ def machine() -> dict[str, Any]:
 def code_revision(directory: Path, *, timeout_seconds: float = 2.0) -> dict[str, Any]:
     """The git revision of the repository that `directory` is in, its branch, and whether tracked files were changed.
 
-    Runs git once, read-only, without any program that the repository's configuration names. Files that are not tracked
-    do not count, since the run's own directory may be one of them.
+    Runs git read-only, without any program that the repository's configuration names. Files that are not tracked do not
+    count, since the run's own directory may be one of them. A file that git would first pass through a filter, such as
+    Git LFS, counts as changed once its time differs from the index's.
 
     Returns:
         {"revision", "branch", "dirty"}, without a branch for a detached head; {} without a repository, a commit or git.
     """
     if not any((parent / ".git").exists() for parent in (directory, *directory.parents)):
         return {}
-    command = ["git", "-C", str(directory), "-c", "core.fsmonitor=false", *_STATUS]
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            check=True,
-            stdin=subprocess.DEVNULL,
-            timeout=timeout_seconds,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
-        )
-    except (OSError, subprocess.SubprocessError):
+        settings = _without_filters(_git(directory, timeout_seconds, *_FILTERS))
+        status = _git(directory, timeout_seconds, *settings, *_STATUS)
+    except (OSError, ValueError, subprocess.SubprocessError):
         return {}
-    return _parsed(done.stdout[:_MOST_HEAD_BYTES].decode("utf-8", "replace"))
+    return _parsed(status[:_MOST_STATUS])
+
+
+def _git(directory: Path, timeout_seconds: float, *words: str) -> str:
+    """The output of a git command that starts no monitor, takes no lock and fetches no missing object.
+
+    Raises:
+        OSError, subprocess.SubprocessError: if it cannot be started, fails (1, nothing found, is none) or takes longer.
+    """
+    done = subprocess.run(
+        ["git", "-C", str(directory), "-c", "core.fsmonitor=false", *words],
+        capture_output=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        timeout=timeout_seconds,
+        env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": ""},
+    )
+    if done.returncode not in (0, 1):
+        done.check_returncode()
+    return os.fsdecode(done.stdout)
+
+
+def _without_filters(keys: str) -> list[str]:
+    """Options of git that switch off the filters that these configuration keys, each followed by NUL, define.
+
+    Git would run them to compare a file whose time has changed, whoever wrote the repository's configuration.
+
+    Raises:
+        ValueError: for a filter that no option can name.
+    """
+    names = {key.rpartition(".")[0] for key in keys.split("\0")[:-1]}
+    if any("=" in name for name in names):
+        raise ValueError("the name of a filter contains '='")
+    return [word for name in sorted(names) for end in _FILTER_OFF for word in ("-c", f"{name}.{end}")]
 
 
 def _parsed(status: str) -> dict[str, Any]:

@@ -81,10 +81,10 @@ def code_revision(directory: Path, *, timeout_seconds: float = 2.0) -> dict[str,
 
 
 def _git(directory: Path, timeout_seconds: float, *words: str) -> str:
-    """The output of a git command that starts no monitor, takes no lock and fetches no missing object.
+    """The output of a git command that starts no monitor, locks nothing and fetches no missing object.
 
     Raises:
-        OSError, subprocess.SubprocessError: if it cannot be started, fails (1, nothing found, is none) or takes longer.
+        OSError, subprocess.SubprocessError: if it cannot be started, fails with a code above 1, or lasts longer.
     """
     done = subprocess.run(
         ["git", "-C", str(directory), "-c", "core.fsmonitor=false", *words],

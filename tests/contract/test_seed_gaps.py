@@ -227,6 +227,24 @@ def test_a_signal_ends_training_as_configured(state: GlobalState, tmp_path: Path
     assert saved(tmp_path) == {"checkpoint-2"}
 
 
+def test_a_signal_ends_no_later_training_of_the_process(state: GlobalState, tiny_config: ConfigContainer) -> None:
+    state.signal_handler  # noqa: B018 - installs it
+    together = GlobalState()
+    together.signal_handler  # noqa: B018
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert decide(state, 1)
+    assert decide(together, 1)
+    later = GlobalState()
+    assert not decide(later, 1)
+    os.kill(os.getpid(), signal.SIGTERM)  # a first one, not a second
+    assert decide(later, 2)
+    tiny_config.train.train_iters, tiny_config.scheduler.lr_warmup_iters = 2, 0
+    assert pretrain(tiny_config).train_state.step == 2
+    assert decide(later, 3)
+    later.reset_for_restart()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def test_a_slow_gpu_ends_training(state: GlobalState, tmp_path: Path) -> None:
     class Slow(NVRxStragglerDetectionManager):
         def check_stragglers(self, global_rank: int) -> bool:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from onstep import pretrain
+from onstep import Callback, pretrain
 from onstep.config import ConfigContainer, DistributedInitConfig
 from onstep.distributed import World, open_world, world_size_from_environment
 from onstep.errors import CollectiveAfterErrorError, ConfigError
-from tests.support.forked_processes import Processes
+from tests.support.forked_processes import Processes, output_of
 
 JOBS = "tests.support.jobs.rank_jobs"
 NAMES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -39,6 +42,31 @@ def test_a_world_of_one_has_a_group_which_goes_with_it() -> None:
     world.close()
     assert not dist.is_initialized()
     world.close()
+
+
+def test_a_run_of_one_rank_leaves_tracebacks_as_they_are(tiny_config: ConfigContainer) -> None:
+    tiny_config.train.train_iters, tiny_config.scheduler.lr_warmup_iters, before = 1, 0, sys.excepthook
+    hooks = []
+
+    class Fails(Callback):
+        def on_train_start(self, context: Any) -> None:
+            hooks.append(sys.excepthook)
+            raise ValueError("of the test")
+
+    with pytest.raises(ValueError, match="of the test"):
+        pretrain(tiny_config, callbacks=[Fails()])
+    assert hooks == [before]
+    assert sys.excepthook is before
+
+
+@pytest.mark.distributed
+def test_a_traceback_of_several_ranks_names_its_rank_once(processes: Processes, tmp_path: Path) -> None:
+    codes = processes.run(JOBS, "tracebacks", tmp_path, {}, ranks=2)
+    assert codes == [0, 0], output_of(tmp_path)
+    for rank in (0, 1):
+        during, after_error, later, after = json.loads((tmp_path / f"result-{rank}.json").read_text())
+        assert [during, after_error, later] == [f"[rank{rank}]: ValueError: seen"] * 3
+        assert after == "ValueError: seen"
 
 
 def test_one_rank_agrees_with_itself() -> None:

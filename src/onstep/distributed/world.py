@@ -9,10 +9,12 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -42,6 +44,8 @@ class World:
     control_group: Any = None
     """A gloo group for decisions, on the CPU; None means the default group."""
 
+    _hooks: tuple[Any, Any] | None = field(default=None, init=False, repr=False, compare=False)
+    """`sys.excepthook` before torch replaced it for this group, and torch's, which puts the rank before each line."""
     _error: str | None = field(default=None, init=False, repr=False, compare=False)
     """The name of the error after which no collective may start."""
 
@@ -144,6 +148,16 @@ class World:
                 gc.collect()
             dist.destroy_process_group()
         self.owns_group = False
+        if self._hooks is not None and sys.excepthook is self._hooks[1] and sys.exc_info()[1] is None:
+            sys.excepthook = self._hooks[0]  # after an error it stays: the traceback is to name its rank
+            self._hooks = None
+
+    def _keep_excepthook(self, before: Any) -> None:
+        """Let torch's hook name the rank if there are several; once, if an earlier group's is still there."""
+        if self.size == 1 or getattr(before, "__module__", "") == dist.distributed_c10d.__name__:
+            sys.excepthook = before
+        else:
+            self._hooks = before, sys.excepthook
 
 
 def open_world(config: DistributedInitConfig) -> World:
@@ -165,13 +179,16 @@ def open_world(config: DistributedInitConfig) -> World:
     device = _device(config.device, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    owns_group = not dist.is_initialized()
+    owns_group, hook = not dist.is_initialized(), sys.excepthook
     if owns_group:
         _init_group(config, size, rank, device)
     control_group = None
     if size > 1 and dist.get_backend() != "gloo":
         control_group = dist.new_group(backend="gloo", timeout=_timeout(config))
-    return World(rank, size, local_rank, device, owns_group, control_group)
+    world = World(rank, size, local_rank, device, owns_group, control_group)
+    if owns_group:
+        world._keep_excepthook(hook)
+    return world
 
 
 def world_size_from_environment() -> int:
@@ -211,11 +228,17 @@ def _init_group(config: DistributedInitConfig, size: int, rank: int, device: tor
     if not 0 < integer_from_environment("MASTER_PORT", 0) < 2**16:
         raise ConfigError(f"$MASTER_PORT must be from 1 to 65535, got {os.environ['MASTER_PORT']}; use torchrun.")
     # torchrun keeps the store of a failed attempt, with its keys; without a prefix a restart would find those
-    store, rank, size = next(rendezvous("env://", rank, size, timeout=_timeout(config)))
+    store = _joined_store(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, size, _timeout(config))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # likewise, a process's second group would find the addresses of the first, whose ranks no longer listen there
     store = PrefixStore(f"onstep/attempt_{attempt}/group_{next(_groups_made)}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_timeout(config))
+
+
+@cache
+def _joined_store(address: str, port: str, rank: int, size: int, timeout: timedelta) -> Any:
+    """The store at this address, kept for the process: a rank that is ahead must not join one that is being closed."""
+    return next(rendezvous("env://", rank, size, timeout=timeout))[0]
 
 
 T = TypeVar("T")

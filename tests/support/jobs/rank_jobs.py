@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
+from contextlib import closing, redirect_stderr, suppress
 from typing import Any
 
 import torch
@@ -44,6 +47,31 @@ def job_pretrain(settings: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     pretrain(config(settings), callbacks=recorder(result))
     return result
+
+
+def job_tracebacks(settings: dict[str, Any]) -> list[str]:
+    """The last line of a traceback in a group, after one that an error has ended, in the next, and after it."""
+    found = []
+
+    def show() -> None:
+        with redirect_stderr(io.StringIO()) as shown:
+            error = ValueError("seen")
+            sys.excepthook(type(error), error, None)
+        found.append(shown.getvalue().strip())
+
+    with suppress(KeyError), closing(open_world(DistributedInitConfig(device="cpu"))):
+        show()
+        raise KeyError
+    show()
+    hook = sys.excepthook
+    with closing(open_world(DistributedInitConfig(device="cpu"))):
+        show()
+    assert sys.excepthook is hook
+    sys.excepthook = sys.__excepthook__
+    with closing(open_world(DistributedInitConfig(device="cpu"))):
+        assert sys.excepthook is not sys.__excepthook__
+    show()
+    return found
 
 
 class Regression(torch.utils.data.Dataset[Any]):

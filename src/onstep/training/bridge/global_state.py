@@ -104,12 +104,14 @@ class GlobalState(Run):
     def signal_handler(self) -> DistributedSignalHandler | None:
         """Turns signals into exit requests; None without `train.exit_signal_handler`.
 
-        Outside of a run the first access installs it, until `reset_for_restart` or the start of a run.
+        Outside of a run the first access installs it, until `reset_for_restart`, or until another state or run begins
+        after a signal.
         """
         train, given = self.cfg.train, self.features.room(GivenHandler)
         if self.exits.handler is None and train.exit_signal_handler:
             names = train.exit_signals if train.exit_signal is None else [train.exit_signal]
             self.exits.handler = given.handler = DistributedSignalHandler(names, world=self.world)
+            given.handler.is_permanent = True
             given.handler.__enter__()
         return self.exits.handler
 

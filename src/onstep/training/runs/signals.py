@@ -104,6 +104,8 @@ class DistributedSignalHandler:
         self._first_time: float | None = None
         self._first_signal: signal.Signals | None = None
         self._children = _QuietChildren(self)
+        self.is_permanent = False
+        """Whether it stays installed with nothing to exit it; a later handler replaces it once it has a signal."""
         self.on_first_signal: Callable[[], None] | None = None
         """Called by the handler with the first signal; must be fast and acquire no locks."""
         self.on_lost_worker: Callable[[FrameType | None], None] | None = None
@@ -177,8 +179,11 @@ class DistributedSignalHandler:
             previous = signal.getsignal(number)
             owner = getattr(previous, "__self__", None)
             if isinstance(owner, DistributedSignalHandler) and owner._pid == self._pid:
-                self._outer = owner
-                continue
+                if not (owner.is_permanent and owner.received):
+                    self._outer = owner
+                    continue
+                owner.release()  # its signal was for an earlier training
+                previous = signal.getsignal(number)
             self._previous[number] = previous
             signal.signal(number, self._handle)
 

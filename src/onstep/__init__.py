@@ -80,9 +80,9 @@ _HOMES = {
     "TrainerState": "onstep.events",
     "TrainingArguments": "onstep.config",
     "VALID_EVENTS": "onstep.events",
-    "finetune": "onstep.training",
+    "finetune": "onstep.training.pretrain",
     "normalize_callbacks": "onstep.events",
-    "pretrain": "onstep.training",
+    "pretrain": "onstep.training.pretrain",
     "should_fire": "onstep.events",
 }
 

@@ -53,7 +53,7 @@ def test_a_plain_configuration_is_valid() -> None:
         ("train.loss_weighting=token", "must be auto | tokens | samples | microbatches. Did you mean 'tokens'"),
         ("train.on_nonfinite=ignore", "train.on_nonfinite='ignore' must be raise | stop | skip | rollback"),
         ("optimizer.lr=null", "optimizer.lr is not set"),
-        ("optimizer.lr=0.0", "optimizer.lr=0.0 must be > 0"),
+        ("optimizer.lr=-1e-3", "optimizer.lr=-0.001 must be >= 0"),
         ("optimizer.lr=.nan", "optimizer.lr=nan must be a finite number"),
         ("optimizer.min_lr=1.0", "optimizer.min_lr=1.0 must be at most optimizer.lr=0.001"),
         ("optimizer.clip_grad=-1.0", "optimizer.clip_grad=-1.0 must be >= 0"),
@@ -217,5 +217,5 @@ def test_text_numbers_set_in_python_count_as_numbers() -> None:
 def test_overrides_are_validated_like_everything_else() -> None:
     config = config_with()
     apply_overrides(config, ["optimizer.lr=-1"])
-    with pytest.raises(ConfigError, match=r"optimizer.lr=-1.0 must be > 0"):
+    with pytest.raises(ConfigError, match=r"optimizer.lr=-1.0 must be >= 0"):
         validate(config)

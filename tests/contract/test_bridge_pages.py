@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import logging
+import pickle
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,8 @@ from tests.support.contract.bridge_pages import BASES, DATA, TRAIN, TRAIN_STEP_R
 CALLABLES = {**TRAIN, **TRAIN_UTILS}
 NAMES = [*dict.fromkeys(name.partition(".")[0] for name in CALLABLES), *DATA]
 CALLBACK_PAGE = ["Callback", "CallbackContext", "CallbackManager", "VALID_EVENTS", "normalize_callbacks", "should_fire"]
+LOGGERS = ["callbacks", "utils.train_utils"]
+"""The modules whose pages list a `logger`."""
 GUIDE = Path(__file__).parents[2] / "docs" / "coming-from" / "megatron-bridge.md"
 
 
@@ -26,7 +31,7 @@ def found(name: str) -> Any:
     target: Any = training
     for part in name.split("."):
         target = getattr(target, part)
-    return target
+    return inspect.unwrap(target)
 
 
 def documented_parameters(text: str) -> dict[str, Any]:
@@ -62,7 +67,33 @@ def test_an_import_line_of_the_pages_works_with_bridges_package_replaced_by_ours
     exec(line, imported)
     assert imported[name] is not None
     if hasattr(training, name):  # both paths lead to one object
-        assert imported[name] is getattr(training, name)
+        assert imported[name] is inspect.unwrap(getattr(training, name))
+
+
+@pytest.mark.parametrize("module", IMPORT_PATHS)
+def test_a_module_of_the_pages_can_be_imported_under_a_name(module: str) -> None:
+    imported: dict[str, Any] = {}
+    exec(f"import onstep.training.{module} as T", imported)
+    assert imported["T"] is sys.modules[f"onstep.training.{module}"]
+    assert not [name for name in IMPORT_PATHS[module] if not hasattr(imported["T"], name)]
+
+
+@pytest.mark.parametrize("name", ["train", "pretrain"])
+def test_a_function_named_like_its_module_is_called_through_either(name: str) -> None:
+    from_package, module = getattr(training, name), importlib.import_module(f"onstep.training.{name}")
+    function = getattr(module, name)
+    assert inspect.isfunction(function)
+    assert inspect.signature(from_package) == inspect.signature(function)
+    assert pickle.loads(pickle.dumps(from_package)) is from_package
+    with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected keyword argument 'colour'"):
+        from_package(colour="red")
+
+
+@pytest.mark.parametrize("module", LOGGERS)
+def test_a_module_has_the_logger_of_its_page(module: str) -> None:
+    logger = importlib.import_module(f"onstep.training.{module}").logger
+    assert isinstance(logger, logging.Logger)
+    assert logger.name == f"onstep.training.{module}"
 
 
 def test_the_recipe_of_the_pages_is_where_they_import_it_from() -> None:

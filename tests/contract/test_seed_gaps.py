@@ -10,19 +10,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from onstep import Callback, CallbackManager, TrainerCallback, pretrain
+from onstep import Callback, CallbackContext, CallbackManager, TrainerCallback, pretrain
 from onstep.analysis import TrainingLog, format_summary_markdown, format_summary_oneline, format_summary_text
 from onstep.analysis.plots.smoothing import smooth_values
 from onstep.callbacks import DivergenceDetector, JsonLogger
 from onstep.config import ConfigContainer
+from onstep.errors import ConfigError
 from onstep.training import (
     GlobalState,
     checkpoint_and_decide_exit,
+    evaluate,
     save_checkpoint_and_time,
     train,
     train_step,
@@ -57,7 +60,9 @@ def rows() -> Iterator[Tensor]:
 # The context of a callback
 
 
-@pytest.mark.parametrize("given", [SimpleNamespace(state="mine", model=[]), {"state": 1}.keys()])
+@pytest.mark.parametrize(
+    "given", [SimpleNamespace(state="mine", model=[]), {"state": 1}.keys(), Mock(spec=CallbackContext), Mock()]
+)
 def test_fire_works_with_any_object(given: Any) -> None:
     manager, seen = CallbackManager(), []
     manager.register("on_train_start", seen.append)
@@ -79,23 +84,26 @@ def test_a_hugging_face_callback_gets_the_attributes_of_any_object() -> None:
     assert seen == [1, 2, False, "chunk"]
 
 
-def test_losses_and_norms_are_numbers_and_tensors(tiny_config: ConfigContainer) -> None:
-    sent: list[dict[str, Any]] = []
+def test_losses_are_tensors_and_the_gradient_norm_is_a_number_as_in_bridge(tiny_config: ConfigContainer) -> None:
+    sent: list[dict[str, float]] = []
+
+    def numbers(losses: dict[str, Tensor]) -> dict[str, float]:
+        return {name: value.item() for name, value in losses.items() if isinstance(value, Tensor)}
 
     class Metrics(Callback):
         def on_train_step_end(self, context: Any) -> None:
             if context.loss_dict and context.grad_norm > 0:
-                sent.append({"loss": context.loss_dict.get("lm loss"), "grad_norm": context.grad_norm})
+                assert isinstance(context.loss_dict.get("lm loss"), Tensor)
                 assert f"{context.grad_norm:.2f}" == f"{float(context.grad_norm):.2f}"
-                assert isinstance(torch.stack(list(context.loss_dict.values())), Tensor)
-                assert context.loss_dict["lm loss"].item() == json.loads(json.dumps(context.loss_dict))["lm loss"]
+                sent.append({**numbers(context.loss_dict), "grad_norm": context.grad_norm})
 
         def on_eval_end(self, context: Any) -> None:
-            sent.append(dict(json.loads(json.dumps(context.total_loss_dict))))
+            sent.append(numbers(context.total_loss_dict))
 
     tiny_config.train.train_iters, tiny_config.validation.eval_interval = 4, 2
     pretrain(tiny_config, callbacks=[Metrics()])
     assert len(sent) > 2
+    assert all("lm loss" in record for record in sent)
     assert all(0 < value < 10 for record in json.loads(json.dumps(sent)) for value in record.values())
 
 
@@ -125,14 +133,21 @@ def test_a_step_without_an_iterator_passes_none_on() -> None:
     (model, optimizer), state = make(), GlobalState()
     made = rows()
 
-    def own_data(data_iterator: Iterator[None], model: nn.Module) -> Losses:
-        assert next(data_iterator) is None
+    def own_data(data_iterator: None, model: nn.Module) -> Losses:
+        assert data_iterator is None
         return model(next(made)).square(), mean_of
 
     assert train_step(own_data, None, [model], optimizer, None, state).skipped_iter == 0
     state.cfg.train.train_iters = 3
     train(own_data, [model], optimizer, None, None, None, state, None)
     assert state.train_state.step == 3
+    state.cfg.validation.eval_iters = 2
+    means, _, _ = evaluate(state, own_data, None, [model], None, state.cfg)
+    assert means is not None
+    assert means["lm loss"] > 0
+    state.cfg.validation.eval_iters = None
+    with pytest.raises(ConfigError, match=r"validation.eval_iters=None .* without data; set it"):
+        evaluate(state, own_data, None, [model], None, state.cfg)
 
 
 def test_the_documented_parameters_of_training_log_are_passed_by_position(capsys: pytest.CaptureFixture[str]) -> None:

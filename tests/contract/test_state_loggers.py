@@ -87,11 +87,14 @@ def test_mlflow(config: ConfigContainer, tmp_path: Path) -> None:
     def use(state: Any) -> Any:
         state.mlflow_logger.log_artifact(str(tmp_path / "notes.txt"))
         state.mlflow_logger.set_tag("colour", state.train_state.step)
+        state.mlflow_logger.set_tags({"shape": "round", "size": state.train_state.step})
+        state.mlflow_logger.log_params({"corpus": "mine", "shards": 3})
 
     config.logger.mlflow_experiment, config.logger.mlflow_tracking_uri = "test", (tmp_path / "mlruns").as_uri()
     train_twice(config, use)
     assert [path.read_text() for path in tmp_path.rglob("artifacts/notes.txt")] == ["mine"]
-    assert [path.read_text() for path in tmp_path.rglob("tags/colour")] == ["2"]
+    for written, text in {"tags/colour": "2", "tags/shape": "round", "tags/size": "2", "params/shards": "3"}.items():
+        assert [path.read_text() for path in tmp_path.rglob(written)] == [text]
 
 
 def test_comet(config: ConfigContainer, tmp_path: Path) -> None:

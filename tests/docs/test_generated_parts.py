@@ -177,7 +177,7 @@ def public_names() -> list[tuple[str, ...]]:
         for name in getattr(package, "__all__", []):
             value = getattr(package, name)
             if (inspect.isroutine(value) or inspect.isclass(value)) and value is not Any:  # `Batch` is an alias
-                home = value.__module__.split(".")[1]
-                # a function in a module of its own name is shown with the module
-                found.append((f"onstep.{info.name}.{name}", f"onstep.{home}.{name}", f"{value.__module__}.{name}"))
+                parts = value.__module__.split(".")  # shown with its module, or with a package above it
+                homes = [".".join(parts[:length]) for length in range(2, len(parts) + 1)]
+                found.append((f"onstep.{info.name}.{name}", *(f"{home}.{name}" for home in homes)))
     return found

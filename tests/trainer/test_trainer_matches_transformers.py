@@ -48,6 +48,14 @@ def ours(model: Any, rows: Any, directory: Path, **options: Any) -> list[dict[st
     return [record for record in trainer.state.log_history if "loss" in record]
 
 
+def test_a_learning_rate_of_zero_trains_nothing_as_in_transformers(tmp_path: Path) -> None:
+    rows = causal_rows(8)
+    expected = theirs(qwen(), rows, tmp_path, learning_rate=0.0)
+    found = ours(qwen(), rows, tmp_path, learning_rate=0.0)
+    assert [one["learning_rate"] for one in found] == [one["learning_rate"] for one in expected] == [0.0] * 8
+    assert [one["loss"] for one in found] == pytest.approx([one["loss"] for one in expected], rel=1e-4)
+
+
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_causal_losses_and_norms_are_those_of_transformers(tmp_path: Path, accumulation: int) -> None:
     """Also where the last step of an epoch has fewer micro-batches: 18 samples are 9 micro-batches of 2.

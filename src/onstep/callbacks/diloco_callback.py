@@ -52,7 +52,8 @@ class DiLoCoCallback(TrainerCallback):
         worker_id: unique in the run. Falls back to `DILOCO_WORKER_ID`, then to the checkpoint's, then to a new one.
         bf16_comm: True submits bfloat16, False float32. Falls back to `DILOCO_BF16_COMM`, then to the server's codec.
         dylu: take as many steps as the server recommends. Falls back to `DILOCO_DYLU`, then to the server's.
-        heartbeat_interval: seconds between heartbeats. Falls back to `DILOCO_HEARTBEAT_INTERVAL` (30).
+        heartbeat_interval: seconds between heartbeats. Falls back to `DILOCO_HEARTBEAT_INTERVAL` (30). At most a third
+            of the server's timeout is used.
         num_fragments: must be the server's if given. Falls back to `DILOCO_NUM_FRAGMENTS`.
         timeout: seconds that a sync waits for its result; training continues afterwards.
         max_sync_retries: see `DiLoCoWorker`.

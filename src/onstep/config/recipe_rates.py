@@ -22,7 +22,7 @@ def fit_min_lr(config: ConfigContainer, recipe: ConfigContainer, given: Collecti
     """
     lr, min_lr = config.optimizer.lr, config.optimizer.min_lr
     peak, lowest = recipe.optimizer.lr, recipe.optimizer.min_lr
-    if MIN_LR in given or not lowest or min_lr != lowest or not peak or lr is None or not 0 < lr < lowest:
+    if MIN_LR in given or not lowest or min_lr != lowest or not peak or lr is None or not 0 <= lr < lowest:
         return None
     config.optimizer.min_lr = float(f"{lr * lowest / peak:.6g}")  # 1e-06, not 1.0000000000002e-06
     return (

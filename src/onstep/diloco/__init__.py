@@ -3,4 +3,25 @@
 `protocol/` is what both sides say to each other and decide, without sockets, clocks or threads of its own; `outer` and
 `fragments` are the algorithm; `codec/` compresses what is sent; `server/` and `client/` speak HTTP; `worker/` is
 between the protocol and a model; `simulator/` drives the protocol with a virtual clock and network.
+
+    from onstep.diloco import DiLoCoClient, DiLoCoServer, DiLoCoWorker
 """
+
+from typing import TYPE_CHECKING
+
+from onstep.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from onstep.diloco.client import DiLoCoClient
+    from onstep.diloco.server.server import DiLoCoServer
+    from onstep.diloco.worker import DiLoCoWorker
+
+_HOMES = {
+    "DiLoCoClient": "onstep.diloco.client",
+    "DiLoCoServer": "onstep.diloco.server.server",
+    "DiLoCoWorker": "onstep.diloco.worker",
+}
+
+__all__ = ["DiLoCoClient", "DiLoCoServer", "DiLoCoWorker"]
+
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -31,9 +31,9 @@ class CallbackContext:
     """State of the run at one event; fields that do not apply to the event are None.
 
     Losses and norms are 0-d tensors on the device; converting one to a float synchronizes. At `on_train_step_end`,
-    `on_eval_end` and `on_test_end`, those in `grad_norm`, `loss_dict` and `total_loss_dict` are read when they are
-    accessed, so that they are numbers too (`onstep.events.readable.Reading`). Modifying objects that the
-    context refers to modifies the run, at your own risk; assigning to the context itself has no effect.
+    `grad_norm` is read when it is accessed, so that it is a number too (`onstep.events.readable.Reading`). Modifying
+    objects that the context refers to modifies the run, at your own risk; assigning to the context itself has no
+    effect.
     """
 
     state: RunView
@@ -136,5 +136,4 @@ class CallbackContext:
         return keywords
 
 
-for _name in ("loss_dict", "grad_norm", "total_loss_dict"):
-    setattr(CallbackContext, _name, ReadableField(_name))
+CallbackContext.grad_norm = ReadableField("grad_norm")  # type: ignore[assignment]

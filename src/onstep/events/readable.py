@@ -1,11 +1,11 @@
-"""Losses and norms of a context that read as numbers and act as tensors; the device is read when they are accessed."""
+"""The gradient norm of a context, which reads as a number and acts as a tensor; the device is read on access."""
 
 from __future__ import annotations
 
 from typing import Any
 
-EVENTS = ("on_train_step_end", "on_eval_end", "on_test_end")
-"""The events at which Megatron Bridge's callbacks use losses and norms as numbers."""
+EVENT = "on_train_step_end"
+"""The event at which Megatron Bridge's callbacks use the norm as a number; losses are tensors to them."""
 
 
 class Reading(float):
@@ -39,37 +39,8 @@ class Reading(float):
         return float, (float(self),)
 
 
-class Losses(dict[str, Any]):
-    """Losses by name, each read from the device when it is accessed."""
-
-    def __getitem__(self, name: str) -> Any:
-        return readable(super().__getitem__(name))
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The loss with this name."""
-        return readable(super().get(name, default))
-
-    def items(self) -> Any:
-        """Names and losses."""
-        return [(name, self[name]) for name in self]
-
-    def values(self) -> Any:
-        """The losses."""
-        return [self[name] for name in self]
-
-    def __repr__(self) -> str:
-        return repr(dict(self.items()))
-
-
-def readable(value: Any) -> Any:
-    """A tensor with one element as a `Reading`, a dictionary of them as `Losses`; anything else unchanged."""
-    if type(value) is dict:
-        return Losses(value)
-    return Reading(value) if hasattr(value, "is_floating_point") and value.numel() == 1 else value
-
-
 class ReadableField:
-    """A field of a context, None by default, whose value is made readable when it is accessed at one of `EVENTS`."""
+    """A field of a context, None by default; at `EVENT`, a tensor with one element is read when it is accessed."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -78,7 +49,8 @@ class ReadableField:
         if holder is None:
             return None
         given = holder.__dict__.get(self._name)
-        return readable(given) if holder.__dict__.get("event") in EVENTS else given
+        is_read = holder.__dict__.get("event") == EVENT and hasattr(given, "is_floating_point") and given.numel() == 1
+        return Reading(given) if is_read else given
 
     def __set__(self, holder: Any, value: Any) -> None:
         holder.__dict__[self._name] = value

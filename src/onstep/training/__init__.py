@@ -17,6 +17,7 @@ from onstep.train_state import TrainState
 from onstep.training import bridge
 from onstep.training.bridge.global_state import GlobalState, TrainStepResult
 from onstep.training.bridge.housekeeping import evaluate
+from onstep.training.callable_module import show_module_as
 from onstep.training.compute.losses import LossShare, MeanLoss
 from onstep.training.pretrain import finetune, pretrain
 from onstep.training.reporting.timers import Timers
@@ -39,6 +40,9 @@ __all__ = [
     "train",
     "train_step",
 ]
+
+show_module_as(pretrain)
+show_module_as(train)
 
 
 def __getattr__(name: str) -> Any:

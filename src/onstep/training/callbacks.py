@@ -1,5 +1,7 @@
 """Megatron Bridge's import path of the callback page; the names live in `onstep.events`."""
 
+import logging
+
 from onstep.events import (
     VALID_EVENTS,
     Callback,
@@ -10,3 +12,5 @@ from onstep.events import (
 )
 
 __all__ = ["VALID_EVENTS", "Callback", "CallbackContext", "CallbackManager", "normalize_callbacks", "should_fire"]
+
+logger: logging.Logger = logging.getLogger(__name__)

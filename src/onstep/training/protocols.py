@@ -38,8 +38,8 @@ class Trained(NamedTuple):
     scheduler: UserScheduler | None
 
 
-DataSource = EvalLoader | Iterator[Batch] | list[Iterator[Batch]]
-"""Input of an evaluation; the last form is a list of one iterator of micro-batches."""
+DataSource = EvalLoader | Iterator[Batch] | list[Iterator[Batch]] | None
+"""Input of an evaluation; a list has one iterator of micro-batches, None is for a forward step that needs no data."""
 
 NonLossFunction = Callable[..., object]
 """A user's function that collects or displays evaluation data other than losses."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -79,7 +77,7 @@ def train(
             kind, loss and gradients are read once before each `step()`, so that it never sees non-finite values.
         scheduler: an object with `step(increment in samples)`, a torch scheduler, or None for a constant rate.
         train_data_iterator: a loader of `onstep.data`, or an iterator of micro-batches, which forms one endless epoch;
-            None for a forward step that needs no data.
+            None for a forward step that needs no data, which is called with None.
         valid_data_iterator: an `EvalLoader` or iterator for evaluations inside the loop; None disables them.
         global_state: the run's state.
         checkpointing_context: kept for Megatron Bridge; the state's checkpoints are used.
@@ -114,7 +112,7 @@ def train(
             optimizer=driven,
             raw_optimizer=optimizer,
             scheduler=scheduler,
-            reader=as_step_source(data_or_nothing(train_data_iterator), run.world.size),
+            reader=as_step_source(train_data_iterator, run.world.size),
             notify=notify,
             start=RunStart.now(run),
             valid_data_iterator=valid_data_iterator,
@@ -147,7 +145,7 @@ def train_step(
     Args:
         forward_step_func: called as `(iterator, model chunk)`, with its state already injected.
         data_iterator: the step's `StepBatches`, or any iterator of micro-batches, of which `num_microbatches` are read;
-            None for a forward step that needs no data, whose iterator yields None.
+            None for a forward step that needs no data, which is called with None.
         model: list with one module.
         optimizer: a `TrainingOptimizer`, or any object whose `step()` returns `(successful, grad_norm, num_zeros)`.
         scheduler: stepped after a successful update, by the samples of a full step even if the tail of an epoch is
@@ -220,13 +218,7 @@ def step_batches(
     """
     if isinstance(data_iterator, StepBatches):
         return data_iterator
-    source = only_iterator(data_or_nothing(data_iterator))
-    batches = IteratorReader(source, world_size=world_size).read(num_microbatches)
+    batches = IteratorReader(only_iterator(data_iterator), world_size=world_size).read(num_microbatches)
     if batches is None:
         raise StopIteration
     return batches
-
-
-def data_or_nothing(data: Any) -> Any:
-    """The data; for None, an endless iterator of None, for a forward step that needs no data."""
-    return itertools.repeat(None) if data is None else data

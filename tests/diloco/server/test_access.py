@@ -40,6 +40,13 @@ def test_a_token_is_made_for_the_port_and_found_by_clients_on_this_machine(serve
     assert refused.value.status == 401
 
 
+def test_the_token_file_of_a_server_at_any_port_ends_with_it(serve: Serve) -> None:
+    server = serve(port=0)
+    assert token_path(server.port).exists()
+    server.stop()
+    assert not token_path(server.port).exists()
+
+
 def test_a_token_file_that_others_can_read_is_not_trusted() -> None:
     token = keep_token(1)
     assert keep_token(1) == token

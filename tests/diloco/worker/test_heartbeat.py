@@ -63,6 +63,12 @@ class CountingServer(LocalServer):
         return super().send(request, body)
 
 
+def test_a_worker_beats_often_enough_for_a_server_with_a_short_timeout() -> None:
+    server = CountingServer(values(small_model()), replace(ALONE, heartbeat_timeout=0.3))
+    with new_worker(server, heartbeat_interval=30.0)[2]:
+        until(lambda: server.num_beats >= 2)
+
+
 class AskedPace(Pace):
     num_asked = 0
 

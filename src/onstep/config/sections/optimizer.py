@@ -35,7 +35,7 @@ class OptimizerConfig(ConfigSection):
     lr: float | None = option(
         None,
         TRAJECTORY,
-        bound="> 0",
+        bound=">= 0",
         part_of_schedule=True,
         effect=FOLLOWS_SCHEDULE,
         hf="learning_rate",

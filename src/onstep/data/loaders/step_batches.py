@@ -28,6 +28,8 @@ class StepBatches:
     """True where this rank had no sample and repeats one of another rank, which must count as zero."""
     local_samples: list[int] | None = None
     """Samples of each micro-batch on this rank, 0 for a filler; None if the size of a ready-made batch is unknown."""
+    has_data: bool = True
+    """False where the caller gave no data: the forward step gets None in place of an iterator."""
 
     @property
     def num_filler(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 from onstep.data.loaders.iterable_loader import Unindexed, count_samples, is_stateful
@@ -18,6 +18,8 @@ _LOGGER = logging.getLogger(__name__)
 class IteratorReader(Unindexed):
     """Reads the steps of an iterator whose items are this rank's micro-batches. It has a single epoch, 0.
 
+    Without an iterator it never ends, for a forward step that needs no data.
+
     Samples are counted by the first dimension of a batch's first tensor, assumed equal on every rank. The position is
     the state of an iterator with `state_dict` and `load_state_dict`; for a plain iterator, the number of items
     consumed, which are consumed again from the new iterator on resume.
@@ -27,12 +29,13 @@ class IteratorReader(Unindexed):
     num_samples = None
     has_epochs = False
 
-    def __init__(self, iterator: Iterator[Any], *, world_size: int = 1) -> None:
-        if not hasattr(iterator, "__next__"):
+    def __init__(self, iterator: Iterator[Any] | None, *, world_size: int = 1) -> None:
+        if iterator is not None and not hasattr(iterator, "__next__"):
             raise DataError(
                 f"expected an iterator of micro-batches, got {type(iterator).__name__}; pass iter(...) instead"
             )
-        self._iterator: Any = iterator
+        self._has_data = iterator is not None
+        self._iterator: Any = repeat(None) if iterator is None else iterator
         self._world_size = world_size
         self._items_taken = 0
         self.samples_in_epoch = 0
@@ -54,7 +57,7 @@ class IteratorReader(Unindexed):
         self._items_taken += num_batches
         self.samples_in_epoch += num_samples
         if len(counts) < num_batches:
-            return StepBatches(batches, None, None, [False] * num_batches)
+            return StepBatches(batches, None, None, [False] * num_batches, has_data=self._has_data)
         return StepBatches(batches, None, num_samples, [False] * num_batches, counts)
 
     def steps_per_epoch(self, num_microbatches: int) -> None:
@@ -116,7 +119,8 @@ def as_step_source(data: Any, world_size: int = 1) -> StepSource:
     """`data` itself if it is a `StepSource`, else an adapter for an object with `read` or an iterator of micro-batches.
 
     Args:
-        data: an Onstep loader, an object with `read(num_microbatches)`, an iterator, or a list of one iterator.
+        data: an Onstep loader, an object with `read(num_microbatches)`, an iterator, a list of one iterator, or None
+            for a forward step that needs no data.
         world_size: number of ranks that read from iterators like this one.
 
     Raises:

@@ -31,7 +31,7 @@ from onstep.diloco.server.serving.thread import BACKLOG, Serving, TlsFiles
 from onstep.diloco.server.store import Store
 from onstep.diloco.server.weights import WeightFiles
 from onstep.diloco.wire.http import PORTS
-from onstep.diloco.wire.tokens import checked, keep_token
+from onstep.diloco.wire.tokens import checked, keep_token, token_path
 from onstep.errors import CheckpointError, ConfigError, require
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class DiLoCoServer:
         output_dir: where the server saves; None for a directory that `model` names, else nowhere.
         save_dir: another name of `output_dir`.
         from_checkpoint: a path to start from, in place of the newest checkpoint of `output_dir`.
-        port: 0 for any; None for the first free one from 8512.
+        port: 0 for any, whose token file is removed at the end; None for the first free one from 8512.
         host: the address to bind.
         outer_optimizer_factory: makes the outer optimizer of a list of parameters, once for each fragment; None for
             SGD with learning rate 0.7 and Nesterov momentum 0.9.
@@ -145,6 +145,7 @@ class DiLoCoServer:
             raise
         self.host, self.port = host, int(self._listener.getsockname()[1])
         self.token = keep_token(self.port, renew=renews_token) if token is None else checked(token) if token else None
+        self._drops_token = port == 0 and token is None  # no later server will look for the file of this port
         self._scheme = "http" if tls is None else "https"
         self._serving: Serving | None = None
         self._tls = tls
@@ -224,6 +225,8 @@ class DiLoCoServer:
                 logger.warning("The server ends when the round is written that is being saved in %s", self._directory)
                 self._serving.wait(STOP_SECONDS)
         self._listener.close()
+        if self._drops_token:
+            token_path(self.port).unlink(missing_ok=True)
         if self._serving is not None and self._failure is None and self._weights is not None and self.sync_round:
             self._save_weights(self.sync_round)
         self._close_store()

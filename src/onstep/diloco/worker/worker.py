@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import platform
 import secrets
 import time
@@ -31,6 +32,8 @@ from onstep.errors import require
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_BEATS_WITHIN_TIMEOUT = 3
+"""Heartbeats that a server must miss before it evicts a worker."""
 _SILENCE_SECONDS = 60.0
 """A request that gets no byte for so long is sent again; a server holds none for longer than 20."""
 
@@ -68,8 +71,9 @@ class DiLoCoWorker:
         bf16_comm: True submits bfloat16, False float32; None leaves it to the server.
         timeout: seconds to wait for a result.
         dylu: whether to take as many steps as the server recommends for a worker of this speed; None for the server's.
-        heartbeat_interval: seconds between heartbeats; 0 for none. If `stop` is never called, they end with the
-            worker and with the thread that has started it, and there are none while no step is taken for ten minutes.
+        heartbeat_interval: seconds between heartbeats, at most a third of the server's timeout; 0 for none. If `stop`
+            is never called, they end with the worker and with the thread that has started it, and there are none while
+            no step is taken for ten minutes.
         num_fragments: if given, it must be the server's.
         max_sync_retries: an exchange without any answer is given up after 2 + 4 + ... seconds, with so many terms.
         codec: `fp32`, `bf16`, `fp16`, `int8`, `int4`, or `auto`, which chooses by the measured bandwidth; wins over
@@ -143,7 +147,6 @@ class DiLoCoWorker:
         Raises:
             SessionEndedError: if the server refuses this worker, as one of another model.
             ServerUnreachableError: without an answer.
-            ConfigError: for a heartbeat that is too rare for the server.
         """
         world = open_world()
         parameters = Parameters(self._model, world)
@@ -162,7 +165,6 @@ class DiLoCoWorker:
         registered = on_main(world, lambda: existing(exchange).join(self._codec))
         names = on_main(world, lambda: [fragment.names for fragment in existing(exchange).fragments])
         settings = registered.settings
-        self._check_heartbeat(settings.heartbeat_timeout)
         is_dynamic = settings.dylu if self._dylu is None else self._dylu and settings.dylu
         cycle = Cycle(self._sync_every or settings.sync_every, settings.num_fragments, settings.num_shares)
         progress = Progress(len(names))
@@ -171,9 +173,8 @@ class DiLoCoWorker:
         self._work = Work(world, registered, exchange, cycle, progress, synchronizer, is_dynamic, step)
         self._take_over(self._work)
         if exchange is not None and self._heartbeat_interval > 0:
-            self._work.heartbeat = HeartbeatThread(
-                exchange.session, exchange.link, self._heartbeat_interval, self._pace
-            )
+            interval = self._interval_for(settings.heartbeat_timeout)
+            self._work.heartbeat = HeartbeatThread(exchange.session, exchange.link, interval, self._pace)
         if self._optimizer is not None:
             self._hook = self._optimizer.register_step_post_hook(lambda *_: self.end_step())
 
@@ -198,10 +199,12 @@ class DiLoCoWorker:
         silence = min(self._timeout, _SILENCE_SECONDS)
         return DiLoCoClient(self.server_addr, silence, token=self._auth_token, verify=self._verify)
 
-    def _check_heartbeat(self, timeout: float) -> None:
-        is_often_enough = timeout == 0 or self._heartbeat_interval < timeout
-        rule = f"below {timeout}, after which the server gives up on a silent worker"
-        require(is_often_enough, "heartbeat_interval", rule, self._heartbeat_interval)
+    def _interval_for(self, timeout: float) -> float:
+        """Seconds between heartbeats to a server that evicts a worker after `timeout` seconds of silence."""
+        longest = timeout / _BEATS_WITHIN_TIMEOUT if timeout else math.inf
+        if self._heartbeat_interval > longest:
+            logger.info("heartbeats every %g s: the server evicts a worker after %g s of silence", longest, timeout)
+        return min(self._heartbeat_interval, longest)
 
     def _take_over(self, work: Work) -> None:
         """Give the model the versions of the server, except where a restored one is on them already."""

@@ -201,7 +201,7 @@ class MlflowTracker(ServiceTracker):
 
 
 class _OfRun:
-    """Binds the methods of `MlflowClient` that begin with a run's id to one run."""
+    """The methods of `MlflowClient`, bound to one run where they begin with its id, and two of MLflow's module."""
 
     def __init__(self, client: Any, run_id: str) -> None:
         self._client, self._run_id = client, run_id
@@ -210,6 +210,20 @@ class _OfRun:
         found = getattr(self._client, name)
         first = next(iter(inspect.signature(found).parameters), "") if callable(found) else ""
         return partial(found, self._run_id) if first == "run_id" else found
+
+    def log_params(self, params: Mapping[str, Any]) -> None:
+        """Log parameters, like the module's function; one that exists with another value is MLflow's error."""
+        from mlflow.entities import Param
+
+        for batch in _batches((Param(key, str(value)) for key, value in params.items()), PARAMETERS_PER_BATCH):
+            self._client.log_batch(self._run_id, params=batch)
+
+    def set_tags(self, tags: Mapping[str, Any]) -> None:
+        """Set tags, like the module's function."""
+        from mlflow.entities import RunTag
+
+        for batch in _batches((RunTag(key, str(value)) for key, value in tags.items()), PARAMETERS_PER_BATCH):
+            self._client.log_batch(self._run_id, tags=batch)
 
 
 def remove_torn_metrics(uri: str, run_id: str) -> None:

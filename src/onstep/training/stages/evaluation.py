@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from onstep.data import Batch, EvalLoader, IteratorReader, StepBatches
 from onstep.data.loaders.step_source import only_iterator
 from onstep.distributed import World
+from onstep.errors import ConfigError
 from onstep.events import CallbackManager, Dispatcher
 from onstep.models.generation.generate import preserve_modes
 from onstep.training.compute.losses import MicroLoss, evaluation_sums, read_loss
@@ -61,7 +62,7 @@ def evaluate(
         `train.exit_duration_in_mins` cut the evaluation short; then the other two are None.
 
     Raises:
-        ConfigError: if the model has several chunks.
+        ConfigError: if the model has several chunks, or there are neither data nor `validation.eval_iters`.
         EvaluationInterrupted: if a signal ended it or, inside the training loop, a time limit: the loop saves the state
             from before it.
     """
@@ -267,6 +268,8 @@ def eval_batches(state: Run, data_iterator: DataSource) -> Iterator[StepBatches]
     if isinstance(data_iterator, EvalLoader):
         yield from data_iterator.batches(limit)
         return
+    if data_iterator is None and limit is None:
+        raise ConfigError("validation.eval_iters=None has no end for an evaluation without data; set it.")
     source = only_iterator(data_iterator)
     for _ in itertools.count() if limit is None else range(limit):
         step = IteratorReader(source, world_size=state.world.size).read(state.num_eval_microbatches)
@@ -279,11 +282,11 @@ def _results(
     state: Run, forward_step_func: ForwardStep, step: StepBatches, model: list[nn.Module], **asked: bool
 ) -> Iterator[tuple[Batch, object]]:
     """A batch's micro-batches, each with its loss function's result; None for data without labels."""
-    iterator, chunk = MicroBatches(step, state.world.device), only_chunk(model)
-    for index in range(len(iterator)):
-        batch = iterator.stage(index)
+    micro_batches, chunk = MicroBatches(step, state.world.device), only_chunk(model)
+    for index in range(len(micro_batches)):
+        batch = micro_batches.stage(index)
         with state.autocast():
-            output, loss_function = forward_step_func(iterator, chunk)
+            output, loss_function = forward_step_func(micro_batches.iterator, chunk)
             result = loss_function(output, **asked)
         yield batch, result
 

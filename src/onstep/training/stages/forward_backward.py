@@ -25,7 +25,7 @@ def forward_of(job: Job) -> ForwardPass:
     weighting = run.cfg.train.loss_weighting
 
     def forward(micro_batches: MicroBatches, batch: Batch, is_filler: bool) -> MicroLoss:
-        output, loss_function = forward_step_func(micro_batches, model)
+        output, loss_function = forward_step_func(micro_batches.iterator, model)
         return read_loss(loss_function(output), batch, weighting, is_filler)
 
     def forward_in_autocast(micro_batches: MicroBatches, batch: Batch, is_filler: bool) -> MicroLoss:

@@ -1,5 +1,7 @@
 """Megatron Bridge's import path `training.utils.train_utils`; each name lives in the room of its subject."""
 
+import logging
+
 from onstep.metrics.memory_reports import MEMORY_KEYS, report_memory, start_memory_history_recording
 from onstep.metrics.norms.parameter_norms import report_l2_norm_grad
 from onstep.metrics.norms.params_l2_norm import calc_dtensor_params_l2_norm, calc_params_l2_norm, param_is_not_shared
@@ -47,3 +49,5 @@ __all__ = [
     "start_memory_history_recording",
     "training_log",
 ]
+
+logger: logging.Logger = logging.getLogger(__name__)

@@ -16,15 +16,16 @@ from typing import Any, Protocol
 from onstep.bounded_reading import MAX_JSON_BYTES, parse_json, read_lines
 from onstep.data.corpus.build_cache import Source
 from onstep.data.corpus.file_digests import content_digest
+from onstep.data.corpus.not_text import check_texts
 from onstep.data.corpus.reading_bar import reading_bar
 from onstep.errors import DataError
 
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson", ".jsonlines"})
 _PROSE_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".org", ".html")
-_TABLE_SUFFIXES = (".xml", ".csv", ".tsv", ".json", ".yaml", ".yml", ".toml")
+_MARKUP_SUFFIXES = (".xml", ".json", ".yaml", ".yml", ".toml")
 _SCRIPT_SUFFIXES = (".py", ".pyi", ".js", ".ts", ".sh", ".sql", ".rb", ".lua", ".jl")
 _COMPILED_SUFFIXES = (".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java")
-TEXT_SUFFIXES = JSONL_SUFFIXES.union(_PROSE_SUFFIXES, _TABLE_SUFFIXES, _SCRIPT_SUFFIXES, _COMPILED_SUFFIXES)
+TEXT_SUFFIXES = JSONL_SUFFIXES.union(_PROSE_SUFFIXES, _MARKUP_SUFFIXES, _SCRIPT_SUFFIXES, _COMPILED_SUFFIXES)
 """Suffixes to search for in a directory. A file named explicitly or matched by a glob is used whatever its suffix."""
 
 _NOT_CORPUS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"})
@@ -56,7 +57,7 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     of runs in them, whose logs and records change while they are trained.
 
     Raises:
-        DataError: if `paths` is a single string, or one of its items matches no file.
+        DataError: if `paths` is a single string, or one of its items matches no file, or one that is not text.
     """
     if isinstance(paths, (str, os.PathLike)):
         raise DataError(f"paths must be a list of files, directories or globs, got {str(paths)!r}; put it in a list")
@@ -65,7 +66,9 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
         found.update(_files_of(os.fspath(given)))
     if not found:
         raise DataError("the corpus is empty: paths names no files; give text files, directories, globs or JSONL files")
-    return sorted(found)
+    files = sorted(found)
+    check_texts(files)
+    return files
 
 
 def find_records(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
@@ -85,7 +88,9 @@ def find_records(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     return sorted(set(found))
 
 
-_UNREAD_TEXT = frozenset({".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".parquet", ".arrow"})
+_UNREAD_TEXT = frozenset(
+    {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".parquet", ".arrow", ".csv", ".tsv", ".pdf"}
+)
 """Suffixes of files that hold text or data, but are not searched for in a directory."""
 
 
@@ -166,7 +171,7 @@ def not_utf8(document: Document, error: UnicodeDecodeError) -> DataError:
     )
     return DataError(
         f"{document.place} is not UTF-8: byte 0x{data[at]:02x} at offset {at} ({reason}); {fix}, or use "
-        "tokenizer_type 'bytes', which accepts any bytes"
+        "tokenizer_type 'bytes', which accepts any encoding"
     )
 
 

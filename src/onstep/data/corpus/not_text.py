@@ -1,0 +1,97 @@
+"""Refuses files that are not text, and tables, before they are trained on as prose."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from onstep.errors import DataError
+
+_HEAD_BYTES = 8192
+"""Bytes of each file that are looked at; git looks at as many to tell binary files from text."""
+_CONTROLS = bytes(set(range(0x20)) - set(b"\t\n\v\f\r\b\x1b")) + b"\x7f"
+_MOST_CONTROLS = 0.02
+"""Share of control characters up to which what is not UTF-8 is text, in another encoding."""
+
+_AS_TABLE = "read a table with dataset.kind=huggingface and dataset.text_key, the column of the texts"
+_EXTRACT = "extract its text first, and train on that"
+_UNPACK = "unpack it first"
+_TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
+
+
+@dataclass(frozen=True)
+class _Kind:
+    name: str
+    remedy: str
+    suffixes: tuple[str, ...]
+    magics: tuple[bytes, ...] = ()
+
+
+_KINDS = (
+    _Kind("a spreadsheet", f"export it as csv; {_AS_TABLE}", (".xlsx", ".xls", ".ods")),
+    _Kind(
+        "a document of an office program", _EXTRACT, (".docx", ".doc", ".odt", ".pptx", ".epub"), (b"\xd0\xcf\x11\xe0",)
+    ),
+    _Kind("a PDF", "extract its text first, for example with pdftotext, and train on that", (".pdf",), (b"%PDF-",)),
+    _Kind("a table", _AS_TABLE, (".parquet", ".arrow", ".feather"), (b"PAR1\x15", b"ARROW1\0\0")),
+    _Kind("a database", "export its texts as JSONL", (".db", ".sqlite"), (b"SQLite format 3\0",)),
+    _Kind("an archive", _UNPACK, (".zip", ".tar"), (b"PK\x03\x04", b"7z\xbc\xaf\x27\x1c")),
+    _Kind(
+        "a compressed file",
+        _UNPACK,
+        (".gz", ".bz2", ".xz", ".zst"),
+        (b"\x1f\x8b", b"BZh91AY&SY", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd"),
+    ),
+    _Kind("an image", "name text files", (), (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a")),
+    _Kind("UTF-16 text", "convert it to UTF-8, for example with iconv", (), (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)),
+    _Kind("tensors or arrays", "name text files", (".npy", ".npz", ".pt", ".safetensors"), (b"\x93NUMPY", b"\x89HDF")),
+)
+_BINARY = _Kind("binary data", "name text files, or extract the text first", ())
+
+
+def check_texts(files: Iterable[Path]) -> None:
+    """Check the suffix and the first bytes of each file of a corpus of prose. Other encodings than UTF-8 are text.
+
+    Raises:
+        DataError: for a file that is not text, or a table, with what it looks like.
+    """
+    for path in files:
+        if path.suffix.lower() in _TABLE_SUFFIXES:
+            raise DataError(f"{path} is a table, whose commas and quotes would be learnt as prose; {_AS_TABLE}")
+        try:
+            with path.open("rb") as file:
+                head = file.read(_HEAD_BYTES)
+        except OSError as error:
+            raise DataError(f"cannot read corpus file {path}: {error.strerror or error}") from error
+        found = _binary_byte(head)
+        if found is not None:
+            kind, at = found
+            kind = _by_suffix(path) or kind
+            raise DataError(
+                f"{path} is not text: it looks like {kind.name} (byte 0x{head[at]:02x} at offset {at}); {kind.remedy}"
+            )
+
+
+def _binary_byte(head: bytes) -> tuple[_Kind, int] | None:
+    """What a file that starts like this is, and the offset of the byte that shows it; None for text."""
+    for kind in _KINDS:
+        if any(head.startswith(magic) for magic in kind.magics):
+            return kind, 0
+    if b"\0" in head:
+        return _BINARY, head.index(0)
+    controls = [at for at, byte in enumerate(head) if byte in _CONTROLS] if not _is_utf8(head) else []
+    return (_BINARY, controls[0]) if len(controls) > _MOST_CONTROLS * len(head) else None
+
+
+def _is_utf8(head: bytes) -> bool:
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut off
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _by_suffix(path: Path) -> _Kind | None:
+    return next((kind for kind in _KINDS if path.suffix.lower() in kind.suffixes), None)

@@ -229,7 +229,7 @@ class ColumnFilter:
         if self._parameters and samples and isinstance(samples[0], (dict, Mapping)):
             wanted = self._wanted
             if all(map(wanted.issuperset, samples)):
-                samples = list(map(dict, samples))  # copies, since a collator may modify its input
+                samples = [dict(sample) for sample in samples]  # copies, since a collator may modify its input
             else:
                 samples = [{key: value for key, value in sample.items() if key in wanted} for sample in samples]
             if not samples[0]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import copy
 from functools import partial
-from operator import getitem, itemgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from onstep.data.loaders.end_of_data import call
 from onstep.errors import DataError
 
 
@@ -40,7 +40,7 @@ def default_data_collator(features: Sequence[Any]) -> Any:
         if name in batch:
             raise DataError(f"{key!r} and another key both become 'labels'; remove one of them from the samples")
         try:
-            values = list(map(itemgetter(key), features))
+            values = [feature[key] for feature in features]
         except KeyError as error:
             raise _missing(key) from error
         if type(value) is not torch.Tensor and isinstance(value, Mapping):
@@ -135,14 +135,15 @@ def fetch_function(dataset: Any, collate_fn: Collate | None) -> Fetch:
 
     That is its `get_batch(ids)` if no collator is given, else `__getitems__(ids)`, else one sample at a time.
     """
-    if collate_fn is None and hasattr(dataset, "get_batch"):
-        get_batch: Fetch = dataset.get_batch
-        return get_batch
     collate = collate_fn or default_data_collator
-    if getattr(dataset, "__getitems__", None) is not None:
-        return lambda ids: collate(dataset.__getitems__(ids))
-    sample_at = partial(getitem, dataset)  # with `map`, the dataset's is the only Python function called per sample
-    return lambda ids: collate(list(map(sample_at, ids)))
+    fetch: Fetch
+    if collate_fn is None and hasattr(dataset, "get_batch"):
+        fetch = dataset.get_batch
+    elif getattr(dataset, "__getitems__", None) is not None:
+        fetch = lambda ids: collate(dataset.__getitems__(ids))  # noqa: E731
+    else:
+        fetch = lambda ids: collate([dataset[index] for index in ids])  # noqa: E731
+    return partial(call, fetch)
 
 
 def should_pin(pin_memory: bool) -> bool:
@@ -157,9 +158,9 @@ def pin(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return mapping_like(batch, {key: pin(value) for key, value in batch.items()})
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(pin, batch))
+        return type(batch)(*[pin(one) for one in batch])
     if isinstance(batch, (list, tuple)):
-        return type(batch)(map(pin, batch))
+        return type(batch)([pin(one) for one in batch])
     return batch
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from onstep.data.loaders.collate import Collate, as_it_is, default_data_collator, length_of, samples_in, should_pin
+from onstep.data.loaders.end_of_data import END, call, items_of
 from onstep.data.loaders.micro_batch_reader import batches_from_workers, outlive_the_group, seed_globals, seeded_aside
 from onstep.data.loaders.sample_order import MicroBatchLayout
 from onstep.data.loaders.step_batches import StepBatches, step_of
@@ -120,7 +121,7 @@ class StreamReader:
                 )
             )
         rows = self._rows_of_batches(skip_samples) if self._already_batched else self._rows_of_samples(skip_samples)
-        return map(StepBatches.pin_memory, rows) if self._pins_memory else rows
+        return (row.pin_memory() for row in rows) if self._pins_memory else rows
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_generator": None}  # a spawned worker cannot map a generator's memory
@@ -134,7 +135,7 @@ class StreamReader:
         """
         if seeds is not None:
             seed_globals("stream", *seeds)
-        samples = iter(self._source)
+        samples = items_of(self._source)
         _check_replayed(sum(1 for _ in islice(samples, skip_samples)), skip_samples)
         collate = self._collate
         start, size = self._layout.own_start, self._layout.micro_batch_size
@@ -142,15 +143,15 @@ class StreamReader:
         while row := list(islice(samples, self._layout.row_size)):
             own = row[start : start + size]
             with nullcontext() if seeds is None else seeded_aside(*seeds, position):
-                batch = collate(own or row[:1])
+                batch = call(collate, own or row[:1])
             HEARTBEAT.beats += 1
             yield StepBatches([batch], None, len(row), [not own], [len(own)])
             position += len(row)
 
     def _rows_of_batches(self, skip_samples: int) -> Iterator[StepBatches]:
-        batches = iter(self._source)
+        batches = items_of(self._source)
         skipped = 0
-        while skipped < skip_samples and (batch := next(batches, _END)) is not _END:
+        while skipped < skip_samples and (batch := next(batches, END)) is not END:
             skipped += self._size_of(batch) * self._layout.world_size
         _check_replayed(skipped, skip_samples)
         for batch in batches:
@@ -161,9 +162,6 @@ class StreamReader:
     def _size_of(self, batch: Any) -> int:
         count = count_samples(batch)
         return self._layout.micro_batch_size if count is None else count
-
-
-_END = object()
 
 
 class _RowsInWorker(IterableDataset[Any]):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, repeat
 from typing import Any
 
+from onstep.data.loaders.end_of_data import END, items_of, next_item
 from onstep.data.loaders.iterable_loader import Unindexed, count_samples, is_stateful
 from onstep.data.loaders.step_batches import Batch, StepBatches, StepSource
 from onstep.errors import DataError
@@ -45,7 +46,7 @@ class IteratorReader(Unindexed):
         """The next step; it has fewer micro-batches if the iterator ends within it; None at the end of the iterator."""
         batches: list[Batch] = []
         counts: list[int] = []
-        for batch in islice(self._iterator, num_microbatches):
+        while len(batches) < num_microbatches and (batch := next_item(self._iterator)) is not END:
             HEARTBEAT.beats += 1
             batches.append(batch)
             count = count_samples(batch)
@@ -107,7 +108,7 @@ class IteratorReader(Unindexed):
             "an iterator with state_dict and load_state_dict resumes without this",
             num_items,
         )
-        num_read = sum(1 for _ in islice(self._iterator, num_items))
+        num_read = sum(1 for _ in islice(items_of(self._iterator), num_items))
         if num_read < num_items:
             raise DataError(
                 f"the iterator ended after {num_read} micro-batches while replaying {num_items}; "

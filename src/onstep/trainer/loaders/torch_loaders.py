@@ -8,6 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from onstep.config import TrainingArguments
 from onstep.data import EpochOrders, OrderedBatches, OrderedSamples, OrderRandomness, is_map_style
+from onstep.data.loaders.end_of_data import items_of
 from onstep.trainer.loaders.samplers import WholeUnits, check_strategy, data_seed, reseeds_shuffling, yields_batches
 
 
@@ -119,7 +120,7 @@ class _Dealt:
     def __iter__(self) -> Any:
         first: list[Any] = []
         row: list[Any] = []
-        for batch in self._loader:
+        for batch in items_of(self._loader):
             row.append(batch)
             if len(first) < self._world_size:
                 first.append(batch)

@@ -42,8 +42,8 @@ def next_item(iterator: Iterator[T]) -> Any:
     """The next item of an iterator, or `END`.
 
     Raises:
-        DataError: if the `StopIteration` comes from a function that the iterator calls, as far as the traceback shows that:
-            from a dataset or collator that a torch DataLoader reads, or a function given to `map` and the like.
+        DataError: if the traceback shows that the `StopIteration` comes from a function that the iterator calls: from a
+            dataset or collator that a torch DataLoader reads, or a function given to `map` and the like.
     """
     try:
         return next(iterator)

@@ -38,6 +38,7 @@ class DefaultMetrics(TrainerCallback):
     """
 
     ranks = "main"
+    needs_onstep = "it reports tokens and memory that only Onstep's loop counts"
 
     def __init__(self, peak_hardware_flops: float | None = None) -> None:
         self.peak_hardware_flops = peak_hardware_flops
@@ -53,6 +54,7 @@ class DefaultMetrics(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Reset the interval, starting from the FLOPs of a resumed run."""
+        super().on_train_begin(args, state, control, **kwargs)  # type: ignore[misc]
         self._last_log_time = self._step_start = None
         self._step_seconds = 0.0
         self._last_total_flos = state.total_flos or 0.0

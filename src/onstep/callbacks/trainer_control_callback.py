@@ -60,6 +60,8 @@ class TrainerControlCallback(TrainerCallback):
         RuntimeError: when training begins, if none of the ports from 8900 to 8999 is free.
     """
 
+    needs_onstep = "its commands are requests to Onstep's loop"
+
     def __init__(
         self,
         job_id: str | None = None,
@@ -90,18 +92,15 @@ class TrainerControlCallback(TrainerCallback):
 
     # The life of the server
 
-    def on_init_end(self, context: CallbackContext) -> None:
-        """Keep hold of the run."""
-        self._run, self._model = context.state, context.unwrapped_model
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the server, on rank 0."""
-        run = self._run
-        if run is None or not self._is_served():
+    def on_train_start(self, context: CallbackContext) -> None:
+        """Keep hold of the run, and start the server on rank 0."""
+        run, self._model, args = context.state, context.unwrapped_model, context.args
+        self._run = run
+        if not self._is_served():
             return
         self._stacks = StackExchange(run.world.rank, run.world.size)
         if run.world.is_main:
-            self._reset(run, state)
+            self._reset(run, context.trainer_state)
             dirs = {"output_dir": getattr(args, "output_dir", None), "logging_dir": logging_dir_of(args)}
             paths = {name: absolute(path) for name, path in dirs.items()}
             directory = logging_dir_of(args)

@@ -50,6 +50,12 @@ class _Averaging(TrainerCallback):
         """Number of steps whose weights are averaged."""
         return self._averages.count
 
+    @property
+    def needs_onstep(self) -> str | None:  # type: ignore[override]
+        """Elsewhere, no event precedes an evaluation."""
+        why = "it calls no callback before an evaluation, which would use the weights; with evaluate=False it works"
+        return why if self.evaluate else None
+
     def state_components(self) -> list[StateComponent]:
         """The averages, which every checkpoint holds once for all ranks."""
         key = f"average_{type(self).__name__.lower()}"
@@ -57,6 +63,7 @@ class _Averaging(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Begin with new averages, unless the run is resumed."""
+        super().on_train_begin(args, state, control, **kwargs)  # type: ignore[misc]
         if state.global_step == 0 and not self._averages.is_loaded:
             self._averages.clear()
         self._averages.is_loaded, self._averages.is_training = False, True

@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
+from onstep.errors import ConfigError
 from onstep.events.context import CallbackContext
-from onstep.events.events import EVENTS, HF_EVENTS, events_named
+from onstep.events.events import EVENTS, HF_EVENTS, VALID_EVENTS, events_named
 from onstep.events.settings import Setting
 
 
@@ -30,6 +31,8 @@ class Callback:
     shows_progress: bool = False
     settable: ClassVar[Mapping[str, Setting]] = {}
     commands: ClassVar[Mapping[str, str]] = {}
+    needs_onstep: str | None = "it has methods of the form on_<event>(context), which no other trainer calls"
+    """Why it cannot work in Hugging Face's Trainer, where it is refused."""
 
     def skips_event(self, name: str) -> bool:
         """Whether the method `name` has nothing to do as this callback is configured; checked at registration.
@@ -53,6 +56,8 @@ class TrainerCallback:
     shows_progress: bool = False
     settable: ClassVar[Mapping[str, Setting]] = {}
     commands: ClassVar[Mapping[str, str]] = {}
+    needs_onstep: str | None = None
+    """Why it cannot work in Hugging Face's Trainer, where it is refused; None if it can."""
 
     @property
     def name(self) -> str:
@@ -68,21 +73,58 @@ class TrainerCallback:
         return False
 
 
+def refuse_elsewhere(callback: Callback | TrainerCallback, state: object) -> None:
+    """Refuse a callback that needs Onstep's loop, where Hugging Face's Trainer calls it.
+
+    Raises:
+        ConfigError: naming the callback and the reason.
+    """
+    if callback.needs_onstep is not None and _is_theirs(state):
+        name = getattr(callback, "name", type(callback).__name__)
+        raise ConfigError(
+            f"{name} does not work in Hugging Face's Trainer: {callback.needs_onstep}. Remove it there, or use "
+            "onstep.Trainer, which accepts the same arguments."
+        )
+
+
+def log_elsewhere(callback: TrainerCallback, state: Any, logs: Any = None, **keywords: Any) -> None:
+    """Call `on_log_step` for Hugging Face's Trainer, which does not; what it adds also enters the log history."""
+    if logs is not None and _is_theirs(state):
+        given = set(logs)
+        callback.on_log_step(state=state, logs=logs, **keywords)  # type: ignore[attr-defined]
+        state.log_history[-1].update({name: value for name, value in logs.items() if name not in given})
+
+
+def _is_theirs(state: object) -> bool:
+    return type(state).__module__.partition(".")[0] == "transformers"
+
+
 def _context_method(name: str, when: str) -> Callable[..., None]:
     def method(self: Callback, context: CallbackContext) -> None:
         return None
 
-    method.__name__, method.__doc__ = name, f"{when}."
-    method.__qualname__ = f"Callback.{name}"
-    return method
+    def method_of_both(self: Callback, context: Any, state: Any = None, *others: Any, **keywords: Any) -> None:
+        refuse_elsewhere(self, state)
+
+    return _named(method if name in VALID_EVENTS - {"on_init_end"} else method_of_both, f"Callback.{name}", when)
 
 
 def _hf_method(name: str, when: str) -> Callable[..., None]:
     def method(self: TrainerCallback, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         return None
 
-    method.__name__, method.__doc__ = name, f"{when}."
-    method.__qualname__ = f"TrainerCallback.{name}"
+    def first_method(self: TrainerCallback, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        refuse_elsewhere(self, state)
+
+    def log_method(self: TrainerCallback, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        log_elsewhere(self, args=args, state=state, control=control, **kwargs)
+
+    elsewhere = {"on_init_end": first_method, "on_train_begin": first_method, "on_log": log_method}
+    return _named(elsewhere.get(name, method), f"TrainerCallback.{name}", when)
+
+
+def _named(method: Callable[..., None], name: str, when: str) -> Callable[..., None]:
+    method.__name__, method.__doc__, method.__qualname__ = name.rpartition(".")[2], f"{when}.", name
     return method
 
 
@@ -90,7 +132,10 @@ for _event in EVENTS:
     setattr(Callback, _event.name, _context_method(_event.name, _event.when))
 
 for _name in HF_EVENTS:
-    setattr(TrainerCallback, _name, _hf_method(_name, "; ".join(event.when for event in events_named(_name))))
+    _when = "; ".join(event.when for event in events_named(_name))
+    setattr(TrainerCallback, _name, _hf_method(_name, _when))
+    if _name not in VALID_EVENTS:
+        setattr(Callback, _name, _context_method(_name, "Called by Hugging Face's Trainer alone, which is refused"))
 
 TrainerCallback.on_push_begin = _hf_method(  # type: ignore[attr-defined]
     "on_push_begin", "Never fired by the loop, since nothing is uploaded; part of Hugging Face's interface"

@@ -100,6 +100,22 @@ def test_weights_that_are_disturbed_at_each_start_are_found(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["checkpoint.save_rng=false"], "checkpoint.save_rng=false: a start from a checkpoint does not get"),
+        (["--import", "my.py"], "Code draws random numbers when a process starts"),
+    ],
+)
+def test_the_cause_that_is_named_is_one_that_the_job_has(
+    job: list[str], tmp_path: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my.py").write_text("import torch\n\ntorch.seed()\n")
+    assert main(["verify-resume", *job, "checkpoint.save_interval=4", *words, "--kills", "1", "--seed", "2"]) == 1
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_are_proved_by_torchrun(job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "proof"

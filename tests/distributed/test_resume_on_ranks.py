@@ -71,6 +71,40 @@ def test_the_run_goes_on_with_another_number_of_ranks_and_workers(
     check_like(ranks.directory / name, calm)
 
 
+BEYOND_A_BUCKET = {
+    "pretrain": {
+        "words": [
+            "model.num_layers=2",
+            "model.hidden_size=128",
+            "dataset.seq_length=16",
+            "model.seq_length=16",
+            "train.global_batch_size=12",
+            "train.micro_batch_size=1",
+            "train.train_iters=6",
+            "checkpoint.save_interval=2",
+            "validation.eval_interval=null",
+            "ddp.bucket_cap_mb=1",
+        ]
+    },
+    "trainer": {
+        "width": 4096,
+        "arguments": {"gradient_accumulation_steps": 2, "max_steps": 6, "eval_strategy": "no"},
+        "overrides": {"ddp.bucket_cap_mb": 0.25},
+    },
+}
+"""Settings by door under which the gradients fill several buckets, so that the order of a sum depends on the bucket."""
+
+
+@pytest.mark.parametrize(("door", "size"), [pytest.param("pretrain", 3, marks=pytest.mark.process), ("trainer", 4)])
+def test_on_more_than_two_ranks_a_killed_run_ends_with_the_same_bits(ranks: Ranks, door: str, size: int) -> None:
+    whole = ranks.finish(f"{door}-buckets", door, ranks=size, **BEYOND_A_BUCKET[door])
+    dies = {"rank": size - 1, "signal": "SIGKILL", "event": "on_step_end", "number": 3}
+    settings = {**BEYOND_A_BUCKET[door], "strikes": [dies]}
+    assert 0 not in ranks.start(f"{door}-killed", door, ranks=size, **settings)
+    assert ranks.steps(f"{door}-killed") == [2]
+    check_same(ranks.finish(f"{door}-killed", door, ranks=size, **BEYOND_A_BUCKET[door]), whole)
+
+
 @pytest.mark.parametrize("data", ["stream", "stateful"])
 def test_iterable_data_goes_on_where_it_stood(ranks: Ranks, data: str) -> None:
     expected = ranks.finish(f"whole-{data}", "trainer", ranks=1, data=data)

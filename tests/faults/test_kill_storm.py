@@ -47,6 +47,16 @@ WORDS = (
     "dist.device=cpu",
 )
 """A small model with dropout, two or four micro-batches a step, 30 steps an epoch."""
+BEYOND_A_BUCKET = (
+    "model.num_layers=2",
+    "model.hidden_size=128",
+    "model.seq_length=16",
+    "dataset.seq_length=16",
+    "train.global_batch_size=12",
+    "train.micro_batch_size=1",
+    "ddp.bucket_cap_mb=1",
+)
+"""Gradients in several buckets, and batches for three and four ranks."""
 SHORT = 60
 """Steps of the short storms."""
 
@@ -81,16 +91,25 @@ def test_killed_in_each_phase_on_one_rank(server: Server, whole: Job, tmp_path: 
     assert {Phase.SAVE, Phase.EVALUATION} <= {kill.phase for kill in kills}
 
 
-def test_killed_in_each_phase_on_two_ranks(
-    server: Server, words: tuple[str, ...], tmp_path: Path, record_property: Count
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (2, ()),
+        pytest.param(3, BEYOND_A_BUCKET, marks=pytest.mark.slow),
+        pytest.param(4, BEYOND_A_BUCKET, marks=pytest.mark.slow),
+    ],
+    ids=["2", "3", "4"],
+)
+def test_killed_in_each_phase_on_several_ranks(
+    server: Server, words: tuple[str, ...], tmp_path: Path, record_property: Count, ranks: int, more: tuple[str, ...]
 ) -> None:
-    whole = Job(tmp_path / "whole", words, SHORT, ranks=2)
+    whole = Job(tmp_path / "whole", (*words, *more), SHORT, ranks)
     whole.complete(server, is_fresh=False)
     aims = [Phase.START_UP, Phase.SAVE, Phase.EVALUATION, Phase.STEP]
     storm = Storm(replace(whole, directory=tmp_path / "killed"), server, 4, 12, aims, fresh_share=0, end_kills=0)
     kills = storm.rage()
     print(f"\n{histogram(kills)}")
-    compare(whole.run, storm.job.run, ranks=2)
+    compare(whole.run, storm.job.run, ranks)
     record_property("kills", len(kills))
     assert {Phase.SAVE, Phase.EVALUATION} <= {kill.phase for kill in kills}
 

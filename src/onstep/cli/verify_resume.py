@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from tqdm import tqdm
@@ -28,6 +28,9 @@ from onstep.cli.exit_codes import ERROR
 from onstep.config import ConfigContainer, resolve
 from onstep.config.lengths import train_iters
 from onstep.errors import ConfigError, OnstepError
+
+if TYPE_CHECKING:
+    from onstep.training.verification.trajectory_hash import Difference
 
 WORDS = (
     "checkpoint.certify=true",
@@ -46,9 +49,11 @@ _CAUSES = {
     "learning_rate": "A scheduler, or a callback that sets the rate, has state that is not saved in checkpoints.",
     "loss": "The loss depends on state that is not saved in checkpoints: a callback's state, changes that it makes to "
     "weights when training begins, or a non-persistent buffer.",
-    "weights": "The optimizer, or a callback that modifies weights or gradients, has state that is not saved in "
+    "weights": "Your own optimizer, or a callback that modifies weights or gradients, has state that is not saved in "
     "checkpoints.",
 }
+_STATES = ("save_rng", "save_optim", "load_rng", "load_optim")
+"""Keys of `checkpoint` that leave a part of the state out if they are false."""
 
 POLL_SECONDS = 0.002
 TEARDOWN_SECONDS = 60.0
@@ -223,7 +228,7 @@ def verify_resume(
     step and item that differ are named. Your own run is not touched. Files that your own code writes are written here
     too.
     """
-    config, _ = configuration(words or [], recipe)
+    config, callbacks = configuration(words or [], recipe)
     planned = train_iters(resolve(config, ranks), world_size=ranks)
     where, is_temporary = _work_dir(directory, Path(config.run.output_dir))
     more = [word for path in imports or [] for word in ("--import", path)] + (["--recipe", recipe] if recipe else [])
@@ -240,7 +245,8 @@ def verify_resume(
             killed = replace(killed, words=(*killed.words, f"checkpoint.save_interval={interval}"))
         chosen = kill_steps(steps, kills, random.Random(seed))
         landed = _run_killed(killed, chosen, steps, seconds, random.Random(seed + 1))
-        is_equal = _report_result(whole, killed, landed)
+        advise = partial(_advice, config, ranks if not (imports or callbacks) else None, landed)
+        is_equal = _report_result(whole, killed, landed, advise)
     except (JobError, ConfigError):
         print(f"Both runs are kept in {where}.")
         raise
@@ -334,7 +340,7 @@ def _show(bar: tqdm[NoReturn], step: int) -> None:
         bar.update(step - bar.n)
 
 
-def _report_result(whole: UserJob, killed: UserJob, landed: list[Kill]) -> bool:
+def _report_result(whole: UserJob, killed: UserJob, landed: list[Kill], advise: Callable[[Difference], str]) -> bool:
     from onstep.training.verification.trajectory_hash import first_difference, hash_chains
 
     steps, ranks = whole.step(), len(hash_chains(whole.run))
@@ -343,7 +349,7 @@ def _report_result(whole: UserJob, killed: UserJob, landed: list[Kill]) -> bool:
     difference = first_difference(whole.run, killed.run)
     if difference is not None:
         print(f"NOT equal. First difference: {difference} (uninterrupted and killed).")
-        print(_advice(difference.item, difference.step, landed))
+        print(advise(difference))
         return False
     if not any(one.checkpoint for one in landed):
         print("Inconclusive: no start had a checkpoint to resume from. Save more often, or use a longer run.")
@@ -355,10 +361,22 @@ def _report_result(whole: UserJob, killed: UserJob, landed: list[Kill]) -> bool:
     return True
 
 
-def _advice(item: str, step: int | None, landed: list[Kill]) -> str:
-    if step is not None and (not landed or step <= landed[0].checkpoint):
+def _advice(config: ConfigContainer, ranks: int | None, landed: list[Kill], difference: Difference) -> str:
+    """What may be the cause of a difference; `ranks` is None for a job that has code of its own."""
+    if difference.step is not None and (not landed or difference.step <= landed[0].checkpoint):
         return (
             "The first kill came later, so this job is not deterministic even without kills. Look for randomness that "
             "does not come from rng.seed, and for nondeterministic kernels."
         )
-    return _CAUSES.get(item, "All steps are equal; check what callbacks report or write from state of their own.")
+    left_out = [f"checkpoint.{key}=false" for key in _STATES if not getattr(config.checkpoint, key)]
+    if left_out:
+        return f"{', '.join(left_out)}: a start from a checkpoint does not get that part of the state back."
+    if ranks is None or difference.item == "samples":
+        return _CAUSES.get(
+            difference.item, "All steps are equal; check what callbacks report or write from state of their own."
+        )
+    collective = ", or the order in which a collective sums over ranks," if ranks > 2 else ""
+    return (
+        f"The job has no code of its own. A kernel{collective} may be nondeterministic on this machine: compare two "
+        f"uninterrupted runs. If those are equal, this is a bug in Onstep; please report it with both runs."
+    )

@@ -1,12 +1,19 @@
 """The ranks of a run: the world, what ranks agree on, and data parallelism."""
 
-from onstep.distributed.data_parallel import data_parallel, no_sync
-from onstep.distributed.world import World, attempt, open_world, raise_together, world_size_from_environment
+from onstep.distributed.data_parallel import data_parallel, has_fixed_buckets, no_sync
+from onstep.distributed.world import (
+    World,
+    attempt,
+    open_world,
+    raise_together,
+    world_size_from_environment,
+)
 
 __all__ = [
     "World",
     "attempt",
     "data_parallel",
+    "has_fixed_buckets",
     "no_sync",
     "open_world",
     "raise_together",

@@ -27,17 +27,47 @@ def data_parallel(chunks: list[nn.Module], world: World, config: DistributedData
     device_ids: list[Any] | None = [world.device] if world.device.type == "cuda" else None
     sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: config.broadcast_buffers}
     return [
-        DistributedDataParallel(
+        FixedBuckets(
             chunk,
             device_ids=device_ids,
             bucket_cap_mb=config.bucket_cap_mb,
-            find_unused_parameters=config.find_unused_parameters,
+            find_unused_parameters=config.find_unused_parameters and not config.static_graph,  # which finds them once
             **sync_buffers,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             static_graph=config.static_graph,
         )
         for chunk in chunks
     ]
+
+
+class FixedBuckets(DistributedDataParallel):
+    """Data parallelism whose gradient buckets are the same in every step of every process.
+
+    torch sums the gradients of the first backward pass in one bucket, and those of later ones in buckets that follow
+    the order in which gradients were ready. On three or more ranks, the order of a sum depends on its position in a
+    bucket, so a resumed process would sum its first step in another order than a process that is in its second step.
+    Here the buckets are formed before the first backward pass, from the last registered parameter to the first, about
+    the order in which gradients are ready.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if not self.find_unused_parameters:  # else torch forms them once, when it is constructed
+            self.reducer._push_all_rebuilt_params()
+            self.reducer._rebuild_buckets()
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        parameters, expect_sparse_gradient = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        if not self.find_unused_parameters:
+            parameters.reverse()
+            expect_sparse_gradient.reverse()
+        return parameters, expect_sparse_gradient
+
+
+def has_fixed_buckets(chunk: nn.Module) -> bool:
+    """Whether a chunk sums gradients over ranks in the same order in every process; False for torch's own DDP."""
+    is_plain = isinstance(chunk, DistributedDataParallel) and not isinstance(chunk, FixedBuckets)
+    return not is_plain or bool(chunk.find_unused_parameters and not chunk.static_graph)
 
 
 def no_sync(chunks: list[nn.Module]) -> AbstractContextManager[object]:

@@ -21,7 +21,7 @@ _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "OptimizedModu
 
 def unwrap(model: Any) -> Any:
     """Return the user's module inside data-parallel and compile wrappers."""
-    while type(model).__name__ in _WRAPPERS:
+    while any(each.__name__ in _WRAPPERS for each in type(model).__mro__):
         model = getattr(model, "_orig_mod", None) or model.module
     return model
 

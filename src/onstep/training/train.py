@@ -29,7 +29,13 @@ from onstep.training.profiling.profilers import check_profilers
 from onstep.training.protocols import DataSource, ForwardStep, NonLossFunction, Trained, UserOptimizer, UserScheduler
 from onstep.training.stages.ending import Leave, exit_if_preempted
 from onstep.training.stages.forward_step import only_chunk, prepare_forward_step_func
-from onstep.training.stages.job import Evaluation, Job, drive, warn_of_parameters_left_out
+from onstep.training.stages.job import (
+    Evaluation,
+    Job,
+    drive,
+    warn_of_changing_buckets,
+    warn_of_parameters_left_out,
+)
 from onstep.training.stages.progress_log import (
     compute_throughputs_and_append_to_progress_log,
     get_start_time_from_progress_log,
@@ -71,7 +77,8 @@ def train(
 
     Args:
         forward_step_func: a function with one of the documented signatures (`onstep.training.stages.forward_step`).
-        model: list with one module, wrapped for data parallelism if there are several ranks.
+        model: list with one module, wrapped for data parallelism if there are several ranks:
+            `onstep.distributed.data_parallel` gives a resumed run the same bits on any number of them.
         optimizer: a `TrainingOptimizer`, a torch optimizer (which is wrapped in one, with `optimizer.clip_grad`), or an
             object whose `step()` returns `(successful, grad_norm, num_zeros)` and which clips by itself. For the last
             kind, loss and gradients are read once before each `step()`, so that it never sees non-finite values.
@@ -127,6 +134,7 @@ def train(
             run.world.no_collectives_after_an_error(),
         ):
             warn_of_parameters_left_out(job)
+            warn_of_changing_buckets(job)
             Loop(job).train()
     exit_if_preempted(run)
 

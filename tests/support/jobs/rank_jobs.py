@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from onstep import Callback, CallbackManager, Trainer, TrainerCallback, TrainingArguments, pretrain
-from onstep.config import ConfigContainer, DistributedInitConfig
-from onstep.distributed import open_world
+from onstep.config import ConfigContainer, DistributedDataParallelConfig, DistributedInitConfig
+from onstep.distributed import data_parallel, no_sync, open_world
 from onstep.errors import CollectiveAfterErrorError, NonFiniteError
+from onstep.events.context import unwrap
 from onstep.training import forward_step
 from tests.support.small_configs import small_pretrain_config
 
@@ -265,3 +266,27 @@ _COLLECTIVES: dict[str, tuple[Any, ...]] = {
     "max": (torch.ones(1),),
     "barrier": (),
 }
+
+
+def job_buckets(settings: dict[str, Any]) -> dict[str, bool]:
+    """Whether a wrapper that has taken steps gives the same bits as a new one, which is what a resumed process has."""
+    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    model = nn.Sequential(nn.Embedding(16, 64, sparse=settings.get("sparse", False)), *layers)
+    model[1].requires_grad_(not settings.get("frozen", False))
+    world, options = open_world(DistributedInitConfig(device="cpu")), DistributedDataParallelConfig(**settings["ddp"])
+
+    def gradients(wrapped: nn.Module, batch: int) -> list[Any]:
+        model.zero_grad()
+        tokens = torch.randint(0, 16, (2, 8, 12), generator=torch.Generator().manual_seed(10 * batch + RANK))
+        with no_sync([wrapped]):
+            wrapped(tokens[0]).square().mean().backward()
+        wrapped(tokens[1]).square().mean().backward()
+        return [param.grad.to_dense().clone() for param in model.parameters() if param.grad is not None]
+
+    [used] = data_parallel([model], world, options)
+    first, *_, again = [gradients(used, batch) for batch in (7, 1, 2, 7)]
+    del used
+    [new] = data_parallel([model], world, options)
+    others = gradients(new, 7)
+    same = [torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(first, again, others, strict=True)]
+    return {"same": all(same), "unwrapped": unwrap(new) is model}

@@ -223,10 +223,10 @@ class StatefulStream(Stream):
 
 
 class TinyModel(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.drop, self.out = nn.Embedding(16, 8), nn.Dropout(0.1), nn.Linear(8, 16)
+        self.embed, self.drop, self.out = nn.Embedding(16, width), nn.Dropout(0.1), nn.Linear(width, 16)
 
     def forward(self, tokens: Any, labels: Any, factor: Any) -> dict[str, Any]:
         logits = self.out(self.drop(self.embed(tokens)))
@@ -244,7 +244,7 @@ def job_trainer(settings: dict[str, Any]) -> None:
         "stream": lambda: Stream(44),
         "stateful": lambda: StatefulStream(44),
     }
-    model = TinyModel()
+    model = TinyModel(settings.get("width", 8))
     if settings.get("learns_late"):
         onstep.optim.optimizer.finite_gate = DeviceFiniteGate
     if settings.get("without_dropout"):
@@ -252,7 +252,7 @@ def job_trainer(settings: dict[str, Any]) -> None:
     values: dict[str, Any] = {
         "output_dir": "runs/run",
         "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 4 // world,
+        "gradient_accumulation_steps": max(1, 4 // world),
         "max_steps": 12,
         "learning_rate": 1e-2,
         "logging_steps": 3,

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from onstep.data import StepBatches, StepSource
+from onstep.distributed import has_fixed_buckets
 from onstep.events import Dispatcher
 from onstep.optim import ScalesRates, StepOptimizer, as_step_optimizer
 from onstep.optim.param_groups import parameters_left_out, trainable_parameters
@@ -101,6 +102,20 @@ def warn_of_parameters_left_out(job: Job) -> None:
             "requires_grad=False",
             len(names),
             _first_of(names),
+        )
+
+
+def warn_of_changing_buckets(job: Job) -> None:
+    """Warn, on rank 0, of a wrapper whose sums over three or more ranks depend on when its process started."""
+    run = job.run
+    if run.world.size < 3 or not run.world.is_main or run.checkpoints is None:
+        return
+    if not all(has_fixed_buckets(chunk) for chunk in job.model):
+        logger.warning(
+            "the model is wrapped in torch's DistributedDataParallel, which changes its gradient buckets after the "
+            "first step of a process: on %d ranks, a resumed run sums in another order and is not the same to the bit; "
+            "wrap it with onstep.distributed.data_parallel, or pass find_unused_parameters=True",
+            run.world.size,
         )
 
 

@@ -1,9 +1,10 @@
 """The ranks of a run: the world, what ranks agree on, and data parallelism."""
 
-from onstep.distributed.data_parallel import data_parallel, has_fixed_buckets, no_sync
+from onstep.distributed.data_parallel import check_ranks, data_parallel, has_fixed_buckets, no_sync
 from onstep.distributed.world import (
     World,
     attempt,
+    existing_world,
     open_world,
     raise_together,
     world_size_from_environment,
@@ -12,7 +13,9 @@ from onstep.distributed.world import (
 __all__ = [
     "World",
     "attempt",
+    "check_ranks",
     "data_parallel",
+    "existing_world",
     "has_fixed_buckets",
     "no_sync",
     "open_world",

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from onstep.config import DistributedDataParallelConfig
+from onstep.distributed.shards import as_dtensor, world_size
 from onstep.distributed.world import World
+from onstep.errors import ConfigError, ShardingError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # torch 2.13 renamed the argument; the old name goes when 2.13 is the oldest supported
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
@@ -21,9 +28,21 @@ def data_parallel(chunks: list[nn.Module], world: World, config: DistributedData
     """Wrap the chunks so that the backward pass averages gradients over the ranks; a world of one stays as it is.
 
     Collective: weights are broadcast from rank 0.
+
+    Raises:
+        ShardingError: for a parameter that is sharded over ranks.
     """
     if world.size == 1:
         return chunks
+    check_ranks(chunks, world)
+    for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
+        dtensor = as_dtensor(parameter)
+        if dtensor is not None:
+            raise ShardingError(
+                f"{name} is sharded over {dtensor.device_mesh}, but the model is to be wrapped in "
+                f"DistributedDataParallel, for which it must be whole on every rank; pass it without fully_shard, or "
+                f"train it with onstep.training.train."
+            )
     device_ids: list[Any] | None = [world.device] if world.device.type == "cuda" else None
     sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: config.broadcast_buffers}
     return [
@@ -62,6 +81,58 @@ class FixedBuckets(DistributedDataParallel):
             parameters.reverse()
             expect_sparse_gradient.reverse()
         return parameters, expect_sparse_gradient
+
+
+def check_ranks(chunks: Sequence[nn.Module], world: World) -> None:
+    """Check that each rank of `world` may get samples of its own, as all ranks do.
+
+    Raises:
+        ConfigError: for a world of one rank that was assumed before there was a process group of several.
+        ShardingError: for a parameter that is sharded over ranks that must get the same samples (tensor parallelism),
+            or over some of the ranks only.
+    """
+    if world.is_assumed and world_size() > 1:
+        raise ConfigError(
+            f"the state was made before the process group of {world_size()} ranks, so its world is this rank alone; "
+            f"make GlobalState after the group, or pass world=World() if each rank is to train by itself."
+        )
+    if world.size == 1:
+        return
+    meshes = {place: mesh for chunk in chunks for place, mesh in _data_meshes(chunk)}
+    for chunk in chunks:
+        for prefix, module in chunk.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                dtensor, mesh = as_dtensor(parameter), meshes.get((id(module), name))
+                if dtensor is None or (
+                    mesh is not None and mesh.ndim == dtensor.device_mesh.ndim and mesh.size() == world.size
+                ):
+                    continue
+                raise ShardingError(
+                    f"{f'{prefix}.{name}'.removeprefix('module.').removeprefix('.')} is a DTensor on "
+                    f"{dtensor.device_mesh}, which is not data parallelism over all {world.size} ranks: each rank is "
+                    f"trained on samples of its own, but ranks that are tensor-parallel must have the same. Onstep "
+                    f"trains models that are whole on every rank, or sharded by fully_shard over all of them; load the "
+                    f"model without tp_plan or parallelize_module."
+                )
+
+
+def _data_meshes(chunk: nn.Module) -> Iterator[tuple[tuple[int, str], DeviceMesh]]:
+    """The mesh over which FSDP2 shards or replicates each parameter, by the id of its module and its name there."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in chunk.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch before 2.13 has at most one
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            for one in () if group is None else group.fsdp_params:
+                info = one._module_info
+                owners, names = [info.module, *info.shared_modules], [info.param_name, *info.shared_param_names]
+                for owner, name in zip(owners, names, strict=True):
+                    yield (id(owner), name), one.mesh_info.mesh
 
 
 def has_fixed_buckets(chunk: nn.Module) -> bool:

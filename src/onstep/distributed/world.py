@@ -43,6 +43,8 @@ class World:
     """Whether `close` destroys the process group; a group made by the caller is kept."""
     control_group: Any = None
     """A gloo group for decisions, on the CPU; None means the default group."""
+    is_assumed: bool = False
+    """Nobody has chosen this world: it is of one rank because there was no process group."""
 
     _hooks: tuple[Any, Any] | None = field(default=None, init=False, repr=False, compare=False)
     """`sys.excepthook` before torch replaced it for this group, and torch's, which puts the rank before each line."""
@@ -182,13 +184,22 @@ def open_world(config: DistributedInitConfig) -> World:
     owns_group, hook = not dist.is_initialized(), sys.excepthook
     if owns_group:
         _init_group(config, size, rank, device)
-    control_group = None
-    if size > 1 and dist.get_backend() != "gloo":
-        control_group = dist.new_group(backend="gloo", timeout=_timeout(config))
-    world = World(rank, size, local_rank, device, owns_group, control_group)
+    world = World(rank, size, local_rank, device, owns_group, _control_group(_timeout(config)))
     if owns_group:
         world._keep_excepthook(hook)
     return world
+
+
+def existing_world() -> World:
+    """The ranks of the existing process group; one rank without a group. Collective with a backend other than gloo."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return World(is_assumed=True)
+    if dist.get_world_size() == 1:
+        return World()
+    on_cuda = dist.get_backend() != "gloo" and torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    local_rank = integer_from_environment("LOCAL_RANK", 0)
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, device, control_group=_control_group())
 
 
 def world_size_from_environment() -> int:
@@ -198,6 +209,12 @@ def world_size_from_environment() -> int:
 
 def _timeout(config: DistributedInitConfig) -> timedelta:
     return timedelta(minutes=config.distributed_timeout_minutes)
+
+
+def _control_group(timeout: timedelta | None = None) -> Any:
+    if dist.get_world_size() == 1 or dist.get_backend() == "gloo":
+        return None
+    return dist.new_group(backend="gloo", timeout=timeout)
 
 
 def _device(wanted: str | None, local_rank: int) -> torch.device:

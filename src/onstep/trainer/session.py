@@ -20,7 +20,7 @@ from onstep.config import ConfigContainer, TrainingArguments
 from onstep.config.checks import idle_in_trainer, idle_line
 from onstep.config.hf.checks import idle_arguments
 from onstep.config.lengths import train_iters
-from onstep.distributed import World, data_parallel, open_world, world_size_from_environment
+from onstep.distributed import World, check_ranks, data_parallel, open_world, world_size_from_environment
 from onstep.errors import ConfigError, DataError
 from onstep.events import Control, Dispatcher
 from onstep.models import Transformer
@@ -191,7 +191,7 @@ def evaluation_session(trainer: TrainerMethods) -> Iterator[Session]:
     directory = None if before is None else before.run_dir
     entry_point = EntryPoint(trainer=trainer, processing_class=trainer.processing_class)
     entry_point.given_args = shown_arguments(trainer.args, None if directory is None else str(directory.path))
-    state = GlobalState(cfg=config, run_dir=directory, entry_point=entry_point)
+    state = GlobalState(cfg=config, world=World(), run_dir=directory, entry_point=entry_point)
     with state.features.open(SETUP, state, state.world), _world(config) as world:
         state.world, state.control = world, Control(rank=world.rank)
         notify = Dispatcher(trainer.callback_manager, state, [], *known_optimizers(trainer))
@@ -243,6 +243,7 @@ def _session(
         module = trainer.model
         if trainer.place_model_on_device and trainer.args.place_model_on_device is not False:
             trainer._move_model_to_device(module, state.world.device)
+    check_ranks([module], state.world)
     if trains:
         align_special_tokens(module, trainer.processing_class, logs=state.world.is_main)
     notify.model = [module]

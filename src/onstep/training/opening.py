@@ -73,7 +73,7 @@ def open_run(
     manager = attach_trackers(manager, config)
     check_trackers(config)
     entry_point.prints_console_line = config.logger.console == "bridge"
-    run = GlobalState(cfg=config, entry_point=entry_point)
+    run = GlobalState(cfg=config, world=World(), entry_point=entry_point)
     with run.features.open(SETUP, run, run.world), join(config) as world:
         claim, hold = claim_run(config, world)
         with abandoned_on_error(hold):

@@ -18,7 +18,7 @@ from onstep.checkpoint import CheckpointInfo, CheckpointManager
 from onstep.config import ConfigContainer, config_to_args
 from onstep.config.lengths import batch_sizes
 from onstep.data import StepSource
-from onstep.distributed import World
+from onstep.distributed import World, existing_world
 from onstep.events import CallbackManager, Control, Request, RunInfo, RunState
 from onstep.events.exportable_state import exported_states
 from onstep.models.heads import ModelHook
@@ -195,7 +195,8 @@ class Run:
 
     cfg: ConfigContainer = field(default_factory=ConfigContainer)
     """The validated copy that the run uses."""
-    world: World = field(default_factory=World)
+    world: World = field(default_factory=existing_world)
+    """The ranks of the process group, if there is one already; `World()` is this process by itself."""
     train_state: TrainState = field(default_factory=TrainState)
     control: Control = field(default_factory=Control)
     info: RunInfo = field(default_factory=RunInfo)
@@ -221,6 +222,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.sums.training_start_time = self.start_time
+        self.control.rank = self.world.rank
 
     @property
     def trainer(self) -> Any:

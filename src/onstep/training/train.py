@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onstep.data import Batch, IteratorReader, StepBatches, as_step_source
 from onstep.data.loaders.step_source import only_iterator
+from onstep.distributed import check_ranks
 from onstep.events import CallbackManager, Dispatcher
 from onstep.optim import ForeignOptimizer, TorchSchedulerAdapter
 from onstep.training.bridge.exits import checkpoint_and_decide_exit, save_checkpoint_and_time
@@ -97,9 +98,12 @@ def train(
     Raises:
         NonFiniteError: if a loss or gradient norm is NaN or infinite; the update was not applied.
         ReplicaMismatchError: if replicas differ (`train.check_weight_hash_across_dp_replicas_interval`).
-        ConfigError: if both `profiling.use_pytorch_profiler` and a callback profile, or the model has several chunks.
+        ConfigError: if both `profiling.use_pytorch_profiler` and a callback profile, the model has several chunks, or
+            the state was made before the process group of several ranks.
+        ShardingError: if parameters are sharded over ranks other than by `fully_shard` over all of them.
     """
     only_chunk(model)
+    check_ranks(model, global_state.world)
     run = global_state
     check_profilers(run.cfg.profiling, callback_manager)
     driven = drive(optimizer, model, run)
@@ -196,6 +200,7 @@ def _loop_of(
     is_same = len(given) == len(room.given) - 1 and all(a is b for a, b in zip(given, room.given, strict=False))
     if room.loop is not None and is_same and room.given[-1] is built:
         return room.loop
+    check_ranks(model, state.world)
     job = Job(
         run=state,
         forward_step_func=forward_step_func,

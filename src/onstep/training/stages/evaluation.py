@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from onstep.data import Batch, EvalLoader, IteratorReader, StepBatches
 from onstep.data.loaders.step_source import only_iterator
-from onstep.distributed import World
+from onstep.distributed import World, check_ranks
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager, Dispatcher
 from onstep.models.generation.generate import preserve_modes
@@ -67,6 +67,7 @@ def evaluate(
             from before it.
     """
     only_chunk(model)  # before any event
+    check_ranks(model, state.world)
     notify = notify or Dispatcher(callback_manager, state, model)
     collected: object = None
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from onstep.checkpoint import RngState
 from onstep.checkpoint.format.tensor_file import bytes_of
+from onstep.distributed.shards import local_part
 from onstep.durability import try_to_sync
 from onstep.metrics_log import MetricsLog, Record, align, leading_records, read_records, without_wall_clock
 from onstep.training.compute.step import Step
@@ -152,9 +153,12 @@ class TrajectoryHash(Feature[Job]):
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:
-    """A digest of the tensors' bits; any differing bit changes it, barring collisions. Reads the device once."""
+    """A digest of the bits of the tensors, or of this rank's shards of them; reads the device once.
+
+    Any differing bit changes it, barring collisions.
+    """
     hasher, sums = blake3(), []
-    for tensor in tensors:
+    for tensor in map(local_part, tensors):
         if tensor.device.type == "cpu":
             hasher.update(bytes_of(tensor))
         else:

@@ -1,0 +1,147 @@
+"""What the ranks of the tests of models that the user has wrapped or sharded run: `job_*(settings)`."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from onstep import Callback, CallbackManager, Trainer, TrainingArguments
+from onstep.config import ConfigContainer
+from onstep.data import TrainLoader
+from onstep.errors import ConfigError
+from onstep.metrics_log import read_records
+from onstep.training import GlobalState, evaluate, train, train_step
+from onstep.training.runs.run_dir import RunDir
+from tests.support.small_runs import LENGTH, RaggedRows, TinyModel, mean_step, split, sum_step
+
+BATCH, MICRO, STEPS = 24, 2, 6
+
+
+class Watch(Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def on_train_step_end(self, context: Any) -> None:
+        self.losses.append(float(next(iter(context.loss_dict.values()))))
+        self.norms.append(float(context.grad_norm))
+
+
+class Returning(TinyModel):
+    """As Trainer wants it."""
+
+    def forward(self, tokens: Any, labels: Any, reduction: str = "mean") -> Any:
+        return {"loss": super().forward(tokens, labels, reduction)}
+
+
+def tensor_parallel(model: nn.Module, mesh: Any) -> nn.Module:
+    embedding = RowwiseParallel(input_layouts=_replicate())
+    return parallelize_module(model, mesh, {"embed": embedding, "out": ColwiseParallel(output_layouts=_replicate())})
+
+
+def _replicate() -> Any:
+    from torch.distributed.tensor import Replicate
+
+    return Replicate()
+
+
+def wrapped(how: str, model: nn.Module) -> nn.Module:
+    """The model as a user shards it over the ranks of the process group."""
+    size = dist.get_world_size()
+    if how == "ddp":
+        return DistributedDataParallel(model)
+    if how == "fsdp":
+        fully_shard(model.out)
+        return fully_shard(model)
+    if how == "hsdp":
+        return fully_shard(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
+    if how == "tp":
+        return tensor_parallel(model, init_device_mesh("cpu", (size,)))
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
+    if how == "fsdp x tp":
+        return fully_shard(tensor_parallel(model, mesh["tp"]), mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])  # pairs of ranks, which do not know each other
+
+
+def given_config() -> ConfigContainer:
+    config = ConfigContainer()
+    config.train.micro_batch_size, config.train.global_batch_size, config.train.train_iters = MICRO, BATCH, STEPS
+    config.model.seq_length = LENGTH
+    config.logger.log_interval, config.validation.eval_iters = 0, None
+    return config
+
+
+def job_train(settings: dict[str, Any]) -> dict[str, Any]:
+    """`train()`, `train_step()` or `evaluate()` of a model that the user has wrapped; the error, if it is refused."""
+    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if ranks > 1:
+        dist.init_process_group("gloo")
+    config = given_config()
+    config.checkpoint.certify, config.checkpoint.save = settings.get("certify", False), settings.get("save")
+    model = wrapped(settings["how"], TinyModel()) if ranks > 1 else TinyModel()
+    run_dir = RunDir(Path("run")) if config.checkpoint.certify else None
+    state = GlobalState(cfg=config, num_microbatches=BATCH // (MICRO * ranks), run_dir=run_dir)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    sizes = {"micro_batch_size": MICRO, "global_batch_size": BATCH, "rank": rank, "world_size": ranks}
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("onstep").addHandler(handler)
+    watch, manager = Watch(), CallbackManager()
+    manager.add(watch)
+    batches = iter([split(RaggedRows(2), [2]).micro_batches[0]])
+    try:
+        if settings.get("door") == "train_step":
+            train_step(sum_step, batches, [model], optimizer, None, state)
+        elif settings.get("door") == "evaluate":
+            evaluate(state, sum_step, batches, [model], None, None)
+        else:
+            loader = TrainLoader(RaggedRows(144), seed=1, **sizes)
+            train(sum_step, [model], optimizer, None, loader, None, state, callback_manager=manager)
+    except ConfigError as error:
+        return {"error": str(error)}
+    found: dict[str, Any] = {"losses": watch.losses, "norms": watch.norms, "ranks": state.world.size}
+    found["said"] = said
+    if run_dir is not None:
+        records = read_records(run_dir.path / "certificate" / f"rank_{rank}.json")
+        found["weights"] = [record["weights"] for record in records]
+    return found
+
+
+def job_trainer(settings: dict[str, Any]) -> str | None:
+    """`Trainer.train()` or `evaluate()` of a model that the user has sharded; the error."""
+    dist.init_process_group("gloo")
+    arguments = TrainingArguments(
+        output_dir="run", max_steps=2, per_device_train_batch_size=MICRO, use_cpu=True, save_strategy="no"
+    )
+    model = wrapped(settings["how"], Returning())
+    trainer = Trainer(model, arguments, train_dataset=RaggedRows(16), eval_dataset=RaggedRows(8))
+    try:
+        trainer.train() if settings["door"] == "train" else trainer.evaluate()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def job_early_state(settings: dict[str, Any]) -> str | None:
+    """`train()` of a state that was made before the process group."""
+    state = GlobalState(cfg=given_config())
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(TinyModel())
+    data = itertools.repeat(split(RaggedRows(2), [2]).micro_batches[0])
+    try:
+        train(mean_step, [model], torch.optim.SGD(model.parameters(), lr=0.1), None, data, None, state)
+    except ConfigError as error:
+        return str(error)
+    return None

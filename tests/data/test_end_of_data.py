@@ -35,6 +35,11 @@ class NumbersAtOnce(Numbers):
         return [self[index] for index in indices]
 
 
+class TooFew(Numbers):
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        return list(map(self.__getitem__, indices))
+
+
 class Sound(Numbers):
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"x": float(index)}
@@ -109,6 +114,11 @@ def read_all(loader: Any) -> int:
 def test_what_reads_a_sample_cannot_end_the_data(loader: Callable[..., Any], num_workers: int) -> None:
     with pytest.raises(DataError, match=ESCAPED):
         read_all(loader(num_workers=num_workers))
+
+
+def test_a_dataset_that_returns_too_few_samples_is_refused() -> None:
+    with pytest.raises(DataError, match="__getitems__ of TooFew returned 1 of 4 samples"):
+        read_all(train_loader(TooFew()))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

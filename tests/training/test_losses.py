@@ -191,5 +191,5 @@ def test_what_is_no_loss_is_refused_with_the_documented_forms() -> None:
     def step(data_iterator: Any, model: Any) -> Any:
         return model(**next(data_iterator)), lambda loss: {"loss": loss}
 
-    with pytest.raises(TypeError, match=r"returned dict.*\(loss_sum, num_tokens, report\)"):
+    with pytest.raises(TypeError, match=r"returned a mapping with loss; .*\(loss_sum, num_tokens, report\)"):
         one_step(step, split(RaggedRows(), [12]))

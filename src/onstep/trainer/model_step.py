@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from onstep.distributed import World
 from onstep.errors import ConfigError
 from onstep.trainer.loss_convention import MAPPING, NUM_ITEMS, Convention, Labels, accepts_num_items
-from onstep.training.compute.losses import LossShare, MeanLoss, mean_weight
+from onstep.training.compute.losses import ONE_ELEMENT, LossShare, MeanLoss, described, mean_weight
 from onstep.training.compute.step import MicroBatches, to_device
 
 
@@ -61,6 +61,8 @@ class ModelStep:
             own_items = self._labels.items(inputs)
         num_items = None if own_items is None else self._num_items(data_iterator, model, own_items)
         loss = self._loss(model, inputs, num_items)
+        if loss is None and model.training:
+            raise ConfigError("compute_loss returned None; it must return the loss of the micro-batch.")
         return self._result(loss, inputs, measured, is_share=own_items is not None and model.training)
 
     def _result(
@@ -161,11 +163,14 @@ def model_loss(model: nn.Module, inputs: Any, further: dict[str, Any]) -> tuple[
     outputs = model(**inputs) if type(inputs) is dict else call_model(model, inputs)
     loss = find_loss(outputs)
     if loss is None:
+        found = None if isinstance(outputs, Tensor) else _loss_entry(outputs)
+        if found is not None:
+            raise ConfigError(f"The loss that {type(model).__name__} returned is {described(found)}; {ONE_ELEMENT}.")
         given = f" It received {', '.join(inputs)}." if isinstance(inputs, MAPPING) else ""
         raise ConfigError(
-            f"{type(model).__name__} returned no loss but {_described(outputs)}.{given} Return a dict with a 0-d "
-            f"'loss' or a tuple that starts with it, pass the labels that the model needs, or use "
-            f"compute_loss_func(outputs, labels)."
+            f"{type(model).__name__} returned no loss but {described(outputs)}.{given} Return a dict with a 0-d "
+            f"'loss' or a tuple that starts with it, pass the labels that the model needs, as numbers (strings "
+            f"are dropped), or use compute_loss_func(outputs, labels)."
         )
     return loss, outputs
 
@@ -189,20 +194,18 @@ def function_loss(
 
 def find_loss(outputs: Any) -> Tensor | None:
     """The loss in a model's outputs: `loss`, the first element of a tuple, or the output itself; one element."""
-    loss: Any = outputs
-    if isinstance(outputs, MAPPING):
-        loss = outputs.get("loss")
-    elif hasattr(outputs, "loss"):
-        loss = outputs.loss
-    elif isinstance(outputs, (list, tuple)):
-        loss = outputs[0] if outputs else None
+    loss = _loss_entry(outputs)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         return None
     return loss.reshape(()) if loss.ndim else loss
 
 
-def _described(outputs: Any) -> str:
+def _loss_entry(outputs: Any) -> Any:
+    """What a model returned as its loss; None if it returned none."""
     if isinstance(outputs, MAPPING):
-        return f"a mapping with {', '.join(outputs) or 'no entries'}"
-    shape = f" of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else ""
-    return f"a {type(outputs).__name__}{shape}"
+        return outputs.get("loss")
+    if hasattr(outputs, "loss"):
+        return outputs.loss
+    if isinstance(outputs, (list, tuple)):
+        return outputs[0] if outputs else None
+    return outputs

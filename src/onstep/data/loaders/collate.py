@@ -2,47 +2,67 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import copy
-from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from onstep.data.loaders.end_of_data import call
-from onstep.errors import DataError
+from onstep.data.loaders.end_of_data import escaped_stop
+from onstep.errors import DataError, warn_once
+
+_LOGGER = logging.getLogger(__name__)
 
 
 def default_data_collator(features: Sequence[Any]) -> Any:
     """Collate samples into a micro-batch like the collator of the same name in `transformers`.
 
     Mappings of tensors, arrays, lists and numbers become a dict of tensors ``(batch, ...)``; `label` and `label_ids`
-    become `labels`; strings and None are dropped, because models do not accept them. Tensors, tuples and numbers are
-    passed to torch's `default_collate`.
+    become `labels`; strings and None are dropped, because models do not accept them; a warning names the column of
+    strings. Tensors, tuples and numbers are passed to torch's `default_collate`.
 
     Raises:
-        DataError: if a value differs in shape between samples, or is missing from some of them.
+        DataError: if a value differs in shape between samples, or is missing from some of them; for a sample that is
+            None, or of a type that cannot be collated.
     """
     first = features[0]
     if type(first) is not dict and not isinstance(first, Mapping):
-        return default_collate(list(features))
-    if sum(map(len, features)) != len(first) * len(features):  # a key that the first sample lacks would be lost
+        try:
+            return default_collate(list(features))
+        except (TypeError, RuntimeError) as error:
+            if any(feature is None for feature in features):
+                raise _none() from error
+            raise DataError(
+                f"samples of type {type(first).__name__} cannot be collated: {error}; return mappings or tuples of "
+                "numbers, arrays or tensors of one shape, or give a collate_fn"
+            ) from error
+    try:
+        num_values = sum(map(len, features))
+    except TypeError as error:
+        raise _none() from error
+    if num_values != len(first) * len(features):  # a key that the first sample lacks would be lost
         raise _missing(next(key for one in features for key in one if not all(key in each for each in features)))
     batch: dict[str, Any] = {}
     for key, value in first.items():
         if value is None or isinstance(value, (str, bytes)):
             if value is None and any(feature.get(key) is not None for feature in features):
                 raise DataError(f"key {key!r} is None in some samples of a micro-batch; give it a value in all or none")
+            if value is not None:
+                warn_once(_LOGGER, f"{key!r} of the samples holds strings, which the default collator drops")
             continue
         name = "labels" if key in ("label", "label_ids") else key
         if name in batch:
             raise DataError(f"{key!r} and another key both become 'labels'; remove one of them from the samples")
         try:
-            values = [feature[key] for feature in features]
+            values = list(map(itemgetter(key), features))
         except KeyError as error:
             raise _missing(key) from error
+        if len(values) != len(features):  # `map` ends with a StopIteration of a sample
+            raise escaped_stop()
         if type(value) is not torch.Tensor and isinstance(value, Mapping):
             batch[name] = default_data_collator(values)
             continue
@@ -92,6 +112,10 @@ class PaddingCollator:
         return batch
 
 
+def _none() -> DataError:
+    return DataError("a sample is None; the dataset must return each sample (is there a `return` in __getitem__?)")
+
+
 def _missing(key: str) -> DataError:
     return DataError(f"key {key!r} is missing from some samples of a micro-batch; provide it for all or none")
 
@@ -135,15 +159,26 @@ def fetch_function(dataset: Any, collate_fn: Collate | None) -> Fetch:
 
     That is its `get_batch(ids)` if no collator is given, else `__getitems__(ids)`, else one sample at a time.
     """
-    collate = collate_fn or default_data_collator
-    fetch: Fetch
     if collate_fn is None and hasattr(dataset, "get_batch"):
-        fetch = dataset.get_batch
-    elif getattr(dataset, "__getitems__", None) is not None:
-        fetch = lambda ids: collate(dataset.__getitems__(ids))  # noqa: E731
-    else:
-        fetch = lambda ids: collate([dataset[index] for index in ids])  # noqa: E731
-    return partial(call, fetch)
+        get_batch: Fetch = dataset.get_batch
+        return get_batch
+    collate = collate_fn or default_data_collator
+    read_samples = getattr(dataset, "__getitems__", None)
+
+    def read(ids: list[int]) -> Any:
+        if read_samples is None:
+            samples = []
+            for index in ids:  # not `map`, which would end with a StopIteration of the dataset
+                samples.append(dataset[index])
+        else:
+            samples = read_samples(ids)
+            if isinstance(samples, list) and len(samples) != len(ids):
+                raise DataError(
+                    f"__getitems__ of {type(dataset).__name__} returned {len(samples)} of {len(ids)} samples"
+                )
+        return collate(samples)
+
+    return read
 
 
 def should_pin(pin_memory: bool) -> bool:

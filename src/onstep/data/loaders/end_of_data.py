@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice, starmap
 from traceback import walk_tb
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from onstep.errors import DataError
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-END: Final[Any] = object()
-"""What `next_item` returns at the end of an iterator."""
 
 _TRANSPARENT = (map, filter, zip, enumerate, chain, islice, starmap)
 """Iterators that end with any `StopIteration` of a function that they call."""
@@ -28,40 +25,40 @@ def call(function: Callable[[T], R], argument: T) -> R:
     try:
         return function(argument)
     except StopIteration as stop:
-        raise _escaped_stop() from stop
+        raise escaped_stop() from stop
 
 
 def items_of(source: Iterable[T]) -> Iterator[T]:
-    """The items of an iterable, up to its own end; otherwise as `next_item`."""
+    """The items of an iterable, up to its own end; see `check_end`."""
     iterator = iter(source)
-    while (item := next_item(iterator)) is not END:
+    while True:
+        try:
+            item = next(iterator)
+        except StopIteration as stop:
+            check_end(stop, iterator)
+            return
         yield item
 
 
-def next_item(iterator: Iterator[T]) -> Any:
-    """The next item of an iterator, or `END`.
+def check_end(stop: StopIteration, iterator: Iterator[Any]) -> None:
+    """Check that a `StopIteration`, caught around `next(iterator)` itself, is the iterator's own.
 
     Raises:
-        DataError: if the traceback shows that the `StopIteration` comes from a function that the iterator calls: from a
-            dataset or collator that a torch DataLoader reads, or a function given to `map` and the like.
+        DataError: if its traceback shows that it comes from a function that the iterator calls: from a dataset or
+            collator that a torch DataLoader reads, or a function given to `map` and the like.
     """
-    try:
-        return next(iterator)
-    except StopIteration as stop:
-        if _has_escaped(stop, iterator):
-            raise _escaped_stop() from stop
-        return END
-
-
-def _has_escaped(stop: StopIteration, iterator: Iterator[Any]) -> bool:
     assert stop.__traceback__ is not None
-    calls = [frame.f_code.co_name for frame, _ in walk_tb(stop.__traceback__.tb_next)]  # below next_item
+    calls = [frame.f_code.co_name for frame, _ in walk_tb(stop.__traceback__.tb_next)]
     if "_next_data" in calls:  # of a torch DataLoader, which raises its own there or where it fetches from an iterable
-        return "_next_index" not in calls and calls[-1] not in ("_next_data", "fetch")
-    return isinstance(iterator, _TRANSPARENT) and bool(calls) and calls[0] != "__next__"
+        has_escaped = "_next_index" not in calls and calls[-1] not in ("_next_data", "fetch")
+    else:
+        has_escaped = isinstance(iterator, _TRANSPARENT) and bool(calls) and calls[0] != "__next__"
+    if has_escaped:
+        raise escaped_stop() from stop
 
 
-def _escaped_stop() -> DataError:
+def escaped_stop() -> DataError:
+    """The error for a `StopIteration` that is not the end of the data."""
     return DataError(
         "the code that reads the data raised StopIteration (see the traceback above), which would pass for the end of "
         "the data and silently drop the rest; it usually comes from next() of an exhausted iterator in a dataset, a "

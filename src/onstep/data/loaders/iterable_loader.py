@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from onstep.data.loaders.collate import Collate, as_it_is, default_data_collator, length_of, samples_in, should_pin
-from onstep.data.loaders.end_of_data import END, call, items_of
+from onstep.data.loaders.end_of_data import call, items_of
 from onstep.data.loaders.micro_batch_reader import batches_from_workers, outlive_the_group, seed_globals, seeded_aside
 from onstep.data.loaders.sample_order import MicroBatchLayout
 from onstep.data.loaders.step_batches import StepBatches, step_of
@@ -151,7 +151,7 @@ class StreamReader:
     def _rows_of_batches(self, skip_samples: int) -> Iterator[StepBatches]:
         batches = items_of(self._source)
         skipped = 0
-        while skipped < skip_samples and (batch := next(batches, END)) is not END:
+        while skipped < skip_samples and (batch := next(batches, _END)) is not _END:
             skipped += self._size_of(batch) * self._layout.world_size
         _check_replayed(skipped, skip_samples)
         for batch in batches:
@@ -162,6 +162,9 @@ class StreamReader:
     def _size_of(self, batch: Any) -> int:
         count = count_samples(batch)
         return self._layout.micro_batch_size if count is None else count
+
+
+_END = object()
 
 
 class _RowsInWorker(IterableDataset[Any]):

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from onstep.data.loaders.collate import Collate, as_it_is, fetch_function, pin, should_pin
+from onstep.data.loaders.end_of_data import call, escaped_stop
 from onstep.data.loaders.sample_order import GlobalMicroBatch
 from onstep.data.loaders.step_batches import StepBatches
 from onstep.errors import DataError
@@ -133,7 +134,10 @@ class MicroBatchReader:
     def _read_here(self, rows: Iterator[GlobalMicroBatch]) -> Iterator[StepBatches]:
         fetch, pins_memory = fetch_function(self._dataset, self._collate_fn), self._pins_memory
         for ids, is_filler, num_samples, _ in rows:
-            batch = fetch(ids)
+            try:
+                batch = fetch(ids)
+            except StopIteration as stop:
+                raise escaped_stop() from stop
             HEARTBEAT.beats += 1
             if pins_memory:
                 batch = pin(batch)
@@ -186,7 +190,7 @@ class _FetchedBatches(Dataset[Any]):
     def __getitems__(self, tasks: list[_Task]) -> Any:
         ((epoch, position, ids),) = tasks
         seed_globals(self._seed, epoch, position)
-        return fetch_function(self._dataset, self._collate_fn)(ids)
+        return call(fetch_function(self._dataset, self._collate_fn), ids)
 
 
 def seed_globals(*place: int | str) -> None:

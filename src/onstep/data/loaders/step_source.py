@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, repeat
 from typing import Any
 
-from onstep.data.loaders.end_of_data import END, items_of, next_item
+from onstep.data.loaders.end_of_data import check_end, items_of
 from onstep.data.loaders.iterable_loader import Unindexed, count_samples, is_stateful
 from onstep.data.loaders.step_batches import Batch, StepBatches, StepSource
 from onstep.errors import DataError
@@ -46,7 +46,12 @@ class IteratorReader(Unindexed):
         """The next step; it has fewer micro-batches if the iterator ends within it; None at the end of the iterator."""
         batches: list[Batch] = []
         counts: list[int] = []
-        while len(batches) < num_microbatches and (batch := next_item(self._iterator)) is not END:
+        while len(batches) < num_microbatches:
+            try:
+                batch = next(self._iterator)
+            except StopIteration as stop:
+                check_end(stop, self._iterator)
+                break
             HEARTBEAT.beats += 1
             batches.append(batch)
             count = count_samples(batch)

@@ -72,6 +72,8 @@ class CustomStep(ModelStep):
         measured = self._labels.measure(inputs)
         with self._trainer.compute_loss_context_manager():
             loss = self._loss(model, inputs, num_items)
+        if loss is None and step is not None:
+            raise ConfigError("compute_loss returned None; it must return the loss of the micro-batch.")
         is_share = self._gives_shares and num_items is not None and step is not None
         return self._result(loss, inputs, measured, is_share=is_share)
 

@@ -41,6 +41,13 @@ _HAS_ENGINE = hasattr(torch.autograd, "_engine_run_backward")
 _ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
+ONE_ELEMENT = (
+    "it must be a floating-point tensor of one element: reduce the losses of samples or tokens with .mean(), and keep "
+    "the tensor instead of .item()"
+)
+"""What a loss must be, for errors."""
+
+
 class LossShare(NamedTuple):
     """A micro-batch's share of the step's loss."""
 
@@ -90,8 +97,28 @@ class MicroLoss:
     tokens: Scalar | None
     """Number of labels trained on, if known."""
 
+    def __post_init__(self) -> None:
+        """Check the loss.
+
+        Raises:
+            ConfigError: if it is not a floating-point tensor of one element.
+        """
+        loss: object = self.loss
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            raise ConfigError(f"the loss is {described(loss)}; {ONE_ELEMENT}")
+
     def backward(self, start: Scalar | None) -> None:
-        """Run backward from `loss * start`; None means 1."""
+        """Run backward from `loss * start`; None means 1.
+
+        Raises:
+            ConfigError: if the loss depends on no parameter that is trained.
+        """
+        if not self.loss.requires_grad:
+            raise ConfigError(
+                "the loss does not require a gradient, so nothing can be trained on it: it was computed under "
+                "torch.no_grad(), from a detached tensor (.detach(), .item(), .numpy(), torch.tensor(...)), or from "
+                "frozen parameters only; return the loss as it is computed from the model's outputs"
+            )
         if start is None:
             run_backward(self.loss)
             return
@@ -143,9 +170,20 @@ def read_loss(result: object, batch: object, weighting: str, is_filler: bool) ->
         weight = mean_weight(batch, tokens, weighting) if tokens is None or weighting != "auto" else tokens
         return MicroLoss(loss, weight, "mean", report, tokens)
     raise TypeError(
-        f"The loss function returned {type(result).__name__}; it must return (loss_sum, num_tokens, report), "
+        f"The loss function returned {described(result)}; it must return (loss_sum, num_tokens, report), "
         f"(mean_loss, report) or a mean loss."
     )
+
+
+def described(value: object) -> str:
+    """A value in an error: its type, and the shape and dtype of a tensor."""
+    if isinstance(value, Tensor):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)} and {value.dtype}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, Mapping):
+        return f"a mapping with {', '.join(map(str, value)) or 'no entries'}"
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def mean_weight(batch: object, labels: Scalar | None, weighting: str) -> Scalar:

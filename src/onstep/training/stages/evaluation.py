@@ -20,6 +20,7 @@ from onstep.distributed import World, check_ranks
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager, Dispatcher
 from onstep.models.generation.generate import preserve_modes
+from onstep.training.compute.forward_errors import call_forward_step
 from onstep.training.compute.losses import MicroLoss, evaluation_sums, read_loss
 from onstep.training.compute.step import MicroBatches
 from onstep.training.protocols import DataSource, ForwardStep, Metrics, NonLossFunction
@@ -287,8 +288,7 @@ def _results(
     for index in range(len(micro_batches)):
         batch = micro_batches.stage(index)
         with state.autocast():
-            output, loss_function = forward_step_func(micro_batches.iterator, chunk)
-            result = loss_function(output, **asked)
+            result = call_forward_step(forward_step_func, micro_batches.iterator, batch, chunk, **asked)
         yield batch, result
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from onstep.data import Batch
 from onstep.distributed import no_sync
+from onstep.training.compute.forward_errors import call_forward_step
 from onstep.training.compute.losses import MicroLoss, Scalar, divisor, is_known, read_loss
 from onstep.training.compute.step import MicroBatches, Step
 from onstep.training.stages.forward_step import only_chunk
@@ -25,8 +26,8 @@ def forward_of(job: Job) -> ForwardPass:
     weighting = run.cfg.train.loss_weighting
 
     def forward(micro_batches: MicroBatches, batch: Batch, is_filler: bool) -> MicroLoss:
-        output, loss_function = forward_step_func(micro_batches.iterator, model)
-        return read_loss(loss_function(output), batch, weighting, is_filler)
+        result = call_forward_step(forward_step_func, micro_batches.iterator, batch, model)
+        return read_loss(result, batch, weighting, is_filler)
 
     def forward_in_autocast(micro_batches: MicroBatches, batch: Batch, is_filler: bool) -> MicroLoss:
         with run.autocast():

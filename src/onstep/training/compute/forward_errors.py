@@ -1,0 +1,93 @@
+"""Calls a user's forward step, and explains the errors that frequent mistakes in the data cause in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onstep.errors import ConfigError, DataError, OnstepError
+from onstep.training.compute.losses import IGNORE_INDEX, described
+from onstep.training.protocols import ForwardStep
+
+_MISSING = re.compile(r"(\w+)\.forward\(\) missing .*required.* arguments?: (.*)")
+
+
+def call_forward_step(
+    forward_step: ForwardStep, micro_batches: Any, batch: object, model: nn.Module, **asked: bool
+) -> object:
+    """What the loss function that the forward step returns gives for its output.
+
+    Args:
+        asked: keywords for the loss function.
+
+    Raises:
+        ConfigError: for a forward step that returns something else, or reads too far.
+        DataError: in place of an error of torch or Python that is explained by the micro-batch `batch`.
+    """
+    try:
+        made = forward_step(micro_batches, model)
+        if not isinstance(made, (tuple, list)) or len(made) != 2 or not callable(made[1]):
+            raise ConfigError(
+                f"the forward step returned {described(made)}; it must return (output, loss function), for a loss that "
+                f"is a mean: return loss, lambda loss: loss"
+            )
+        output, loss_function = made
+        return loss_function(output, **asked)
+    except OnstepError:
+        raise
+    except StopIteration as error:
+        raise ConfigError(
+            "the forward step raised StopIteration: something in it called next() on an exhausted iterator; "
+            "data_iterator has one micro-batch for each call of the forward step"
+        ) from error
+    except (RuntimeError, TypeError, IndexError, KeyError) as error:
+        explanation = _explain(error, batch, model) if isinstance(batch, Mapping) else None
+        if explanation is None:
+            raise
+        raise DataError(explanation) from error
+
+
+def _explain(error: Exception, batch: Mapping[Any, Any], model: nn.Module) -> str | None:
+    """How the micro-batch has caused an error of the forward step; None if it is not known to have."""
+    text = str(error)
+    if isinstance(error, KeyError):
+        key = error.args[0] if error.args else None
+        return None if not isinstance(key, str) or key in batch else _lacking(f"the key {key!r}", batch)
+    if isinstance(error, TypeError):
+        missing = _MISSING.search(text)
+        names = {type(model).__name__, type(getattr(model, "module", model)).__name__}
+        is_of_model = missing is not None and missing[1] in names
+        return _lacking(f"{missing[2]}, required by {missing[1]}.forward", batch) if missing and is_of_model else None
+    labels = batch.get("labels")
+    if "out of bounds" in text and isinstance(labels, Tensor) and not labels.is_floating_point():
+        known = labels[labels != IGNORE_INDEX]
+        if not known.numel():
+            return None
+        return (
+            f"{text} The labels of this micro-batch are {int(known.min())} to {int(known.max())}; they must be class "
+            f"ids from 0 to the number of the model's outputs - 1, or {IGNORE_INDEX}, which is not trained on"
+        )
+    return _unlike_weights(text, batch, model) if "dtype" in text or "scalar type" in text else None
+
+
+def _lacking(what: str, batch: Mapping[Any, Any]) -> str:
+    return (
+        f"the micro-batch lacks {what}; it has {', '.join(map(str, batch)) or 'nothing'}. The default collator drops "
+        f"strings and None: give the column as numbers or tensors, or pass a collator that converts it"
+    )
+
+
+def _unlike_weights(text: str, batch: Mapping[Any, Any], model: nn.Module) -> str | None:
+    weights = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
+    tensors = {key: value.dtype for key, value in batch.items() if isinstance(value, Tensor)}
+    unlike = {key: dtype for key, dtype in tensors.items() if dtype != weights and key != "labels"}
+    if unlike:
+        shown = ", ".join(f"{key!r} is {dtype}" for key, dtype in unlike.items())
+        return f"{text}: in the micro-batch {shown}, the weights are {weights}; convert it, with .to({weights})"
+    if tensors.get("labels") is not None and tensors["labels"].is_floating_point:
+        return f"{text}: in the micro-batch 'labels' is {tensors['labels']}; convert class ids with .long()"
+    return None

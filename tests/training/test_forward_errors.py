@@ -1,0 +1,234 @@
+"""Frequent mistakes in data, losses and forward steps are errors that say what to change, through every door."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from onstep import Trainer, TrainingArguments
+from onstep.data import EvalLoader
+from onstep.errors import ConfigError, DataError
+from onstep.training import evaluate
+from tests.support.small_runs import TinyModel, eval_loader, loader, run, small_state
+
+NO_GRADIENT = r"does not require a gradient.*\.detach\(\)"
+ONE_ELEMENT = r"of shape \({},\) and torch.float32; it must be a floating-point tensor of one element: .*\.mean\(\)"
+
+
+def batch_of(data_iterator: Any) -> Any:
+    return next(data_iterator)
+
+
+def only_a_loss(data_iterator: Any, model: nn.Module) -> Any:
+    return model(**batch_of(data_iterator))
+
+
+def no_return(data_iterator: Any, model: nn.Module) -> Any:
+    model(**batch_of(data_iterator))
+
+
+def no_return_of_the_loss(data_iterator: Any, model: nn.Module) -> Any:
+    return model(**batch_of(data_iterator)), lambda loss: None
+
+
+def detached(data_iterator: Any, model: nn.Module) -> Any:
+    return model(**batch_of(data_iterator)).detach(), lambda loss: loss
+
+
+def a_number(data_iterator: Any, model: nn.Module) -> Any:
+    return model(**batch_of(data_iterator)), lambda loss: (loss.item(), {})
+
+
+def one_per_token(data_iterator: Any, model: nn.Module) -> Any:
+    return model(**batch_of(data_iterator), reduction="none"), lambda losses: (losses, {})
+
+
+def three_micro_batches(data_iterator: Any, model: nn.Module) -> Any:
+    first = next(data_iterator)
+    for _ in range(2):
+        next(data_iterator)
+    return model(**first), lambda loss: loss
+
+
+def another_key(data_iterator: Any, model: nn.Module) -> Any:
+    batch = batch_of(data_iterator)
+    return model(batch["tokens"], batch["name"]), lambda loss: loss
+
+
+def without_labels(data_iterator: Any, model: nn.Module) -> Any:
+    batch = batch_of(data_iterator)
+    batch.pop("labels")
+    return model(**batch), lambda loss: loss
+
+
+def labels_out_of_range(data_iterator: Any, model: nn.Module) -> Any:
+    batch = batch_of(data_iterator)
+    return model(batch["tokens"], batch["labels"].clamp_(min=0).add_(16)), lambda loss: loss
+
+
+MISTAKES: list[tuple[Callable[..., Any], type[Exception], str]] = [
+    (only_a_loss, ConfigError, r"the forward step returned a Tensor of shape \(\) .* must return \(output, loss func"),
+    (no_return, ConfigError, r"the forward step returned None; it must return \(output, loss function\)"),
+    (a_number, ConfigError, "the loss is a float; it must be a floating-point tensor of one element"),
+    (one_per_token, ConfigError, ONE_ELEMENT.format(24)),
+    (three_micro_batches, ConfigError, "the forward step raised StopIteration: .* one micro-batch for each call"),
+    (another_key, DataError, "lacks the key 'name'; it has tokens, labels. The default collator drops strings"),
+    (without_labels, DataError, r"lacks 'labels', required by TinyModel.forward; it has tokens"),
+    (labels_out_of_range, DataError, r"out of bounds.* labels of this micro-batch are 16 to \d+; .* -100"),
+]
+
+
+@pytest.mark.parametrize(("step", "kind", "message"), MISTAKES, ids=[step.__name__ for step, *_ in MISTAKES])
+def test_a_mistake_in_a_forward_step_is_explained(step: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        run(small_state(), step=step)
+    with pytest.raises(kind, match=message):
+        evaluate(small_state(), step, eval_loader(), [TinyModel()], None, ConfigError)
+
+
+def test_a_loss_without_a_gradient_is_explained_and_evaluated() -> None:
+    with pytest.raises(ConfigError, match=NO_GRADIENT):
+        run(small_state(), step=detached)
+    with pytest.raises(TypeError, match=r"The loss function returned None; it must return \(loss_sum"):
+        run(small_state(), step=no_return_of_the_loss)
+    assert evaluate(small_state(), detached, eval_loader(), [TinyModel()], None, None)[0]
+
+
+class Rows:
+    """Eight samples of a classification, with what `change` makes of each."""
+
+    def __init__(self, change: Callable[[dict[str, Any]], Any]) -> None:
+        self.change = change
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return self.change({"x": torch.full((3,), float(index)), "labels": index % 2})
+
+
+class Classifier(nn.Module):
+    def __init__(self, loss: Callable[[Tensor, Tensor], Any] = cross_entropy) -> None:
+        super().__init__()
+        self.layer, self.loss = nn.Linear(3, 2), loss
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        logits = self.layer(x)
+        return {"loss": None if labels is None else self.loss(logits, labels), "logits": logits}
+
+
+class Named(Classifier):
+    def forward(self, x: Tensor, name: Tensor, labels: Tensor | None = None) -> dict[str, Any]:  # type: ignore[override]
+        return super().forward(x, labels)
+
+
+def same(row: dict[str, Any]) -> dict[str, Any]:
+    return row
+
+
+OF_DATA: list[tuple[str, nn.Module, Callable[[dict[str, Any]], Any], type[Exception], str]] = [
+    (
+        "strings",
+        Named(),
+        lambda row: {**row, "name": "a"},
+        DataError,
+        "lacks 'name', required by Named.forward.*strings",
+    ),
+    (
+        "float64",
+        Classifier(),
+        lambda row: {**row, "x": row["x"].double()},
+        DataError,
+        "'x' is torch.float64.*weights are",
+    ),
+    (
+        "integers",
+        Classifier(),
+        lambda row: {**row, "x": row["x"].long()},
+        DataError,
+        r"'x' is torch.int64.*\.to\(torch",
+    ),
+    (
+        "float ids",
+        Classifier(),
+        lambda row: {**row, "labels": 1.0},
+        DataError,
+        r"'labels' is torch.float32.*\.long\(\)",
+    ),
+    (
+        "names of classes",
+        Classifier(),
+        lambda row: {**row, "labels": "cat"},
+        ConfigError,
+        "no loss .*strings are dropped",
+    ),
+    ("no return", Classifier(), lambda row: None, DataError, "a sample is None"),
+    ("objects", Classifier(), lambda row: (object(),), DataError, "samples of type tuple cannot be collated"),
+    ("losses", Classifier(lambda *a: cross_entropy(*a, reduction="none")), same, ConfigError, ONE_ELEMENT.format(4)),
+    (
+        "number",
+        Classifier(lambda *a: cross_entropy(*a).item()),
+        same,
+        ConfigError,
+        "that Classifier returned is a float",
+    ),
+]
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> TrainingArguments:
+    return TrainingArguments(
+        str(tmp_path), max_steps=1, per_device_train_batch_size=4, per_device_eval_batch_size=4, use_cpu=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "kind", "message"), [row[1:] for row in OF_DATA], ids=[name for name, *_ in OF_DATA]
+)
+def test_a_mistake_in_samples_or_the_loss_of_a_trainer_is_explained(
+    args: TrainingArguments, model: nn.Module, change: Any, kind: type[Exception], message: str
+) -> None:
+    trainer = Trainer(model, args, train_dataset=Rows(change), eval_dataset=Rows(change))
+    with pytest.raises(kind, match=message):
+        trainer.train()
+    if "names" not in message and "no loss" not in message:
+        with pytest.raises(kind, match=message):
+            trainer.evaluate()
+
+
+@pytest.mark.parametrize(
+    ("compute", "message"),
+    [
+        (lambda outputs, labels, **_: None, "compute_loss returned None"),
+        (lambda outputs, labels, **_: cross_entropy(outputs["logits"], labels).detach(), NO_GRADIENT),
+        (
+            lambda outputs, labels, **_: cross_entropy(outputs["logits"], labels, reduction="none"),
+            ONE_ELEMENT.format(4),
+        ),
+    ],
+    ids=["None", "detached", "one per sample"],
+)
+def test_a_mistake_in_a_loss_function_is_explained(args: TrainingArguments, compute: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Trainer(Classifier(), args, train_dataset=Rows(same), compute_loss_func=compute).train()
+
+
+def test_strings_that_are_dropped_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    loader = EvalLoader(Rows(lambda row: {**row, "a title": "x"}), micro_batch_size=4)
+    assert [sorted(batch) for batch in loader] == [["labels", "x"]] * 2
+    assert caplog.text.count("'a title' of the samples holds strings, which the default collator drops") == 1
+
+
+def test_other_errors_of_a_forward_step_are_left_as_they_are() -> None:
+    def fails(data_iterator: Iterator[Any], model: nn.Module) -> Any:
+        return next(data_iterator)["tokens"].float() @ torch.ones(5), lambda loss: loss
+
+    with pytest.raises(RuntimeError, match="size mismatch") as failure:
+        run(small_state(), step=fails, data=loader())
+    assert not isinstance(failure.value, DataError)

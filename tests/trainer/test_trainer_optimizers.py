@@ -202,6 +202,25 @@ def test_an_optimizer_of_the_user_stays_the_users(tmp_path: Path) -> None:
         assert isinstance(trainer.lr_scheduler, OptimizerParamScheduler)
 
 
+def test_an_optimizer_and_a_scheduler_put_in_between_two_trainings_drive_the_next_one(tmp_path: Path) -> None:
+    model = Regression()
+    seen: list[float] = []
+    trainer = quiet(
+        model,
+        arguments(tmp_path, max_steps=4),
+        regression_rows(8),
+        callbacks=watched(lambda groups: seen.append(groups[0]["lr"])),
+    )
+    trainer.train()
+    seen.clear()
+    trainer.optimizer = optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    trainer.lr_scheduler = scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    trainer.train()
+    assert (trainer.optimizer, trainer.lr_scheduler) == (optimizer, scheduler)
+    assert seen == [0.5, 0.25, 0.125, 0.0625]
+    assert "momentum_buffer" in optimizer.state[model.layer.weight]
+
+
 def test_parameters_that_an_optimizer_lacks_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = Regression()
     optimizer = torch.optim.SGD([model.layer.weight], lr=0.1)

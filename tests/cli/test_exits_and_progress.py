@@ -159,3 +159,23 @@ def test_times_of_parts_are_printed_where_they_are_asked_for(command: Command) -
     text = said(command, "timed")
     for name in ("model-and-optimizer-setup", "forward-backward", "optimizer", "evaluate", "save-checkpoint"):
         assert re.search(rf"^    {name} \.+: \(\d+\.\d\d, \d+\.\d\d\)$", text, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("saves", ["checkpoint.async_save=false", "checkpoint.async_save=true"])
+def test_a_run_whose_last_save_failed_is_not_complete_and_the_same_command_saves_its_end(
+    command: Command, saves: str
+) -> None:
+    name, words = f"unsaved-{saves[-4:]}", ["checkpoint.on_save_error=continue", saves]
+    assert command.start(name, "train.exit_interval=4", *words) == 0
+    in_the_way = command.run(name) / "checkpoints" / "checkpoint-9"
+    in_the_way.write_text("a file")
+    assert command.start(name, *words) == 1
+    assert "run the same command again" in said(command, name)
+    content = record(command, name)
+    assert (content["status"], content["step"], command.steps(name)) == ("failed", 9, [4])
+    assert "checkpoint of step 9" in content["error"]
+
+    in_the_way.unlink()
+    assert command.start(name, *words) == 0
+    assert (command.status(name), command.steps(name)) == ("completed", [4, 9])
+    assert "error" not in record(command, name)

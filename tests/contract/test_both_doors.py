@@ -352,7 +352,7 @@ def test_every_key_is_read_through_both_doors_or_neither(doors: Doors) -> None:
 
 @pytest.mark.parametrize("entry_point", [through_pretrain, through_trainer])
 @pytest.mark.parametrize(
-    ("policy", "ended"), [("stop", "CheckpointError, failed"), ("continue", "completed, completed")]
+    ("policy", "ended"), [("stop", "CheckpointError, failed"), ("continue", "completed, failed")]
 )
 def test_final_weights_that_cannot_be_written_are_what_on_save_error_says(
     entry_point: Callable[..., Outcome], policy: str, ended: str, tmp_path: Path, corpus: Path, token_cache: Path
@@ -362,6 +362,10 @@ def test_final_weights_that_cannot_be_written_are_what_on_save_error_says(
     (tmp_path / "run" / "config.json").mkdir()
     values = {"checkpoint.on_save_error": policy}
     assert entry_point(configuration(tmp_path, corpus / "heapq.py", token_cache, values)).ended == ended
+    (tmp_path / "run" / "model").unlink()
+    (tmp_path / "run" / "config.json").rmdir()
+    again = entry_point(configuration(tmp_path, corpus / "heapq.py", token_cache, values))
+    assert (again.ended, bool(list((tmp_path / "run").rglob("model.safetensors")))) == ("completed, completed", True)
 
 
 @pytest.mark.parametrize("entry_point", [through_pretrain, through_trainer])

@@ -88,6 +88,8 @@ class CheckpointManager:
         self._groups = groups or {}
         self._validate_free_space = validate_free_space
         self._is_shared = is_shared
+        self.failure: str | None = None
+        """Why the newest save failed, if `on_save_error` is "continue"; the same on all ranks."""
         self._pending: PendingSave | None = None
         self._buffers = WarmBuffers()
         self._writer: ThreadPoolExecutor | None = None
@@ -290,7 +292,7 @@ class CheckpointManager:
             _abandon(pending.transaction)
             self._pending = None
             raise
-        self._pending = None
+        self._pending = self.failure = None
         return SavedCheckpoint(pending.request.step, path, dict(pending.request.metrics))
 
     def _commit(self, pending: PendingSave, everyone: list[list[WrittenFile]]) -> Path:
@@ -347,6 +349,7 @@ class CheckpointManager:
         except CheckpointError as error:
             if self._on_save_error == "stop":
                 raise
+            self.failure = str(error)
             if self.world.is_main:
                 logger.warning("%s The run continues (on_save_error=continue); older checkpoints are intact.", error)
 

@@ -175,6 +175,9 @@ def _record_end(run: GlobalState) -> None:
     left_early = run.exits.decided in ("interval", "duration", "straggler") or not ending.was_stopped
     if status == "stopped" and left_early:  # also by a callback's own sys.exit
         status = "paused"
+    if status in FINISHED and run.saving.failure is not None:  # the same command continues it, and saves its end
+        status, error = "failed", f"its end is not saved: {run.saving.failure}"
+        logger.error("%s Once it can be written, run the same command again: it continues from there.", error)
     try:
         run.run_dir.finish(status, run.train_state.step, error)
     except (OSError, OnstepError) as failure:

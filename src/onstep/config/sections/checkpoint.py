@@ -57,7 +57,7 @@ class CheckpointConfig(ConfigSection):
         SAFE,
         choices=("stop", "continue"),
         help="Policy for a save that fails: stop (training ends with the error) | continue (a warning; the "
-        "previous checkpoint stays).",
+        "previous checkpoint stays, and a run whose last save failed ends as failed).",
     )
     resume: bool = option(True, SAFE, help="Continue from the run's newest verified checkpoint.")
     load: str | None = option(

@@ -191,6 +191,7 @@ class RunCheckpoints:
             if state.run_dir is not None and state.run_dir.layout == "hugging_face":
                 request.write_beside = state.entry_point.prepare_files()
             self.manager.save(request)
+        state.saving.failure = self.manager.failure
 
     def finalize_if_written(self) -> None:
         """Make a pending save durable once all ranks have written their files. Collective, right after an agreement."""
@@ -202,6 +203,7 @@ class RunCheckpoints:
         if self.manager.is_saving:
             with self.state.features.pause("finalize"):
                 self.manager.finalize()
+            self.state.saving.failure = self.manager.failure
 
     def close(self) -> None:
         """Release threads and buffers. A single rank makes a pending save durable; several ranks abandon it."""

@@ -351,9 +351,7 @@ def test_every_key_is_read_through_both_doors_or_neither(doors: Doors) -> None:
 
 
 @pytest.mark.parametrize("entry_point", [through_pretrain, through_trainer])
-@pytest.mark.parametrize(
-    ("policy", "ended"), [("stop", "CheckpointError, failed"), ("continue", "completed, failed")]
-)
+@pytest.mark.parametrize(("policy", "ended"), [("stop", "CheckpointError, failed"), ("continue", "completed, failed")])
 def test_final_weights_that_cannot_be_written_are_what_on_save_error_says(
     entry_point: Callable[..., Outcome], policy: str, ended: str, tmp_path: Path, corpus: Path, token_cache: Path
 ) -> None:

@@ -16,7 +16,7 @@ from onstep import Trainer
 from onstep.checkpoint import checkpoints
 from onstep.errors import CheckpointError, ConfigError, RunExistsError
 from onstep.trainer.output_dir.identity import trainer_identity
-from onstep.training.runs.run_dir import RunLock
+from onstep.training.runs.lock import RunLock
 from tests.support.small_models import Regression, arguments, regression_rows
 
 

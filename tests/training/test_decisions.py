@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from onstep import CallbackManager
+from onstep import CallbackManager, pretrain
+from onstep.config import ConfigContainer
+from onstep.errors import DataError
 from onstep.events import Request
 from onstep.training.runs.run_dir import RunDir
 from onstep.training.stages.agreement import write_decision
@@ -56,3 +58,19 @@ def test_a_value_that_is_set_holds_from_the_next_step_until_it_is_taken_back() -
     run(state, manager)
     assert seen == [(None, None), (None, None), (7, 0.5), (None, 0.5)]
     assert state.train_state.overrides == {"lr_factor": 0.5}
+
+
+def test_a_directory_in_the_place_of_the_decisions_is_named_on_resume(
+    tiny_config: ConfigContainer, tmp_path: Path
+) -> None:
+    tiny_config.run.name, tiny_config.run.output_dir = "mine", str(tmp_path)
+    tiny_config.train.exit_interval = 2
+    pretrain(tiny_config)
+    decisions = tmp_path / "mine" / "decisions.jsonl"
+    decisions.rename(tmp_path / "kept")
+    decisions.mkdir()
+    with pytest.raises(DataError, match=r"decisions\.jsonl cannot be read \(Is a directory\).*move what is there away"):
+        pretrain(tiny_config)
+    decisions.rmdir()
+    (tmp_path / "kept").rename(decisions)
+    assert pretrain(tiny_config).train_state.step == 4

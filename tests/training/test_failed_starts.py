@@ -19,8 +19,8 @@ from onstep.callbacks import JsonLogger
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError, DataError, OnstepError, RunExistsError
 from onstep.training import opening
-from onstep.training.runs import run_dir
-from onstep.training.runs.run_dir import RunLock
+from onstep.training.runs import lock as run_lock
+from onstep.training.runs.lock import RunLock
 from tests.support.small_runs import RaggedRows, TinyModel
 
 
@@ -262,7 +262,7 @@ def test_a_directory_that_another_failed_start_removes_is_made_again(
             shutil.rmtree(tmp_path / "new")
         return lock_descriptor(descriptor, blocking=blocking)
 
-    monkeypatch.setattr(run_dir, "lock_descriptor", lock_late)
+    monkeypatch.setattr(run_lock, "lock_descriptor", lock_late)
     pretrain(tiny_config)
     assert b'"status": "completed"' in content(tmp_path / "new" / "mine")["run.json"]
 
@@ -335,7 +335,7 @@ def test_a_lock_taken_on_a_file_that_was_just_removed_is_taken_again(
             path.unlink()
         return lock_descriptor(descriptor, blocking=blocking)
 
-    monkeypatch.setattr(run_dir, "lock_descriptor", lock_late)
+    monkeypatch.setattr(run_lock, "lock_descriptor", lock_late)
     lock = RunLock(path)
     with pytest.raises(RunExistsError, match="live process"):
         RunLock(path)

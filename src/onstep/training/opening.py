@@ -80,6 +80,7 @@ def open_run(
             run.world, run.control = world, Control(rank=world.rank)
             if claim is not None:
                 run.cfg, run.run_dir = resolve(claim.config, world.size), claim.directory
+                run.run_dir.held = None if hold is None else hold.lock
             notify = Dispatcher(manager, run)
         if claim is not None and claim.is_finished and not accepts_finished:
             yield OpenRun(run, manager, notify, claim)

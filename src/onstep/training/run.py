@@ -77,7 +77,7 @@ class SavingState:
     """Why the newest checkpoint was started."""
     warned_of_saving: bool = False
     failure: str | None = None
-    """Why the newest checkpoint or the final weights could not be written, if the run went on all the same
+    """Why the newest checkpoint or the final weights could not be written, if the run continued all the same
     (`checkpoint.on_save_error=continue`)."""
     identity: Mapping[str, str] = field(default_factory=dict)
     """Digests of what the run is trained on, which its checkpoints record."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,17 @@ from onstep.checkpoint import (
 )
 from onstep.checkpoint.catalog.discovery import named_dirs
 from onstep.config import ChangeClass, ConfigContainer
-from onstep.config.checks.optimizer import GROUP_SETTINGS
 from onstep.config.derived import fill
-from onstep.config.differences import changes, configured_schedule_holds, decide, describe, of_kind
-from onstep.config.lengths import schedule_samples
+from onstep.config.differences import changes, decide, describe, of_kind
 from onstep.data import StepSource
 from onstep.errors import CheckpointError, ConfigError
 from onstep.events import Dispatcher, Request
 from onstep.optim import OptimizerParamScheduler
+from onstep.training.checkpointing.current_values import current_values, place_scheduler
+from onstep.training.checkpointing.place import SavePlace
 from onstep.training.checkpointing.saved_states import DataPosition, RunComponents, finite_numbers
 from onstep.training.checkpointing.starts import asked_start, compare_identity, is_own
-from onstep.training.protocols import Trained, UserOptimizer, UserScheduler
+from onstep.training.protocols import Trained, UserScheduler
 from onstep.training.run import Run
 from onstep.training.runs.steering import TO_REPEAT, Steering, ids_to_repeat
 from onstep.training.stages.agreement import write_decision
@@ -55,6 +55,7 @@ class RunCheckpoints:
         self.state = state
         self.notify = notify
         self.root = root
+        self._place = SavePlace(state, root)
         self.components = RunComponents(state, notify)
         self.start: CheckpointInfo | None = None
         """The checkpoint from which the run continues."""
@@ -83,7 +84,9 @@ class RunCheckpoints:
 
         Raises:
             CheckpointError: if a requested checkpoint does not exist.
+            RunExistsError: if another live run saves in the same directory.
         """
+        self._place.lock()
         state, asked = self.state, asked_start(self.state.cfg)
         directory = state.run_dir
         if asked is not None and not (directory is not None and directory.has_started_from(asked)):
@@ -119,7 +122,7 @@ class RunCheckpoints:
         info, scheduler = self.start, trained.scheduler
         if info is None:
             return
-        with self._current_values(info, trained.optimizer):
+        with current_values(self.state, info, trained.optimizer):
             self._load(info, self.components.progress(trained, loads=True))
         if isinstance(scheduler, OptimizerParamScheduler):
             scheduler.step(0)  # uses the groups' current values
@@ -190,7 +193,7 @@ class RunCheckpoints:
             )
             if state.run_dir is not None and state.run_dir.layout == "hugging_face":
                 request.write_beside = state.entry_point.prepare_files()
-            self.manager.save(request)
+            self._save(request)
         state.saving.failure = self.manager.failure
 
     def finalize_if_written(self) -> None:
@@ -202,12 +205,38 @@ class RunCheckpoints:
         """Wait for a pending save and make it durable. Collective."""
         if self.manager.is_saving:
             with self.state.features.pause("finalize"):
-                self.manager.finalize()
-            self.state.saving.failure = self.manager.failure
+                if self._following(self.manager.finalize):
+                    self.state.saving.failure = self.manager.failure
 
     def close(self) -> None:
         """Release threads and buffers. A single rank makes a pending save durable; several ranks abandon it."""
         self.manager.close()
+        self._place.release()
+
+    def _save(self, request: SaveRequest) -> None:
+        """Save where the directory is now. Collective."""
+        self.finish()
+        self._follow()
+        if not self._following(lambda: self.manager.save(request)):
+            self.manager.save(request)
+
+    def _following(self, work: Callable[[], None]) -> bool:
+        """Do `work`; False if it failed since the directory was moved or removed meanwhile. Collective."""
+        try:
+            work()
+        except CheckpointError as error:
+            if not self._follow():
+                raise
+            logger.warning("%s The directory was moved meanwhile; the run continues, and saves there.", error)
+            self.state.saving.is_unsaved, self.state.saving.failure = True, str(error)
+            return False
+        return True
+
+    def _follow(self) -> bool:
+        """Find the directory where it is now; whether it was moved or removed. Collective."""
+        before, self.root = self.root, self._place.now()
+        self.manager.root = self.root
+        return self.root != before
 
     def load_best_model(self, model: list[nn.Module]) -> None:
         """Load the weights of the best checkpoint into `model`, but not its progress or optimizer. Collective."""
@@ -240,32 +269,6 @@ class RunCheckpoints:
         if isinstance(outcome, CheckpointError):
             raise outcome
         return outcome
-
-    @contextmanager
-    def _current_values(self, info: CheckpointInfo, optimizer: UserOptimizer | None) -> Iterator[None]:
-        """With `checkpoint.on_config_change=apply`, let the current optimizer settings override the loaded ones.
-
-        The groups' values from the schedule are overridden wherever the current schedule applies. A best metric under
-        another name is dropped.
-        """
-        config = self.state.cfg
-        applies = config.checkpoint.on_config_change == "apply"
-        if optimizer is None or not (applies or configured_schedule_holds(config)):
-            yield
-            return
-        before = [
-            {key: value for key, value in group.items() if is_configured(key, config)}
-            for group in optimizer.param_groups
-        ]
-        yield
-        for group, values in zip(optimizer.param_groups, before, strict=False):
-            group.update(values)
-        if not applies:
-            return
-        stored = info.manifest.config.get("validation", {}).get("metric_for_best_model")
-        if stored != self.state.cfg.validation.metric_for_best_model:
-            self.state.train_state.best_metric = self.state.train_state.best_step = None
-            self.state.train_state.best_model_checkpoint = None
 
     def _compare_configuration(self, info: CheckpointInfo) -> None:
         """Compare the checkpoint's configuration with the current one, unless the run directory has already done so.
@@ -361,29 +364,6 @@ def own_checkpoints(state: Run, notify: Dispatcher, trained: Trained) -> Iterato
     finally:
         checkpoints.close()
         state.checkpoints, state.stage.is_resumed = None, False
-
-
-def is_configured(key: str, config: ConfigContainer) -> bool:
-    """Whether the current value of a parameter group's key overrides the loaded one."""
-    if key in GROUP_SETTINGS:
-        return configured_schedule_holds(config)
-    of_the_scheduler = ("params", "lr", "initial_lr", "weight_decay")
-    return config.checkpoint.on_config_change == "apply" and key not in of_the_scheduler
-
-
-def place_scheduler(scheduler: OptimizerParamScheduler, state: Run) -> None:
-    """Move a schedule whose own position was not loaded to the run's progress."""
-    progress, sizes = state.train_state, state.batch_sizes
-    passed_over = [step for step in set(state.cfg.train.iterations_to_skip) if step <= progress.step]
-    if sizes is None or not sizes.varies:
-        taken = progress.step - progress.num_skips - len(passed_over)
-        scheduler.num_steps = taken * state.current_running_global_batch_size
-    else:
-        after = schedule_samples(state.cfg, state.info.samples_per_epoch, world_size=state.world.size)
-        num_skipped_samples = sum(after(step) - after(step - 1) for step in passed_over)
-        num_skipped_samples += progress.num_skips * sizes.sizes.at(progress.consumed_train_samples)
-        scheduler.num_steps = max(0, after(progress.step) - num_skipped_samples)
-    scheduler.step(0)
 
 
 def retention_of(config: ConfigContainer) -> Retention:

@@ -16,6 +16,7 @@ from onstep.errors import ConfigError, RunExistsError
 from onstep.training.protocols import StateDict
 from onstep.training.runs.hold import PROBES, Hold, abandoned_on_error, missing_directories, remove_empty
 from onstep.training.runs.identity import IDENTITY_FILE, Comparison, Identify, Identity, compare, ways_to_continue
+from onstep.training.runs.lock import LEASE
 from onstep.training.runs.provenance import provenance
 from onstep.training.runs.run_dir import FINISHED, RunDir, next_free
 
@@ -40,6 +41,7 @@ LEFTOVERS = (
     IDENTITY_FILE,
     f"{IDENTITY_FILE}.tmp",
     PROBES,
+    LEASE,
     ".trainer_logs*.json.*.tmp",
     ".metrics*.csv.*.tmp",
 )

@@ -11,15 +11,14 @@ from onstep.bounded_reading import MAX_JSON_BYTES, open_file, read_bytes
 from onstep.durability import replace_durably
 from onstep.errors import DataError
 from onstep.training.runs.identity import IDENTITY_FILE
-from onstep.training.runs.run_dir import RunLock
+from onstep.training.runs.lock import LEASE, LOCK, RunLock
 
 logger = logging.getLogger(__name__)
 
 _RECORDS = ("run.json", IDENTITY_FILE)
-_LOCK = ".run.lock"
 PROBES = ".write-test-*"
 """Files with which processes check that they can write."""
-_OURS = frozenset((*_RECORDS, _LOCK, *(f"{name}.tmp" for name in _RECORDS), "trainer_logs.json"))
+_OURS = frozenset((*_RECORDS, LOCK, LEASE, *(f"{name}.tmp" for name in _RECORDS), "trainer_logs.json"))
 """What claiming a directory writes into it, and the metrics log, which is opened when training starts."""
 
 
@@ -37,11 +36,11 @@ class Hold:
 
     def __init__(self, path: Path, made: Sequence[Path] = ()) -> None:
         self.path, self._made = path, made
-        self._lock = RunLock(path / _LOCK)
+        self.lock = RunLock(path / LOCK)
         try:
-            self._entries = {one.name for one in path.iterdir()} - ({_LOCK} if self._lock.is_new else set())
+            self._entries = {one.name for one in path.iterdir()} - ({LOCK} if self.lock.is_new else set())
         except BaseException:
-            self._lock.discard()
+            self.lock.discard()
             raise
         self._records: dict[str, bytes] = {}
         for name in _RECORDS:
@@ -66,7 +65,7 @@ class Hold:
                 return False
             self._restore_records()
             # the lock last, as the directory is another's without it, and before it what makes the directory a run's
-            for name in sorted(new, key=lambda name: (name == _LOCK, name == "run.json")):
+            for name in sorted(new, key=lambda name: (name in (LOCK, LEASE), name == "run.json")):
                 one = self.path / name
                 one.rmdir() if one.is_dir() else one.unlink(missing_ok=True)
         except (FileNotFoundError, NotADirectoryError):
@@ -95,7 +94,7 @@ class Hold:
 
     def release(self) -> None:
         """Let other processes in; calling it twice is harmless."""
-        self._lock.release()
+        self.lock.release()
 
     def _restore_records(self) -> None:
         for name, content in self._records.items():

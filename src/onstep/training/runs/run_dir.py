@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
-import os
-import socket
-import stat
+import logging
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal
-
-from filelock import lock_descriptor
 
 from onstep.bounded_reading import read_json
 from onstep.checkpoint.catalog.discovery import ASIDE, named_dirs
 from onstep.durability import replace_durably
 from onstep.errors import DataError, RunExistsError
-from onstep.forking import release_in_forked_children
 from onstep.training.protocols import StateDict
 from onstep.training.runs.identity import IDENTITY_FILE
+from onstep.training.runs.lock import LOCK, RunLock
+
+logger = logging.getLogger(__name__)
 
 Layout = Literal["onstep", "hugging_face"]
 """Where checkpoints and final weights are: in `checkpoints/` and `model/`, or as Hugging Face's Trainer has them, in
@@ -44,23 +40,65 @@ class RunDir:
     """
 
     def __init__(self, path: Path, layout: Layout | None = None) -> None:
-        self.path = path
+        self._path = path
+        self._content: StateDict | None = None
         self.layout: Layout = layout or _recorded_layout(path / "run.json")
-        self.checkpoints = path if self.layout == "hugging_face" else path / "checkpoints"
-        self.lock = path / ".run.lock"
+        self.held: RunLock | None = None
+        """The lock that this process holds on it; None on other ranks than 0, and where it is only read."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is now: a process that holds it notices that it was moved."""
+        place = None if self.held is None else self.held.place
+        if place is not None and place != self._path:
+            logger.warning(
+                "%s was moved to %s while the run works on it; it continues there. To continue it later: run.name=%s",
+                self._path,
+                place,
+                place.name,
+            )
+            self._path = place
+        return self._path
+
+    @property
+    def checkpoints(self) -> Path:
+        """The directory of its checkpoints."""
+        return self.path if self.layout == "hugging_face" else self.path / "checkpoints"
+
+    @property
+    def lock(self) -> Path:
         """Held by rank 0 while it works on the run; the system releases it however the process ends."""
-        self.run_json = path / "run.json"
+        return self.path / LOCK
+
+    @property
+    def run_json(self) -> Path:
         """Run id, status and configuration."""
-        self.metrics_log = path / "trainer_logs.json"
+        return self.path / "run.json"
+
+    @property
+    def metrics_log(self) -> Path:
         """The logged records, step by step."""
-        self.decisions = path / "decisions.jsonl"
+        return self.path / "trainer_logs.json"
+
+    @property
+    def decisions(self) -> Path:
         """Decisions that callbacks requested, and by which one."""
-        self.model = path if self.layout == "hugging_face" else path / "model"
+        return self.path / "decisions.jsonl"
+
+    @property
+    def model(self) -> Path:
         """The final weights, as a Hugging Face directory."""
-        self.adapter = path / "adapter"
+        return self.path if self.layout == "hugging_face" else self.path / "model"
+
+    @property
+    def adapter(self) -> Path:
         """The LoRA weights, as a directory that `peft` opens."""
-        self.plot = path / "loss.png"
+        return self.path / "adapter"
+
+    @property
+    def plot(self) -> Path:
         """The loss over the steps."""
+        return self.path / "loss.png"
 
     @property
     def has_checkpoints(self) -> bool:
@@ -99,11 +137,33 @@ class RunDir:
             ) from None
         if not isinstance(content, dict) or not isinstance(content.get("config"), dict):
             raise RunExistsError(f"{self.run_json} is not the record of a run; choose another directory.")
+        self._content = content
         return content
 
     def write(self, content: StateDict) -> None:
         """Replace run.json atomically: a crash leaves the old or the new one."""
         replace_durably(self.run_json, json.dumps(content, indent=2) + "\n")
+        self._content = content
+
+    def make_again_if_removed(self) -> None:
+        """Make a directory for the run, with its record, if somebody has removed the one that this process holds.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        if self.held is None or self.held.place is not None or self._content is None:
+            return
+        place = next_free(self._path, 2) if self._path.exists() else self._path
+        place.mkdir(parents=True)
+        self.held.take(place / LOCK)
+        logger.error(
+            "%s was removed while the run works on it, with its checkpoints and its metrics log; what it writes from "
+            "now on is in %s",
+            self._path,
+            place,
+        )
+        self._path = place
+        self.write(self._content)
 
     def set_checkpoints_aside(self) -> Path | None:
         """Move the checkpoints and decisions of the previous run to `checkpoints-<n>`, with a copy of its run.json.
@@ -135,73 +195,6 @@ class RunDir:
         content = {**before, "status": status, "step": reached, "ended_at": time.time()}
         content.pop("error", None)
         self.write(content if error is None else {**content, "error": error})
-
-
-class RunLock:
-    """Holds `path` until `release` or the end of the process. A forked child (a data loader's worker) does not hold it.
-
-    Raises:
-        RunExistsError: if a live process holds it.
-        OSError: if it cannot be written, or is not a file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor: int | None = None
-        self.is_new = False
-        """Whether nobody has held it before."""
-        self._acquire(path)
-        while not _is_at(path, self._descriptor):  # its holder, whose start had failed, has removed it
-            self.release()
-            self._acquire(path)
-        release_in_forked_children(self, RunLock.release)
-
-    def _acquire(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
-            self.release()
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        try:
-            is_free = lock_descriptor(self._descriptor, blocking=False)
-        except OSError:
-            is_free = (
-                True  # a file system without locks (some network mounts): two processes are indistinguishable there
-            )
-        if not is_free:
-            holder = os.pread(self._descriptor, 200, 0).decode("utf-8", "replace").strip()
-            self.release()
-            raise RunExistsError(
-                f"{path.parent} is in use by a live process ({holder or 'one that has just begun'}); wait for it or "
-                f"end it, or choose another directory."
-            )
-        try:
-            self.is_new = not os.pread(self._descriptor, 1, 0)
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        except BaseException:
-            self.discard()
-            raise
-
-    def discard(self) -> None:
-        """Release the lock, and remove its file if nobody has held it before."""
-        with suppress(OSError):
-            if self.is_new and _is_at(self._path, self._descriptor):
-                self._path.unlink()
-        self.release()
-
-    def release(self) -> None:
-        """Release the lock; calling it twice is harmless."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def _is_at(path: Path, descriptor: int | None) -> bool:
-    """Whether an open file is still the one at this path."""
-    try:
-        return descriptor is not None and os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
 
 
 def next_free(path: Path, first: int) -> Path:

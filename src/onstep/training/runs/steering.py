@@ -44,6 +44,9 @@ def decisions_after(path: Path, step: int, *, is_chosen: bool = False) -> deque[
 
     Lines that cannot be read, such as the last one of a killed process, are ignored.
 
+    Raises:
+        DataError: if the file cannot be read.
+
     Args:
         path: the run's `decisions.jsonl`.
         step: the checkpoint's.
@@ -91,6 +94,11 @@ def _decisions(path: Path) -> Iterable[dict[str, Any]]:
         text = read_bytes(path, _MOST_BYTES, error=DataError)
     except FileNotFoundError:
         return
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}), so it is not known what the run was asked for after its "
+            f"checkpoint; restore the file, or move what is there away to continue without."
+        ) from None
     for line in text.splitlines():
         try:
             entry = json.loads(line)

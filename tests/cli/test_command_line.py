@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from onstep.cli.main import main
 from tests.support import torchrun
 from tests.support.forked_processes import Processes
 from tests.support.shell import Shell
@@ -154,3 +156,44 @@ def test_an_unknown_command_names_the_nearest(shell: Shell) -> None:
     done = shell.onstep("trian")
     assert done.returncode == 1
     assert "'train'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "--lr", "1"], "has no option --lr; values are written as KEY=VALUE. Did you mean optimizer.lr=1?"),
+        (["train", "--max_steps=3"], "Did you mean train.train_iters=3?"),
+        (["finetune", "--config", "x.yaml"], "name the file without an option: onstep finetune x.yaml"),
+        (["train", "--recipie", "demo"], "Did you mean '--recipe'?"),
+        (["config", "show", "--optimizer.lr=2"], "Did you mean optimizer.lr=2?"),
+        (["train", "qwen25_500m"], "'qwen25_500m' is a recipe; write --recipe qwen25_500m"),
+        (["train", "x.yaml"], "the configuration file 'x.yaml' does not exist"),
+        (["finetune", "mine"], "'mine' is not a recipe; to fine-tune its weights, write checkpoint.pretrained_check"),
+        (["finetune", "mone"], "unknown recipe 'mone'. Recipes: demo"),
+    ],
+)
+def test_a_mistyped_word_is_answered_with_what_to_write(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/mine").mkdir(parents=True)
+    assert main(words) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["train", "finetune", "logs", "logs plot", "plot heatmap", "control save", "memory"])
+def test_each_command_has_the_short_form_of_help(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words.split(), "-h"]) == 0
+    assert capsys.readouterr().out.startswith(f"Usage: onstep {words}")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("words", ["-h", "train -h", "recipes list", "config defaults --all"])
+def test_a_closed_pipe_ends_a_command_quietly(words: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "onstep", *words.split()], stdout=writing, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")

@@ -12,6 +12,7 @@ import pytest
 
 from onstep.config import (
     ConfigContainer,
+    ModelConfig,
     apply_overrides,
     diff,
     dump_yaml,
@@ -138,7 +139,13 @@ def test_null_unsets_an_optional_text() -> None:
         ("optimiser.lr=3", "optimizer.lr"),
         ("train.train_itres=3", "train.train_iters"),
         ("train_iters=3", "train.train_iters"),
-        ("max_steps=3", "scheduler.max_steps"),
+        ("max_steps=3", "train.train_iters"),
+        ("train.max_steps=3", "train.train_iters"),
+        ("train.eval_interval=5", "validation.eval_interval"),
+        ("eval_steps=5", "validation.eval_interval"),
+        ("learnin_rate=5", "optimizer.lr"),
+        ("model.n_layer=5", "model.num_layers"),
+        ("modle=5", "model"),
         ("model.seq_lenght=3", "model.seq_length"),
         ("mixed_precison=null", "mixed_precision"),
         ("train.train_iters.x=3", "train.train_iters"),
@@ -148,6 +155,31 @@ def test_an_unknown_key_names_the_nearest(override: str, nearest: str) -> None:
     key = override.partition("=")[0]
     with pytest.raises(ConfigError, match=rf"{key!r}\. Did you mean '{nearest}'\?"):
         apply_overrides(ConfigContainer(), [override])
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "nearest"),
+    [
+        ("train", "eval_interval", "validation.eval_interval"),
+        ("train", "max_steps", "train.train_iters"),
+        ("optimizer", "learning_rate", "optimizer.lr"),
+        ("train", "exit_intervall", "exit_interval"),
+    ],
+)
+def test_an_unknown_attribute_names_the_field_of_any_section(section: str, name: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=rf"no field '{name}'\. Did you mean '{nearest}'\?"):
+        setattr(getattr(ConfigContainer(), section), name, 5)
+
+
+def test_a_section_of_another_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match="train must be a TrainingConfig, got ModelConfig"):
+        ConfigContainer().train = ModelConfig()  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("indented", ["train:\n\ttrain_iters: 3\n", "train:\n  seed: 1\n\tseed: 2\n"])
+def test_a_tab_is_named(indented: str) -> None:
+    with pytest.raises(ConfigError, match="is indented with a tab; YAML requires spaces"):
+        parse_yaml(indented)
 
 
 def test_a_key_like_no_other_gets_no_suggestion() -> None:

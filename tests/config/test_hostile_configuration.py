@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import re
+import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from onstep import Trainer, TrainingArguments, pretrain
+from onstep import Trainer, TrainingArguments, finetune, pretrain
 from onstep.cli.main import main
-from onstep.config import KEYS, ConfigContainer, apply_overrides, from_dict, load_yaml, merge, parse_yaml
+from onstep.config import KEYS, ConfigContainer, apply_overrides, from_dict, load_yaml, merge, parse_yaml, validate
+from onstep.config.checks.single_values import check_values
 from onstep.config.yaml_bounds import MAX_YAML_BYTES
 from onstep.errors import ConfigError
+from onstep.recipes import get_recipe
 from tests.support.small_models import Regression, regression_rows
 
 LAUGHS = "\n".join(["a: &a [x,x,x,x,x,x,x,x,x]"] + [f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in zip("abcdefgh", "bcdefghi", strict=True)])  # fmt: skip  # noqa: E501
@@ -35,7 +41,7 @@ HOSTILE_YAML = {
     "an unhashable key": ("? [a]\n: 1", "not a YAML configuration"),
     "many keys": ("\n".join(f"key{number}: 1" for number in range(10_001)), "at most 10,000"),
     "a control character": ("run: {name: \x00}", "not a YAML configuration"),
-    "a tab": ("run:\n\tname: 1", "not a YAML configuration"),
+    "a tab": ("run:\n\tname: 1", "line 2 is indented with a tab"),
     "a long key": ("? " + "k" * 100_000 + "\n: 1", "unknown configuration key"),
     "a key that is a number": ("1: {2: 3}", "unknown configuration key '1'"),
     "an escaped NUL": ('run: {name: "a\\0b"}', "run.name"),
@@ -77,6 +83,35 @@ def test_bytes_that_are_not_utf_8_are_named(tmp_path: Path, capsys: pytest.Captu
 
 
 HOSTILE_VALUES: list[Any] = [10**400, -(10**400), 10**5_000, 2**63, -(2**63) - 1, 1e300, [10**400], [[10**5_000]]]
+
+
+ODD_VALUES: list[Any] = ["\x1b[31m", "x" * 5_000, -1, 10**12, math.nan, {"a=b": "c"}]
+
+
+def test_every_key_accepts_odd_values_or_refuses_them_by_name() -> None:
+    """Set as attributes, which no type guards."""
+    for key, one in KEYS.items():
+        for value in ODD_VALUES:
+            config = get_recipe("tiny_gpt")()
+            one.set(config, value)
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    validate(config)
+            except ConfigError as refused:
+                message = str(refused)
+                assert len(message) < 1_500, key
+                assert "\x1b" not in message, key
+                assert key.rpartition(".")[2] in message or key == "trainer", message
+
+
+def test_an_attribute_of_another_type_is_refused_by_every_door() -> None:
+    for key, one in KEYS.items():
+        config = get_recipe("tiny_gpt")()
+        one.set(config, threading.Lock())  # which cannot be copied either
+        for start in (pretrain, finetune, validate, check_values):
+            with pytest.raises(ConfigError, match=rf"{re.escape(key)}=<unlocked .* must be .*, got lock"):
+                start(config)
 
 
 FLOATS = (2**63, -(2**63) - 1, 1e300)

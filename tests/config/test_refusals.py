@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from onstep import finetune, pretrain
-from onstep.config import ConfigContainer, apply_overrides, validate
+from onstep.config import ConfigContainer, TrainingArguments, apply_overrides, validate
 from onstep.errors import ConfigError
 
 
@@ -127,6 +128,8 @@ ALONE_MEANINGLESS = [
     Refused("dataset.kind=chat & dataset.paths=[]", "dataset.paths=[]", "is empty", "requires JSONL"),
     Refused("tokenizer.tokenizer_type=huggingface", "tokenizer_type=huggingface", "requires tokenizer.", "the path of"),
     Refused("tokenizer.vocab_size=300", "tokenizer.vocab_size=300", "what tokenizer_type=bpe learns", "leave it"),
+    Refused("env_vars={'A=B': c}", "env_vars has the name 'A=B'", "must not be empty or contain '='", ""),
+    Refused("env_vars={'': c}", "env_vars has the name ''", "must not be empty", ""),
     Refused("checkpoint.finetune=true", "checkpoint.finetune=True", "requires weights", "set checkpoint.pretrained"),
     Refused(LORA, "peft.peft_scheme=lora", "none are given", "peft_scheme=null"),
     Refused(
@@ -188,6 +191,14 @@ def test_a_batch_is_judged_by_the_number_of_ranks(config: ConfigContainer) -> No
     validate(config, world_size=3)
     with pytest.raises(ConfigError, match=r"=12 must be a multiple of micro_batch_size \* ranks = 4 \* 2 = 8"):
         validate(config, world_size=2)
+
+
+@pytest.mark.parametrize("start", [pretrain, finetune])
+def test_arguments_of_the_other_door_are_named(start: Callable[..., object]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"must be a ConfigContainer, got TrainingArguments; .* Trainer\(model, args\)"
+    ):
+        start(TrainingArguments(report_to=[]))
 
 
 def test_fine_tuning_of_nothing_is_refused(config: ConfigContainer, tmp_path: Path) -> None:

@@ -122,6 +122,9 @@ def test_what_hugging_face_makes_of_all_is_accepted() -> None:
 def test_an_unknown_keyword_is_a_type_error_that_names_the_nearest() -> None:
     with pytest.raises(UnknownArgumentError, match=r"no argument 'learning_rat'. Did you mean 'learning_rate'\?"):
         TrainingArguments(learning_rat=1e-3)  # type: ignore[call-arg]
+    for name, ours in {"lr": "learning_rate", "clip_grad": "max_grad_norm", "log_interval": "logging_steps"}.items():
+        with pytest.raises(UnknownArgumentError, match=rf"no argument '{name}'\. Use {ours}\."):
+            TrainingArguments(**{name: 1})  # type: ignore[arg-type]
     assert issubclass(UnknownArgumentError, TypeError)
     assert issubclass(UnknownArgumentError, ConfigError)
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+
+from onstep.config import KEYS, nearest_key
+from onstep.config.suggestions import nearest
+from onstep.errors import ConfigError
 
 Imports = Annotated[list[str] | None, typer.Option("--import", help="Python file with your code; repeatable.")]
 Recipe = Annotated[str | None, typer.Option(help="Recipe to start from; default: tiny_gpt.")]
@@ -16,7 +22,43 @@ Labels = Annotated[
 
 def application(**settings: Any) -> typer.Typer:
     """A Typer application with the settings shared by all commands."""
-    return typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, **settings)
+    names = {"help_option_names": ["-h", "--help"]}
+    return typer.Typer(
+        add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=names, **settings
+    )
+
+
+class WordsCommand(TyperCommand):
+    """A command that reads `[CONFIG.yaml] [KEY=VALUE ...]`; of an option that it lacks, it says what to write."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # the context's class has no public name
+        """Refuse unknown options."""
+        known = [*ctx.help_option_names, *(name for one in self.params for name in one.opts)]
+        for position, word in enumerate(args):
+            option, _, value = word.partition("=")
+            if word == "--":
+                break
+            if word.startswith("--") and option not in known:
+                following = next((each for each in args[position + 1 :] if not each.startswith("-")), "")
+                remedy = _instead(option, value or following, known, ctx.command_path)
+                raise ConfigError(f"{ctx.command_path} has no option {option}{remedy}")
+        return super().parse_args(ctx, args)
+
+
+_FILE_OPTIONS = ("--config", "--config-file", "--cfg", "--file", "--yaml")
+
+
+def _instead(option: str, value: str, known: list[str], command: str) -> str:
+    """What to write in place of an unknown option."""
+    if option in _FILE_OPTIONS:
+        return f"; name the file without an option: {command} {value or 'CONFIG.yaml'}"
+    hint = nearest(option.replace("_", "-"), known, cutoff=0.8)
+    if hint:
+        return f".{hint}"
+    key = nearest_key(option.lstrip("-").replace("-", "_"), list(KEYS))
+    if key is None:
+        return f"; values are written as KEY=VALUE, options are listed by {command} --help."
+    return f"; values are written as KEY=VALUE. Did you mean {key}={value or 'VALUE'}?"
 
 
 def application_at(place: str) -> typer.Typer:
@@ -26,5 +68,6 @@ def application_at(place: str) -> typer.Typer:
     if isinstance(found, typer.Typer):
         return found
     single = application()
-    single.command(name.rstrip("_"))(found)
+    reads_words = "words" in inspect.signature(found).parameters
+    single.command(name.rstrip("_"), cls=WordsCommand if reads_words else None)(found)
     return single

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from onstep.analysis.logs.run_status import run_record
-from onstep.cli.application import application
+from onstep.cli.application import WordsCommand, application
 from onstep.cli.runs import find_named, not_found, run_names
 from onstep.config import ConfigContainer, apply_overrides, dump_yaml, explain, load_yaml, merge, resolve
 from onstep.config.explanation import all_defaults, common_defaults
@@ -21,7 +21,7 @@ from onstep.config.recipe_rates import fit_min_lr
 from onstep.config.short_runs import fit_short_run
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
-from onstep.recipes import get_recipe
+from onstep.recipes import RECIPES, get_recipe
 
 
 def configuration(words: list[str], recipe: str | None) -> tuple[ConfigContainer, list[str]]:
@@ -127,6 +127,10 @@ def _read(path: str) -> dict[str, Any]:
     stored = run_record(directory).get("config") if (directory := _run_dir(path)) is not None else None
     if isinstance(stored, dict):
         return stored
+    if path in RECIPES:
+        raise ConfigError(f"{path!r} is a recipe; write --recipe {path}.")
+    if Path(path).suffix in (".yaml", ".yml"):
+        raise ConfigError(f"the configuration file {path!r} does not exist; correct its path.")
     raise ConfigError(
         f"{path!r} is neither a configuration file nor key=value, nor a run.{not_found(path, run_names(), '')} Write "
         f"values as optimizer.lr=3e-4; `onstep config defaults` lists the keys."
@@ -149,7 +153,7 @@ def _names(text: str) -> list[str]:
 app = application(no_args_is_help=True)
 
 
-@app.command()
+@app.command(cls=WordsCommand)
 def show(
     words: Annotated[list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [KEY=VALUE ...]")] = None,
     recipe: Annotated[str | None, typer.Option(help="Named configuration to start from.")] = None,

@@ -7,3 +7,5 @@ PREEMPTED = 75
 """Preempted; run the same command again to resume."""
 INTERRUPTED = 130
 """Ctrl-C before there was anything to save."""
+BROKEN_PIPE = 141
+"""The reader of the output closed the pipe, as `head` does: a shell's code for SIGPIPE."""

@@ -7,7 +7,7 @@ import re
 import sys
 from importlib.metadata import version
 
-from onstep.cli.exit_codes import ERROR, INTERRUPTED, OK
+from onstep.cli.exit_codes import BROKEN_PIPE, ERROR, INTERRUPTED, OK
 from onstep.errors import OnstepError
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -57,7 +57,16 @@ _DRAWING = ("logs", "plot")
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        code = _main(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is written at the exit either
+        return BROKEN_PIPE
+    return code
+
+
+def _main(arguments: list[str]) -> int:
     if "_ONSTEP_COMPLETE" in os.environ:  # the shell asks for completions
         from onstep.cli.completion import complete
 
@@ -129,9 +138,8 @@ def _run(name: str, arguments: list[str]) -> int:
         text = in_options(str(error)) if name in _DRAWING else str(error)
         print(f"error: {text}{notes}", file=sys.stderr)
         return ERROR
-    except BrokenPipeError:  # the reader closed the pipe, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ERROR
+    except BrokenPipeError:
+        raise
     except OSError as error:
         if name in _TRAINING:
             raise
@@ -139,6 +147,8 @@ def _run(name: str, arguments: list[str]) -> int:
         print(f"error: {file}{error.strerror or error}", file=sys.stderr)
         return ERROR
     except SystemExit as exit_:
+        if isinstance(exit_.__context__, BrokenPipeError):
+            raise exit_.__context__ from None
         return exit_.code if isinstance(exit_.code, int) else ERROR if exit_.code else OK
     return result if isinstance(result, int) else OK
 

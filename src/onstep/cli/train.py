@@ -16,6 +16,7 @@ from onstep.cli.application import Imports, Recipe
 from onstep.cli.config import configuration, import_file, load_callback, sets
 from onstep.cli.exit_codes import ERROR, PREEMPTED
 from onstep.cli.hub import hf_directory
+from onstep.cli.runs import find_named
 from onstep.config import ConfigContainer
 from onstep.config.checks.single_values import check_values
 from onstep.console.level import Level
@@ -162,6 +163,11 @@ def _finetuned_recipe(words: list[str], lora: bool) -> tuple[str | None, list[st
     form = name if "_finetune" in name else f"{name}_finetune"
     form += "_lora" if lora and form.endswith("_finetune") else ""
     if form not in RECIPES:
+        if find_named(named[0]) is not None:
+            raise ConfigError(
+                f"{named[0]!r} is not a recipe; to fine-tune its weights, write "
+                f"checkpoint.pretrained_checkpoint={named[0]}."
+            )
         get_recipe(name)  # raises, listing the known recipes
     return form, [word for word in words if "=" in word]
 

@@ -28,6 +28,7 @@ from onstep.config.sections import (
     TrainingConfig,
     ValidationConfig,
 )
+from onstep.errors import ConfigError
 
 
 @dataclass
@@ -64,7 +65,7 @@ class ConfigContainer(ConfigSection):
         choices=("bf16_mixed", "fp16_mixed"),
         spellings={"bf16-mixed": "bf16_mixed", "fp16-mixed": "fp16_mixed"},
         effect="weights and optimizer load as they are; steps compute in the current precision",
-        known_as=("precision",),
+        known_as=("precision", "bf16", "fp16", "dtype"),
         common=True,
         help="Precision: None (float32), bf16_mixed or fp16_mixed (autocast over float32 weights; float16 with a "
         "loss scale).",
@@ -89,8 +90,13 @@ class ConfigContainer(ConfigSection):
 
     def __setattr__(self, name: str, value: Any) -> None:
         factory = getattr(type(self).__dataclass_fields__.get(name), "default_factory", None)
-        is_section = isinstance(factory, type) and issubclass(factory, ConfigSection)
-        super().__setattr__(name, factory() if value is None and factory is not None and is_section else value)
+        if isinstance(factory, type) and issubclass(factory, ConfigSection):
+            value = factory() if value is None else value
+            if isinstance(value, ConfigSection) and not isinstance(value, factory):
+                raise ConfigError(
+                    f"{name} must be a {factory.__name__}, got {type(value).__name__}; set the section that it is."
+                )
+        super().__setattr__(name, value)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dictionaries, as they go to YAML."""

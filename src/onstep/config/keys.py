@@ -13,6 +13,7 @@ from onstep.config.container import ConfigContainer
 from onstep.config.field_types import coerce, field_types
 from onstep.config.section import ConfigSection, Option
 from onstep.config.suggestions import WIDTH
+from onstep.errors import ConfigError
 
 Section = TypeVar("Section", bound=ConfigSection)
 
@@ -96,10 +97,27 @@ def typed_copy(config: Section) -> Section:
     Raises:
         ConfigError: naming the key and the type of the first value that cannot be converted.
     """
+    for key, section, name in leaves(config):
+        coerce(getattr(section, name), field_types(type(section))[name], key)
     typed = copy.deepcopy(config)
     for key, section, name in leaves(typed):
         setattr(section, name, coerce(getattr(section, name), field_types(type(section))[name], key))
     return typed
+
+
+def own_copy(config: ConfigContainer) -> ConfigContainer:
+    """`typed_copy` of what a caller passes as the configuration of a run.
+
+    Raises:
+        ConfigError: as `typed_copy`, and for anything but a `ConfigContainer`.
+    """
+    if not isinstance(config, ConfigContainer):
+        raise ConfigError(
+            f"the configuration of a run must be a ConfigContainer, got {type(config).__name__}; "
+            "onstep.config.from_dict makes one of a dictionary, args_to_config of TrainingArguments, which "
+            "Trainer(model, args) accepts as they are."
+        )
+    return typed_copy(config)
 
 
 def diff(old: ConfigSection, new: ConfigSection) -> list[tuple[str, Any, Any]]:
@@ -109,21 +127,34 @@ def diff(old: ConfigSection, new: ConfigSection) -> list[tuple[str, Any, Any]]:
 
 
 def nearest_key(key: str, known: list[str]) -> str | None:
-    """The known dotted key that `key` most likely meant: by the whole key or by its last name, or None."""
+    """The known dotted key, or section, that `key` most likely meant; None if nothing is near.
+
+    A name of another library comes first, then the same name in another section, then the most similar one.
+    """
     name = _last(key)
     if len(key) > WIDTH:
         return None
     synonym = OTHER_NAMES.get(name)
-    if synonym in known and name not in map(_last, known):
+    if synonym in known:
         return synonym
+    heads = [] if name in map(_last, known) or name != key else list(dict.fromkeys(map(_section, known)))
+    if sections := difflib.get_close_matches(name, heads, 1):
+        return sections[0]
     likeness = {}
     for candidate in known:
         whole = difflib.SequenceMatcher(None, key, candidate).ratio()
         last = difflib.SequenceMatcher(None, name, _last(candidate)).ratio()
         likeness[candidate] = max(whole, 0.95 * last), whole  # the likeness of the whole keys breaks ties
     best = max(likeness, key=likeness.__getitem__, default=None)
-    return best if best is not None and likeness[best][0] >= NEAR else None
+    if best is not None and likeness[best][0] >= NEAR:
+        return best
+    near = [OTHER_NAMES[one] for one in difflib.get_close_matches(name, OTHER_NAMES, cutoff=NEAR)]
+    return next((one for one in near if one in known), None)
 
 
 def _last(key: str) -> str:
     return key.rpartition(".")[2]
+
+
+def _section(key: str) -> str:
+    return key.partition(".")[0]

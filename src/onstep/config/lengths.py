@@ -17,6 +17,7 @@ from itertools import pairwise
 
 from onstep.config.container import ConfigContainer
 from onstep.config.sections import TrainingConfig
+from onstep.config.suggestions import shown
 from onstep.errors import ConfigError
 
 MAX_INCREMENTS = 100_000
@@ -156,7 +157,7 @@ def parse_steps(text: str, seq_length: int) -> tuple[tuple[int, ...], tuple[int,
     Raises:
         ConfigError: for anything else, thresholds that do not rise from 0, or sizes that shrink.
     """
-    key = f"train.step_batch_size_schedule={text!r}"
+    key = f"train.step_batch_size_schedule={shown(text)}"
     entries = [_ENTRY.fullmatch(word) for word in text.split()]
     if not entries or None in entries:
         raise ConfigError(f"{key} must be thresholds and sizes, {_EXAMPLE}.")

@@ -39,7 +39,7 @@ def parse_yaml(text: str, source: str = "the text") -> dict[str, Any]:
     """The values of YAML text, by section; `source` names the text in errors. Raises as `load_yaml`."""
     from omegaconf import OmegaConf
 
-    with _yaml_errors(f"{source} is not a YAML configuration"):
+    with _yaml_errors(f"{source} is not a YAML configuration", text):
         check_yaml(text, source)
         values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     if not isinstance(values, dict):
@@ -143,7 +143,7 @@ def _override_value(key: str, raw: str, known: Mapping[str, Any]) -> Any:
         annotation = get_args(parent)[1]
     holds_text = annotation is not None and accepts_text(annotation)
     try:
-        with _yaml_errors(f"{key}={shown(raw)} is not a YAML value"):
+        with _yaml_errors(f"{key}={shown(raw)} is not a YAML value", raw):
             check_yaml(raw, f"the value of {key}")
             parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={raw}"]), resolve=False)
         value = parsed["value"] if isinstance(parsed, dict) else None
@@ -155,12 +155,18 @@ def _override_value(key: str, raw: str, known: Mapping[str, Any]) -> Any:
 
 
 @contextmanager
-def _yaml_errors(problem: str) -> Iterator[None]:
+def _yaml_errors(problem: str, text: str) -> Iterator[None]:
     try:
         yield
     except ConfigError:
         raise
     except Exception as error:
+        mark: Any = getattr(error, "problem_mark", None)
+        line = "" if mark is None else "".join(text.splitlines()[mark.line : mark.line + 1])
+        if "\t" in line[: len(line) - len(line.lstrip())]:
+            raise ConfigError(
+                f"{problem}: line {mark.line + 1} is indented with a tab; YAML requires spaces."
+            ) from error
         raise ConfigError(f"{problem}: {str(error)[:1000]}") from error
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal, TypeVar
@@ -140,7 +140,8 @@ class ConfigSection:
     def __setattr__(self, name: str, value: Any) -> None:
         known = type(self).__dataclass_fields__
         if name not in known:
-            hint = nearest(name, list(known))
+            elsewhere = _elsewhere(name, type(self))
+            hint = f" Did you mean {elsewhere!r}?" if elsewhere else nearest(name, list(known))
             raise ConfigError(f"{type(self).__name__} has no field {name!r}.{hint} Its fields: {', '.join(known)}.")
         object.__setattr__(self, name, value)
 
@@ -165,3 +166,22 @@ class ConfigSection:
         default = type(self)()
         values = {name: getattr(self, name) for name in self.field_names()}
         return {name: value for name, value in values.items() if value != getattr(default, name)}
+
+
+def _elsewhere(name: str, kind: type[ConfigSection]) -> str | None:
+    """The field that `name` means: of this section under another library's name, else of another section."""
+    own = [key for key, one, names in _places() if one is kind and name in names]
+    same = [key for key, _, _ in _places() if key.rpartition(".")[2] == name]
+    others = [key for key, _, names in _places() if name in names]
+    return next(iter([*own, *same, *others]), None)
+
+
+def _places() -> Iterator[tuple[str, type[ConfigSection], tuple[str | None, ...]]]:
+    """Every field of a section as (dotted key, section, names of the same thing elsewhere)."""
+    for holder in ConfigSection.__subclasses__():
+        for one in fields(holder):
+            kind = one.default_factory
+            if isinstance(kind, type) and issubclass(kind, ConfigSection):
+                for name, of_kind in kind.__dataclass_fields__.items():
+                    declared: Option = of_kind.metadata["option"]
+                    yield f"{one.name}.{name}", kind, (declared.hf, *declared.known_as)

@@ -22,11 +22,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= WIDTH else f"{text[:WIDTH]}... ({len(text):,} characters)"
 
 
-def nearest(name: str, known: list[str]) -> str:
-    """' Did you mean 'x'?' for the known name nearest to `name`, or '' when none is near."""
+def nearest(name: str, known: list[str], cutoff: float = 0.5) -> str:
+    """' Did you mean 'x'?' for the known name nearest to `name`, or '' when none is nearer than `cutoff` (0 to 1)."""
     if len(name) > WIDTH:
         return ""
-    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onstep.config.suggestions import nearest
+from onstep.config.suggestions import nearest, shown
 from onstep.errors import ConfigError
 
 TRACKERS = ("csv", "tensorboard", "wandb", "mlflow", "comet", "trackio")
@@ -42,9 +42,9 @@ def tracker_list(report_to: str | Sequence[str] | None, field: str) -> list[str]
         if name not in (*TRACKERS, ALL, "none"):
             known = ", ".join(TRACKERS)
             hint = nearest(str(name), [*TRACKERS, *ALIASES, ALL])
-            raise ConfigError(f"{field}={name!r} is not a tracker; use 'none', 'all' or some of {known}.{hint}")
+            raise ConfigError(f"{field}={shown(name)} is not a tracker; use 'none', 'all' or some of {known}.{hint}")
     if "none" in names and len(names) > 1:
-        raise ConfigError(f"{field}={names!r} combines 'none' with trackers; drop one or the other.")
+        raise ConfigError(f"{field}={shown(names)} combines 'none' with trackers; drop one or the other.")
     if ALL in names:
         return [ALL]
     return [] if names == ["none"] else names
@@ -61,7 +61,7 @@ def name_list(report_names: str | Sequence[str] | None, field: str = "logger.rep
     names = tuple(dict.fromkeys([report_names] if isinstance(report_names, str) else report_names))
     if not names or not set(names) <= set(NAMES):
         raise ConfigError(
-            f"{field}={list(names)!r} must be some of {', '.join(NAMES)}; unset, trackers of "
+            f"{field}={shown(list(names))} must be some of {', '.join(NAMES)}; unset, trackers of "
             f"logger.report_to show hf, those of logger.{BRIDGE_FIELDS['wandb']} and its siblings bridge."
         )
     return names

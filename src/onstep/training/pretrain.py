@@ -10,7 +10,7 @@ from functools import partial
 from torch import nn
 
 from onstep.config import ConfigContainer, resolve
-from onstep.config.keys import typed_copy
+from onstep.config.keys import own_copy
 from onstep.config.short_runs import with_fitting_warmup
 from onstep.console import with_progress
 from onstep.distributed import World, open_world, world_size_from_environment
@@ -65,6 +65,7 @@ def pretrain(
         RunExistsError: if the run's directory holds another run, or one whose data or tokenizer files have changed.
         NonFiniteError: if a loss or gradient norm is NaN or infinite.
     """
+    config = own_copy(config)
     recipe = RECIPES.get(config.run.recipe or "")
     config, note = with_fitting_warmup(config, None if recipe is None else recipe())
     if note is not None:
@@ -119,13 +120,12 @@ def finetune(
         ConfigError: if neither of the two is set, or the model differs from that of the weights.
         MissingWeightsError: if nothing loadable exists; also a FileNotFoundError.
     """
+    config = own_copy(config)
     if config.checkpoint.pretrained_checkpoint is None and config.checkpoint.load is None:
         raise ConfigError(
             "finetune requires weights to start from; set checkpoint.pretrained_checkpoint (a Hugging Face directory, "
-            "a "
-            "run or a checkpoint) or checkpoint.load."
+            "a run or a checkpoint) or checkpoint.load."
         )
-    config = typed_copy(config)
     config.checkpoint.finetune = True
     return pretrain(config, forward_step_func, callbacks, pre_wrap_hooks=pre_wrap_hooks)
 

@@ -7,6 +7,7 @@ import warnings
 
 from onstep.config.container import ConfigContainer
 from onstep.config.lengths import batch_sizes, sizes_of
+from onstep.config.suggestions import shown
 from onstep.errors import ConfigError
 
 _warned: set[str] = set()
@@ -47,7 +48,7 @@ def check_batches(config: ConfigContainer, world_size: int) -> None:
 
 
 def _check_schedule(config: ConfigContainer, name: str, world_size: int) -> None:
-    train, key = config.train, f"train.{name}={getattr(config.train, name)!r}"
+    train, key = config.train, f"train.{name}={shown(getattr(config.train, name))}"
     if train.micro_batch_size is None:
         raise ConfigError(f"{key} requires train.micro_batch_size: a batch ramps up by whole micro-batches; set it.")
     is_ramp = name == "rampup_batch_size"

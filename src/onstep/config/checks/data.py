@@ -7,6 +7,7 @@ from pathlib import PurePath
 
 from onstep.config.container import ConfigContainer
 from onstep.config.sections import DatasetConfig, TokenizerConfig
+from onstep.config.suggestions import shown
 from onstep.errors import ConfigError
 
 _SMALLEST_BPE = 257
@@ -20,7 +21,7 @@ def check_data(config: ConfigContainer) -> None:
     """Check the keys of data and tokenizer against each other."""
     data = config.dataset
     if parse_split(data.split)[0] == 0 and not config.validation.skip_train:
-        raise ConfigError(f"dataset.split={data.split!r} leaves nothing to train on.")
+        raise ConfigError(f"dataset.split={shown(data.split)} leaves nothing to train on.")
     _check_paths(data)
     _check_files(data)
     _check_weights(data)
@@ -40,7 +41,9 @@ def parse_split(text: str) -> tuple[float, float, float]:
     except ValueError:
         shares = []
     if not 1 <= len(shares) <= 3 or not all(0 <= share < math.inf for share in shares) or sum(shares) == 0:
-        raise ConfigError(f"dataset.split={text!r} must be the shares of train, validation and test, such as '90,5,5'.")
+        raise ConfigError(
+            f"dataset.split={shown(text)} must be the shares of train, validation and test, such as '90,5,5'."
+        )
     train, valid, test = (share / sum(shares) for share in [*shares, 0.0, 0.0][:3])
     return train, valid, test
 
@@ -59,13 +62,13 @@ def _check_files(data: DatasetConfig) -> None:
     """Refuse keys that do not apply to the given files, as far as their suffixes show."""
     if data.hf_subset is not None and _all_end(data.paths, _FILES_OF_ROWS):
         raise ConfigError(
-            f"dataset.hf_subset={data.hf_subset!r} is a configuration of a dataset on the hub, and dataset.paths="
+            f"dataset.hf_subset={shown(data.hf_subset)} is a configuration of a dataset on the hub, and dataset.paths="
             f"{data.paths} are files; drop it."
         )
     if data.kind == "text" and "text_key" in data.changed() and _all_end(data.paths, _PLAIN_TEXT):
         named = f"dataset.paths={data.paths} are files of plain text" if data.paths else "Python's own sources are not"
         raise ConfigError(
-            f"dataset.text_key={data.text_key!r} is a key of JSONL records, and {named}; drop it, or name files "
+            f"dataset.text_key={shown(data.text_key)} is a key of JSONL records, and {named}; drop it, or name files "
             f"that end in {', '.join(_JSONL)}."
         )
 
@@ -95,7 +98,7 @@ def _check_tokenizer(tokenizer: TokenizerConfig, kind: str) -> None:
         raise ConfigError(f"tokenizer_type={how} requires tokenizer.tokenizer_model, the path of the tokenizer.")
     if not has_path and path is not None:
         raise ConfigError(
-            f"tokenizer.tokenizer_model={path} has no effect with tokenizer_type={how}; drop it, or set "
+            f"tokenizer.tokenizer_model={shown(path)} has no effect with tokenizer_type={how}; drop it, or set "
             "tokenizer_type to tokenizers (a file) or huggingface (a directory)."
         )
     if how != "bpe" and size is not None:

@@ -10,7 +10,7 @@ from onstep.config.container import ConfigContainer
 from onstep.config.field_types import is_number
 from onstep.config.keys import KEYS
 from onstep.config.sections import ModelConfig
-from onstep.config.suggestions import nearest
+from onstep.config.suggestions import nearest, shown
 from onstep.errors import ConfigError
 
 _STRETCHES = ("factor", "original_max_position_embeddings")
@@ -99,7 +99,7 @@ def _check_rope_scaling(scaling: Mapping[str, Any], width: int) -> None:
     if kind not in _ROPE_NUMBERS:
         hint = nearest(kind, list(_ROPE_NUMBERS)) if isinstance(kind, str) else ""
         raise ConfigError(
-            f"model.rope_scaling has rope_type {kind!r}, which must be {' | '.join(_ROPE_NUMBERS)}.{hint}"
+            f"model.rope_scaling has rope_type {shown(kind)}, which must be {' | '.join(_ROPE_NUMBERS)}.{hint}"
         )
     _check_rope_keys(scaling, kind)
     for name, value in scaling.items():
@@ -135,7 +135,7 @@ def _check_rope_keys(scaling: Mapping[str, Any], kind: str) -> None:
         if name not in ("rope_type", "type", *required, *optional):
             hint = nearest(name, [*required, *optional])
             known = ", ".join((*required, *optional)) or "no numbers"
-            raise ConfigError(f"model.rope_scaling has {name!r}, but rope_type {kind} accepts {known}.{hint}")
+            raise ConfigError(f"model.rope_scaling has {shown(name)}, but rope_type {kind} accepts {known}.{hint}")
     missing = [name for name in required if scaling.get(name) is None]
     if missing:
         raise ConfigError(
@@ -180,20 +180,20 @@ def _check_balancing(model: ModelConfig) -> None:
     for name in names:
         if name not in BALANCING_TYPES:
             raise ConfigError(
-                f"model.moe_router_load_balancing_type={kinds!r} must be one of {' | '.join(BALANCING_TYPES)}."
+                f"model.moe_router_load_balancing_type={shown(kinds)} must be one of {' | '.join(BALANCING_TYPES)}."
                 f"{nearest(str(name), list(BALANCING_TYPES))}"
             )
     if not names or len(set(names)) < len(names) or ("none" in names and len(names) > 1):
         raise ConfigError(
-            f"model.moe_router_load_balancing_type={kinds!r} must name each type once, and 'none' alone; for no "
+            f"model.moe_router_load_balancing_type={shown(kinds)} must name each type once, and 'none' alone; for no "
             "load-balancing loss write 'none'."
         )
     values = [coefficients] * len(names) if isinstance(coefficients, (int, float)) else list(coefficients)
     if len(values) != len(names):
         raise ConfigError(
             f"model.moe_aux_loss_coeff={coefficients} has {len(values)} entries and "
-            f"model.moe_router_load_balancing_type={kinds!r} {len(names)}; give one coefficient for each type, or one "
-            "number for all."
+            f"model.moe_router_load_balancing_type={shown(kinds)} {len(names)}; give one coefficient for each type, or "
+            "one number for all."
         )
     if any(value < 0 for value in values):
         raise ConfigError(f"model.moe_aux_loss_coeff={coefficients} must be >= 0; 0 disables the loss.")
@@ -261,7 +261,7 @@ def check_lora_targets(config: ConfigContainer) -> None:
         if not any(name == target or name.endswith(f".{target}") for name in names):
             ends = list(dict.fromkeys(ours.rpartition(".")[2] for projections in layers for ours in projections))
             raise ConfigError(
-                f"peft.target_modules has {target!r}, which no projection of the layers ends with."
+                f"peft.target_modules has {shown(target)}, which no projection of the layers ends with."
                 f"{nearest(target, ends)} Ends: {', '.join(ends)}, or transformers' names of these."
             )
 

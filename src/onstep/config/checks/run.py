@@ -9,7 +9,7 @@ from pathlib import Path
 from onstep.config.checks.data import parse_split
 from onstep.config.container import ConfigContainer
 from onstep.config.keys import KEYS
-from onstep.config.suggestions import nearest
+from onstep.config.suggestions import nearest, shown
 from onstep.errors import ConfigError
 
 COMPONENTS = KEYS["checkpoint.components"].option.elements
@@ -30,10 +30,15 @@ ROLLBACK_NEEDS = ("model", "optimizer", "scheduler", "trainer", "dataset", "rng"
 
 
 def check_run(config: ConfigContainer) -> None:
-    """Refuse a name that cannot be a directory's, and a backend without its device."""
+    """Refuse names that cannot be a directory's or a variable's, and a backend without its device."""
     name = config.run.name
     if name is not None and (not name or "/" in name or "\\" in name or name in (".", "..")):
-        raise ConfigError(f"run.name={name!r} must be the name of a directory; put its path into run.output_dir.")
+        raise ConfigError(f"run.name={shown(name)} must be the name of a directory; put its path into run.output_dir.")
+    for name in config.env_vars:
+        if not name or "=" in name:
+            raise ConfigError(
+                f"env_vars has the name {shown(name)}; a variable's name must not be empty or contain '='."
+            )
     if config.dist.distributed_backend == "nccl" and config.dist.device == "cpu":
         raise ConfigError("dist.distributed_backend=nccl requires GPUs, got dist.device=cpu; use gloo.")
 
@@ -65,7 +70,7 @@ def _check_chosen(key: str, chosen: Sequence[str], known: Sequence[str], instead
         if name not in known:
             rule = NO_REQUEST.get(name, "is not known")
             hint = nearest(name, list(known)) or f" Known: {', '.join(known)}."
-            raise ConfigError(f"{key} has {name!r}, which {rule}; drop or correct it.{hint}")
+            raise ConfigError(f"{key} has {shown(name)}, which {rule}; drop or correct it.{hint}")
 
 
 def _check_best(config: ConfigContainer, components: Sequence[str]) -> None:
@@ -93,7 +98,7 @@ def _check_best(config: ConfigContainer, components: Sequence[str]) -> None:
         return
     if parse_split(config.dataset.split)[1] == 0:
         raise ConfigError(
-            f"{best}=True requires evaluations, but dataset.split={config.dataset.split!r} has no share for "
+            f"{best}=True requires evaluations, but dataset.split={shown(config.dataset.split)} has no share for "
             "validation; give it one, such as '95,5'."
         )
     if not saves_meet_evaluations(config):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from onstep.config.field_types import coerce, field_types
 from onstep.config.keys import leaves
 from onstep.config.section import ConfigSection
 from onstep.config.suggestions import not_a_choice, shown
@@ -11,15 +12,15 @@ from onstep.errors import ConfigError
 
 
 def check_values(config: ConfigSection, prefix: str = "") -> None:
-    """Check each value of a configuration, or of a section whose keys start with `prefix`, on its own.
+    """Check the type and the rule of each value of a configuration, or of a section whose keys start with `prefix`.
 
-    None is allowed wherever the type includes it, and is not checked.
+    None is allowed wherever the type includes it.
 
     Raises:
         ConfigError: naming the key, the value and the rule.
     """
     for key, section, name in leaves(config, prefix):
-        value = getattr(section, name)
+        value = coerce(getattr(section, name), field_types(type(section))[name], key)
         if value is None:
             continue
         option = section.option(name)
@@ -45,6 +46,6 @@ def check_alone(section: ConfigSection, prefix: str) -> None:
         chosen = getattr(section, other)
         if chosen not in allowed:
             raise ConfigError(
-                f"{prefix}{name}={value!r} has no effect with {prefix}{other}={chosen}; set {prefix}{other} to "
+                f"{prefix}{name}={shown(value)} has no effect with {prefix}{other}={chosen}; set {prefix}{other} to "
                 f"{' or '.join(allowed)}, or leave {name} at its default {getattr(type(section)(), name)!r}."
             )

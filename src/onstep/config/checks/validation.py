@@ -11,7 +11,7 @@ from onstep.config.checks.single_values import check_alone, check_values
 from onstep.config.container import ConfigContainer
 from onstep.config.derived import fill
 from onstep.config.hf.arguments import build_silently
-from onstep.config.keys import typed_copy
+from onstep.config.keys import own_copy
 from onstep.config.lengths import train_iters, warmup_and_decay
 from onstep.config.section import ConfigSection
 from onstep.config.trackers import name_list, tracker_list
@@ -27,7 +27,7 @@ def validate(config: ConfigContainer, world_size: int = 1) -> None:
     Raises:
         ConfigError: the first rule that is broken, with the value and the remedy.
     """
-    config = typed_copy(config)
+    config = own_copy(config)
     check_values(config)
     for name in config.field_names():
         section = getattr(config, name)

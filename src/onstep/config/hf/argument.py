@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from onstep.config.keys import KEYS
+from onstep.config.keys import KEYS, OTHER_NAMES
 from onstep.config.section import BOUNDS, Bound
 
 T = TypeVar("T")
@@ -79,6 +79,11 @@ _ARGUMENT_OF = {
     "rng.data_seed": "seed or data_seed",
     "scheduler.lr_warmup_iters": "warmup_steps",
     "scheduler.lr_decay_style": "lr_scheduler_type",
+    "logger.log_interval": "logging_steps",
+    "validation.eval_interval": "eval_steps",
+    "checkpoint.save_interval": "save_steps",
+    "checkpoint.most_recent_k": "save_total_limit",
+    "dist.device": "use_cpu",
     **{key.name: name for name, key in KEY_OF.items()},
 }
 
@@ -89,6 +94,12 @@ def argument_of(key: str) -> str:
     if section == "trainer":
         return name
     return _ARGUMENT_OF.get(key, f"config_overrides[{key!r}]")
+
+
+def argument_named(name: str) -> str | None:
+    """What is called `name` in the configuration or in another library, as `TrainingArguments` call it, if they do."""
+    key = OTHER_NAMES.get(name) or next((key for key in KEYS if key.rpartition(".")[2] == name), None)
+    return RENAMED.get(name) or _ARGUMENT_OF.get(key or "")
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from onstep.config.field_types import coerce, field_types
 from onstep.config.hf.accelerator import settle_accelerator
 from onstep.config.hf.argument import (
     FOLLOW_METRIC,
-    RENAMED,
     Values,
+    argument_named,
     declares_arguments,
 )
 from onstep.config.hf.checks import check_arguments
@@ -70,7 +70,8 @@ def names_unknown_keywords(cls: Arguments) -> Arguments:
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs:
             if name not in known and type(self) is cls:
-                hint = f" Use {RENAMED[name]}." if name in RENAMED else nearest(name, known)
+                meant = argument_named(name)
+                hint = f" Use {meant}." if meant else nearest(name, known, cutoff=0.6)
                 raise UnknownArgumentError(f"{cls.__name__} has no argument {name!r}.{hint}")
         generated(self, *args, **kwargs)
 

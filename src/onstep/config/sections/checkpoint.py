@@ -30,6 +30,7 @@ class CheckpointConfig(ConfigSection):
         SAFE,
         bound="> 0",
         common=True,
+        known_as=("save_steps", "save_every"),
         help="Steps between checkpoints; None saves only at the end, on request and on signals.",
     )
     save_each_epoch: bool = option(False, SAFE, help="Save at the end of each epoch.")
@@ -64,6 +65,7 @@ class CheckpointConfig(ConfigSection):
         None,
         SAFE,
         common=True,
+        known_as=("resume_from_checkpoint",),
         help="A checkpoint, or a directory of checkpoints, to start from; None is the run's own directory.",
     )
     ckpt_step: int | None = option(
@@ -74,6 +76,7 @@ class CheckpointConfig(ConfigSection):
         TRAJECTORY,
         effect=INITIAL_ONLY,
         common=True,
+        known_as=("model_name_or_path",),
         help="Weights that `finetune` starts from: a Hugging Face directory, a run, or a checkpoint.",
     )
     finetune: bool = option(
@@ -106,7 +109,12 @@ class CheckpointConfig(ConfigSection):
         "keep (the stored values; changed files remain an error) | apply (the current values and files).",
     )
     most_recent_k: int = option(
-        -1, SAFE, bound=_KEPT, common=True, help="Checkpoints to keep, counted from the newest; -1 keeps all."
+        -1,
+        SAFE,
+        bound=_KEPT,
+        common=True,
+        known_as=("save_total_limit",),
+        help="Checkpoints to keep, counted from the newest; -1 keeps all.",
     )
     keep_every_n: int | None = option(
         None, SAFE, bound="> 0", help="Keep checkpoints of steps that are a multiple of this, beyond `most_recent_k`."

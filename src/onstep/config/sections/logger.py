@@ -18,7 +18,12 @@ class LoggerConfig(ConfigSection):
     """The metrics that are reported, how often, and to which trackers."""
 
     log_interval: int = option(
-        100, SAFE, bound=">= 0", common=True, help="Steps between logged steps; 0 disables logging."
+        100,
+        SAFE,
+        bound=">= 0",
+        common=True,
+        known_as=("logging_steps", "log_steps", "log_every"),
+        help="Steps between logged steps; 0 disables logging.",
     )
     console: str = option(
         "default",

@@ -13,22 +13,53 @@ class ModelConfig(ConfigSection):
     """A decoder-only transformer: by default of the Llama family; the options make it a GPT-2, a Qwen2, a Qwen3 or one
     with mixtures of experts. Sizes are in elements."""
 
-    num_layers: int = option(4, INCOMPATIBLE, bound="> 0", common=True, help="Number of transformer layers.")
-    hidden_size: int = option(128, INCOMPATIBLE, bound="> 0", common=True, help="Width of the residual stream.")
+    num_layers: int = option(
+        4,
+        INCOMPATIBLE,
+        bound="> 0",
+        common=True,
+        known_as=("num_hidden_layers", "n_layer", "n_layers"),
+        help="Number of transformer layers.",
+    )
+    hidden_size: int = option(
+        128,
+        INCOMPATIBLE,
+        bound="> 0",
+        common=True,
+        known_as=("n_embd", "d_model"),
+        help="Width of the residual stream.",
+    )
     ffn_hidden_size: int | None = option(
         None,
         INCOMPATIBLE,
         bound="> 0",
         common=True,
+        known_as=("intermediate_size",),
         help="Width of the feed-forward block; None is 8/3 of `hidden_size`, rounded up to a multiple of 64, where "
         "it is gated, else 4 times `hidden_size`.",
     )
-    num_attention_heads: int = option(4, INCOMPATIBLE, bound="> 0", common=True, help="Query heads per layer.")
+    num_attention_heads: int = option(
+        4,
+        INCOMPATIBLE,
+        bound="> 0",
+        common=True,
+        known_as=("n_head", "n_heads", "num_heads"),
+        help="Query heads per layer.",
+    )
     num_query_groups: int | None = option(
-        None, INCOMPATIBLE, bound="> 0", common=True, help="Key/value heads per layer; None is one per query head."
+        None,
+        INCOMPATIBLE,
+        bound="> 0",
+        common=True,
+        known_as=("num_key_value_heads",),
+        help="Key/value heads per layer; None is one per query head.",
     )
     kv_channels: int | None = option(
-        None, INCOMPATIBLE, bound="> 0", help="Width of an attention head; None is `hidden_size / num_attention_heads`."
+        None,
+        INCOMPATIBLE,
+        bound="> 0",
+        known_as=("head_dim",),
+        help="Width of an attention head; None is `hidden_size / num_attention_heads`.",
     )
     vocab_size: int | None = option(
         None,
@@ -41,9 +72,20 @@ class ModelConfig(ConfigSection):
         1, INCOMPATIBLE, bound="> 0", help="Pad the vocabulary to a multiple of this."
     )
     seq_length: int = option(
-        256, TRAJECTORY, bound="> 0", common=True, help="Tokens per training sequence; must equal `dataset.seq_length`."
+        256,
+        TRAJECTORY,
+        bound="> 0",
+        common=True,
+        known_as=("block_size", "max_seq_length", "max_length", "context_length", "max_position_embeddings"),
+        help="Tokens per training sequence; must equal `dataset.seq_length`.",
     )
-    rotary_base: float = option(10000.0, TRAJECTORY, bound="> 0", help="Base of the rotary frequencies.")
+    rotary_base: float = option(
+        10000.0,
+        TRAJECTORY,
+        bound="> 0",
+        known_as=("rope_theta",),
+        help="Base of the rotary frequencies.",
+    )
     layernorm_epsilon: float = option(1e-5, TRAJECTORY, bound="> 0", help="Epsilon of the norms.")
     add_qkv_bias: bool = option(False, INCOMPATIBLE, help="Use biases in the query, key and value projections (Qwen2).")
     share_embeddings_and_output_weights: bool = option(
@@ -93,6 +135,7 @@ class ModelConfig(ConfigSection):
         None,
         SAFE,
         choices=("full",),
+        known_as=("gradient_checkpointing", "activation_checkpointing"),
         help="Activation checkpointing: full recomputes each layer in the backward pass; None keeps its activations.",
     )
     log_max_attention_logit: bool = option(

@@ -29,6 +29,7 @@ class OptimizerConfig(ConfigSection):
         INCOMPATIBLE,
         choices=("adam", "sgd", "muon"),
         common=True,
+        known_as=("optim",),
         help="Algorithm: adam (AdamW) | sgd | muon (torch's Muon for the matrices of the layers; AdamW for "
         "embeddings, output, biases, norms and stacked weights of experts).",
     )
@@ -74,7 +75,7 @@ class OptimizerConfig(ConfigSection):
         1.0,
         TRAJECTORY,
         bound=">= 0",
-        known_as=("max_grad_norm",),
+        known_as=("max_grad_norm", "grad_clip", "gradient_clip_val"),
         common=True,
         help="Largest global gradient norm; None or 0 disables clipping.",
     )
@@ -164,6 +165,7 @@ class SchedulerConfig(ConfigSection):
         TRAJECTORY,
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
         common=True,
+        known_as=("lr_scheduler_type", "lr_scheduler"),
         help="Shape of the schedule: constant | linear | cosine | inverse-square-root | WSD (warm-up, stable, decay).",
     )
     lr_wsd_decay_style: str = option(
@@ -183,13 +185,18 @@ class SchedulerConfig(ConfigSection):
         None, TRAJECTORY, bound="> 0", help="Length of WSD's last phase in samples."
     )
     lr_warmup_fraction: float | None = option(
-        None, TRAJECTORY, bound=_FRACTION, common=True, help="Length of the warm-up as a fraction of the schedule."
+        None,
+        TRAJECTORY,
+        bound=_FRACTION,
+        common=True,
+        known_as=("warmup_ratio",),
+        help="Length of the warm-up as a fraction of the schedule.",
     )
     lr_warmup_iters: int = option(
         0,
         TRAJECTORY,
         bound=">= 0",
-        known_as=("warmup_steps",),
+        known_as=("warmup_steps", "warmup_iters"),
         common=True,
         help="Length of the warm-up in steps; must be shorter than the schedule.",
     )

@@ -21,6 +21,7 @@ class RunConfig(ConfigSection):
         None,
         SAFE,
         common=True,
+        known_as=("run_name",),
         help="Name of the run, which is its directory in `output_dir`. None keeps no directory; `onstep train` fills "
         "in "
         "the recipe's name.",

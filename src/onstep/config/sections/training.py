@@ -26,7 +26,7 @@ class TrainingConfig(ConfigSection):
         TRAJECTORY,
         bound="> 0",
         effect="the position in samples stays; steps count on from where they are",
-        known_as=("batch_size",),
+        known_as=("batch_size", "train_batch_size"),
         common=True,
         help="Samples of one optimizer step over all ranks; None is one micro-batch on every rank.",
     )
@@ -35,7 +35,7 @@ class TrainingConfig(ConfigSection):
         TRAJECTORY,
         bound="> 0",
         effect=NEW_LENGTH,
-        known_as=("max_steps", "steps"),
+        known_as=("max_steps", "steps", "num_steps", "total_steps", "max_iters", "num_iters", "iterations"),
         common=True,
         help="Length of the run in optimizer steps. Set exactly one of `train_iters`, `train_samples`, `num_epochs`.",
     )
@@ -47,7 +47,7 @@ class TrainingConfig(ConfigSection):
         TRAJECTORY,
         bound="> 0",
         effect=NEW_LENGTH,
-        known_as=("epochs", "num_train_epochs"),
+        known_as=("epochs", "num_train_epochs", "max_epochs"),
         common=True,
         help="Length of the run in epochs; a fraction of an epoch is rounded up to a step.",
     )
@@ -203,7 +203,12 @@ class ValidationConfig(ConfigSection):
         help="Global batches of one evaluation; None is the whole split, 0 disables evaluation.",
     )
     eval_interval: int | None = option(
-        None, SAFE, bound="> 0", common=True, help="Steps between evaluations; None evaluates only after training."
+        None,
+        SAFE,
+        bound="> 0",
+        common=True,
+        known_as=("eval_steps", "eval_every"),
+        help="Steps between evaluations; None evaluates only after training.",
     )
     start_eval_at_iter: int | None = option(None, SAFE, bound=">= 0", help="No evaluation before this step.")
     eval_global_batch_size: int | None = option(

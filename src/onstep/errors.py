@@ -51,6 +51,10 @@ class CollectiveAfterErrorError(OnstepError, RuntimeError):
     """A rank attempted a collective after an error that other ranks might not share; the message names both."""
 
 
+class RankFailedError(OnstepError, RuntimeError):
+    """This rank has reached the end of the run, but another one has failed."""
+
+
 class MissingExtraError(OnstepError, ImportError):
     """An optional dependency is missing; the message gives the command that installs it."""
 

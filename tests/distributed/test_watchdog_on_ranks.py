@@ -227,6 +227,91 @@ def test_an_error_that_all_ranks_raise_alike_is_no_riddle(processes: Processes, 
     assert run_json(tmp_path)["error"] == "ValueError: a fault of its own"
 
 
+FAULTS = [
+    ("trainer", "on_step_end", "collective", 1, "is gone .* at step 1", " at .*fault_jobs.py:[0-9]+ in <lambda>"),
+    ("pretrain", "on_step_end", "kill", 0, "is gone .* at step 1", ""),
+    ("trainer", "on_step_end", "exit", 1, "exited with code 3 at step 1", " at .*fault_jobs.py.* cannot continue"),
+    ("trainer", "on_run_end", "exit", 1, "exited with code 3 at step 4", " at .*fault_jobs.py.* cannot continue"),
+    ("pretrain", "on_test_end", "raise", 1, "failed first at step 4", " at .*ValueError: a fault of the test"),
+    ("trainer", "on_run_end", "raise", 1, "failed first at step 4", " at .*ValueError: a fault of the test"),
+    ("trainer", "on_run_end", "collective", 0, "hangs: no progress .* at step 4", " at .*fault_jobs.py"),
+    ("pretrain", "state_dict", "hang", 1, "hangs: no progress .* at step 0", " at .*fault_jobs.py"),
+]
+EVENTS = (
+    "on_init_end on_data_init_start on_train_start on_epoch_start on_step_begin on_forward_backward_end on_substep_end "
+    "on_pre_optimizer_step on_optimizer_step on_step_end on_log on_eval_end on_checkpoint_save on_train_end "
+    "on_test_end on_run_end"
+)
+
+
+@pytest.mark.parametrize(("door", "event", "fault", "suspect", "what", "where"), FAULTS)
+def test_the_place_of_a_fault_is_true_and_all_ranks_fail(
+    processes: Processes,
+    tmp_path: Path,
+    corpus: Path,
+    token_cache: Path,
+    door: str,
+    event: str,
+    fault: str,
+    suspect: int,
+    what: str,
+    where: str,
+) -> None:
+    error = fail(processes, tmp_path, corpus, token_cache, door, event, fault, suspect)
+    assert re.match(f"rank {suspect} {what}, while callback 'Faulty' is handling '{event}'{where}", error), error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("fault", ["raise", "memory", "interrupt", "exit", "os_exit", "kill", "abort", "hang"])
+def test_a_fault_at_any_event_is_named(
+    processes: Processes, tmp_path: Path, corpus: Path, token_cache: Path, fault: str, ranks: int
+) -> None:
+    for event in EVENTS.split():
+        for door in ("pretrain", "trainer") if event != "on_test_end" else ("pretrain",):
+            there = tmp_path / f"{door}-{event}"
+            error = fail(processes, there, corpus, token_cache, door, event, fault, ranks - 1, ranks=ranks)
+            assert f"rank {ranks - 1} " in error, (door, event, error)
+            assert f"callback 'Faulty' is handling '{event}'" in error, (door, event, error)
+
+
+def fail(
+    processes: Processes,
+    directory: Path,
+    corpus: Path,
+    cache: Path,
+    door: str,
+    event: str,
+    fault: str,
+    suspect: int,
+    ranks: int = 2,
+) -> str:
+    """What run.json says of a run with this fault, which must have failed on all ranks."""
+    settings = {"event": event, "fault": fault, "suspect": suspect}
+    settings |= {"corpus": str(corpus / "colorsys.py"), "cache": str(cache)}
+    started = processes.start("tests.support.jobs.fault_jobs", door, directory, settings, ranks=ranks)
+    try:
+        codes = [one.wait() for one in started]  # each ends by itself
+    finally:
+        for one in started:
+            one.end()
+    assert all(codes), (codes, output_of(directory))
+    content = run_json(directory)
+    assert content["status"] == "failed", output_of(directory)
+    return str(content["error"])
+
+
+def test_a_start_that_fails_after_a_kill_does_not_say_that_it_runs(
+    processes: Processes, tmp_path: Path, corpus: Path, token_cache: Path
+) -> None:
+    settings = {"suspect": 0, "corpus": str(corpus / "colorsys.py"), "cache": str(token_cache)}
+    for fault, event, status in (("kill", "on_train_start", "running"), ("memory", "on_data_init_start", "failed")):
+        one = {**settings, "fault": fault, "event": event}
+        assert processes.run("tests.support.jobs.fault_jobs", "pretrain", tmp_path, one)[0]
+        assert run_json(tmp_path)["status"] == status
+    assert run_json(tmp_path)["error"] == "MemoryError: a fault of the test"
+
+
 def test_a_rank_that_exits_by_itself_is_no_fault(processes: Processes, tmp_path: Path) -> None:
     codes = processes.run(JOBS, "train", tmp_path, {"how": "exit"}, ranks=2)
     assert codes[1] == 7

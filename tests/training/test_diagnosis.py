@@ -95,6 +95,14 @@ def test_a_lost_connection_points_to_the_rank_that_is_silent(since: float) -> No
     assert diagnosis_of(lost, rank(silence=2.5), since=since) == FailureDiagnosis("died", 1)
 
 
+def test_of_several_silent_ranks_the_one_silent_longest_was_first() -> None:
+    lost = rank(failure=failure(1, consequence=True))
+    for first in (1, 2):
+        ranks = [rank(silence=9.0 if number == first else 5.0, gone=True) for number in (1, 2)]
+        assert diagnosis_of(lost, *ranks) == FailureDiagnosis("died", first)
+        assert diagnosis_of(rank(), *ranks) == FailureDiagnosis("died", first)
+
+
 def test_a_lost_connection_is_blamed_only_when_nobody_else_can_be() -> None:
     lost = rank(failure=failure(1, consequence=True))
     assert diagnosis_of(lost, rank(failure=failure(2, "cause")), since=0.0) == FailureDiagnosis("raised", 1)
@@ -103,7 +111,17 @@ def test_a_lost_connection_is_blamed_only_when_nobody_else_can_be() -> None:
 
 
 def test_the_others_may_fail_after_a_rank_has_left() -> None:
-    assert diagnosis_of(rank(left=75), rank(failure=failure(1, consequence=True))) == FailureDiagnosis("left", 1)
+    assert diagnosis_of(rank(left=75), rank(failure=failure(1, consequence=True))) == FailureDiagnosis("left", 0)
+    assert diagnosis_of(rank(left=75), rank(failure=failure(1))) == FailureDiagnosis("left", 1)
+    assert diagnosis_of(rank(left=75), rank()) is None
+
+
+def test_a_rank_that_has_reached_the_end_waits_for_all_others() -> None:
+    done: dict[str, Any] = {"is_done": True, "limit_seconds": None, "collectives": 7}
+    assert diagnosis_of(rank(**done), rank(idle_seconds=3.0)) is None
+    assert diagnosis_of(rank(**done), rank(**WAITING)) == FailureDiagnosis("hung", 1)
+    assert diagnosis_of(rank(**done), rank(left=0)) is None
+    assert diagnosis_of(rank(**done), rank(left=3)) == FailureDiagnosis("left", 1)
 
 
 def test_a_record_survives_its_way() -> None:

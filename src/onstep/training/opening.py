@@ -101,9 +101,12 @@ def open_run(
             ):
                 yield OpenRun(run, manager, notify, claim)
         except BaseException as error:
-            is_undone = not isinstance(error, SystemExit) and _undo_start(run, hold)
-            if not is_undone:
-                _record_end(run)
+            is_undone = False
+            try:
+                is_undone = not isinstance(error, SystemExit) and _undo_start(run, hold)
+            finally:  # out of memory, undoing fails too
+                if not is_undone:
+                    _record_end(run)
             raise
         else:
             _record_end(run)
@@ -130,8 +133,8 @@ def _undo_start(run: GlobalState, hold: Hold | None) -> bool:
     """
     if hold is None or run.run_dir is None:
         return False
-    if not run.ending.train_started:
-        return hold.undo()
+    if not run.ending.train_started:  # the record of a process that was killed says that it runs
+        return hold.undo() and not (hold.had_run and run.run_dir.read().get("status") == "running")
     if run.stage.has_stepped:
         return False
     if hold.had_run:
@@ -169,7 +172,7 @@ def _record_end(run: GlobalState) -> None:
     if run.run_dir is None or not run.world.is_main:
         return
     ending = run.ending
-    status: Status = ending.ended or "failed"
+    status: Status = "failed" if ending.first_failure else ending.ended or "failed"
     error = ending.first_failure or ending.error
     if ending.by_anomaly:  # it can continue once fixed; unchanged, it would fail at the same step
         status, error = "failed", str(ending.stopped_by)

@@ -20,12 +20,13 @@ class FaultToleranceConfig(ConfigSection):
     """The watchdog: a rank that hangs or fails ends the whole run, with one diagnosis of the rank that was first."""
 
     watchdog_seconds: float | None = option(
-        1800.0,
+        600.0,
         SAFE,
         bound=_SECONDS,
         help="Seconds without progress of a rank (an event fired, a micro-batch, a component saved) after which "
         "the run is ended with a diagnosis of the rank that stopped first; choose more than the longest "
-        "single operation lasts. Set-up is not limited, except for its callbacks. None disables the watchdog.",
+        "single operation lasts, of which the first step has three times as long. Set-up is not limited, except for "
+        "its callbacks. None disables the watchdog.",
     )
     calc_ft_timeouts: bool = option(
         False,

@@ -16,6 +16,7 @@ from onstep.data import StepSource
 from onstep.errors import CheckpointError
 from onstep.events import CallbackManager, Dispatcher
 from onstep.events.exportable_state import is_exportable
+from onstep.heartbeat import HEARTBEAT
 from onstep.optim import OptimizerParamScheduler
 from onstep.optim.protocol import HasState
 from onstep.training.checkpointing.run_progress import RunProgress
@@ -216,7 +217,11 @@ class CallbackStates:
 
     def state_dict(self) -> StateDict:
         """The states by id."""
-        return {key: state.state_dict() for key, state in self._current().items()}
+        states = {}
+        for key, state in self._current().items():
+            with HEARTBEAT.calling("state_dict", _name_of(key)):
+                states[key] = state.state_dict()
+        return states
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore every callback's state, and report by name what has no counterpart.
@@ -228,7 +233,8 @@ class CallbackStates:
         pairs = _matched(callbacks, state_dict)
         for key, saved_key in pairs.items():
             try:
-                callbacks[key].load_state_dict(state_dict[saved_key])
+                with HEARTBEAT.calling("load_state_dict", _name_of(key)):
+                    callbacks[key].load_state_dict(state_dict[saved_key])
             except Exception as error:
                 raise CheckpointError(
                     f"callback {_listed([key], callbacks)} cannot load its state from the checkpoint: "
@@ -248,8 +254,9 @@ class CallbackStates:
 
     def make_durable(self) -> None:
         """Fsync the files that the states refer to: the callbacks that have `make_durable` do."""
-        for state in self._current().values():
-            make_durable(state)
+        for key, state in self._current().items():
+            with HEARTBEAT.calling("make_durable", _name_of(key)):
+                make_durable(state)
 
     def _current(self) -> dict[str, HasState]:
         """The states of the current callbacks, by id; a callback added later gets its id when first seen."""
@@ -269,6 +276,11 @@ class CallbackStates:
                 taken.add(self._ids[id(one)][0])
             current[self._ids[id(one)][0]] = state
         return current
+
+
+def _name_of(key: str) -> str:
+    """The name of the class in a callback's id."""
+    return key.partition("[")[0].rpartition(".")[2]
 
 
 class _Exported:

@@ -92,12 +92,17 @@ def diagnose(
     failures = {rank: one.failure for rank, one in rank_reports.items() if one.failure is not None}
     running = {rank: one for rank, one in rank_reports.items() if not one.is_over}
     silent = [rank for rank, one in running.items() if one.silence >= max(1.0, SILENT_BEATS * interval)]
+    silent.sort(key=lambda rank: (-running[rank].silence, rank))
+    left = {rank: one.left for rank, one in rank_reports.items() if one.left is not None and one.failure is None}
     if not failures:
+        if any(left.values()) and any(one.is_done for one in running.values()):
+            return FailureDiagnosis("left", next(rank for rank, code in left.items() if code))
         gone = [rank for rank in silent if running[rank].is_gone]
         return FailureDiagnosis("died", gone[0]) if gone else _diagnose_stalls(running, stopped_seconds, on_cuda)
     in_order = sorted(failures, key=lambda rank: (failures[rank].order, rank))
-    if any(one.left is not None and one.failure is None for one in rank_reports.values()):
-        return FailureDiagnosis("left", in_order[0])
+    if left:
+        own = [rank for rank in in_order if not failures[rank].is_consequence]
+        return FailureDiagnosis("left", (own or list(left))[0])
     have_all_failed = len(failures) == len(rank_reports)
     are_alike = have_all_failed and len({(one.kind, one.text) for one in failures.values()}) == 1
     if are_alike or all(map(_is_interrupted, rank_reports.values())):
@@ -108,7 +113,7 @@ def diagnose(
             FailureDiagnosis("raised", causes[0]) if since_first_failure >= ALIKE_SECONDS or have_all_failed else None
         )
     if silent:
-        return FailureDiagnosis("died", min(silent, key=lambda rank: (-running[rank].silence, rank)))
+        return FailureDiagnosis("died", silent[0])
     return FailureDiagnosis("raised", in_order[0]) if since_first_failure >= CONSEQUENCE_SECONDS else None
 
 
@@ -122,6 +127,7 @@ def _diagnose_stalls(
     running: Mapping[int, RankReport], stopped_seconds: float | None, on_cuda: bool
 ) -> FailureDiagnosis | None:
     """A rank that waits in a collective for one that has not arrived is a victim of that one, which may be slow."""
+    running = {rank: one for rank, one in running.items() if not one.is_done}
     if not running or any(one.is_debugged for one in running.values()):
         return None
     fewest = min(one.collectives for one in running.values())
@@ -140,7 +146,11 @@ _RULE = "=" * 100
 def first_line(diagnosis: FailureDiagnosis, one: RankReport) -> str:
     """The diagnosis in one line: rank, what happened, step, event and callback, place."""
     at = f"at step {one.step}, while {one.clause}"
-    if diagnosis.kind == "raised" and one.failure is not None:
+    if one.failure is None and one.left is not None:
+        return f"rank {diagnosis.rank} exited with code {one.left} {at}; the other ranks cannot continue without it"
+    if diagnosis.kind == "died" and one.is_final:
+        return f"rank {diagnosis.rank} is gone (its process was killed or crashed) {at}"
+    if one.failure is not None:
         return f"rank {diagnosis.rank} failed first {at}: {_exception(one.failure)}"
     if diagnosis.kind == "died":
         return f"rank {diagnosis.rank} is gone (its process was killed or crashed); it last reported {at}"
@@ -195,7 +205,7 @@ def placed(record: RankReport, stacks: str) -> RankReport:
 
 
 def _status(one: RankReport) -> str:
-    if one.left is not None:
+    if one.left is not None and one.failure is None:
         return f"step {one.step}, exited with code {one.left}"
     if one.failure is not None:
         return f"step {one.step}, {_exception(one.failure)}"

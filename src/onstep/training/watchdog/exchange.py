@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch.distributed as dist
 
+from onstep.training.watchdog import stacks as rank_stacks
 from onstep.training.watchdog.diagnosis import SILENT_BEATS, FailureDiagnosis
 from onstep.training.watchdog.rank_report import RankReport
-from onstep.training.watchdog.stacks import state_of
+
+LINGER_SECONDS = 20.0
+"""How long the rank with the store waits at most, once all have reached the end, for the others to have seen that."""
+LEAVING_SECONDS = 1.0
+"""How long it waits if it exits before the end, so that the others see that."""
 
 _PREFIX = "onstep_watchdog"
 _URGENT_SECONDS = 0.05
@@ -55,6 +61,8 @@ class RankExchange(threading.Thread):
         """The newest record of each other rank."""
         self._seen_at: dict[int, float] = {}
         """When that record arrived."""
+        self._files: dict[int, BinaryIO] = {}
+        """The files of ranks on this machine: open, so that their last words outlive the cleaning up of others."""
         self._order = 0
         self._tick = 0
         self._wake = threading.Event()
@@ -112,6 +120,8 @@ class RankExchange(threading.Thread):
         self._stopping = True
         self._wake.set()
         self.join(1.0)
+        for file in self._files.values():
+            file.close()
 
     def rank_reports(self) -> dict[int, RankReport]:
         """All ranks as this one sees them, including itself."""
@@ -121,14 +131,35 @@ class RankExchange(threading.Thread):
             silence = now - self._seen_at[rank]
             silence = 0.0 if silence < 2 * self.interval else silence
             is_here = bool(host) and record.host == host and silence > 0
-            state = state_of(record.pid, record.birth) if is_here else "unknown"
-            found[rank] = replace(record, silence=silence, is_gone=state == "gone", is_stopped=state == "stopped")
+            state = rank_stacks.state_of(record.pid, record.birth) if is_here else "unknown"
+            one = replace(record, silence=silence, is_gone=state == "gone", is_stopped=state == "stopped")
+            words = self.last_words(rank) if one.silence > 0 and not one.is_over else None
+            found[rank] = one if words is None else one.at_last(words)
         return found
+
+    def last_words(self, rank: int) -> rank_stacks.LastWords | None:
+        """What the process of another rank last did; None if it is not on this machine."""
+        try:
+            return rank_stacks.last_words(self._files[rank].fileno())
+        except (KeyError, OSError, ValueError):
+            return None
 
     @property
     def knows_all(self) -> bool:
         """Whether every other rank has reported at least once."""
         return len(self._seen) == self.size - 1
+
+    @property
+    def all_are_done(self) -> bool:
+        """Whether all ranks have reached the end of the run: the lowest that still reports knows, the others ask it."""
+        lowest = self._seen.get(self.leader)
+        if lowest is not None:
+            return lowest.left == 0
+        return (
+            self.leader == self.rank
+            and self.knows_all
+            and all(one.is_done or one.left == 0 for one in self._seen.values())
+        )
 
     def _exchange(self) -> None:
         self._publish()
@@ -181,5 +212,8 @@ class RankExchange(threading.Thread):
         for rank, data in zip(there, self._store.multi_get([self._keys[one] for one in there]), strict=True):
             record = RankReport.decode(data)
             seen = self._seen.get(rank)
+            if seen is None and record.host == self.record.host != "":
+                with suppress(OSError):
+                    self._files[rank] = open(record.dump_path, "rb")  # noqa: SIM115 - until the end of the run
             if seen is None or seen.tick != record.tick:
                 self._seen_at[rank], self._seen[rank] = time.monotonic(), record

@@ -78,6 +78,8 @@ class RankReport:
     """On the diagnosing rank: a rank that seems to hang and should check itself."""
     suspected_beats: int = 0
     """How far that rank was at that time."""
+    is_done: bool = False
+    """It has reached the end of the run without an error, and waits for the others to do so."""
     left: int | None = None
     """Exit code of a rank that has left the run."""
     failure: Failure | None = None
@@ -85,6 +87,8 @@ class RankReport:
     """As seen by another rank: seconds since it last published anything."""
     is_gone: bool = False
     """Likewise: its process is known to have ended."""
+    is_final: bool = False
+    """Likewise: this is what the process did when it ended, not what it last reported."""
     is_stopped: bool = False
     """Likewise: its process is known to be stopped, for example by SIGSTOP."""
 
@@ -113,6 +117,21 @@ class RankReport:
     def is_stalled(self) -> bool:
         """Whether the rank has made no progress for longer than allowed."""
         return self.limit_seconds is not None and self.idle_seconds >= self.limit_seconds
+
+    def at_last(self, words: rank_stacks.LastWords) -> RankReport:
+        """This record of a rank that publishes nothing more, with what its process writes whenever that changes."""
+        event, callback = words.called or (None, None)
+        place = rank_stacks.place_of_crash(words.stacks)
+        return replace(
+            self,
+            step=words.step,
+            event=event,
+            callback=callback,
+            activity=words.activity,
+            place=place,
+            is_waiting=False,
+            is_final=self.is_gone,
+        )
 
     @property
     def clause(self) -> str:
@@ -151,8 +170,10 @@ class RankObserver:
         )
         self.left: int | None = None
         """Exit code, once this rank has left the run."""
-        self.failed: RankReport | None = None
-        """This rank's record from the time of its failure."""
+        self.is_done = False
+        """Whether this rank has reached the end of the run, and waits for the others."""
+        self._last: RankReport | None = None
+        """This rank's record from the time of its failure or exit."""
         self._beats, self._beat_at = -1, time.monotonic()
         self._limit_before: float | None = None
 
@@ -166,23 +187,33 @@ class RankObserver:
         """Measure the time without progress from a time later by this much."""
         self._beat_at += seconds
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether an error has ended the run on this rank."""
+        return self._last is not None and self._last.failure is not None
+
     def fail(self, error: BaseException) -> None:
         """Record where this rank is and why it fails."""
         text = "".join(traceback.format_exception(error))
+        failure = Failure(0, type(error).__name__, str(error), text, is_consequence(error))
+        self._last = replace(self._at(error), failure=failure)
+
+    def leave(self, leaving: SystemExit) -> None:
+        """Record where this rank exits, and its exit code."""
+        code = leaving.code
+        self._last = self._at(leaving)
+        self.left = code if isinstance(code, int) else int(code is not None)
+
+    def _at(self, error: BaseException) -> RankReport:
+        """This rank's record at the place that has raised this."""
         event, callback = rank_stacks.callback_of_error(error)
-        self.failed = replace(
-            self.record(),
-            event=event,
-            callback=callback,
-            place=rank_stacks.place_of_error(error),
-            idle_seconds=0.0,
-            failure=Failure(0, type(error).__name__, str(error), text, is_consequence(error)),
-        )
+        place = rank_stacks.place_of_error(error)
+        return replace(self.record(), event=event, callback=callback, place=place, idle_seconds=0.0)
 
     def record(self) -> RankReport:
-        """This rank's current record, or that of its failure."""
-        if self.failed is not None:
-            return replace(self.failed, left=self.left)
+        """This rank's current record, or that of its failure or exit."""
+        if self._last is not None:
+            return replace(self._last, left=self.left)
         now, called, beats = time.monotonic(), HEARTBEAT.callback, HEARTBEAT.beats
         event, callback = called or (None, None)
         limit = self._limit(called)
@@ -206,6 +237,7 @@ class RankObserver:
             waits_for_worker=rank_stacks.waits_for_worker(places),
             is_debugged=self.base.is_debugged or rank_stacks.is_in_debugger(places),
             is_interrupted=self._interrupts is not None and self._interrupts.look(),
+            is_done=self.is_done,
             left=self.left,
         )
 
@@ -218,10 +250,14 @@ class RankObserver:
         return self.base.is_debugged or rank_stacks.is_in_debugger(rank_stacks.places_of(self._watched))
 
     def _limit(self, called: tuple[str, str] | None) -> float | None:
-        """Seconds that this rank may be without progress here; None in the set-up, except in its callbacks."""
-        is_watched = HEARTBEAT.phase != "setup" or called is not None
+        """Seconds that this rank may be without progress here; None in the set-up, except in its callbacks.
+
+        Three times as long until the first step is done, which may compile the model.
+        """
+        is_watched = HEARTBEAT.phase == "training" or called is not None
         section = HEARTBEAT.section or ("out_of_section" if is_watched else None)
-        return self._state.stage.section_limits.get(section or "", self._seconds if is_watched else None)
+        seconds = self._seconds if self._state.stage.has_stepped or called is not None else 3 * self._seconds
+        return self._state.stage.section_limits.get(section or "", seconds if is_watched else None)
 
 
 def is_consequence(error: BaseException) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import mmap
 import multiprocessing
 import os
 import platform
@@ -18,9 +19,11 @@ import zlib
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
+
+from onstep.heartbeat import HEARTBEAT, PAGE_BYTES, Called, read_page
 
 State = Literal["runs", "stopped", "gone", "unknown"]
 Place = tuple[str, int | None, str]
@@ -30,6 +33,7 @@ DUMP_SIGNAL: int | None = getattr(signal, "SIGRTMIN", 0) + 9 if hasattr(signal, 
 """An otherwise unused real-time signal that makes a process write its stacks; None on systems without any."""
 
 _DUMP_SECONDS = 1.0
+_MOST_DUMP_BYTES = 1 << 20
 _TORCH = str(Path(torch.__file__).parent)
 _ONSTEP = str(Path(__file__).parents[1])
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -157,14 +161,21 @@ def stacks_of_threads(left_out: Collection[int]) -> str:
 class StackDump:
     """A file to which `faulthandler` writes the stacks of this process, or of one of its forked data workers.
 
-    It needs no Python lock, so it works even if a C call never releases the interpreter.
+    It needs no Python lock, so it works even if a C call never releases the interpreter. With other ranks it begins
+    with the page of the heartbeat, and a crash of the process writes its stacks to it.
     """
 
     def __init__(self, *, is_alone: bool) -> None:
         self._is_alone = is_alone
         _sweep()
         descriptor, self.path = tempfile.mkstemp(prefix=f"{_own_prefix()}{os.getpid()}-{birth_of(os.getpid())}-")
+        os.ftruncate(descriptor, PAGE_BYTES)
+        self._page = None if is_alone else mmap.mmap(descriptor, PAGE_BYTES)
+        self._outer_page = None if is_alone else HEARTBEAT.write_to(self._page)
         self._file = os.fdopen(descriptor, "ab", buffering=0)
+        self._sees_crashes = not is_alone and not faulthandler.is_enabled()
+        if self._sees_crashes:
+            faulthandler.enable(self._file)
         is_free = DUMP_SIGNAL is not None and signal.getsignal(DUMP_SIGNAL) is signal.SIG_DFL
         self._signal = DUMP_SIGNAL if is_free else None
         if self._signal is not None:
@@ -191,6 +202,11 @@ class StackDump:
         self.renew(None)
         if self._signal is not None:
             faulthandler.unregister(self._signal)
+        if self._sees_crashes:
+            faulthandler.disable()
+        if self._page is not None:
+            HEARTBEAT.write_to(self._outer_page)
+            self._page.close()
         self._file.close()
         self.remove()
 
@@ -220,6 +236,38 @@ def dumped_by(pid: int, path: str) -> str:
             return stream.read().decode(errors="replace")
     except OSError:
         return ""
+
+
+class LastWords(NamedTuple):
+    """What a process has written about itself, even if it is gone."""
+
+    step: int
+    """Completed optimizer steps."""
+    called: Called | None
+    activity: str
+    stacks: str
+    """The stacks of its crash, if it was one."""
+
+
+def last_words(descriptor: int) -> LastWords:
+    """The last words in the file of a process.
+
+    Raises:
+        OSError, ValueError: for a file that cannot be read, or is too short.
+    """
+    content = os.pread(descriptor, _MOST_DUMP_BYTES, 0)
+    if len(content) < PAGE_BYTES:
+        raise ValueError(f"a file of {len(content)} bytes has no page")
+    return LastWords(*read_page(content[:PAGE_BYTES]), content[PAGE_BYTES:].decode(errors="replace"))
+
+
+def place_of_crash(stacks: str) -> str:
+    """The place of the main thread in stacks that `faulthandler` has written; "" if it is not among them."""
+    for block in re.split(r"(?m)^(?=Current thread |Thread )", stacks):
+        found = re.findall(r'(?m)^  File "([^"\n]+)", line (\d+) in (\S+)', block)
+        if found and found[-1][2] != "_bootstrap":  # where the stack of any other thread begins
+            return place_of([(name, int(line), function) for name, line, function in found])
+    return ""
 
 
 def _own_prefix() -> str:

@@ -15,13 +15,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import datetime
-from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from onstep.errors import OnstepError
+from onstep.errors import RankFailedError
 from onstep.heartbeat import HEARTBEAT
 from onstep.training.compute.step import Step
 from onstep.training.feature import Feature, Interruption
@@ -39,7 +37,8 @@ from onstep.training.watchdog.diagnosis import (
     suspecting_rank,
     suspicion_of,
 )
-from onstep.training.watchdog.exchange import RankExchange
+from onstep.training.watchdog.exchange import LEAVING_SECONDS, LINGER_SECONDS, RankExchange
+from onstep.training.watchdog.publication import publish, record_failure
 from onstep.training.watchdog.rank_report import RankObserver, RankReport
 
 Found = TypeVar("Found")
@@ -54,9 +53,8 @@ STACKS_SECONDS = 2.0
 """How long the report waits for the stacks of the other ranks."""
 REPORT_SECONDS = 6.0
 """How long the other ranks wait for the report."""
-
-LINGER_SECONDS = 1.0
-"""How long the rank with the store waits for the others to end too: without it they could not report that they have."""
+_END_SECONDS = 0.02
+"""How often a rank that has reached the end looks whether all have."""
 
 _LATE_SECONDS = 2.0
 """An observation this late means that this process itself was stopped, as by Ctrl-Z; that time does not count."""
@@ -110,23 +108,25 @@ class Watching(Feature[Run]):
         try:
             yield
         except SystemExit as leaving:
-            code = leaving.code
-            self._me.left = code if isinstance(code, int) else int(code is not None)
+            self._me.leave(leaving)
             raise
         except BaseException as error:
             self._wait_for_report(error)
             raise
+        else:
+            self._wait_for_others()
         finally:
             self._end()
 
     def failing(self, error: BaseException) -> None:
         """Notify the other ranks at once that this one fails; they are still in their collectives."""
-        if self._rank_exchange is not None and self._me.failed is None:
+        if self._rank_exchange is not None and not self._me.has_failed:
             self._me.fail(error)
             self._wake.set()
 
     def ready(self) -> None:
         HEARTBEAT.beats += 1
+        HEARTBEAT.step = self.host.train_state.step
         HEARTBEAT.activity, HEARTBEAT.phase = "beginning to train", "training"
         self._has_news = True
         self._wake.set()
@@ -147,6 +147,9 @@ class Watching(Feature[Run]):
 
         return watched
 
+    def after_count(self, step: Step) -> None:
+        HEARTBEAT.step = self.host.train_state.step
+
     @contextmanager
     def pause(self, work: Interruption) -> Iterator[None]:
         before, HEARTBEAT.activity = HEARTBEAT.activity, _WORDS.get(work, HEARTBEAT.activity)
@@ -163,12 +166,32 @@ class Watching(Feature[Run]):
         self.failing(error)
         self._released.wait(REPORT_SECONDS + STACKS_SECONDS + GRACE_SECONDS)
         decision = self._rank_exchange.decision
-        if decision is not None and decision.rank != self.host.world.rank and decision.kind not in ("alike", "left"):
+        if decision is not None and decision.rank != self.host.world.rank and decision.kind != "alike":
             error.add_note(f"a consequence of this: {decision.line}")
+
+    def _wait_for_others(self) -> None:
+        """Keep this rank, which has reached the end, until all have: one that fails there ends the run as failed.
+
+        Raises:
+            RankFailedError: naming the rank that has not reached the end.
+        """
+        exchange = self._rank_exchange
+        if exchange is None:
+            return
+        before, HEARTBEAT.phase, HEARTBEAT.activity = HEARTBEAT.phase, "ended", "waiting for the others at the end"
+        self._me.is_done = self._has_news = True
+        self._wake.set()
+        while not exchange.all_are_done and not self._released.wait(_END_SECONDS):
+            exchange.hurry()
+        HEARTBEAT.phase = before
+        decision = exchange.decision
+        if self._released.is_set() and decision is not None:
+            self._me.left = 1
+            raise RankFailedError(f"the run has ended well on rank {self.host.world.rank}, but {decision.line}")
 
     def _end(self) -> None:
         """Notify the other ranks that the run is over on this rank, and stop."""
-        if self._me.left is None and self._me.failed is None:
+        if self._me.left is None and not self._me.has_failed:
             self._me.left = 0
         self._stopping.set()
         self._wake.set()
@@ -176,7 +199,10 @@ class Watching(Feature[Run]):
         self._thread.join(REPORT_SECONDS if is_decided else 2 * self._interval + 1)
         if self._rank_exchange is not None:
             self._rank_exchange.record = self._record()
-            self._rank_exchange.stop(LINGER_SECONDS if self._me.left == 0 and self._keeps_store else 0.0)
+            seconds = LINGER_SECONDS if self._me.left == 0 else LEAVING_SECONDS
+            self._rank_exchange.stop(seconds if self._me.left is not None and self._keeps_store else 0.0)
+            if self._rank_exchange.decision is not None and self.host.ending.first_failure is None:
+                self._name(self._rank_exchange.decision)
         self._me.close()
 
     def _watch(self) -> None:
@@ -193,7 +219,7 @@ class Watching(Feature[Run]):
                 self._diagnose_alone({})
             else:
                 self._look_at_all(self._rank_exchange)
-            self._wake.wait(self._interval if self._me.failed is None else 0.05)
+            self._wake.wait(0.05 if self._me.has_failed else self._interval)
             self._wake.clear()
 
     def _record(self) -> RankReport:
@@ -261,11 +287,14 @@ class Watching(Feature[Run]):
         As long as this rank makes progress, nothing is wrong: rank 0 may simply have ended earlier. Each rank decides
         for itself, and one of them reports.
         """
-        record = self._record()
-        if (record.failure is None and not record.is_stalled) or self._me.is_held():
+        record, first = self._record(), rank_reports.get(0)
+        has_lost = record.is_done and first is not None and not first.is_done and first.left is None
+        if (record.failure is None and not record.is_stalled and not has_lost) or self._me.is_held():
             return
-        is_victim = record.is_waiting if record.failure is None else record.failure.is_consequence
-        first = rank_reports.get(0)
+        is_victim = has_lost or (record.is_waiting if record.failure is None else record.failure.is_consequence)
+        if is_victim and first is not None and first.left is not None and first.failure is None:
+            self._release_after_exit(decide_on(FailureDiagnosis("left", 0), first, 1))
+            return
         rank = 0 if is_victim and first is not None and not first.is_over else record.rank
         speakers = [one for one in range(1, self.host.world.size) if one != rank]
         reporter = speakers[0] if speakers and is_victim else record.rank
@@ -288,8 +317,7 @@ class Watching(Feature[Run]):
     def _carry_out(self, exchange: RankExchange, decision: FailureDiagnosis) -> None:
         """Act on the diagnosis: provide the stacks, report if this rank is the reporter, and end."""
         if decision.kind in ("alike", "left"):  # these ranks raise as they would without a watchdog
-            self._released.set()
-            self._stopping.wait()
+            self._release_after_exit(decision)
             return
         self.host.ending.first_failure = decision.line
         exchange.is_urgent = True
@@ -303,6 +331,21 @@ class Watching(Feature[Run]):
             time.sleep(0.02)
         self._release_and_end(is_cause=decision.rank == self.host.world.rank)
 
+    def _release_after_exit(self, decision: FailureDiagnosis) -> None:
+        """Let the ranks end by themselves; where one of them has exited, the record of the run names it."""
+        if self._rank_exchange is not None:
+            self._rank_exchange.decision = decision
+        self._name(decision)
+        if decision.kind == "left" and decision.reporter == self.host.world.rank:
+            record_failure(self.host, decision)
+        self._released.set()
+        self._stopping.wait()
+
+    def _name(self, decision: FailureDiagnosis) -> None:
+        """Have the record of the run, which rank 0 writes at its end, name this, unless all raise the same."""
+        if decision.kind != "alike":
+            self.host.ending.first_failure = decision.line
+
     def _report(self, exchange: RankExchange, decision: FailureDiagnosis) -> None:
         rank_reports = exchange.rank_reports()
         answering = {rank for rank, one in rank_reports.items() if one.silence == 0 and one.left is None}
@@ -311,8 +354,11 @@ class Watching(Feature[Run]):
             time.sleep(0.02)
         stacks = dict(exchange.collected)
         for rank, one in rank_reports.items():
-            if rank not in stacks and self._is_here(one) and not one.is_gone:
-                stacks[rank] = "" if one.is_stopped else rank_stacks.dumped_by(one.pid, one.dump_path)
+            if rank in stacks or not self._is_here(one) or one.is_over:
+                continue
+            words = exchange.last_words(rank) if one.is_gone else None
+            alive = "" if one.is_stopped or one.is_gone else rank_stacks.dumped_by(one.pid, one.dump_path)
+            stacks[rank] = alive if words is None else words.stacks
         self._write(decision, rank_reports, stacks or {self.host.world.rank: self._own_stacks()})
         exchange.report_is_out = True
         exchange.hurry()
@@ -324,8 +370,8 @@ class Watching(Feature[Run]):
     def _release_and_end(self, *, is_cause: bool) -> None:
         """Release the main thread, and end the process if it has not exited within its grace period."""
         self._released.set()
-        grace = GRACE_SECONDS if self._me.failed is None else FAILING_GRACE_SECONDS
-        if is_cause and self._me.failed is None:  # all it can do is let the others see that the report is written
+        grace = FAILING_GRACE_SECONDS if self._me.has_failed else GRACE_SECONDS
+        if is_cause and not self._me.has_failed:  # all it can do is let the others see that the report is written
             grace = 0.0 if self._rank_exchange is None else HUNG_GRACE_SECONDS
         if self._stopping.wait(grace):
             return
@@ -344,15 +390,7 @@ class Watching(Feature[Run]):
 
         Ends the processes of this machine that cannot end themselves; a launcher would wait for them for a long time.
         """
-        text = report(decision, rank_reports, stacks, hint)
-        with suppress(OSError):
-            os.write(2, text.encode())
-        directory = self.host.run_dir
-        if directory is not None:
-            name = f"first-culprit-{datetime.now():%Y-%m-%dT%H-%M-%S}.txt"
-            with suppress(OSError, OnstepError):
-                Path(directory.path, name).write_text(text, encoding="utf-8")
-                directory.finish("failed", self.host.train_state.step, decision.line)
+        publish(self.host, decision, report(decision, rank_reports, stacks, hint))
         for one in rank_reports.values():
             if one.silence > 0 and not one.is_over and self._is_here(one):
                 rank_stacks.end_process(one.pid, one.birth)

@@ -1,0 +1,112 @@
+"""Runs in which one rank fails at one event, in either door: `job_*(settings)`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from onstep import Callback, Trainer, TrainingArguments, pretrain
+from onstep.events.manager import VALID_EVENTS
+from tests.support.jobs.hanging_jobs import Model, Rows
+from tests.support.small_configs import small_pretrain_config
+
+SECONDS = 2.0
+
+
+def _raise(error: type[BaseException]) -> Callable[[], None]:
+    def fault() -> None:
+        raise error("a fault of the test")
+
+    return fault
+
+
+FAULTS: dict[str, Callable[[], object]] = {
+    "raise": _raise(ValueError),
+    "memory": _raise(MemoryError),
+    "interrupt": _raise(KeyboardInterrupt),
+    "exit": lambda: sys.exit(3),
+    "exit0": lambda: sys.exit(0),
+    "os_exit": lambda: os._exit(4),
+    "os_exit0": lambda: os._exit(0),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "abort": os.abort,
+    "hang": lambda: time.sleep(10_000),
+    "collective": lambda: dist.all_reduce(torch.ones(3)),
+    "barrier": dist.barrier,
+}
+
+
+class Faulty(Callback):
+    """Fails once, at one event on one rank; at the second of its kind if `nth` says so."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings, self.seen = settings, 0
+
+    def _come(self) -> None:
+        self.seen += 1
+        if self.seen == self.settings.get("nth", 1) and self.settings["suspect"] == int(os.environ.get("RANK", "0")):
+            FAULTS[self.settings["fault"]]()
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.settings["event"] == "state_dict":
+            self._come()
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.settings["event"] == "load_state_dict":
+            self._come()
+
+
+def _at(event: str) -> Callable[..., None]:
+    def handle(self: Faulty, context: Any) -> None:
+        if self.settings["event"] == event:
+            self._come()
+
+    return handle
+
+
+for _name in VALID_EVENTS:
+    setattr(Faulty, _name, _at(_name))
+
+
+def job_pretrain(settings: dict[str, Any]) -> None:
+    config = small_pretrain_config(settings["corpus"], settings["cache"])
+    config.run.name, config.run.output_dir = "run", "."
+    config.train.train_iters, config.train.global_batch_size, config.train.micro_batch_size = 4, 12, 1
+    config.validation.eval_interval, config.validation.eval_iters = 2, 2
+    config.logger.log_interval, config.checkpoint.save_interval = 1, 2
+    config.ft.watchdog_seconds = SECONDS
+    pretrain(config, callbacks=[Faulty(settings)])
+
+
+def job_trainer(settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    args = TrainingArguments(
+        output_dir="run",
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=4,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_steps=2,
+        logging_steps=1,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        config_overrides={"ft.watchdog_seconds": SECONDS},
+    )
+    Trainer(
+        Model({"how": "nothing"}),
+        args,
+        train_dataset=Rows(),
+        eval_dataset=Rows(),
+        callbacks=[Faulty(settings)],
+        default_callbacks=False,
+    ).train()

@@ -68,6 +68,17 @@ def test_trainer_refuses_a_sharded_model_by_name(
     assert all(said in error for error in errors), errors
 
 
+@pytest.mark.parametrize(
+    ("how", "said"), [("tp", "which is not data parallelism over all 2 ranks"), ("fsdp", "pass it without fully_shard")]
+)
+def test_pretrain_refuses_a_model_that_a_hook_has_sharded(
+    processes: Processes, corpus: Path, token_cache: Path, tmp_path: Path, how: str, said: str
+) -> None:
+    settings = {"how": how, "corpus": str(corpus), "cache": str(token_cache)}
+    errors = processes.results(JOBS, "pretrain", tmp_path, settings)
+    assert all(said in error for error in errors), errors
+
+
 def test_a_certificate_has_the_shards_of_its_rank(processes: Processes, tmp_path: Path) -> None:
     first, second = processes.results(JOBS, "train", tmp_path, {"how": "fsdp", "certify": True})
     assert len(set(first["weights"])) == len(first["losses"]), "the shards change with each step"
@@ -80,3 +91,9 @@ def test_a_ddp_whose_sums_change_after_a_resume_is_named(processes: Processes, t
     named = [any("onstep.distributed.data_parallel" in line for line in one["said"]) for one in said[3]]
     assert named == [True, False, False], "on rank 0"
     assert not any("data_parallel" in line for one in said[2] for line in one["said"]), "a + b is b + a"
+
+
+def test_a_model_that_nothing_wraps_is_named_on_several_ranks(processes: Processes, tmp_path: Path) -> None:
+    results = processes.results(JOBS, "train", tmp_path, {"how": "bare"})
+    named = [any("not wrapped for data parallelism" in line for line in one["said"]) for one in results]
+    assert named == [True, False]

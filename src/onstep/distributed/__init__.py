@@ -1,6 +1,6 @@
 """The ranks of a run: the world, what ranks agree on, and data parallelism."""
 
-from onstep.distributed.data_parallel import check_ranks, data_parallel, has_fixed_buckets, no_sync
+from onstep.distributed.data_parallel import check_ranks, data_parallel, has_fixed_buckets, is_bare, no_sync
 from onstep.distributed.world import (
     World,
     attempt,
@@ -17,6 +17,7 @@ __all__ = [
     "data_parallel",
     "existing_world",
     "has_fixed_buckets",
+    "is_bare",
     "no_sync",
     "open_world",
     "raise_together",

@@ -141,6 +141,12 @@ def has_fixed_buckets(chunk: nn.Module) -> bool:
     return not is_plain or bool(chunk.find_unused_parameters and not chunk.static_graph)
 
 
+def is_bare(chunk: nn.Module) -> bool:
+    """Whether no part of a chunk has a wrapper that exchanges gradients: DDP, FSDP, Megatron-Core's or DeepSpeed's."""
+    marks = ("no_sync", "set_requires_gradient_sync", "zero_grad_buffer")
+    return not any(hasattr(type(module), mark) for module in chunk.modules() for mark in marks)
+
+
 def no_sync(chunks: list[nn.Module]) -> AbstractContextManager[object]:
     """Backward passes in this context keep their gradients local; the next one outside averages the sum.
 

@@ -34,8 +34,8 @@ from onstep.training.stages.job import (
     Evaluation,
     Job,
     drive,
-    warn_of_changing_buckets,
     warn_of_parameters_left_out,
+    warn_of_wrapper,
 )
 from onstep.training.stages.progress_log import (
     compute_throughputs_and_append_to_progress_log,
@@ -138,7 +138,7 @@ def train(
             run.world.no_collectives_after_an_error(),
         ):
             warn_of_parameters_left_out(job)
-            warn_of_changing_buckets(job)
+            warn_of_wrapper(job)
             Loop(job).train()
     exit_if_preempted(run)
 

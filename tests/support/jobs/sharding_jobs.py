@@ -16,13 +16,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from onstep import Callback, CallbackManager, Trainer, TrainingArguments
+from onstep import Callback, CallbackManager, Trainer, TrainingArguments, pretrain
 from onstep.config import ConfigContainer
 from onstep.data import TrainLoader
 from onstep.errors import ConfigError
 from onstep.metrics_log import read_records
 from onstep.training import GlobalState, evaluate, train, train_step
 from onstep.training.runs.run_dir import RunDir
+from tests.support.small_configs import small_pretrain_config
 from tests.support.small_runs import LENGTH, RaggedRows, TinyModel, mean_step, split, sum_step
 
 BATCH, MICRO, STEPS = 24, 2, 6
@@ -59,6 +60,8 @@ def _replicate() -> Any:
 def wrapped(how: str, model: nn.Module) -> nn.Module:
     """The model as a user shards it over the ranks of the process group."""
     size = dist.get_world_size()
+    if how == "bare":
+        return model
     if how == "ddp":
         return DistributedDataParallel(model)
     if how == "fsdp":
@@ -129,6 +132,26 @@ def job_trainer(settings: dict[str, Any]) -> str | None:
     trainer = Trainer(model, arguments, train_dataset=RaggedRows(16), eval_dataset=RaggedRows(8))
     try:
         trainer.train() if settings["door"] == "train" else trainer.evaluate()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def job_pretrain(settings: dict[str, Any]) -> str | None:
+    """`pretrain()` of a model that a hook of the user shards."""
+    config = small_pretrain_config(settings["corpus"], settings["cache"])
+    config.train.train_iters = 2
+
+    def shard(chunks: list[nn.Module]) -> None:
+        if settings["how"] == "fsdp":
+            fully_shard(chunks[0])
+            return
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+        head = next(name for name, module in chunks[0].named_modules() if isinstance(module, nn.Linear))
+        parallelize_module(chunks[0], mesh, {head: ColwiseParallel(output_layouts=_replicate())})
+
+    try:
+        pretrain(config, pre_wrap_hooks=[shard])
     except ConfigError as error:
         return str(error)
     return None

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from onstep.data import StepBatches, StepSource
-from onstep.distributed import has_fixed_buckets
+from onstep.distributed import has_fixed_buckets, is_bare
 from onstep.events import Dispatcher
 from onstep.optim import ScalesRates, StepOptimizer, as_step_optimizer
 from onstep.optim.param_groups import parameters_left_out, trainable_parameters
@@ -105,12 +105,19 @@ def warn_of_parameters_left_out(job: Job) -> None:
         )
 
 
-def warn_of_changing_buckets(job: Job) -> None:
-    """Warn, on rank 0, of a wrapper whose sums over three or more ranks depend on when its process started."""
+def warn_of_wrapper(job: Job) -> None:
+    """Warn, on rank 0, of a model that seems to exchange no gradients, or in an order that depends on the process."""
     run = job.run
-    if run.world.size < 3 or not run.world.is_main or run.checkpoints is None:
+    if run.world.size == 1 or not run.world.is_main:
         return
-    if not all(has_fixed_buckets(chunk) for chunk in job.model):
+    if all(is_bare(chunk) for chunk in job.model):
+        logger.warning(
+            "the model is not wrapped for data parallelism, so each of the %d ranks trains a model of its own, unless "
+            "your own code averages gradients; wrap it with onstep.distributed.data_parallel, or pass world=World() to "
+            "GlobalState to train each rank by itself",
+            run.world.size,
+        )
+    elif run.world.size > 2 and run.checkpoints is not None and not all(map(has_fixed_buckets, job.model)):
         logger.warning(
             "the model is wrapped in torch's DistributedDataParallel, which changes its gradient buckets after the "
             "first step of a process: on %d ranks, a resumed run sums in another order and is not the same to the bit; "

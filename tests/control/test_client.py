@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import http.server
 import json
 import math
@@ -10,8 +11,9 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +58,10 @@ def registered(info: JobInfo, token: str = "secret-of-the-job") -> None:
 
 
 @contextmanager
-def raw_server(answer: bytes) -> Iterator[tuple[int, list[bytes]]]:
-    """A port that answers every connection with the same bytes, and what was sent to it."""
+def raw_server(answer: bytes, drip: bytes = b"") -> Iterator[tuple[int, list[bytes]]]:
+    """A port that answers every connection with the same bytes, and what was sent to it; `drip` follows for ever."""
     received: list[bytes] = []
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener, is_over = socket.create_server(("127.0.0.1", 0)), threading.Event()
 
     def serve() -> None:
         while True:
@@ -70,12 +72,16 @@ def raw_server(answer: bytes) -> Iterator[tuple[int, list[bytes]]]:
             with connection:
                 received.append(connection.recv(65536))
                 connection.sendall(answer)
+                with suppress(OSError):  # the client has left, or the test is over
+                    while drip and not is_over.wait(0.02):
+                        connection.sendall(drip)
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     try:
         yield listener.getsockname()[1], received
     finally:
+        is_over.set()
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
         thread.join()
@@ -403,6 +409,59 @@ def test_an_answer_that_is_none_of_ours_is_one_line(body: bytes) -> None:
         else:
             with pytest.raises(ControlError, match="is it a control server"):
                 client.list_jobs()
+
+
+@pytest.mark.parametrize(
+    ("answer", "drip"),
+    [
+        (b"HTTP/1.1 200 OK\r\n", b"X: y\r\n"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n{", b" "),
+        (b"HTTP/1.1 400 No\r\nContent-Length: 1000000\r\n\r\n{", b" "),
+    ],
+)
+def test_an_answer_that_only_drips_is_given_up(answer: bytes, drip: bytes) -> None:
+    with raw_server(answer, drip) as (port, _):
+        response = HTTPTrainerControlClient("127.0.0.1", port, timeout=0.3).pause("job_a")
+    assert not response.success
+    assert "did not answer within 0.3 s" in response.message
+
+
+def test_a_compressed_answer_is_not_expanded() -> None:
+    body = gzip.compress(b" " * 100_000_000)
+    head = b"HTTP/1.1 %b\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n"
+    for status in (b"200 OK", b"400 No"):
+        with raw_server(head % (status, len(body)) + body) as (port, received):
+            client = HTTPTrainerControlClient("127.0.0.1", port)
+            tracemalloc.start()
+            messages = [client.pause("job_a").message, client.get_status("job_a")["error"]]
+            with pytest.raises(ControlError, match="compressed"):
+                list(client.events("job_a"))
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        assert all("is compressed ('gzip')" in one for one in messages)
+        assert b"accept-encoding: identity" in received[0].lower()
+        assert peak < 10_000_000
+
+
+@pytest.mark.parametrize("page", [[{"id": 0}], [{"id": 1, "kind": "end", "timestamp": 0, "data": {}}], [1]])
+def test_pages_of_events_that_go_round_end_with_an_error(page: list[Any]) -> None:
+    body = json.dumps({"events": page}).encode()
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    with raw_server(answer) as (port, _), pytest.raises(ControlError, match="events in order"):
+        HTTPTrainerControlClient("127.0.0.1", port).past_events("job_a")
+
+
+def test_the_names_of_a_remote_machine_cannot_control_the_terminal() -> None:
+    escape = "\x1b[2J"
+    jobs = [
+        {"job_id": f"a{escape}"},
+        {"job_id": "job_a", "host": escape, "output_dir": f"/runs/{escape}", "uds": escape},
+    ]
+    body = json.dumps({"jobs": jobs}).encode()
+    with raw_server(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)) as (port, _):
+        (found,) = HTTPTrainerControlClient("127.0.0.1", port).described_jobs()
+    assert found["output_dir"] == "/runs/?[2J"
+    assert "\x1b" not in "".join(str(value) for value in found.values())
 
 
 def test_what_a_server_says_cannot_control_the_terminal() -> None:

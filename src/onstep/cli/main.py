@@ -134,9 +134,12 @@ def _run(name: str, arguments: list[str]) -> int:
     try:
         result = app(args=arguments, prog_name=f"onstep {name}", standalone_mode=True)
     except OnstepError as error:
+        from onstep.analysis.text_tables import printable
+
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
         text = in_options(str(error)) if name in _DRAWING else str(error)
-        print(f"error: {text}{notes}", file=sys.stderr)
+        for line in f"error: {text}{notes}".expandtabs().split("\n"):  # a name in it may come from elsewhere
+            print(printable(line), file=sys.stderr)
         return ERROR
     except BrokenPipeError:
         raise

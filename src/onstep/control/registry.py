@@ -65,13 +65,18 @@ def registry_root() -> Path:
     return user_config_path("onstep") / "jobs"
 
 
+def is_job_id(value: object) -> bool:
+    """Whether a value is the id of a job."""
+    return isinstance(value, str) and _JOB_ID.fullmatch(value) is not None and ".." not in value
+
+
 def check_job_id(job_id: str) -> str:
     """Return the id of a job.
 
     Raises:
         ConfigError: if it could not be the name of a directory everywhere.
     """
-    if not isinstance(job_id, str) or not _JOB_ID.fullmatch(job_id) or ".." in job_id:
+    if not is_job_id(job_id):
         shown = repr(job_id)
         raise ConfigError(
             f"job_id must have 1 to 128 letters, digits, dots, hyphens and underscores, start with a letter or digit "

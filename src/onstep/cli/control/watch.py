@@ -28,6 +28,8 @@ from onstep.errors import OnstepError
 _REFRESH_SECONDS = 2.0
 _FREQUENT = ("metrics", "status")
 """Kinds that only update the status line."""
+_MOST_UNSHOWN = 10_000
+"""Events that have arrived and are not shown yet."""
 _RARE = ("evaluation", "decision", "save", "sample", "command", "end")
 
 
@@ -113,7 +115,7 @@ def _lost(error: OnstepError, status: Mapping[str, Any]) -> str:
 
 def start_reading(target: Target, after: int) -> queue.Queue[FeedEvent | Exception]:
     """A queue that a thread fills with the events of a job; an error, if one ends the stream, comes last."""
-    arrived: queue.Queue[FeedEvent | Exception] = queue.Queue()
+    arrived: queue.Queue[FeedEvent | Exception] = queue.Queue(maxsize=_MOST_UNSHOWN)
 
     def read() -> None:
         try:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import getpass
 import json
+import queue
 import re
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import quote
 
 from onstep.analysis.text_tables import printable, shortened
-from onstep.bounded_reading import parse_json
+from onstep.bounded_reading import MAX_JSON_BYTES, brief, parse_json
 from onstep.errors import ConfigError, DataError, MissingExtraError, OnstepError
 
 if TYPE_CHECKING:
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_SECONDS = 30.0
 _LONGEST_REASON = 1000
+_SPARE_SECONDS = 1.0
+"""In which httpx reports its own timeout."""
 
 
 class ControlError(OnstepError):
@@ -89,23 +94,54 @@ class Connection:
             ) as answer,
         ):
             if answer.status_code != 200:
-                answer.read()
-                raise refusal(answer, self)
-            yield answer.iter_bytes()
+                raise refusal(answer, _content_of(answer, self), self)
+            _refuse_compressed(answer, self)
+            yield answer.iter_raw()
 
     def _request(self, method: str, path: str, wait: float, **more: Any) -> dict[str, Any]:
-        with self._client() as client, self._explained():
-            answer = client.request(method, path, timeout=self.timeout + wait, **more)
+        """The answer, within a time in all: the limits of httpx begin again with every byte."""
+        seconds, outcome = self.timeout + wait, queue.SimpleQueue[Callable[[], dict[str, Any]]]()
+
+        def exchange() -> None:
+            try:
+                found = self._exchange(method, path, seconds, **more)
+                outcome.put(lambda: found)
+            except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+                outcome.put(partial(_raised, error))
+
+        threading.Thread(target=exchange, name="onstep-request", daemon=True).start()
+        try:
+            return outcome.get(timeout=seconds + _SPARE_SECONDS)()
+        except queue.Empty:
+            raise self._silent(seconds) from None
+
+    def _exchange(self, method: str, path: str, seconds: float, **more: Any) -> dict[str, Any]:
+        with (
+            self._client() as client,
+            self._explained(seconds),
+            client.stream(method, path, timeout=seconds, **more) as answer,
+        ):
+            content = _content_of(answer, self)
         if not answer.is_success:
-            raise refusal(answer, self)
-        return _json_of(answer, self)
+            raise refusal(answer, content, self)
+        return _json_of(answer, content, self)
+
+    def _silent(self, seconds: float) -> ControlError:
+        return ControlError(
+            f"{self.place} did not answer within {seconds:g} s; the process may be stopped or overloaded."
+        )
 
     def _client(self) -> httpx.Client:
         try:
             import httpx
         except ImportError as error:
             raise MissingExtraError("Steering a running job requires httpx: pip install 'onstep[control]'") from error
-        headers = {"User-Agent": f"onstep/{version('onstep')}", "X-Onstep-User": _user()}
+        # Our servers do not compress, and what expands a thousandfold is not read.
+        headers = {
+            "User-Agent": f"onstep/{version('onstep')}",
+            "X-Onstep-User": _user(),
+            "Accept-Encoding": "identity",
+        }
         if self.token is not None:
             headers["Authorization"] = f"Bearer {self.token}"
         # The protocol is plain HTTP; preparing TLS would cost 20 ms a request.
@@ -115,23 +151,21 @@ class Connection:
         )
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turn errors of the network into one line."""
+    def _explained(self, seconds: float | None = None) -> Iterator[None]:
+        """Turn errors of the network into one line; `seconds` is the time for an answer."""
         import httpx
 
         try:
             yield
         except httpx.TimeoutException as error:
-            raise ControlError(
-                f"{self.place} did not answer within {self.timeout:g} s; the process may be stopped or overloaded."
-            ) from error
+            raise self._silent(self.timeout if seconds is None else seconds) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ControlError(f"cannot reach {self.place}: {str(error) or type(error).__name__}.") from error
 
 
-def refusal(answer: httpx.Response, connection: Connection) -> ControlError:
+def refusal(answer: httpx.Response, content: bytes, connection: Connection) -> ControlError:
     """The error for an answer that is not a success: `HTTP <code>: <what the server says>`."""
-    body = _parsed(answer)
+    body = _parsed(content)
     text = (body.get("error") or body.get("detail")) if isinstance(body, dict) else None
     if isinstance(body, dict) and isinstance(body.get("jobs"), list):
         text = f"{text} It has {', '.join(map(str, body['jobs'][:10])) or 'none'}."
@@ -157,8 +191,37 @@ def field_of(answer: Mapping[str, Any], name: str, kind: type, connection: Conne
     return value
 
 
-def _json_of(answer: httpx.Response, connection: Connection) -> dict[str, Any]:
-    body = _parsed(answer)
+def _content_of(answer: httpx.Response, connection: Connection) -> bytes:
+    """The body of an answer, as it was sent.
+
+    Raises:
+        ControlError: for one that is compressed, or too large.
+    """
+    content = bytearray()
+    _refuse_compressed(answer, connection)
+    for piece in answer.iter_raw():
+        content += piece
+        if len(content) > MAX_JSON_BYTES:
+            raise ControlError(f"the answer of {connection.place} has more than {MAX_JSON_BYTES:,} bytes.")
+    return bytes(content)
+
+
+def _refuse_compressed(answer: httpx.Response, connection: Connection) -> None:
+    encoding = answer.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise ControlError(
+            f"the answer of {connection.place} is compressed ({brief(encoding)}), which it was not asked for; is it a "
+            f"control server?",
+            answer.status_code,
+        )
+
+
+def _raised(error: BaseException) -> NoReturn:
+    raise error
+
+
+def _json_of(answer: httpx.Response, content: bytes, connection: Connection) -> dict[str, Any]:
+    body = _parsed(content)
     if not isinstance(body, dict):
         raise ControlError(
             f"the answer of {connection.place} is not a JSON object; is it a control server?", answer.status_code
@@ -166,10 +229,10 @@ def _json_of(answer: httpx.Response, connection: Connection) -> dict[str, Any]:
     return body
 
 
-def _parsed(answer: httpx.Response) -> Any:
+def _parsed(content: bytes) -> Any:
     """The JSON of an answer; None for anything else."""
     try:
-        return parse_json(answer.content, "the answer")
+        return parse_json(content, "the answer")
     except DataError:
         return None
 

@@ -12,6 +12,7 @@ from onstep.control.feed import FeedEvent
 
 SILENCE_SECONDS = 60.0
 """A stream without a byte for so long is dead: the server sends a comment every 15 s."""
+_LONGEST_LINE = 1 << 24
 _NOTHING_MORE = 204
 """The job has ended, and its last event is known."""
 _PAUSES_SECONDS = (0.2, 0.5, 1.0, 2.0, 5.0, 5.0)
@@ -75,6 +76,8 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[str]:
     rest = b""
     for chunk in chunks:
         *whole, rest = (rest + chunk).split(b"\n")
+        if len(rest) > _LONGEST_LINE:
+            raise ControlError(f"the stream has a line of more than {_LONGEST_LINE:,} bytes; is it a control server?")
         for line in whole:
             yield line.removesuffix(b"\r").decode("utf-8", errors="replace")
 

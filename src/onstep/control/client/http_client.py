@@ -9,16 +9,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import quote
 
+from onstep.analysis.text_tables import printable
 from onstep.config.suggestions import listed, nearest
 from onstep.control.client.connection import TIMEOUT_SECONDS, Connection, ControlError, field_of
 from onstep.control.client.event_stream import follow
 from onstep.control.client.interface import ControlResponse, TrainerControlClient
 from onstep.control.feed import FeedEvent
-from onstep.control.registry import JobInfo, describe_jobs, is_alive, is_here, list_infos, read_token
+from onstep.control.registry import JobInfo, describe_jobs, is_alive, is_here, is_job_id, list_infos, read_token
 from onstep.errors import ConfigError
 
 _MOST_WAIT_SECONDS = 60.0
 """The longest that a server waits before it answers."""
+_MOST_EVENTS = 100_000
+"""More than a job keeps."""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ANY = ("0.0.0.0", "::")
 
@@ -108,7 +111,7 @@ class HTTPTrainerControlClient(TrainerControlClient):
         if self._remote is None:
             return describe_jobs()
         jobs = field_of(self._remote.get("/jobs"), "jobs", list, self._remote)
-        infos = [(JobInfo.from_dict(one), one) for one in jobs if isinstance(one, dict) and "job_id" in one]
+        infos = [(_info(one), one) for one in jobs if isinstance(one, dict) and is_job_id(one.get("job_id"))]
         infos.sort(key=lambda each: each[0].started_at or 0.0, reverse=True)
         flags = ("alive", "is_here")
         return [{**info.to_dict(), **{flag: bool(one.get(flag, True)) for flag in flags}} for info, one in infos]
@@ -144,9 +147,14 @@ class HTTPTrainerControlClient(TrainerControlClient):
             connection = self._at(job_id)
             answer = connection.get(_path(job_id, "events"), {**parameters, "after": after})
             page = field_of(answer, "events", list, connection)
-            found += (FeedEvent(one["id"], one["kind"], one["timestamp"], one["data"]) for one in page)
             if not page:
                 return found
+            try:
+                found += (FeedEvent(one["id"], one["kind"], one["timestamp"], one["data"]) for one in page)
+            except (KeyError, TypeError):
+                found = []
+            if not found or not isinstance(found[-1].id, int) or found[-1].id <= after or len(found) > _MOST_EVENTS:
+                raise ControlError(f"{connection.place} did not give its events in order; is it a control server?")
             after = found[-1].id
 
     def login_link(self, job_id: str) -> str:
@@ -174,6 +182,12 @@ class HTTPTrainerControlClient(TrainerControlClient):
             ControlError: if it has died, or cannot be reached from this machine.
         """
         return self._remote or local_connection(job_id, self._timeout)
+
+
+def _info(content: dict[str, Any]) -> JobInfo:
+    """A job as another machine describes it, without what could control the terminal."""
+    texts = {key: printable(value) for key, value in content.items() if isinstance(value, str)}
+    return JobInfo.from_dict({**content, **texts})
 
 
 def local_connection(job_id: str, timeout: float = TIMEOUT_SECONDS) -> Connection:

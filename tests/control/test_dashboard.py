@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from onstep.control.dashboard.dashboard import Dashboard
+from onstep.control.dashboard.file_job import FileJob
 from onstep.control.dashboard.server import serve
 from onstep.control.registry import JobInfo, Registration
 from onstep.errors import ConfigError
@@ -143,6 +144,79 @@ def test_new_runs_are_found_and_damaged_ones_harm_no_other(tmp_path: Path, brows
     write_run(tmp_path / "second")
     until(lambda: {one["job_id"] for one in client.get("/jobs").json()["jobs"]} == {"bad", "second"})
     assert loaded(client, "second")["global_step"] == 5
+
+
+HUGE = int("9" * 400)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"global_step": float("nan")},
+        {"global_step": float("inf"), "timestamp": float("-inf")},
+        {"global_step": HUGE, "timestamp": HUGE, "loss": HUGE, "epoch": HUGE},
+        {"global_step": 2**60, "step": True},
+        {"global_step": "six", "timestamp": [], "loss": {"a": [float("nan")] * 3}},
+        {"global_step": {"a": json.loads("[" * 90 + "]" * 90)}, "loss": [[1, HUGE], None]},
+    ],
+)
+def test_a_record_that_no_run_writes_hides_neither_its_run_nor_another(
+    tmp_path: Path, browse: Callable[..., httpx.Client], caplog: pytest.LogCaptureFixture, record: dict[str, Any]
+) -> None:
+    runs = [write_run(tmp_path / "runs" / name, status="running") for name in ("hostile", "other")]
+    add_record(runs[0], **record)
+    client = browse(tmp_path / "runs")
+    for number in (6, 7):
+        for run in runs:
+            loaded(client, run.name)
+            add_record(run, timestamp=20.0 + number, global_step=number, loss=float(number))
+            route = f"/jobs/{run.name}/metrics"
+            until(lambda route=route: client.get(route).json()["series"]["loss"]["value"][-1] == float(number))  # noqa: B023
+        add_record(runs[0], **record)
+    assert client.get("/jobs/hostile/status").json()["status"] == "running"
+    assert client.get("/metrics").status_code == 200
+    assert "cannot read" not in caplog.text
+
+
+@pytest.mark.parametrize("value", [float("nan"), HUGE, "x", [1], None])
+def test_a_hostile_run_json_hides_no_run(tmp_path: Path, browse: Callable[..., httpx.Client], value: Any) -> None:
+    write_run(tmp_path / "runs" / "other")
+    hostile = write_run(tmp_path / "runs" / "hostile")
+    content = {
+        "name": value,
+        "status": value,
+        "step": value,
+        "started_at": value,
+        "config": {"train": {"train_iters": value}},
+    }
+    (hostile / "run.json").write_text(json.dumps(content))
+    client = browse(tmp_path / "runs")
+    assert {one["output_dir"].rpartition("/")[2] for one in client.get("/jobs").json()["jobs"]} == {"hostile", "other"}
+    assert loaded(client, "hostile")["progress"] is None
+    assert loaded(client, "other")["progress"] == 0.5
+
+
+def test_a_run_whose_reading_fails_is_named_once_and_hides_no_other(
+    tmp_path: Path,
+    browse: Callable[..., httpx.Client],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs = [write_run(tmp_path / "runs" / name, status="running") for name in ("broken", "other")]
+    client = browse(tmp_path / "runs")
+    refresh = FileJob.refresh
+
+    def fail(job: FileJob) -> None:
+        if job.job_id == "broken":
+            raise ZeroDivisionError("as a defect would")
+        refresh(job)
+
+    monkeypatch.setattr(FileJob, "refresh", fail)
+    for number in (6, 7):
+        loaded(client, "other")
+        add_record(runs[1], timestamp=20.0 + number, global_step=number, loss=float(number))
+        until(lambda: client.get("/jobs/other/metrics").json()["series"]["loss"]["value"][-1] == float(number))  # noqa: B023
+    assert caplog.text.count("The dashboard cannot read broken") == 1
 
 
 def test_runs_of_the_same_name_have_different_ids(tmp_path: Path, browse: Callable[..., httpx.Client]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -15,6 +16,8 @@ KINDS = ("metrics", "evaluation", "decision", "save", "sample", "command", "stat
 """What an event can be."""
 _KEPT = 2000
 """Events of each kind that are kept."""
+_MOST_STEPS = 2**53
+"""Steps from here on are not exact in JSON; the record is damaged."""
 _AXES = frozenset({"step", "global_step", "timestamp", "epoch"})
 """Keys of a record that do not become curves."""
 
@@ -82,10 +85,10 @@ class Feed:
 
     def add_record(self, record: dict[str, Any]) -> None:
         """Add a record of the metrics log: to the curves, to `latest`, and as an event `metrics` or `evaluation`."""
-        timestamp = record.get("timestamp")
-        timestamp = timestamp if isinstance(timestamp, (int, float)) else time.time()
-        step = record.get("step", record.get("global_step"))
-        if isinstance(step, int):
+        known_at = finite_number(record.get("timestamp"))
+        timestamp = time.time() if known_at is None else float(known_at)
+        step = finite_number(record.get("step", record.get("global_step")))
+        if isinstance(step, int) and abs(step) < _MOST_STEPS:
             self.history.add(step, timestamp, {name: record[name] for name in record if name not in _AXES})
         is_evaluation = "loss" not in record and any(name.startswith("eval_") for name in record)
         self._latest = {**self._latest, **record}
@@ -120,6 +123,16 @@ class Feed:
             self._last_id += 1
             self._events[kind].append(FeedEvent(self._last_id, kind, timestamp, data))
             self._is_ended = kind == "end"
+
+
+def finite_number(value: Any) -> float | None:
+    """The value, if it is a number that a float can hold and not NaN or infinite; else None."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:  # an integer beyond the range of a float
+        return None
 
 
 def _newer(events: list[FeedEvent], event_id: int) -> list[FeedEvent]:

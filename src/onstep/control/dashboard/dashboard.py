@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,6 +38,7 @@ class Dashboard:
         self._takes_registered = paths is None
         self._jobs: dict[str, Job] = {}
         self._ids: dict[Path, str] = {}
+        self._unreadable: set[str] = set()
         self._wake = threading.Event()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="onstep-dashboard", daemon=True)
@@ -95,15 +96,23 @@ class Dashboard:
         rounds = 0
         while not self._is_closed:
             rounds += 1
-            try:
-                if rounds % _DISCOVER_EVERY == 0:
-                    self.discover()
-                for job in list(self._jobs.values()):
-                    job.refresh()
-            except Exception:  # one unreadable run must not end the thread that shows all others
-                logger.warning("The dashboard could not read a run", exc_info=True)
+            if rounds % _DISCOVER_EVERY == 0:
+                self._attempt("the list of runs", self.discover)
+            for job_id, job in list(self._jobs.items()):
+                self._attempt(job_id, job.refresh)
             self._wake.wait(_SECONDS)
             self._wake.clear()
+
+    def _attempt(self, what: str, work: Callable[[], None]) -> None:
+        """Warn once of what cannot be read: it must not keep the thread from showing everything else."""
+        try:
+            work()
+        except Exception as error:
+            if what not in self._unreadable:
+                logger.warning("The dashboard cannot read %s: %s", what, error, exc_info=True)
+            self._unreadable.add(what)
+        else:
+            self._unreadable.discard(what)
 
 
 def _directories(info: JobInfo) -> set[Path]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from onstep.analysis.logs.reading import LogTail, read_log
 from onstep.analysis.logs.run_status import ending_of, run_record, status_of
-from onstep.control.feed import Feed
+from onstep.control.feed import Feed, finite_number
 from onstep.errors import DataError
 from onstep.metrics_log import Record
 
@@ -63,7 +63,7 @@ class RunFiles:
 
     def _add_records(self, records: Sequence[Record]) -> None:
         for record in records:
-            timestamp = _number(record.get("timestamp"))
+            timestamp = finite_number(record.get("timestamp"))
             if timestamp is not None and timestamp <= self._newest:
                 continue  # read by `load` already
             self._newest = self._newest if timestamp is None else timestamp
@@ -82,7 +82,7 @@ class RunFiles:
         record, latest = run_record(self._log.parent), self._feed.latest
         word, ending = status_of(self._log), ending_of(self._log)
         is_over = ending is not None or word is None
-        step, total = _number(latest.get("global_step", record.get("step"))), _total_steps(record)
+        step, total = finite_number(latest.get("global_step", record.get("step"))), _total_steps(record)
         self._feed.update(
             status="ended" if is_over else "running",
             reason=ending,
@@ -91,7 +91,7 @@ class RunFiles:
             global_step=step if step is None else int(step),
             max_steps=total,
             progress=min(1.0, step / total) if total and step is not None else None,
-            started_at=_number(record.get("started_at")),
+            started_at=finite_number(record.get("started_at")),
             versions=record.get("versions"),
             **({"eta_seconds": None, "steps_per_second": None} if is_over else self._speed.estimates(step, total)),
         )
@@ -105,7 +105,7 @@ class _Speed:
 
     def add(self, step: Any, timestamp: float | None) -> None:
         """Add a record's step and Unix time."""
-        if isinstance(step, int) and timestamp is not None:
+        if isinstance(finite_number(step), int) and timestamp is not None:
             self._points = [*self._points[-19:], (float(step), timestamp)]
 
     def estimates(self, step: float | None, total: int | None) -> dict[str, float | None]:
@@ -122,8 +122,4 @@ def _total_steps(record: dict[str, Any]) -> int | None:
     """The length of a run in steps, by its run.json."""
     train = record.get("config", {}).get("train", {}) if isinstance(record.get("config"), dict) else {}
     total = train.get("train_iters") if isinstance(train, dict) else None
-    return total if isinstance(total, int) and total > 0 else None
-
-
-def _number(value: Any) -> float | None:
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    return total if isinstance(total, int) and finite_number(total) and total > 0 else None

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from onstep.control.history import MOST_SERIES, History
+from onstep.control.history import MOST_POINTS, MOST_SERIES, History
 
 
 def test_a_curve_has_every_point_that_was_added() -> None:
@@ -53,6 +53,19 @@ def test_a_long_curve_is_downsampled_without_losing_a_spike_or_the_last_point(po
     assert min(one["value"]) == -9.0
     assert one["step"][-1] == 19_999
     assert one["step"] == sorted(set(one["step"]))
+
+
+def test_a_curve_keeps_its_spikes_and_its_newest_points_within_a_bound() -> None:
+    history = History()
+    for step in range(5 * MOST_POINTS):
+        history.add(step, 0.0, {"loss": 100.0 if step == 12_345 else 1.0})
+    assert history.num_points() <= MOST_POINTS
+    one = history.series(points=MOST_POINTS)["loss"]
+    assert max(one["value"]) == 100.0
+    assert one["step"][0] == 0
+    assert one["step"] == sorted(set(one["step"]))
+    assert one["step"][-1000:] == list(range(5 * MOST_POINTS - 1000, 5 * MOST_POINTS))
+    assert history._curves["loss"].rows().base.nbytes == 3 * 8 * MOST_POINTS
 
 
 def test_only_points_after_a_step_and_only_known_names_are_returned() -> None:

@@ -11,6 +11,7 @@ import pytest
 from onstep import CallbackManager, JsonLogger, pretrain
 from onstep.checkpoint import encode_state
 from onstep.config import ConfigContainer
+from onstep.events.log_history import MOST_RECORDS, LogHistory
 from onstep.training import GlobalState
 from onstep.training.checkpointing.run_progress import RunProgress
 from tests.support.resuming import Interrupted
@@ -142,3 +143,21 @@ def test_a_report_that_clashes_with_the_log_is_named(caplog: pytest.LogCaptureFi
     run(state, step=step)
     assert "the forward step reports 'grad_norm', which the log has itself; report it under another name" in caplog.text
     assert "'mine'" not in caplog.text
+
+
+def test_a_history_is_thinned_out_where_a_run_has_logged_long() -> None:
+    history = LogHistory()
+    same = history.records
+    for step in range(1, 3 * MOST_RECORDS):
+        history.append({"step": step, "loss": 1.0})
+        if step % 1000 == 0:
+            history.append({"step": step, "eval_loss": 1.0})
+    steps = [one["step"] for one in same if "loss" in one]
+    assert history.records is same
+    assert MOST_RECORDS // 2 < len(same) <= MOST_RECORDS
+    assert steps == sorted(steps)
+    assert steps[-1000:] == list(range(3 * MOST_RECORDS - 1000, 3 * MOST_RECORDS))
+    assert [one["step"] for one in same if "eval_loss" in one] == list(range(1000, 3 * MOST_RECORDS, 1000))
+    history.replace([{"step": step, "eval_loss": 1.0} for step in range(3 * MOST_RECORDS)])
+    history.append({"step": 3 * MOST_RECORDS})
+    assert len(history) <= MOST_RECORDS

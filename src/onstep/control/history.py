@@ -20,6 +20,8 @@ MOST_SERIES = 2000
 """Further names are not kept: a name that contains a number, say, would fill the memory."""
 MOST_RANKS = 1024
 """Elements of a list that are kept, one series each."""
+MOST_POINTS = 50_000
+"""Points of a curve; beyond, what there is is downsampled to half as many, as for a plot."""
 _POINTS_PER_COLUMN = 5
 """What `downsampled_rows` keeps at most: first, last, lowest, highest, first gap."""
 _STEP, _VALUE, _TIME = 0, 1, 2
@@ -38,8 +40,12 @@ class Curve:
         if length and step < buffer[_STEP, length - 1]:
             self.truncate(step - 1)
             buffer, length = self._filled
-        if length == buffer.shape[1]:
-            larger = np.empty((3, 2 * length))
+        if length == MOST_POINTS:
+            kept = downsampled_rows(buffer[_STEP], buffer[_VALUE], MOST_POINTS // 2 // _POINTS_PER_COLUMN)
+            length = len(kept)
+            buffer = np.concatenate([buffer[:, kept], np.empty((3, MOST_POINTS - length))], axis=1)
+        elif length == buffer.shape[1]:
+            larger = np.empty((3, min(2 * length, MOST_POINTS)))
             larger[:, :length] = buffer
             buffer = larger
         buffer[_STEP, length] = step
@@ -52,7 +58,7 @@ class Curve:
         rows = self.rows()
         length = int(np.searchsorted(rows[_STEP], step, side="right"))
         if length < rows.shape[1]:
-            fresh = np.empty((3, max(64, 2 * length)))
+            fresh = np.empty((3, min(max(64, 2 * length), MOST_POINTS)))
             fresh[:, :length] = rows[:, :length]
             self._filled = (fresh, length)
 

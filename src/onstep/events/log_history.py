@@ -7,9 +7,16 @@ from typing import Any
 
 Record = dict[str, Any]
 
+MOST_RECORDS = 20_000
+"""Records that are kept, of 1 to 3 kB each; the metrics log has them all."""
+
 
 class LogHistory:
-    """The records of a run in the order of their steps: a list, of which the first part may still be in a file."""
+    """The records of a run in the order of their steps: a list, of which the first part may still be in a file.
+
+    Beyond `MOST_RECORDS`, every other one of the older training records is dropped, again and again; evaluations,
+    totals and anomalies remain, as long as they are fewer.
+    """
 
     def __init__(self) -> None:
         self.final_metrics: Record | None = None
@@ -31,13 +38,22 @@ class LogHistory:
         read, self._read_earlier, self._num_earlier = self._read_earlier, None, 0
         if read is not None:
             self._records[:0] = read()
+            self._thin_out()
         return self._records
 
     def append(self, record: Record) -> None:
         """Add a record."""
         self._records.append(record)
+        self._thin_out()
         if "train_runtime" in record:
             self.final_metrics = record
+
+    def _thin_out(self) -> None:
+        while len(self._records) > MOST_RECORDS:
+            older = range(len(self._records) * 3 // 4)
+            plain = [at for at in older if _is_plain(self._records[at])]
+            dropped = set((plain if len(plain) > MOST_RECORDS // 4 else older)[1::2])
+            self._records[:] = [record for at, record in enumerate(self._records) if at not in dropped]
 
     def replace(self, records: list[Record]) -> None:
         """Put other records in place of all."""
@@ -66,3 +82,8 @@ class LogHistory:
             _ = self.records  # read now: the file is about to go back too
         own = self._records[: max(num_records - self._num_earlier, 0)]
         self._records[:] = [record for record in own if record["step"] <= step]
+
+
+def _is_plain(record: Record) -> bool:
+    """Whether it is that of a logged step, and of nothing else."""
+    return "loss" in record and "anomaly" not in record and not any(name.startswith("eval_") for name in record)

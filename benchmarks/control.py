@@ -73,7 +73,7 @@ _CACHE = tempfile.TemporaryDirectory()
 def _idle(repeats: int) -> Iterator[Row]:
     """What a callback costs that has nothing to do."""
     try:
-        from onstep.callbacks.trainer_control_callback import TrainerControlCallback
+        from onstep.training.serving.trainer_control_callback import TrainerControlCallback
     except ImportError:
         yield ("idle", "TrainerControlCallback cannot be imported", "", True)
         return

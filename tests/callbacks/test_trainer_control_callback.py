@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from onstep import CallbackManager, JsonLogger, Trainer, TrainingArguments, pretrain
+from onstep import CallbackManager, JsonLogger, Trainer, TrainerCallback, TrainingArguments, pretrain
 from onstep.callbacks import EarlyStopping, TrainerControlCallback
 from onstep.config import ConfigContainer
 from onstep.control.registry import list_infos, read_info, read_token
@@ -86,7 +86,7 @@ def status(client: httpx.Client) -> dict[str, Any]:
 def steered(tiny_config: ConfigContainer, tmp_path: Path) -> Callable[..., Path]:
     """Train for long, talk to the job meanwhile, and return its directory."""
 
-    def run(talk: Callable[[httpx.Client], None], **arguments: Any) -> Path:
+    def run(talk: Callable[[httpx.Client], None] | None, **arguments: Any) -> Path:
         config = tiny_config
         config.run.name, config.run.output_dir = "steered", str(tmp_path / "runs")
         config.train.train_iters, config.logger.log_interval = arguments.pop("steps", 1_000_000), 1000
@@ -95,11 +95,14 @@ def steered(tiny_config: ConfigContainer, tmp_path: Path) -> Callable[..., Path]
         config.dataset.seq_length = config.model.seq_length = 32
         config.model.num_layers, config.model.hidden_size, config.train.global_batch_size = 1, 16, 4
         manager = CallbackManager()
+        manager.add(arguments.pop("callbacks", []))
         manager.add([JsonLogger(), TrainerControlCallback(JOB, port=arguments.pop("port", 0), **arguments)])
-        driver = Driver(talk)
-        driver.thread.start()
+        driver = None if talk is None else Driver(talk)
+        if driver is not None:
+            driver.thread.start()
         pretrain(config, callbacks=manager)
-        driver.check()
+        if driver is not None:
+            driver.check()
         assert list_infos() == []
         assert not any(one.name.startswith("onstep-c") for one in threading.enumerate())
         return tmp_path / "runs" / "steered"
@@ -157,6 +160,98 @@ def test_each_command_is_applied_at_the_end_of_a_step_and_recorded_with_its_auth
     for flag in ("should_save", "set", "should_evaluate", "pause", "resume", "skip_batch", "command", "rolled_back"):
         assert flag in flags
     assert json.loads((directory / "run.json").read_text())["status"] == "stopped"
+
+
+class SendsAt(TrainerCallback):
+    """Sends commands over HTTP during a step, so that all of them are applied after it, and reads their outcomes."""
+
+    def __init__(self, step: int, *commands: tuple[str, dict[str, Any]]) -> None:
+        self.step, self.commands, self.ids, self.tickets = step, commands, [], {}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step + 1 == self.step and not self.ids:
+            with connected() as client:
+                for command, data in self.commands:
+                    answer = client.post(f"/jobs/{JOB}/control", json={"command": command, "data": data})
+                    assert answer.status_code == 200, answer.text
+                    self.ids.append(answer.json()["id"])
+
+    def on_run_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        with connected() as client:
+            for (command, _), identity in zip(self.commands, self.ids, strict=True):
+                self.tickets[command] = client.get(f"/jobs/{JOB}/commands/{identity}").json()
+
+
+@pytest.mark.parametrize("stop", ["graceful_stop", "save_and_stop"])
+@pytest.mark.parametrize("stops_first", [True, False])
+def test_a_stop_sent_with_a_rollback_ends_the_run_after_it(steered: Any, stop: str, stops_first: bool) -> None:
+    commands = [(stop, {}), ("rollback", {"step": 2})]
+    saves, sends = SendsAt(2, ("save_checkpoint", {})), SendsAt(4, *(commands if stops_first else commands[::-1]))
+    directory = steered(None, callbacks=[saves, sends], steps=8)
+    assert json.loads((directory / "run.json").read_text())["status"] == "stopped"
+    assert {one["status"] for one in sends.tickets.values()} == {"applied"}
+    assert [one["flag"] for one in decisions(directory)][-2:] == ["rolled_back", "saved"]
+    assert json.loads((directory / "run.json").read_text())["step"] == 2
+
+
+def test_what_cannot_be_done_after_the_last_step_is_not_answered_as_applied(steered: Any) -> None:
+    values = ("set", {"key": "lr_factor", "value": 0.5})
+    sent = [
+        ("pause", {}),
+        ("profile", {"steps": 1}),
+        values,
+        ("skip_batch", {}),
+        ("evaluate", {}),
+        ("save_checkpoint", {}),
+    ]
+    sends = SendsAt(4, *sent, ("graceful_stop", {}))
+    directory = steered(None, callbacks=[sends], steps=4)
+    outcomes = {command: one["status"] for command, one in sends.tickets.items()}
+    assert outcomes == {**dict.fromkeys(outcomes, "applied"), "pause": "refused", "profile": "refused"}
+    assert "the run ends after this step" in sends.tickets["pause"]["message"]
+    assert [one["details"]["refused"] for one in decisions(directory) if one["flag"] == "refused"] == ["pause"]
+    assert "pause" not in [one["flag"] for one in decisions(directory)]
+
+
+def test_a_pause_that_is_taken_back_in_its_step_is_applied(steered: Any) -> None:
+    sends = SendsAt(2, ("pause", {}), ("resume", {}))
+    directory = steered(None, callbacks=[sends], steps=4)
+    assert [one["status"] for one in sends.tickets.values()] == ["applied", "applied"]
+    assert [one["flag"] for one in decisions(directory)][:2] == ["pause", "resume"]
+
+
+@pytest.mark.parametrize("door", ["pretrain", "Trainer"])
+@pytest.mark.parametrize("command", ["save_checkpoint", "save_and_stop"])
+def test_a_save_is_evaluated_first_where_the_best_checkpoint_is_loaded_at_the_end(
+    steered: Any, tiny_config: ConfigContainer, tmp_path: Path, door: str, command: str
+) -> None:
+    sends, rows = SendsAt(3, (command, {})), [{"x": torch.ones(1), "labels": torch.zeros(1)}] * 8
+    if door == "pretrain":
+        tiny_config.checkpoint.load_best_model_at_end = tiny_config.checkpoint.save_at_end = True
+        directory = steered(None, callbacks=[sends], steps=4) / "checkpoints"
+    else:
+        arguments = TrainingArguments(
+            output_dir=str(directory := tmp_path / "trained"),
+            max_steps=4,
+            eval_strategy="steps",
+            eval_steps=1000,
+            save_steps=1000,
+            load_best_model_at_end=True,
+        )
+        callbacks = [sends, TrainerControlCallback(JOB, port=0)]
+        Trainer(Line(), arguments, train_dataset=rows, eval_dataset=rows, callbacks=callbacks).train()
+    assert sends.tickets[command]["status"] == "applied"
+    (manifest,) = [json.loads(one.read_text()) for one in directory.rglob("manifest.json") if "3" in one.parent.name]
+    assert "eval_loss" in manifest["metrics"]
+
+
+def test_pretrain_serves_the_job_where_the_configuration_says_so(tiny_config: ConfigContainer) -> None:
+    manager, seen = CallbackManager(), []
+    manager.register("on_step_end", lambda context: (seen.extend(list_infos()), context.control.stop()))
+    tiny_config.run.control = True
+    pretrain(tiny_config, callbacks=manager)
+    assert len(seen) == 1
+    assert list_infos() == []
 
 
 def test_what_cannot_be_done_is_refused_with_the_reason(steered: Any) -> None:

@@ -48,6 +48,7 @@ def test_all_callbacks_are_found() -> None:
         "onstep.console.printer",
         "onstep.console.progress",
         "onstep.trackers.trackers_callback",
+        "onstep.training.serving.trainer_control_callback",
     }
     assert modules - {f"onstep.callbacks.{file}" for file in files} == elsewhere
 

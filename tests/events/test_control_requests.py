@@ -91,7 +91,7 @@ def test_what_cannot_be_set_is_refused_at_once(key: str, value: float, says: str
 
 
 def test_every_settable_key_has_a_smallest_value_that_it_takes() -> None:
-    for key, (kind, least, _) in SETTABLE.items():
+    for key, (kind, least, *_) in SETTABLE.items():
         Control().set(key, kind(least))
 
 

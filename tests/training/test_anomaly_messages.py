@@ -24,6 +24,6 @@ def test_a_list_of_twelve_is_shown_whole() -> None:
 
 def test_a_rollback_without_a_checkpoint_cuts_them_too() -> None:
     request = Request("rollback", "anomaly gate", "", f"non-finite loss: sample ids {list(range(30))}", 0, {})
-    message = str(RollBack.at(TrainState(step=5), request, 1.0).without_checkpoint())
+    message = str(RollBack.at(TrainState(step=5), request, 1.0).impossible())
     assert "10, 11, ... and 18 more]" in message
     assert "29" not in message

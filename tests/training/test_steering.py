@@ -13,7 +13,7 @@ import pytest
 from onstep import Callback, CallbackManager, JsonLogger, TrainerCallback, pretrain
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
-from onstep.events import Request, Setting
+from onstep.events import Control, Request, Setting
 from onstep.training.runs.run_dir import RunDir
 from onstep.training.runs.steering import decisions_after
 from tests.support.resuming import Interrupted
@@ -225,6 +225,37 @@ def test_a_rollback_from_outside_is_repeated_too(make: Make) -> None:
     assert found["weights"] == expected["weights"]
 
 
+ROLLBACK = ("rollback", {"to_step": None, "lr_factor": 1.0})
+
+
+@pytest.mark.parametrize("is_steered", [True, False])
+@pytest.mark.parametrize("stops_first", [True, False])
+@pytest.mark.parametrize("ends", ["should_training_stop", "should_epoch_stop"])
+def test_a_stop_in_the_step_of_a_rollback_ends_the_run_after_it(
+    make: Make, stops_first: bool, is_steered: bool, ends: str
+) -> None:
+    config, manager, epochs = make("both"), CallbackManager(), []
+    config.checkpoint.save_at_end = False
+    wanted = [(ends, {}), ("should_save", {}), ROLLBACK]
+
+    def ask(context: Any) -> None:
+        for number, (flag, details) in enumerate(wanted if stops_first else reversed(wanted)):
+            sent = {"command_id": str(number)} if is_steered else {}
+            context.control.add_request(Request(flag, "someone", context.event, "", 0, {**sent, **details}))
+        wanted.clear()
+
+    manager.register("on_step_end", lambda context: context.step == 6 and wanted and ask(context))
+    manager.register("on_epoch_end", lambda context: epochs.append(context.step))
+    state = pretrain(config, callbacks=manager)
+    found = [(one["step"], one["flag"]) for one in decisions(Path(str(config.run.output_dir)) / "both")]
+    stops = ends == "should_training_stop"
+    assert epochs[0] == 4
+    assert state.train_state.step == (4 if stops else 14)
+    assert state.ending.ended == ("stopped" if stops else "completed")
+    assert found[-2:] == ([(4, "rolled_back"), (4, "saved")] if stops else [(8, "saved"), (12, "saved")])
+    assert (state.ending.stopped_by is not None) is stops
+
+
 def test_a_checkpoint_before_a_repeated_request_does_not_lose_it(make: Make) -> None:
     expected = trained(make("whole"), PLAN)
     config = make("killed")
@@ -233,6 +264,36 @@ def test_a_checkpoint_before_a_repeated_request_does_not_lose_it(make: Make) -> 
     found = trained(config, {9: PLAN[9]})
     assert expected["weights"] is not None
     assert found["weights"] == expected["weights"]
+
+
+def test_a_run_that_died_before_its_first_checkpoint_repeats_what_it_was_sent(make: Make) -> None:
+    expected = trained(make("whole"), PLAN)
+    config = make("killed")
+    config.checkpoint.save_interval = 7
+    trained(config, PLAN, 7)
+    assert not (Path(str(config.run.output_dir)) / "killed" / "checkpoints" / "step_7").exists()
+    found = trained(config, {9: PLAN[9]})
+    assert expected["weights"] is not None
+    assert found["weights"] == expected["weights"]
+
+
+@pytest.mark.parametrize(
+    "value", [9e15, 1000.5, float("inf"), float("nan"), -1e-9, pytest.param(10**400, id="huge"), "1", True]
+)
+def test_a_learning_rate_factor_that_no_run_survives_is_refused(value: Any) -> None:
+    control = Control()
+    for ask in (lambda: control.set("lr_factor", value), lambda: control.rollback(lr_factor=value)):
+        with pytest.raises(ConfigError, match=r"lr_factor must be a number >= 0 and at most 1000"):
+            ask()
+    assert not control.requests
+
+
+def test_rollbacks_whose_factors_multiply_too_far_are_refused(make: Make) -> None:
+    config = make("multiplied")
+    fast = ("rollback", {"to_step": None, "lr_factor": 900.0})
+    trained(config, {5: PLAN[5], 6: fast, 7: fast})
+    flags = [one for one in decisions(Path(str(config.run.output_dir)) / "multiplied") if one["flag"] == "refused"]
+    assert "810000, above the limit of 1000" in flags[0]["details"]["why"]
 
 
 def entry(step: int, flag: str, **details: Any) -> dict[str, Any]:

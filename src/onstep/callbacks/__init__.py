@@ -18,11 +18,11 @@ from onstep.callbacks.router_monitor import CountsRouting, RouterMonitor
 from onstep.callbacks.tb_logger import TBLogger, TBScalar, default_tb_scalars
 from onstep.callbacks.textgen_callback import TextgenCallback
 from onstep.callbacks.throughput_monitor import DefaultMetrics, ThroughputMonitor
-from onstep.callbacks.trainer_control_callback import TrainerControlCallback, add_control
 from onstep.callbacks.weight_average import EMA, WeightAverage
 from onstep.console import InfoCallback, PrinterCallback, ProgressCallback
 from onstep.console.table import ColumnSpec, MetricSpec, default_final_metrics, default_step_columns
 from onstep.trackers.trackers_callback import TrackersCallback
+from onstep.training.serving.trainer_control_callback import TrainerControlCallback, add_control
 
 __all__ = [
     "ColumnSpec",

@@ -72,7 +72,7 @@ class TextgenCallback(TrainerCallback):
     on_generation_error: Literal["warn", "raise"] = "warn"
     settable: ClassVar = {
         "generation_steps": Setting(int, 1, "Steps between generations"),
-        "max_new_tokens": Setting(int, 1, "Maximum number of tokens to add to a prompt"),
+        "max_new_tokens": Setting(int, 1, "Maximum number of tokens to add to a prompt", 4096),
     }
 
     def __init__(

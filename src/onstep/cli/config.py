@@ -126,6 +126,9 @@ def _read(path: str) -> dict[str, Any]:
         return load_yaml(path)
     stored = run_record(directory).get("config") if (directory := _run_dir(path)) is not None else None
     if isinstance(stored, dict):
+        run = stored.get("run")
+        if isinstance(run, dict):
+            run.pop("without_commands_from", None)  # of an earlier start; it is for that one alone
         return stored
     if path in RECIPES:
         raise ConfigError(f"{path!r} is a recipe; write --recipe {path}.")

@@ -45,6 +45,16 @@ Control = Annotated[
     bool,
     typer.Option("--control", help="Let `onstep control` and a browser watch and steer the job (run.control=true)."),
 ]
+WithoutCommands = Annotated[
+    int | None,
+    typer.Option(
+        "--without-commands-from",
+        min=0,
+        metavar="STEP",
+        help="Continue without the commands that the run was sent after this step or later "
+        "(run.without_commands_from).",
+    ),
+]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Show warnings and the end (logger.console=quiet).")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show every row and size (logger.console=verbose).")]
 
@@ -65,6 +75,7 @@ def train(
     imports: Imports = None,
     on_config_change: OnConfigChange = None,
     control: Control = False,
+    without_commands_from: WithoutCommands = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
@@ -80,6 +91,8 @@ def train(
         is_length_set = any(sets(words, section, "seq_length") for section in ("model", "dataset"))
         _fit_length(config, is_set=is_length_set)
     config.run.control = config.run.control or control
+    if without_commands_from is not None:
+        config.run.without_commands_from = without_commands_from
     announce(config)
     from onstep.training import pretrain
 
@@ -116,6 +129,7 @@ def finetune(
     imports: Imports = None,
     on_config_change: OnConfigChange = None,
     control: Control = False,
+    without_commands_from: WithoutCommands = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
@@ -131,6 +145,8 @@ def finetune(
     if lora:
         _set_lora(config, words)
     config.run.control = config.run.control or control
+    if without_commands_from is not None:
+        config.run.without_commands_from = without_commands_from
     announce(config)
     from onstep.training import finetune as start
 
@@ -231,7 +247,7 @@ def announce(config: ConfigContainer) -> None:
 
 
 def _callbacks(config: ConfigContainer, names: list[str]) -> CallbackManager:
-    from onstep.callbacks import DefaultMetrics, DiLoCoCallback, JsonLogger, add_control
+    from onstep.callbacks import DefaultMetrics, DiLoCoCallback, JsonLogger
     from onstep.console import shown_by_default
 
     given = [load_callback(name) for name in names]
@@ -246,8 +262,6 @@ def _callbacks(config: ConfigContainer, names: list[str]) -> CallbackManager:
             manager.add(callback)
         except TypeError as error:
             raise ConfigError(f"callbacks={name}: {error}") from None
-    if config.run.control:
-        add_control(manager)
     if not any(isinstance(one, DiLoCoCallback) for one in manager.callbacks) and DiLoCoCallback().active:
         manager.add(DiLoCoCallback())
     return manager

@@ -9,6 +9,7 @@ from typing import Any
 
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
+from onstep.events.settings import MOST_LR_FACTOR
 
 
 class CommandError(ConfigError):
@@ -134,7 +135,12 @@ COMMANDS: dict[str, Command] = {
                     "step", int, "Step of the checkpoint; null: the newest before this step", least=0, may_be_null=True
                 ),
                 Parameter(
-                    "lr_factor", float, "Multiplies the learning-rate factor from there on", default=1.0, least=0
+                    "lr_factor",
+                    float,
+                    "Multiplies the learning-rate factor from there on",
+                    default=1.0,
+                    least=0,
+                    most=MOST_LR_FACTOR,
                 ),
             ),
             is_destructive=True,

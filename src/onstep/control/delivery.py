@@ -44,8 +44,12 @@ class Delivery:
     is_busy: bool = False
     """Whether the loop must decide something by the end of this step."""
 
-    def deliver(self, control: Control, event: str, step: int) -> None:
-        """Request what has been sent since the last time, and report what other callbacks have withdrawn."""
+    def deliver(self, control: Control, event: str, step: int) -> list[str]:
+        """Request what has been sent since the last time, and report what other callbacks have withdrawn.
+
+        Returns:
+            The commands that the loop is to decide about.
+        """
         for ticket in self._awaiting.values():
             self._settle(ticket, "refused", step, "another callback withdrew the request")
         self._awaiting = {}
@@ -58,6 +62,7 @@ class Delivery:
             for request in requests_of(ticket, event):
                 control.add_request(request)
         self.is_busy = bool(self._awaiting)
+        return [ticket.command for ticket in self._awaiting.values()]
 
     def note_decision(self, request: Request, step: int) -> None:
         """Note what the loop has decided about a command."""

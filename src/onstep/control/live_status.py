@@ -9,7 +9,7 @@ from typing import Any
 
 from onstep.control.inbox import Inbox
 from onstep.events import RunView
-from onstep.events.settings import SETTABLE
+from onstep.events.settings import SETTABLE, Setting
 from onstep.events.views import configured_values
 
 _WINDOW_SECONDS = 60.0
@@ -72,13 +72,12 @@ class LiveStatus:
     def _settable(self) -> dict[str, dict[str, Any]]:
         overrides, declared = dict(self._run.train_state.overrides), dict(self._run.control.declared)
         own = {
-            key: _described(one.kind, one.least, one.help, overrides.get(key, self._configured.get(key)), configured)
+            key: _described(one, overrides.get(key, self._configured.get(key)), configured)
             for key, one in SETTABLE.items()
             for configured in [self._configured.get(key)]
         }
         theirs = {
-            key: _described(*one.setting, one.value, self._declared.get(key, one.value))
-            for key, one in declared.items()
+            key: _described(one.setting, one.value, self._declared.get(key, one.value)) for key, one in declared.items()
         }
         return own | theirs
 
@@ -95,6 +94,12 @@ class LiveStatus:
         return (step - step_then) / (now - since) if step > step_then and now > since else None
 
 
-def _described(kind: type, least: float, words: str, value: Any, configured: Any) -> dict[str, Any]:
-    name = "integer" if kind is int else "number"
-    return {"kind": name, "minimum": least, "help": words, "value": value, "configured": configured}
+def _described(setting: Setting, value: Any, configured: Any) -> dict[str, Any]:
+    return {
+        "kind": "integer" if setting.kind is int else "number",
+        "minimum": setting.least,
+        "maximum": setting.most,
+        "help": setting.help,
+        "value": value,
+        "configured": configured,
+    }

@@ -201,7 +201,11 @@ class Control(TrainerControl):
             reason: recorded with the decision.
             **details: `to_step` selects the newest checkpoint at or before that step; `lr_factor` replaces
                 `anomaly.rollback_lr_factor`.
+
+        Raises:
+            ConfigError: for a `lr_factor` that cannot be set.
         """
+        check_setting("lr_factor", details.get("lr_factor"))
         self._request_once("rollback", reason, **details)
 
     def pause(self, reason: str = "") -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from onstep.bounded_reading import brief
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
+
+_MOST = 2**53
+"""Larger integers are not exact in JSON."""
+MOST_LR_FACTOR = 1000.0
+"""From the end of a schedule to its peak; a learning rate that is further off belongs in the configuration."""
 
 
 class Setting(NamedTuple):
@@ -19,13 +24,12 @@ class Setting(NamedTuple):
     least: float
     """The smallest allowed value."""
     help: str = ""
+    most: float = _MOST
+    """The largest allowed value."""
 
-
-_MOST = 2**53
-"""Larger integers are not exact in JSON."""
 
 SETTABLE: dict[str, Setting] = {
-    "lr_factor": Setting(float, 0, "Multiplies every learning rate of the schedule"),
+    "lr_factor": Setting(float, 0, "Multiplies every learning rate of the schedule", MOST_LR_FACTOR),
     "log_interval": Setting(int, 0, "Steps between logged steps; 0 means never"),
     "eval_interval": Setting(int, 0, "Steps between evaluations; 0 means never"),
     "save_interval": Setting(int, 0, "Steps between checkpoints; 0 means never"),
@@ -83,14 +87,13 @@ def check_setting(key: str, value: object, declared: Mapping[str, DeclaredSettin
     if key not in settings:
         hint = nearest(key, list(settings))
         raise ConfigError(f"{key!r} cannot be set during a run.{hint} Keys that can: {', '.join(settings)}.")
-    kind, least, _ = settings[key]
+    kind, least, _, most = settings[key]
     if value is None:
         return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST
-    if isinstance(value, float) and math.isnan(value):
-        is_number = False
-    if not is_number or (kind is int and not isinstance(value, int)) or value < least:  # type: ignore[operator]
-        what = "an integer" if kind is int else "a number"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or (kind is int and not isinstance(value, int)) or not least <= value <= most:  # type: ignore[operator]
+        what, limit = "an integer" if kind is int else "a number", "2**53" if most == _MOST else f"{most:g}"
         raise ConfigError(
-            f"{key} must be {what} >= {least} and at most 2**53, or None for the configured value; got {value!r}."
+            f"{key} must be {what} >= {least} and at most {limit}, or None for the configured value; "
+            f"got {brief(value)}."
         )

@@ -91,7 +91,7 @@ class NextSteps:
         cpu, gpu = torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA
         activities = {cpu, gpu} & torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
         self.path = path
-        self._left = num_steps
+        self._left = self._wanted = num_steps
         self._profiler = SoleProfiler(profile(activities=activities, record_shapes=True, with_flops=True), user)
         self._profiler.start()
 
@@ -104,6 +104,8 @@ class NextSteps:
         return False
 
     def close(self) -> bool:
-        """Stop, and write what was recorded; returns whether the trace is complete."""
+        """Stop, and write what was recorded; returns whether there is a trace, of at least one step."""
         self._profiler.stop()
-        return not self._profiler.gave_way and write_trace(self._profiler.profile, self.path)
+        return (
+            self._left < self._wanted and not self._profiler.gave_way and write_trace(self._profiler.profile, self.path)
+        )

@@ -24,6 +24,7 @@ from onstep.training.opening import already_finished, claim_for_all, open_run
 from onstep.training.protocols import ForwardStep
 from onstep.training.run import EntryPoint, Run
 from onstep.training.runs.identity import configured_identity
+from onstep.training.serving.trainer_control_callback import add_control
 from onstep.training.setup.final_weights import save_weights
 from onstep.training.setup.pretrained import fill_from_pretrained
 from onstep.training.setup.setup import TrainingSetup, set_up
@@ -72,6 +73,9 @@ def pretrain(
         logger.warning("%s", note)
     config = resolve(fill_from_pretrained(config), world_size_from_environment())
     manager = with_progress(normalize_callbacks(callbacks), config)
+    if config.run.control:
+        manager = CallbackManager() if manager is None else manager
+        add_control(manager)
     entry_point = EntryPoint(
         forward_step_func=forward_step_func,
         pre_wrap_hooks=tuple(pre_wrap_hooks),

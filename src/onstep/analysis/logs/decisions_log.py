@@ -32,6 +32,8 @@ _WHAT = {
     "refused": "refused",
     "set": "value set",
     "saved": "checkpoint saved",
+    "withdrawn": "commands withdrawn",
+    "failed_after": "failed after a command",
     "raised": "ended with an error",
     "rerun_exit": "exited because a result may be wrong",
 }

@@ -14,6 +14,7 @@ from onstep.cli.control.outcome import confirm, show
 from onstep.cli.control.target import Target, find_target
 from onstep.config.suggestions import shown
 from onstep.errors import ConfigError, DataError
+from onstep.events.settings import MOST_LR_FACTOR
 
 
 def plain(command: str, text: str) -> Callable[..., None]:
@@ -66,7 +67,9 @@ def rollback(
     step: Annotated[
         int | None, typer.Option(min=0, help="Step of the checkpoint; default: the newest before this step.")
     ] = None,
-    lr_factor: Annotated[float, typer.Option(min=0, help="Multiply the learning-rate factor by this.")] = 1.0,
+    lr_factor: Annotated[
+        float, typer.Option(min=0, max=MOST_LR_FACTOR, help="Multiply the learning-rate factor by this.")
+    ] = 1.0,
     force: Force = False,
     wait: Wait = False,
     as_json: AsJson = False,

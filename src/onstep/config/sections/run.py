@@ -39,8 +39,14 @@ class RunConfig(ConfigSection):
         False,
         SAFE,
         hf="control",
-        help="Add a TrainerControlCallback, so that `onstep control` can watch and steer the job (`Trainer` and "
-        "`onstep train`).",
+        help="Add a TrainerControlCallback, so that `onstep control` can watch and steer the job.",
+    )
+    without_commands_from: int | None = option(
+        None,
+        SAFE,
+        bound=">= 0",
+        help="A run that continues does not repeat the commands that it was sent after this step or later, and "
+        "continues from the newest checkpoint without them; once, so that a restart repeats what it was sent since.",
     )
     save_weights: bool = option(True, SAFE, help="Write the final weights to `<run>/model` as safetensors.")
 

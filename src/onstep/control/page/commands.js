@@ -215,6 +215,7 @@ function fillSetting(row, setting, isEnded) {
   const isChanged = setting.value !== setting.configured;
   if (document.activeElement !== input && input.dataset.edited !== "yes") input.value = setting.value ?? "";
   if (setting.minimum !== null && setting.minimum !== undefined) input.min = setting.minimum;
+  if (setting.maximum !== null && setting.maximum !== undefined) input.max = setting.maximum;
   setText(row.querySelector("small"), setting.help ?? "");
   setText(row.querySelector(".configured"), number(setting.configured));
   row.classList.toggle("is-changed", isChanged);

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from onstep.checkpoint import CheckpointInfo
+from onstep.checkpoint import CheckpointInfo, CheckpointManager
 from onstep.config import ConfigContainer
 from onstep.distributed import attempt
 from onstep.errors import CheckpointError
 from onstep.training.run import Run
 from onstep.training.runs.identity import Identity, compare, ways_to_continue
+from onstep.training.runs.steering import steps_without, withdrawable
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,35 @@ def asked_start(config: ConfigContainer) -> str | None:
         return None
     step = "" if checkpoint.ckpt_step is None else f" step {checkpoint.ckpt_step}"
     return f"{Path(checkpoint.load).absolute() if checkpoint.load else 'own'}{step}"
+
+
+def newest_start(state: Run, manager: CheckpointManager) -> CheckpointInfo | None:
+    """The run's newest verified checkpoint that contains none of the commands that are to be withdrawn. Collective.
+
+    Raises:
+        CheckpointError: if all contain one, on all ranks alike.
+    """
+    from_step, directory = state.cfg.run.without_commands_from, state.run_dir
+    if from_step is None or directory is None:
+        return manager.newest()
+    steps: list[int] | None = None
+    if state.world.is_main and (commands := withdrawable(directory.decisions, from_step)):
+        steps = steps_without(directory.decisions, commands)
+    steps = state.world.share(steps)
+    if steps is None:
+        return manager.newest()
+    for step in steps:
+        found = manager.newest(step)
+        if found is None or found.step in steps:
+            break
+    else:
+        found = None
+    if found is None and state.world.share(directory.has_checkpoints):
+        raise CheckpointError(
+            f"run.without_commands_from={from_step}: every checkpoint in {directory.checkpoints} contains a command "
+            f"that was applied after step {from_step} or later; train a new run without it (run.fresh=true)."
+        )
+    return found
 
 
 def compare_identity(state: Run, start: CheckpointInfo | None, root: Path) -> None:

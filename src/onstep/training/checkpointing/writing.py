@@ -32,7 +32,7 @@ from onstep.optim import OptimizerParamScheduler
 from onstep.training.checkpointing.current_values import current_values, place_scheduler
 from onstep.training.checkpointing.place import SavePlace
 from onstep.training.checkpointing.saved_states import DataPosition, RunComponents, finite_numbers
-from onstep.training.checkpointing.starts import asked_start, compare_identity, is_own
+from onstep.training.checkpointing.starts import asked_start, compare_identity, is_own, newest_start
 from onstep.training.protocols import Trained, UserScheduler
 from onstep.training.run import Run
 from onstep.training.runs.steering import TO_REPEAT, Steering, ids_to_repeat
@@ -92,7 +92,7 @@ class RunCheckpoints:
         if asked is not None and not (directory is not None and directory.has_started_from(asked)):
             self.start, state.stage.is_chosen_start = self._resolve(), True
         elif state.cfg.checkpoint.resume:
-            self.start = self.manager.newest()
+            self.start = newest_start(state, self.manager)
             self._check_not_all_damaged()
         if self.start is not None:
             self._compare_configuration(self.start)

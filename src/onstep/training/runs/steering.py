@@ -16,11 +16,16 @@ from onstep.events.settings import DeclaredSetting
 
 REPEATED = ("set", "skip_batch", "rollback")
 """Requests from outside that change what is learned."""
+WITHDRAWN = "withdrawn"
+"""The decision of a start with `run.without_commands_from`: which commands are not repeated any more."""
+FAILED_AFTER = "failed_after"
+"""The decision of a run that ended with an error: the command that may be the cause."""
 BATCHES_TO_SKIP = "batches_to_skip"
 """Key of `TrainState.overrides`: how many of the next steps only read their batches."""
 TO_REPEAT = "to_repeat"
 """Of the decision `saved`: ids of the requests that were still to be repeated, so that the checkpoint lacks them."""
 _MOST_BYTES = 1 << 28
+_HARMLESS = ("log_interval", "eval_interval", "save_interval", "train_iters")
 
 
 @dataclass
@@ -29,6 +34,8 @@ class Steering:
 
     pause: Request | None = None
     """Who asked the run to wait; None while it trains."""
+    is_paused: bool = False
+    """Whether the run waits, so that the pause is recorded."""
     commands: list[Request] = field(default_factory=list)
     """Commands for callbacks that ranks have agreed on."""
     repeats: deque[tuple[int, Request]] = field(default_factory=deque)
@@ -37,9 +44,13 @@ class Steering:
     """The overrides that are in force."""
     configured: dict[str, tuple[DeclaredSetting, Any]] = field(default_factory=dict)
     """The configured values of the callbacks' settings that are overridden."""
+    last: tuple[int, Request] | None = None
+    """The last command that changed what is learned, and the step after which it did; named if the run fails."""
 
 
-def decisions_after(path: Path, step: int, *, is_chosen: bool = False) -> deque[tuple[int, Request]]:
+def decisions_after(
+    path: Path, step: int, *, is_chosen: bool = False, since: float = 0.0
+) -> deque[tuple[int, Request]]:
     """What the run was asked for from outside after its checkpoint of `step`, and after which step each.
 
     Lines that cannot be read, such as the last one of a killed process, are ignored.
@@ -51,8 +62,49 @@ def decisions_after(path: Path, step: int, *, is_chosen: bool = False) -> deque[
         path: the run's `decisions.jsonl`.
         step: the checkpoint's.
         is_chosen: the user chose the checkpoint; if a later one was saved, what followed is of an abandoned branch.
+        since: Unix time before which the decisions are those of an earlier run in the same directory.
+    """
+    lines = [one for one in _commands_and_saves(path) if _time(one) >= since]
+    return _not_in(lines, step, is_chosen=is_chosen)
+
+
+def withdrawable(path: Path, from_step: int) -> list[tuple[int, Request]]:
+    """The commands that were applied after `from_step` or later, in the order of the file.
+
+    None if they have been withdrawn once: a restart with the same options repeats what the run was sent since, unless
+    the run has failed because of it.
     """
     lines = list(_decisions(path))
+    withdrawn_at = [at for at, details in _withdrawals(lines) if details.get("from_step") == from_step]
+    since = lines[withdrawn_at[-1] + 1 :] if withdrawn_at else []
+    blamed = [one["details"].get("command_step") for one in since if one.get("flag") == FAILED_AFTER]
+    if withdrawn_at and not any(isinstance(step, int) and step >= from_step for step in blamed):
+        return []
+    found = [(_step(one), _request(one)) for one in _commands_and_saves(path) if _is_command(one)]
+    return [(step, request) for step, request in found if step >= from_step]
+
+
+def steps_without(path: Path, commands: Iterable[tuple[int, Request]]) -> list[int]:
+    """The steps of the checkpoints that contain none of these commands, by `decisions.jsonl`; the newest first."""
+    lines, ids = _commands_and_saves(path), set(ids_to_repeat(commands))
+    steps = {step for one in lines if isinstance(step := one["details"].get("checkpoint_step"), int)}
+    return [step for step in sorted(steps, reverse=True) if ids <= set(ids_to_repeat(_not_in(lines, step)))]
+
+
+def last_within(path: Path, step: int) -> tuple[int, Request] | None:
+    """The last command that the checkpoint of `step` contains and that can be the cause of a failure."""
+    lines = _commands_and_saves(path)
+    others = {*ids_to_repeat(_not_in(lines, step)), *(_id(one) for one in lines if one.get("flag") == "refused")}
+    found = ((_step(one), _request(one)) for one in lines if _is_command(one) and _id(one) not in others)
+    return next((one for one in reversed(list(found)) if changes_learning(one[1])), None)
+
+
+def changes_learning(request: Request) -> bool:
+    """Whether what is learned depends on a request from outside."""
+    return request.flag in REPEATED and not (request.flag == "set" and request.details.get("key") in _HARMLESS)
+
+
+def _not_in(lines: list[dict[str, Any]], step: int, *, is_chosen: bool = False) -> deque[tuple[int, Request]]:
     saved = [at for at, one in enumerate(lines) if one.get("flag") == "saved"]
     own = [at for at in saved if lines[at]["details"].get("checkpoint_step") == step]
     if is_chosen and saved and own[-1:] != saved[-1:]:
@@ -63,9 +115,9 @@ def decisions_after(path: Path, step: int, *, is_chosen: bool = False) -> deque[
         start -= 1
     waiting = {_id(one) for one in lines[start:at_save]}
     listed = lines[at_save]["details"].get(TO_REPEAT) if own else None
-    waiting |= {one for one in listed if isinstance(one, str)} if isinstance(listed, list) else set()
+    waiting |= set(_texts(listed))
     found = (one for at, one in enumerate(lines) if at >= at_save or _id(one) in waiting)
-    return _in_order((_step(one), _request(one)) for one in found if one.get("flag") in REPEATED and _is_steered(one))
+    return _in_order((_step(one), _request(one)) for one in found if _is_command(one))
 
 
 def _in_order(requests: Iterable[tuple[int, Request]]) -> deque[tuple[int, Request]]:
@@ -108,8 +160,24 @@ def _decisions(path: Path) -> Iterable[dict[str, Any]]:
             yield entry
 
 
-def _is_steered(entry: dict[str, Any]) -> bool:
-    return _id(entry) is not None and not entry["details"].get("repeated")
+def _commands_and_saves(path: Path) -> list[dict[str, Any]]:
+    """The decisions, without the commands that were withdrawn."""
+    lines = list(_decisions(path))
+    ids = {one for _, details in _withdrawals(lines) for one in _texts(details.get("command_ids"))}
+    return [one for one in lines if _id(one) not in ids]
+
+
+def _withdrawals(lines: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
+    return [(at, one["details"]) for at, one in enumerate(lines) if one.get("flag") == WITHDRAWN]
+
+
+def _texts(value: Any) -> list[str]:
+    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
+
+
+def _is_command(entry: dict[str, Any]) -> bool:
+    """Whether it came from outside, changes what is learned, and is not the repetition of another."""
+    return entry.get("flag") in REPEATED and _id(entry) is not None and not entry["details"].get("repeated")
 
 
 def _id(entry: dict[str, Any]) -> str | None:
@@ -120,6 +188,11 @@ def _id(entry: dict[str, Any]) -> str | None:
 def _step(entry: dict[str, Any]) -> int:
     step = entry.get("step")
     return step if isinstance(step, int) else -1
+
+
+def _time(entry: dict[str, Any]) -> float:
+    timestamp = entry.get("timestamp")
+    return timestamp if isinstance(timestamp, int | float) else 0.0
 
 
 def _request(entry: dict[str, Any]) -> Request:

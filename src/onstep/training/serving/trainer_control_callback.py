@@ -89,6 +89,7 @@ class TrainerControlCallback(TrainerCallback):
         self._samples: LogTail | None = None
         self._samples_path: Path | None = None
         self._is_paused = False
+        self._evaluated_step: int | None = None
 
     # The life of the server
 
@@ -134,7 +135,7 @@ class TrainerControlCallback(TrainerCallback):
         return self.enable_http is not False and not missing
 
     def _reset(self, run: RunView, state: Any) -> None:
-        self.feed, self._is_paused = Feed(), False
+        self.feed, self._is_paused, self._evaluated_step = Feed(), False, None
         self.inbox = Inbox(check=self._check, at_once={"stacks": self._collect_stacks})
         self._delivery = Delivery(self.inbox, self.feed)
         for record in state.log_history:
@@ -160,15 +161,22 @@ class TrainerControlCallback(TrainerCallback):
 
     def on_step_end(self, context: CallbackContext) -> None:
         """Request what has been sent during the step."""
-        if self.inbox.has_new or self._delivery.is_busy:
-            self._delivery.deliver(context.control, context.event, context.step)
+        self._deliver(context)
         if self._profile is not None and self._profile.end_step():
             self._end_profile()
 
     def on_paused(self, context: CallbackContext) -> None:
         """Request what has been sent while the run waits."""
-        if self.inbox.has_new or self._delivery.is_busy:
-            self._delivery.deliver(context.control, context.event, context.step)
+        self._deliver(context)
+
+    def _deliver(self, context: CallbackContext) -> None:
+        """Request what has been sent; a save that may become the best checkpoint is evaluated first."""
+        if not (self.inbox.has_new or self._delivery.is_busy):
+            return
+        saves = set(_SAVING) & set(self._delivery.deliver(context.control, context.event, context.step))
+        chooses = context.state.cfg.checkpoint.load_best_model_at_end and _has_validation_data(context.state)
+        if saves and chooses and self._evaluated_step != context.step:
+            context.control.evaluate("checkpoint.load_best_model_at_end compares what is saved")
 
     def on_decision(self, context: CallbackContext) -> None:
         """Show what was decided, and answer whoever asked for it."""
@@ -272,7 +280,7 @@ class TrainerControlCallback(TrainerCallback):
         profile, self._profile = self._profile, None
         if profile is not None:
             written = profile.close()
-            error = "" if written else "nothing was recorded; see the job's log"
+            error = "" if written else "no step was recorded: training ended, or another profiler began; see the log"
             self._delivery.finish(["profile"], {"trace": str(profile.path.absolute())}, error=error)
 
     def _collect_stacks(self) -> dict[str, str]:
@@ -310,6 +318,7 @@ class TrainerControlCallback(TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         """Show an evaluation, and answer whoever asked for it."""
         self._show()
+        self._evaluated_step = state.global_step
         if not self._server.is_open:
             return
         if kwargs.get("trainer") is None:  # a Trainer has passed it to `on_log`

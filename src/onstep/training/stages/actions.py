@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
 from onstep.checkpoint import CheckpointInfo
 from onstep.errors import AnomalyError
 from onstep.events import Request
+from onstep.events.control import FLAGS, STICKY
+from onstep.events.settings import MOST_LR_FACTOR
 from onstep.heartbeat import HEARTBEAT
 from onstep.train_state import TrainState
 from onstep.training.reporting.timers import INTERVAL_TIME
@@ -75,6 +79,13 @@ def act(job: Job) -> None:
 def stay_paused(job: Job, request: Request) -> None:
     """Wait until a callback or a signal asks for something else; what is asked for meanwhile is done. Collective."""
     run, steering = job.run, job.steering
+    if run.is_over:
+        steering.pause = None
+        why = {"refused": request.flag, "why": "the run ends after this step, so it cannot wait"}
+        write_decision(run, replace(request, flag="refused", details=request.details | why))
+        return
+    steering.is_paused = True
+    write_decision(run, request)
     if run.world.is_main:
         logger.info("paused after step %d (%s)", run.train_state.step, request)
     HEARTBEAT.activity = "paused"
@@ -84,7 +95,7 @@ def stay_paused(job: Job, request: Request) -> None:
             time.sleep(_PAUSE_SECONDS)
         job.notify.on_paused()
         carry_out(job)
-    steering.pause = None
+    steering.pause, steering.is_paused = None, False
     if run.world.is_main and not run.is_over:
         logger.info("continuing after step %d", run.train_state.step)
 
@@ -108,6 +119,8 @@ def carry_out(job: Job) -> None:
     if request is not None:
         control.rollback_request = None
         if roll_back(job, request):
+            if control.should_save:  # before the stop that was requested with it
+                save_and_decide_exit(job)
             return
     on.after_agreement()
     if control.should_log:
@@ -243,16 +256,26 @@ class RollBack:
         return replace(self.request, flag="rolled_back", details={**self.request.details, **details})
 
     @property
+    def is_too_fast(self) -> bool:
+        """Whether the factors of all rollbacks together exceed what can be set."""
+        return self.lr_factor > MOST_LR_FACTOR
+
+    @property
     def lacking(self) -> str:
-        """What the run lacks if there is no checkpoint to load."""
+        """Why it cannot be done, if it cannot."""
+        if self.is_too_fast:
+            return f"it would multiply the learning rate by {self.lr_factor:g}, above the limit of {MOST_LR_FACTOR:g}"
         return f"no verified checkpoint of step {self.last_good_step} or earlier exists"
 
-    def without_checkpoint(self) -> AnomalyError:
-        """The error for a run that has no checkpoint to roll back to."""
+    def impossible(self) -> AnomalyError:
+        """The error for a run that cannot roll back."""
         why = shorten_ids(self.request.reason or str(self.request))
+        remedy = (
+            "lower anomaly.rollback_lr_factor" if self.is_too_fast else "save more often with checkpoint.save_interval"
+        )
         return AnomalyError(
-            f"step {self.bad_step} must be undone ({why}), but {self.lacking}; save more often with "
-            f"checkpoint.save_interval, or skip such steps with train.on_nonfinite=skip."
+            f"step {self.bad_step} must be undone ({why}), but {self.lacking}; {remedy}, or skip such steps with "
+            f"train.on_nonfinite=skip."
         )
 
 
@@ -262,25 +285,29 @@ def roll_back(job: Job, request: Request) -> bool:
     A request from outside that cannot be met is refused, and training continues. Returns whether the step was undone.
 
     Raises:
-        AnomalyError: if no such checkpoint exists, or after more than `anomaly.max_rollbacks` rollbacks.
+        AnomalyError: if no such checkpoint exists, after more than `anomaly.max_rollbacks` rollbacks, or if they would
+            multiply the learning rate by too much.
     """
     run, checkpoints, progress = job.run, job.run.checkpoints, job.run.train_state
     if not request.is_steered:
         progress.num_rollbacks += 1
         run.features.before_rollback(request.details.get("bad_step", progress.step), request)
     rollback = RollBack.at(progress, request, run.cfg.anomaly.rollback_lr_factor)
-    info = _checkpoint_to_load(run, rollback)
+    info = None if rollback.is_too_fast else _checkpoint_to_load(run, rollback)
     if info is None and request.is_steered:
         why = {"refused": request.flag, "why": rollback.lacking}
         write_decision(run, replace(request, flag="refused", details=request.details | why))
         return False
     if checkpoints is None or info is None:
-        raise rollback.without_checkpoint()
-    checkpoints.restore(info, job.trained)
+        raise rollback.impossible()
+    with _keep_ends(run):
+        checkpoints.restore(info, job.trained)
     rollback.carry_over(progress)
     write_decision(run, rollback.record(progress.step))
     run.features.rolled_back()
     leave_out_skipped(job)
+    if request.is_steered:
+        job.steering.last = (rollback.bad_step, request)
     job.steering.applied = {}  # callbacks may have loaded other values
     apply_overrides(job)
     run.saving.is_unsaved = True
@@ -288,6 +315,22 @@ def roll_back(job: Job, request: Request) -> bool:
     publish(run, {"epoch": run.trainer_state.epoch, **record}, job.notify)
     restart_interval(job)
     return True
+
+
+@contextmanager
+def _keep_ends(run: Run) -> Iterator[None]:
+    """Keep the ends that are decided, of the run and of the epoch: a rollback undoes steps, not the wish to stop.
+
+    What else was due at the undone step is dropped, except a save that was requested with a stop.
+    """
+    control, stopped_by, epoch_is_open = run.control, run.ending.stopped_by, run.stage.epoch_is_open
+    stops = any(getattr(control, flag) for flag in STICKY)
+    flags = ("should_epoch_stop", *STICKY, "should_save") if stops else ("should_epoch_stop",)
+    kept = [flag for flag in flags if getattr(control, flag)]
+    yield
+    for flag in FLAGS:
+        (control.set_flag if flag in kept else control.clear)(flag)
+    run.ending.stopped_by, run.stage.epoch_is_open, run.stage.final_metrics_logged = stopped_by, epoch_is_open, False
 
 
 def _checkpoint_to_load(run: Run, rollback: RollBack) -> CheckpointInfo | None:

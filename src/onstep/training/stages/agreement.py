@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import time
-from pathlib import Path
 from typing import Any
 
 from onstep.events import Request
@@ -14,7 +13,7 @@ from onstep.events.control import STICKY
 from onstep.events.views import configured_values
 from onstep.json_values import encode
 from onstep.training.run import Run
-from onstep.training.runs.steering import BATCHES_TO_SKIP, Steering
+from onstep.training.runs.steering import BATCHES_TO_SKIP, Steering, changes_learning
 
 logger = logging.getLogger(__name__)
 
@@ -56,14 +55,16 @@ def record(state: Run, requests: list[Request]) -> None:
     """Act on the requests of all ranks, in rank order, and append them to the run's `decisions.jsonl`.
 
     It keeps who requested the end of training or a rollback; of two values for one key, the later one wins. A command
-    is recorded once callbacks have carried it out.
+    is recorded once callbacks have carried it out, a pause once the run waits.
     """
     is_training = state.ending.train_started and not state.ending.train_ended
     for request in requests:
         if request.flag in STICKY and state.ending.stopped_by is None and is_training:
             state.ending.stopped_by = request
         _take_note(state, request)
-        if request.flag != "command":
+        if request.is_steered and request.flag != "rollback" and changes_learning(request):
+            state.features.room(Steering).last = (state.train_state.step, request)
+        if request.flag not in ("command", "pause"):
             write_decision(state, request)
 
 
@@ -72,8 +73,10 @@ def _take_note(run: Run, request: Request) -> None:
     steering = run.features.room(Steering)
     match request.flag:
         case "pause":
-            steering.pause = request
+            steering.pause = steering.pause or request
         case "resume":
+            if steering.pause is not None and not steering.is_paused:  # it has nothing to wait for any more
+                write_decision(run, steering.pause)
             steering.pause = None
         case "command":
             steering.commands.append(request)
@@ -110,12 +113,15 @@ def write_decision(state: Run, request: Request, step: int | None = None) -> Non
     """
     if not state.world.is_main:
         return
-    if state.run_dir is not None:
-        _append(state, state.run_dir.decisions, request, step)
+    append_decision(state, request, step)
     state.entry_point.fire("on_decision", request=request)
 
 
-def _append(state: Run, path: Path, request: Request, step: int | None) -> None:
+def append_decision(state: Run, request: Request, step: int | None = None) -> None:
+    """Append a decision to the run's `decisions.jsonl`, if it has a directory; on rank 0. `step` as above."""
+    if state.run_dir is None:
+        return
+    path = state.run_dir.decisions
     head = {"timestamp": time.time(), "step": state.train_state.step if step is None else step}
     line = encode({**head, **vars(request)})
     try:

@@ -55,7 +55,7 @@ def go_to(job: Job) -> None:
         leave_out_skipped(job)
         run.checkpoints.load_position(job.reader, job.scheduler)
         run.sums.flops_at_start += pending_flops(run)
-        load_repeats(run)
+    load_repeats(run)
     update_batch_size(run)
     apply_overrides(job)
     repeat_decisions(job)

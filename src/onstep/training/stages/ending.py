@@ -16,6 +16,7 @@ from onstep.training.stages.agreement import write_decision
 from onstep.training.stages.exits import announce_exit, save_checkpoint_and_time
 from onstep.training.stages.job import Job
 from onstep.training.stages.record import advance_tokens, final_metrics, first_and_last_loss, publish
+from onstep.training.stages.steering import blame_command
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ def conclude(job: Job) -> None:
     run.info.history.losses_at_exit = first_and_last_loss(run) if run.leaves and run.world.is_main else {}
     if not ending.was_stopped:
         ending.stopped_by = None
+    if ending.by_anomaly:
+        blame_command(run, None)
     if run.world.is_main and not run.leaves:
         why = f"stopped: {ending.stopped_by}" if ending.was_stopped else "all steps done"
         why = "no more data" if run.stage.data_exhausted else why

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
 
+from onstep.errors import ConfigError
+from onstep.events import Request
+from onstep.events.settings import SETTABLE, check_setting
 from onstep.training.run import Run
-from onstep.training.runs.steering import Steering, decisions_after
-from onstep.training.stages.agreement import write_decision
+from onstep.training.runs.run_dir import RunDir
+from onstep.training.runs.steering import (
+    FAILED_AFTER,
+    WITHDRAWN,
+    Steering,
+    decisions_after,
+    ids_to_repeat,
+    last_within,
+    withdrawable,
+)
+from onstep.training.stages.agreement import append_decision, write_decision
 from onstep.training.stages.job import Job
 
 logger = logging.getLogger(__name__)
@@ -49,11 +64,62 @@ def fire_commands(job: Job) -> None:
 
 
 def load_repeats(run: Run) -> None:
-    """Read what the run was asked for between its checkpoint and its interruption, to repeat it; on rank 0."""
-    checkpoints, directory = run.checkpoints, run.run_dir
-    if run.world.is_main and directory is not None and checkpoints is not None and checkpoints.start is not None:
-        found = decisions_after(directory.decisions, checkpoints.start.step, is_chosen=run.stage.is_chosen_start)
-        run.features.room(Steering).repeats = found
+    """Read what the run was sent between its checkpoint and its interruption, to repeat it, on rank 0. Collective."""
+    steering, checkpoints, directory = run.features.room(Steering), run.checkpoints, run.run_dir
+    if directory is None or checkpoints is None:
+        return
+    if run.world.is_main and (since := _beginning(run, directory)) is not None:
+        step = 0 if checkpoints.start is None else checkpoints.start.step
+        _withdraw(run, directory.decisions)
+        found = decisions_after(directory.decisions, step, is_chosen=run.stage.is_chosen_start, since=since)
+        steering.repeats = deque(one for one in found if _can_be_repeated(run, *one))
+        steering.last = last_within(directory.decisions, step)
+    steering.last = run.world.share(steering.last)
+
+
+def _beginning(run: Run, directory: RunDir) -> float | None:
+    """The Unix time from which decisions are this run's, if it continues; None for a new run.
+
+    A run that was interrupted before its first checkpoint continues from the start.
+    """
+    if run.stage.is_resumed:
+        return 0.0
+    record = directory.read() if directory.run_json.exists() else {}
+    return float(record.get("started_at", 0.0)) if "continued_at" in record else None
+
+
+def _withdraw(run: Run, decisions: Path) -> None:
+    """Record which commands `run.without_commands_from` withdraws."""
+    from_step = run.cfg.run.without_commands_from
+    if from_step is None:
+        return
+    commands = withdrawable(decisions, from_step)
+    if not commands:
+        logger.info("run.without_commands_from=%d: there is no command left to withdraw", from_step)
+        return
+    reason = "; ".join(f"after step {step}: {request}" for step, request in commands)
+    details = {"from_step": from_step, "command_ids": ids_to_repeat(commands)}
+    write_decision(run, Request(WITHDRAWN, "run.without_commands_from", "", reason, 0, details))
+    logger.info("not repeated: %s", reason)
+
+
+def _can_be_repeated(run: Run, step: int, request: Request) -> bool:
+    """Refuse what could not be sent any more: another version recorded it, or the record is damaged."""
+    details, declared = request.details, run.control.declared
+    key, value = details.get("key"), details.get("value")
+    try:
+        if request.flag == "set" and (key in declared or key in SETTABLE or not isinstance(key, str) or "." not in key):
+            check_setting(str(key), value, declared)
+        elif request.flag == "rollback":
+            check_setting("lr_factor", details.get("lr_factor"))
+        elif request.flag == "skip_batch" and not isinstance(details.get("count"), int):
+            raise ConfigError(f"count must be an integer, got {details.get('count')!r}.")
+    except ConfigError as error:
+        why = {"refused": request.flag, "why": str(error)}
+        write_decision(run, replace(request, flag="refused", details=details | why), step)
+        logger.warning("a command after step %d is not repeated: %s", step, error)
+        return False
+    return True
 
 
 def repeat_decisions(job: Job) -> None:
@@ -61,3 +127,34 @@ def repeat_decisions(job: Job) -> None:
     repeats, step = job.steering.repeats, job.run.train_state.step
     while repeats and repeats[0][0] <= step:
         job.run.control.add_request(repeats.popleft()[1])
+
+
+def blame_command(run: Run, error: BaseException | None) -> None:
+    """Name the command that may be the cause of the run's failure, and the way to continue without it.
+
+    A loss that is NaN or spikes can follow a command many steps later; of another error, only the next step tells.
+
+    Args:
+        run: the run, which fails.
+        error: what it fails with, which receives a note; None if it was stopped because of an anomaly.
+    """
+    last = run.features.room(Steering).last
+    if last is None or isinstance(error, SystemExit | KeyboardInterrupt):
+        return
+    step, request = last
+    if not (error is None or isinstance(error, ArithmeticError) or run.train_state.step <= step):
+        return
+    text = f"the last command that changes what is learned was applied after step {step}: {request}."
+    if run.run_dir is not None:
+        text += (
+            f" If it is the cause, continue without it and what was sent later: `onstep train {run.run_dir.path} "
+            f"--without-commands-from {step}`, or run.without_commands_from={step} in the configuration"
+        )
+        text += f" (config_overrides={{'run.without_commands_from': {step}}})." if run.trainer is not None else "."
+    if error is not None:
+        error.add_note(text)
+    elif run.world.is_main:
+        logger.warning("%s", text)
+    if run.world.is_main and run.run_dir is not None:
+        details = {"command_step": step, "command_id": request.details.get("command_id")}
+        append_decision(run, Request(FAILED_AFTER, "the loop", "", text, 0, details))

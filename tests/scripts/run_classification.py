@@ -1,127 +1,100 @@
-"""Trains a classifier of sentences, in the manner of GLUE: train, evaluate, predict."""
+"""Sorts sentences into the classes that the training data names, and writes down the class of unseen ones."""
 
-import logging
 import os
-import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import numpy as np
+import transformers
 from datasets import load_dataset
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    DataCollatorWithPadding,
-    EvalPrediction,
-    HfArgumentParser,
-    set_seed,
-)
 from transformers.trainer_utils import get_last_checkpoint
 
 # isort: split
 # The import line that changes:
 from transformers import Trainer, TrainingArguments
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass
-class ModelArguments:
-    model_name_or_path: str
-    cache_dir: str | None = None
+class Reviews:
+    weights: str
+    rows: str
+    """Start of the names of the three files of JSON."""
+    longest: int = 32
+    at_most: int = 10_000
+
+    def read(self):
+        return load_dataset("json", data_files={p: f"{self.rows}_{p}.json" for p in ("train", "validation", "test")})
 
 
-@dataclass
-class DataTrainingArguments:
-    train_file: str
-    validation_file: str
-    test_file: str | None = None
-    max_seq_length: int = field(default=32, metadata={"help": "Longer sentences are cut."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "For a quick try."})
+def numbered(row, tokenizer, classes, longest):
+    """Tokens and the number of the class. The sentence stays: the Trainer drops what the model does not accept."""
+    return {**tokenizer(row["sentence"], truncation=True, max_length=longest), "label": classes.index(row["label"])}
 
 
-def main():
-    parser = HfArgumentParser((ModelArguments, DataTrainingArguments, TrainingArguments))
-    model_args, data_args, training_args = parser.parse_args_into_dataclasses()
-    logging.basicConfig(handlers=[logging.StreamHandler(sys.stdout)], level=training_args.get_process_log_level())
+def scores_of(evaluated):
+    logits = evaluated.predictions[0] if isinstance(evaluated.predictions, tuple) else evaluated.predictions
+    given, meant = logits.argmax(-1), evaluated.label_ids
+    hits, claims = int(((given == 1) & (meant == 1)).sum()), int((given == 1).sum() + (meant == 1).sum())
+    return {"accuracy": float(np.mean(given == meant)), "f1": 2 * hits / max(claims, 1)}
 
-    last_checkpoint = None
-    if os.path.isdir(training_args.output_dir) and training_args.do_train:
-        last_checkpoint = get_last_checkpoint(training_args.output_dir)
-    set_seed(training_args.seed)
 
-    files = {"train": data_args.train_file, "validation": data_args.validation_file}
-    if training_args.do_predict:
-        if data_args.test_file is None:
-            raise ValueError("--do_predict requires --test_file")
-        files["test"] = data_args.test_file
-    raw_datasets = load_dataset("json", data_files=files, cache_dir=model_args.cache_dir)
-    label_list = sorted(raw_datasets["train"].unique("label"))
-    label_to_id = {label: number for number, label in enumerate(label_list)}
+def model_for(classes, weights):
+    config = transformers.AutoConfig.from_pretrained(weights, num_labels=len(classes))
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(weights, config=config)
+    model.config.id2label = dict(enumerate(classes))
+    model.config.label2id = {name: number for number, name in enumerate(classes)}
+    return model
 
-    config = AutoConfig.from_pretrained(model_args.model_name_or_path, num_labels=len(label_list))
-    tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
-    model = AutoModelForSequenceClassification.from_pretrained(model_args.model_name_or_path, config=config)
-    model.config.label2id = label_to_id
-    model.config.id2label = {number: label for label, number in label_to_id.items()}
 
-    def preprocess(examples):
-        result = tokenizer(examples["sentence"], max_length=data_args.max_seq_length, truncation=True)
-        result["label"] = [label_to_id[label] for label in examples["label"]]
-        return result
+class Report:
+    """What each stage found, on the console and in the files that tools read."""
 
-    with training_args.main_process_first(desc="tokenizing"):
-        # "sentence" stays: the Trainer drops the columns that the model does not accept
-        tokenized = raw_datasets.map(preprocess, batched=True)
-    train_dataset = tokenized["train"]
-    if data_args.max_train_samples is not None:
-        train_dataset = train_dataset.select(range(min(len(train_dataset), data_args.max_train_samples)))
+    def __init__(self, trainer):
+        self.trainer = trainer
 
-    def compute_metrics(p: EvalPrediction):
-        logits = p.predictions[0] if isinstance(p.predictions, tuple) else p.predictions
-        found = np.argmax(logits, axis=1)
-        positive = (found == 1) & (p.label_ids == 1)
-        f1 = 2 * positive.sum() / max((found == 1).sum() + (p.label_ids == 1).sum(), 1)
-        return {"accuracy": (found == p.label_ids).astype(np.float32).mean().item(), "f1": float(f1)}
+    def add(self, stage, metrics, data):
+        metrics |= {f"{stage}_samples": len(data)}
+        self.trainer.log_metrics(stage, metrics)
+        self.trainer.save_metrics(stage, metrics)
 
+    def write_classes(self, logits, classes):
+        if self.trainer.is_world_process_zero():
+            lines = [f"{number}\t{classes[best]}" for number, best in enumerate(logits.argmax(-1))]
+            path = Path(self.trainer.args.output_dir, "predict_results.txt")
+            path.write_text("\n".join(["index\tprediction", *lines, ""]))
+
+
+def run(reviews, options):
+    transformers.set_seed(options.seed)
+    rows = reviews.read()
+    classes = sorted(set(rows["train"]["label"]))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(reviews.weights)
+    with options.main_process_first(desc="tokenizing"):
+        rows = rows.map(partial(numbered, tokenizer=tokenizer, classes=classes, longest=reviews.longest))
+    learned = rows["train"].take(min(reviews.at_most, len(rows["train"])))
     trainer = Trainer(
-        model=model,
-        args=training_args,
-        train_dataset=train_dataset if training_args.do_train else None,
-        eval_dataset=tokenized["validation"] if training_args.do_eval else None,
-        compute_metrics=compute_metrics,
+        model_for(classes, reviews.weights),
+        options,
+        transformers.DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8),
+        learned,
+        rows["validation"],
         processing_class=tokenizer,
-        data_collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8),
+        compute_metrics=scores_of,
     )
-
-    if training_args.do_train:
-        train_result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint or last_checkpoint)
-        metrics = train_result.metrics
-        metrics["train_samples"] = len(train_dataset)
-        trainer.save_model()
-        trainer.log_metrics("train", metrics)
-        trainer.save_metrics("train", metrics)
+    report = Report(trainer)
+    if options.do_train:
+        found = get_last_checkpoint(options.output_dir) if os.path.isdir(options.output_dir) else None
+        report.add("train", trainer.train(resume_from_checkpoint=found).metrics, learned)
         trainer.save_state()
-
-    if training_args.do_eval:
-        metrics = trainer.evaluate(eval_dataset=tokenized["validation"])
-        metrics["eval_samples"] = len(tokenized["validation"])
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
-
-    if training_args.do_predict:
-        predictions = trainer.predict(
-            tokenized["test"].remove_columns("label"), metric_key_prefix="predict"
-        ).predictions
-        output_file = os.path.join(training_args.output_dir, "predict_results.txt")
-        if trainer.is_world_process_zero():
-            with open(output_file, "w") as writer:
-                writer.write("index\tprediction\n")
-                for index, row in enumerate(np.argmax(predictions, axis=1)):
-                    writer.write(f"{index}\t{label_list[row]}\n")
-
-    trainer.create_model_card(finetuned_from=model_args.model_name_or_path, tasks="text-classification", language="en")
+        trainer.save_model()
+    if options.do_eval:
+        report.add("eval", trainer.evaluate(rows["validation"]), rows["validation"])
+    if options.do_predict:
+        unlabelled = rows["test"].remove_columns("label")
+        report.write_classes(trainer.predict(unlabelled, metric_key_prefix="predict").predictions, classes)
+    trainer.create_model_card(language="en", finetuned_from=reviews.weights, tasks="text-classification")
 
 
 if __name__ == "__main__":
-    main()
+    run(*transformers.HfArgumentParser((Reviews, TrainingArguments)).parse_args_into_dataclasses())

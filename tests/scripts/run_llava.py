@@ -155,32 +155,31 @@ class PictureCollator:
         }
 
 
-def train():
-    parser = transformers.HfArgumentParser((ModelArguments, DataArguments, LlavaArguments))
-    model_args, data_args, training_args = parser.parse_args_into_dataclasses()
-    transformers.set_seed(training_args.seed)
+def has_checkpoint(directory):
+    return any(pathlib.Path(directory).glob("checkpoint-*"))
+
+
+def without_gradients(module):
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+
+
+def run(model_args, data_args, options):
+    transformers.set_seed(options.seed)
     model = transformers.LlavaForConditionalGeneration.from_pretrained(model_args.model_name_or_path)
-    model.config.use_cache = False
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_args.tokenizer_name)
     if model_args.freeze_vision_tower:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad = "vision_tower" not in name
-
-    trainer = LlavaTrainer(
-        model=model,
-        processing_class=tokenizer,
-        args=training_args,
-        train_dataset=PictureDataset(data_args, tokenizer, model.config.image_seq_length),
-        data_collator=PictureCollator(tokenizer.pad_token_id),
-    )
-    if list(pathlib.Path(training_args.output_dir).glob("checkpoint-*")):
-        trainer.train(resume_from_checkpoint=True)
-    else:
-        trainer.train()
-    trainer.save_state()
+        for name, module in model.named_modules():
+            if name.endswith("vision_tower"):
+                without_gradients(module)
+    data = PictureDataset(data_args, tokenizer, model.config.image_seq_length)
+    trainer = LlavaTrainer(model, options, PictureCollator(tokenizer.pad_token_id), data, processing_class=tokenizer)
+    model.config.use_cache = False  # only generation has a use for it
+    trainer.train(resume_from_checkpoint=has_checkpoint(options.output_dir))
     model.config.use_cache = True
-    trainer.save_model(training_args.output_dir)
+    trainer.save_state()
+    trainer.save_model(options.output_dir)
 
 
 if __name__ == "__main__":
-    train()
+    run(*transformers.HfArgumentParser((ModelArguments, DataArguments, LlavaArguments)).parse_args_into_dataclasses())

@@ -1,101 +1,68 @@
-"""Trains low-rank adapters of a causal language model with peft."""
+"""Freezes a causal language model and trains low-rank adapters beside it with peft."""
 
-import logging
 import os
-import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import peft
+import transformers
 from datasets import load_dataset
-from peft import LoraConfig, TaskType, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DataCollatorForLanguageModeling,
-    HfArgumentParser,
-    set_seed,
-)
 from transformers.trainer_utils import get_last_checkpoint
 
 # isort: split
 # The import line that changes:
 from transformers import Trainer, TrainingArguments
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass
-class ModelArguments:
-    model_name_or_path: str
-    cache_dir: str | None = None
-    lora_r: int = 4
-    lora_alpha: int = 16
-    lora_target_modules: list[str] = field(default_factory=lambda: ["q_proj", "v_proj"])
+class Adapters:
+    weights: str
+    text: str
+    rank: int = 4
+    scale: int = 16
+    layers: str = "q_proj,v_proj"
+    longest: int = 16
 
 
-@dataclass
-class DataArguments:
-    train_file: str
-    validation_file: str
-    max_length: int = 16
-
-
-def main():
-    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
-    model_args, data_args, training_args = parser.parse_args_into_dataclasses()
-    logging.basicConfig(handlers=[logging.StreamHandler(sys.stdout)], level=training_args.get_process_log_level())
-    last_checkpoint = get_last_checkpoint(training_args.output_dir) if os.path.isdir(training_args.output_dir) else None
-    set_seed(training_args.seed)
-
-    tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
-    model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path)
+def adapted(chosen):
+    """The model with its adapters; its inputs need gradients for gradient checkpointing."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(chosen.weights)
     model.enable_input_require_grads()
-    model = get_peft_model(
-        model,
-        LoraConfig(
-            task_type=TaskType.CAUSAL_LM,
-            r=model_args.lora_r,
-            lora_alpha=model_args.lora_alpha,
-            lora_dropout=0.0,
-            target_modules=model_args.lora_target_modules,
-        ),
-    )
-    model.print_trainable_parameters()
+    layers = chosen.layers.split(",")
+    config = peft.LoraConfig(r=chosen.rank, lora_alpha=chosen.scale, target_modules=layers, task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config)
 
-    raw_datasets = load_dataset(
-        "text",
-        data_files={"train": data_args.train_file, "validation": data_args.validation_file},
-        cache_dir=model_args.cache_dir,
-    )
-    with training_args.main_process_first(desc="tokenizing"):
-        tokenized = raw_datasets.map(
-            lambda rows: tokenizer(rows["text"], truncation=True, max_length=data_args.max_length),
-            batched=True,
-            remove_columns=["text"],
-        )
 
-    trainer = Trainer(
-        model=model,
-        args=training_args,
-        train_dataset=tokenized["train"],
-        eval_dataset=tokenized["validation"],
-        processing_class=tokenizer,
-        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
-    )
-    logger.info(f"{trainer.get_num_trainable_parameters()} trainable parameters")
+def lines_of(chosen, tokenizer, part):
+    read = load_dataset("text", data_files=f"{chosen.text}_{part}.txt")["train"]
 
-    train_result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint or last_checkpoint)
-    trainer.log_metrics("train", train_result.metrics)
-    trainer.save_metrics("train", train_result.metrics)
-    trainer.save_state()
+    def encode(row):
+        return tokenizer(row["text"], max_length=chosen.longest, truncation=True)
 
-    metrics = trainer.evaluate()
-    trainer.log_metrics("eval", metrics)
-    trainer.save_metrics("eval", metrics)
-
-    # only the adapters: adapter_config.json and adapter_model.safetensors
-    trainer.save_model()
-    trainer.create_model_card(finetuned_from=model_args.model_name_or_path, tags=["lora"])
+    return read.map(encode, remove_columns=read.column_names)
 
 
 if __name__ == "__main__":
-    main()
+    chosen, options = transformers.HfArgumentParser([Adapters, TrainingArguments]).parse_args_into_dataclasses()
+    transformers.set_seed(options.seed)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chosen.weights)
+    model = adapted(chosen)
+    model.print_trainable_parameters()
+    with options.main_process_first():
+        train_lines, other_lines = (lines_of(chosen, tokenizer, part) for part in ("train", "validation"))
+    trainer = Trainer(
+        model,
+        options,
+        data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        train_dataset=train_lines,
+        eval_dataset=other_lines,
+        processing_class=tokenizer,
+    )
+    print(f"{trainer.get_num_trainable_parameters()} parameters are trained")
+    before = get_last_checkpoint(options.output_dir) if os.path.isdir(options.output_dir) else None
+    results = {"train": trainer.train(resume_from_checkpoint=before).metrics, "eval": trainer.evaluate()}
+    for part, metrics in results.items():
+        trainer.log_metrics(part, metrics)
+        trainer.save_metrics(part, metrics)
+    trainer.save_state()
+    trainer.save_model()  # the adapters alone: adapter_config.json, adapter_model.safetensors
+    trainer.create_model_card(tags=["lora"], finetuned_from=chosen.weights)

@@ -1,115 +1,74 @@
-"""Trains a masked language model on the lines of a text file."""
+"""Teaches an encoder to fill in masked words, with a share of masked tokens chosen by the user."""
 
-import logging
 import math
 import os
-import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import transformers
 from datasets import load_dataset
-from transformers import (
-    AutoModelForMaskedLM,
-    AutoTokenizer,
-    DataCollatorForLanguageModeling,
-    HfArgumentParser,
-    set_seed,
-)
 from transformers.trainer_utils import get_last_checkpoint
 
 # isort: split
 # The import line that changes:
 from transformers import Trainer, TrainingArguments
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass
-class ModelArguments:
-    model_name_or_path: str
-    cache_dir: str | None = None
+class Cloze:
+    weights: str
+    text: str
+    """Start of the names of the two files."""
+    masked: float = 0.15
+    longest: int = 24
+
+    def parts(self, tokenizer):
+        lines = load_dataset("text", data_files={part: f"{self.text}_{part}.txt" for part in ("train", "validation")})
+        cut = {"truncation": True, "max_length": self.longest, "return_special_tokens_mask": True}
+        return lines.map(lambda rows: tokenizer(rows["text"], **cut), batched=True, remove_columns=["text"])
 
 
-@dataclass
-class DataTrainingArguments:
-    train_file: str
-    validation_file: str
-    max_seq_length: int = 24
-    mlm_probability: float = field(default=0.15, metadata={"help": "Share of the tokens that are masked."})
-    pad_to_max_length: bool = False
+def share_of_masks_filled(evaluated):
+    is_masked = evaluated.label_ids >= 0
+    return {"accuracy": float((evaluated.predictions == evaluated.label_ids)[is_masked].mean())}
 
 
-def main():
-    parser = HfArgumentParser((ModelArguments, DataTrainingArguments, TrainingArguments))
-    model_args, data_args, training_args = parser.parse_args_into_dataclasses()
-    logging.basicConfig(handlers=[logging.StreamHandler(sys.stdout)], level=training_args.get_process_log_level())
-
-    last_checkpoint = None
-    if os.path.isdir(training_args.output_dir):
-        last_checkpoint = get_last_checkpoint(training_args.output_dir)
-    set_seed(training_args.seed)
-
-    raw_datasets = load_dataset(
-        "text",
-        data_files={"train": data_args.train_file, "validation": data_args.validation_file},
-        cache_dir=model_args.cache_dir,
-    )
-    tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
-    model = AutoModelForMaskedLM.from_pretrained(model_args.model_name_or_path)
-
-    def tokenize(examples):
-        return tokenizer(
-            examples["text"],
-            padding="max_length" if data_args.pad_to_max_length else False,
-            truncation=True,
-            max_length=data_args.max_seq_length,
-            return_special_tokens_mask=True,
-        )
-
-    with training_args.main_process_first(desc="tokenizing"):
-        tokenized = raw_datasets.map(tokenize, batched=True, remove_columns=["text"])
-
-    # with a seed of its own the collator masks the same tokens wherever the global random numbers are
-    data_collator = DataCollatorForLanguageModeling(
-        tokenizer, mlm_probability=data_args.mlm_probability, seed=training_args.seed
-    )
-
-    def preprocess_logits_for_metrics(logits, labels):
-        return logits.argmax(dim=-1)
-
-    def compute_metrics(eval_preds):
-        predictions, labels = eval_preds
-        masked = labels != -100
-        return {"accuracy": float((predictions[masked] == labels[masked]).mean())}
-
-    trainer = Trainer(
-        model=model,
-        args=training_args,
-        train_dataset=tokenized["train"],
-        eval_dataset=tokenized["validation"],
-        processing_class=tokenizer,
-        data_collator=data_collator,
-        compute_metrics=compute_metrics,
-        preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-    )
-
-    if training_args.do_train:
-        train_result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint or last_checkpoint)
+def steps_of(trainer, options, data):
+    """Each stage that was asked for, with its metrics."""
+    if options.do_train:
+        start = options.resume_from_checkpoint
+        if start is None and os.path.isdir(options.output_dir):
+            start = get_last_checkpoint(options.output_dir)
+        yield "train", {**trainer.train(resume_from_checkpoint=start).metrics, "train_samples": len(data["train"])}
         trainer.save_model()
-        metrics = train_result.metrics
-        metrics["train_samples"] = len(tokenized["train"])
-        trainer.log_metrics("train", metrics)
-        trainer.save_metrics("train", metrics)
         trainer.save_state()
-
-    if training_args.do_eval:
-        metrics = trainer.evaluate()
-        metrics["eval_samples"] = len(tokenized["validation"])
-        metrics["perplexity"] = math.exp(metrics["eval_loss"])
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
-
-    trainer.create_model_card(finetuned_from=model_args.model_name_or_path, tasks="fill-mask")
+    if options.do_eval:
+        scores = trainer.evaluate()
+        yield "eval", {**scores, "eval_samples": len(data["validation"]), "perplexity": math.exp(scores["eval_loss"])}
 
 
-if __name__ == "__main__":
-    main()
+def run():
+    cloze, options = transformers.HfArgumentParser((Cloze, TrainingArguments)).parse_args_into_dataclasses()
+    transformers.set_seed(options.seed)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(cloze.weights)
+    with options.main_process_first():
+        data = cloze.parts(tokenizer)
+    trainer = Trainer(
+        model=transformers.AutoModelForMaskedLM.from_pretrained(cloze.weights),
+        args=options,
+        # a seed of its own: the same tokens are masked wherever the global random numbers are
+        data_collator=transformers.DataCollatorForLanguageModeling(
+            tokenizer, mlm_probability=cloze.masked, seed=options.seed
+        ),
+        train_dataset=data["train"],
+        eval_dataset=data["validation"],
+        processing_class=tokenizer,
+        compute_metrics=share_of_masks_filled,
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(dim=-1),
+    )
+    for stage, metrics in steps_of(trainer, options, data):
+        trainer.log_metrics(stage, metrics)
+        trainer.save_metrics(stage, metrics)
+    trainer.create_model_card(finetuned_from=cloze.weights, tasks="fill-mask")
+
+
+run()

@@ -1,216 +1,203 @@
-"""Trains extractive question answering, evaluated on the texts of the answers by a Trainer of its own."""
+"""Finds answers inside contexts longer than the model: a Trainer of its own judges whole contexts by their answers."""
 
-import logging
 import os
-import sys
 import time
-from dataclasses import dataclass, field
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from datasets import load_dataset
-from transformers import (
-    AutoModelForQuestionAnswering,
-    AutoTokenizer,
-    DataCollatorWithPadding,
-    EvalPrediction,
-    HfArgumentParser,
-    set_seed,
-)
-from transformers.trainer_utils import PredictionOutput, get_last_checkpoint, speed_metrics
+import transformers
+from datasets import Dataset, load_dataset
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, get_last_checkpoint, speed_metrics
 
 # isort: split
 # The import line that changes:
 from transformers import Trainer, TrainingArguments
 
-logger = logging.getLogger(__name__)
+
+@dataclass
+class Questions:
+    weights: str
+    rows: str
+    """Start of the names of the three files of JSON."""
+    window: int = 24
+    overlap: int = 4
+    """Tokens that two windows over a context share."""
+    candidates: int = 4
+
+
+class Span(NamedTuple):
+    """Characters of a context."""
+
+    start: int
+    end: int
+
+
+class Windows:
+    """Cuts contexts into windows of tokens, and puts answers together from what is found in them."""
+
+    def __init__(self, chosen, tokenizer):
+        self.chosen, self.tokenizer = chosen, tokenizer
+
+    def cut(self, rows):
+        """For each window: the number of its row, its inputs, and the span of each token of the context."""
+        tokens = self.tokenizer(
+            rows["question"],
+            rows["context"],
+            max_length=self.chosen.window,
+            stride=self.chosen.overlap,
+            truncation="only_second",
+            padding="max_length",
+            return_offsets_mapping=True,
+            return_overflowing_tokens=True,
+        )
+        spans = tokens.pop("offset_mapping")
+        owners = tokens.pop("overflow_to_sample_mapping")
+        for window, owner in enumerate(owners):
+            inputs = {name: values[window] for name, values in tokens.items()}
+            places = {i: Span(*spans[window][i]) for i, part in enumerate(tokens.sequence_ids(window)) if part == 1}
+            yield owner, inputs, places
+
+    def to_train(self, rows):
+        columns = defaultdict(list)
+        for owner, inputs, places in self.cut(rows):
+            answer = rows["answers"][owner]
+            span = Span(answer["answer_start"][0], answer["answer_start"][0] + len(answer["text"][0]))
+            begins = {place.start: token for token, place in places.items()}
+            ends = {place.end: token for token, place in places.items()}
+            # the first token, [CLS], stands for an answer that the window does not have in full
+            is_inside = span.start in begins and span.end in ends
+            inputs["start_positions"] = begins[span.start] if is_inside else 0
+            inputs["end_positions"] = ends[span.end] if is_inside else 0
+            for name, value in inputs.items():
+                columns[name].append(value)
+        return dict(columns)
+
+    def to_answer(self, rows):
+        columns = defaultdict(list)
+        for owner, inputs, places in self.cut(rows):
+            inputs["row"] = rows["id"][owner]
+            inputs["places"] = [[token, *span] for token, span in places.items()]
+            for name, value in inputs.items():
+                columns[name].append(value)
+        return dict(columns)
+
+    def answers(self, windows, logits):
+        """The best scored span of each row over all its windows."""
+        found = defaultdict(list)
+        for window, begin, end in zip(windows, *logits, strict=True):
+            places = {token: Span(*span) for token, *span in window["places"]}
+            likely = [np.argsort(scores)[-self.chosen.candidates :] for scores in (begin, end)]
+            for first in set(likely[0]) & set(places):
+                for last in set(likely[1]) & set(places):
+                    if first <= last:
+                        span = Span(places[first].start, places[last].end)
+                        found[window["row"]].append((float(begin[first] + end[last]), span))
+        return {row: max(spans)[1] for row, spans in found.items()}
 
 
 @dataclass
-class ModelArguments:
-    model_name_or_path: str
-    cache_dir: str | None = None
+class Judged:
+    """A part of the data: its rows, and the windows over them."""
+
+    rows: Dataset
+    windows: Dataset
+
+    def texts(self, answers):
+        empty = Span(0, 0)
+        return [row["context"][slice(*answers.get(row["id"], empty))] for row in self.rows]
+
+    def score(self, answers):
+        pairs = [
+            (given.split(), row["answers"]["text"][0].split()) for given, row in zip(answers, self.rows, strict=True)
+        ]
+        shares = [len(set(given).intersection(right)) / max(1, len(given)) for given, right in pairs]
+        exact = [given == right for given, right in pairs]
+        return {"exact_match": 100 * float(np.mean(exact)), "f1": 100 * float(np.mean(shares))}
 
 
-@dataclass
-class DataTrainingArguments:
-    train_file: str
-    validation_file: str
-    test_file: str
-    max_seq_length: int = 24
-    doc_stride: int = field(default=4, metadata={"help": "Tokens that two pieces of a long context share."})
-    n_best_size: int = 4
+class AnsweringTrainer(Trainer):
+    """Evaluates and predicts with scores that need the rows, where the Trainer has the windows only."""
 
-
-class QuestionAnsweringTrainer(Trainer):
-    """Its metrics are those of the answers' texts, which need the examples as well as the features."""
-
-    def __init__(self, *args, eval_examples=None, post_process_function=None, **kwargs):
+    def __init__(self, *args, cutter=None, judged=None, **kwargs):
         super().__init__(*args, **kwargs)
-        self.eval_examples = eval_examples
-        self.post_process_function = post_process_function
+        self.cutter, self.judged = cutter, judged
 
-    def evaluate(self, eval_dataset=None, eval_examples=None, ignore_keys=None, metric_key_prefix="eval"):
-        eval_dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        eval_dataloader = self.get_eval_dataloader(eval_dataset)
-        eval_examples = self.eval_examples if eval_examples is None else eval_examples
-
-        output, metrics = self._loop(eval_dataloader, len(eval_dataset), "Evaluation", ignore_keys, metric_key_prefix)
-        if self.post_process_function is not None and self.compute_metrics is not None and self.args.should_save:
-            answers = self.post_process_function(eval_examples, eval_dataset, output.predictions)
-            found = self.compute_metrics(answers)
-            metrics |= {f"{metric_key_prefix}_{key}": value for key, value in found.items()}
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
+        part = self.judged if eval_dataset is None else eval_dataset
+        loader = self.get_eval_dataloader(part.windows)
+        metrics = self.judge(part, loader, "Answers", ignore_keys, metric_key_prefix).metrics
         if self.args.should_log:
             self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def predict(self, predict_dataset, predict_examples, ignore_keys=None, metric_key_prefix="test"):
-        dataloader = self.get_test_dataloader(predict_dataset)
-        output, metrics = self._loop(dataloader, len(predict_dataset), "Prediction", ignore_keys, metric_key_prefix)
-        answers = self.post_process_function(predict_examples, predict_dataset, output.predictions)
-        found = self.compute_metrics(answers)
-        metrics |= {f"{metric_key_prefix}_{key}": value for key, value in found.items()}
-        return PredictionOutput(predictions=answers.predictions, label_ids=answers.label_ids, metrics=metrics)
+    def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test"):
+        loader = self.get_test_dataloader(test_dataset.windows)
+        return self.judge(test_dataset, loader, "Unseen questions", ignore_keys, metric_key_prefix)
 
-    def _loop(self, dataloader, num_samples, description, ignore_keys, metric_key_prefix):
-        # the metrics are computed afterwards, from the texts
-        compute_metrics, self.compute_metrics = self.compute_metrics, None
-        start_time = time.time()
-        try:
-            output = self.evaluation_loop(
-                dataloader,
-                description=description,
-                prediction_loss_only=True if compute_metrics is None else None,
-                ignore_keys=ignore_keys,
-                metric_key_prefix=metric_key_prefix,
-            )
-        finally:
-            self.compute_metrics = compute_metrics
-        total_batch_size = self.args.eval_batch_size * self.args.world_size
-        num_steps = -(-output.num_samples // total_batch_size)
-        output.metrics.update(speed_metrics(metric_key_prefix, start_time, num_samples, num_steps))
-        return output, output.metrics
-
-
-def main():
-    parser = HfArgumentParser((ModelArguments, DataTrainingArguments, TrainingArguments))
-    model_args, data_args, training_args = parser.parse_args_into_dataclasses()
-    logging.basicConfig(handlers=[logging.StreamHandler(sys.stdout)], level=training_args.get_process_log_level())
-    last_checkpoint = get_last_checkpoint(training_args.output_dir) if os.path.isdir(training_args.output_dir) else None
-    set_seed(training_args.seed)
-
-    files = {"train": data_args.train_file, "validation": data_args.validation_file, "test": data_args.test_file}
-    raw_datasets = load_dataset("json", data_files=files, cache_dir=model_args.cache_dir)
-    tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
-    model = AutoModelForQuestionAnswering.from_pretrained(model_args.model_name_or_path)
-
-    def tokenize(examples):
-        return tokenizer(
-            examples["question"],
-            examples["context"],
-            truncation="only_second",
-            max_length=data_args.max_seq_length,
-            stride=data_args.doc_stride,
-            return_overflowing_tokens=True,
-            return_offsets_mapping=True,
-            padding="max_length",
+    def judge(self, part, loader, description, ignore_keys, prefix):
+        started = time.time()
+        # True or False, and not None: the logits are what the answers are made of
+        output: EvalLoopOutput = self.evaluation_loop(
+            loader, description, prediction_loss_only=False, ignore_keys=ignore_keys, metric_key_prefix=prefix
         )
+        num_batches = -(-output.num_samples // (self.args.eval_batch_size * self.args.world_size))
+        metrics = {**output.metrics, **speed_metrics(prefix, started, len(part.windows), num_batches)}
+        texts = part.texts(self.cutter.answers(part.windows, output.predictions))
+        if self.args.should_save:
+            metrics.update({f"{prefix}_{name}": value for name, value in part.score(texts).items()})
+        return PredictionOutput(predictions=texts, label_ids=None, metrics=metrics)
 
-    def prepare_train_features(examples):
-        features = tokenize(examples)
-        samples = features.pop("overflow_to_sample_mapping")
-        offsets = features.pop("offset_mapping")
-        features["start_positions"], features["end_positions"] = [], []
-        for number, sample in enumerate(samples):
-            answer = examples["answers"][sample]
-            first, last = answer["answer_start"][0], answer["answer_start"][0] + len(answer["text"][0])
-            of_context = [part == 1 for part in features.sequence_ids(number)]
-            spans = list(enumerate(zip(offsets[number], of_context, strict=True)))
-            starts = [token for token, ((start, _), inside) in spans if inside and start == first]
-            ends = [token for token, ((_, end), inside) in spans if inside and end == last]
-            # a piece without the whole answer points at the first token, [CLS]
-            whole = bool(starts and ends)
-            features["start_positions"].append(starts[0] if whole else 0)
-            features["end_positions"].append(ends[0] if whole else 0)
-        return features
 
-    def prepare_validation_features(examples):
-        features = tokenize(examples)
-        samples = features.pop("overflow_to_sample_mapping")
-        features["example_id"] = [examples["id"][sample] for sample in samples]
-        features["offset_mapping"] = [
-            [offset if part == 1 else None for offset, part in zip(offsets, features.sequence_ids(number), strict=True)]
-            for number, offsets in enumerate(features["offset_mapping"])
-        ]
-        return features
+def build(chosen, options):
+    """The Trainer, and the part whose answers nobody has seen."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chosen.weights)
+    cutter = Windows(chosen, tokenizer)
+    parts = ("train", "validation", "test")
+    rows = load_dataset("json", data_files={part: f"{chosen.rows}_{part}.json" for part in parts})
 
-    columns = raw_datasets["train"].column_names
-    with training_args.main_process_first(desc="preparing features"):
-        train_dataset = raw_datasets["train"].map(prepare_train_features, batched=True, remove_columns=columns)
-        eval_dataset = raw_datasets["validation"].map(prepare_validation_features, batched=True, remove_columns=columns)
-        predict_dataset = raw_datasets["test"].map(prepare_validation_features, batched=True, remove_columns=columns)
+    def windows(part, cut):
+        return rows[part].map(cut, batched=True, remove_columns=rows[part].column_names)
 
-    def post_processing_function(examples, features, predictions):
-        best = {example["id"]: (-np.inf, "") for example in examples}
-        texts = {example["id"]: example["context"] for example in examples}
-        starts, ends = predictions
-        for number, feature in enumerate(features):
-            name, offsets = feature["example_id"], feature["offset_mapping"]
-            for first in np.argsort(starts[number])[-data_args.n_best_size :]:
-                for last in np.argsort(ends[number])[-data_args.n_best_size :]:
-                    if offsets[first] is None or offsets[last] is None or last < first:
-                        continue
-                    score = starts[number][first] + ends[number][last]
-                    if score > best[name][0]:
-                        best[name] = (score, texts[name][offsets[first][0] : offsets[last][1]])
-        found = [{"id": name, "prediction_text": text} for name, (_, text) in best.items()]
-        references = [{"id": example["id"], "answers": example["answers"]} for example in examples]
-        return EvalPrediction(predictions=found, label_ids=references)
-
-    def compute_metrics(p):
-        pairs = [(a["prediction_text"], b["answers"]["text"][0]) for a, b in zip(*p, strict=True)]
-        overlap = [len(set(a.split()) & set(b.split())) / max(len(a.split()), 1) for a, b in pairs]
-        return {
-            "exact_match": 100.0 * float(np.mean([a == b for a, b in pairs])),
-            "f1": 100.0 * float(np.mean(overlap)),
-        }
-
-    trainer = QuestionAnsweringTrainer(
-        model=model,
-        args=training_args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        eval_examples=raw_datasets["validation"],
+    with options.main_process_first(desc="windows"):
+        known = windows("train", cutter.to_train)
+        seen, unseen = (Judged(rows[part], windows(part, cutter.to_answer)) for part in parts[1:])
+    trainer = AnsweringTrainer(
+        model=transformers.AutoModelForQuestionAnswering.from_pretrained(chosen.weights),
+        args=options,
+        data_collator=transformers.DataCollatorWithPadding(tokenizer),
+        train_dataset=known,
+        eval_dataset=seen.windows,
         processing_class=tokenizer,
-        data_collator=DataCollatorWithPadding(tokenizer),
-        post_process_function=post_processing_function,
-        compute_metrics=compute_metrics,
+        cutter=cutter,
+        judged=seen,
     )
+    return trainer, unseen
 
-    if training_args.do_train:
-        train_result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint or last_checkpoint)
-        trainer.save_model()
-        metrics = train_result.metrics
-        metrics["train_samples"] = len(train_dataset)
-        trainer.log_metrics("train", metrics)
-        trainer.save_metrics("train", metrics)
-        trainer.save_state()
 
-    if training_args.do_eval:
-        metrics = trainer.evaluate()
-        metrics["eval_samples"] = len(eval_dataset)
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
+def run(chosen, options):
+    transformers.set_seed(options.seed)
+    trainer, unseen = build(chosen, options)
+    stages = {
+        "train": lambda: trainer.train(resume_from_checkpoint=newest(options)).metrics,
+        "eval": trainer.evaluate,
+        "predict": lambda: trainer.predict(unseen, metric_key_prefix="test").metrics,
+    }
+    for stage, start in stages.items():
+        if getattr(options, f"do_{stage}"):
+            metrics = start()
+            trainer.log_metrics(stage, metrics)
+            trainer.save_metrics(stage, metrics)
+    trainer.save_state()
+    trainer.save_model()
+    trainer.create_model_card(tasks="question-answering", finetuned_from=chosen.weights)
 
-    if training_args.do_predict:
-        results = trainer.predict(predict_dataset, raw_datasets["test"])
-        metrics = results.metrics
-        metrics["predict_samples"] = len(predict_dataset)
-        trainer.log_metrics("predict", metrics)
-        trainer.save_metrics("predict", metrics)
 
-    trainer.create_model_card(finetuned_from=model_args.model_name_or_path, tasks="question-answering")
+def newest(options):
+    return get_last_checkpoint(options.output_dir) if os.path.isdir(options.output_dir) else None
 
 
 if __name__ == "__main__":
-    main()
+    run(*transformers.HfArgumentParser((Questions, TrainingArguments)).parse_args_into_dataclasses())

@@ -31,7 +31,8 @@ _SHARED = (
     "--output_dir out --do_train --do_eval --use_cpu --seed 7 --logging_steps 1 --save_steps 8 --learning_rate 0.01 "
     "--train_sampling_strategy sequential --report_to none"
 )
-_TEXT = "--train_file {inputs}/corpus_train.txt --validation_file {inputs}/corpus_validation.txt"
+_TEXT = "--text {inputs}/corpus"
+_TEXT_FILES = "--train_file {inputs}/corpus_train.txt --validation_file {inputs}/corpus_validation.txt"
 
 
 def _files(kind: str, test: bool = False) -> str:
@@ -42,20 +43,19 @@ def _files(kind: str, test: bool = False) -> str:
 CASES = {
     "clm": Case(
         "run_clm",
-        f"--model_name_or_path {{inputs}}/causal {_TEXT} --num_train_epochs 2 --gradient_accumulation_steps 2 "
+        f"--weights {{inputs}}/causal {_TEXT} --num_train_epochs 2 --gradient_accumulation_steps 2 "
         "--warmup_steps 2 --lr_scheduler_type cosine --weight_decay 0.1 --save_total_limit 2",
         "AutoModelForCausalLM",
     ),
     # one batch of evaluation where batches differ in labels: Hugging Face weights them by samples
     "mlm": Case(
         "run_mlm",
-        f"--model_name_or_path {{inputs}}/encoder {_TEXT} --max_steps 16 --mlm_probability 0.3 "
-        "--per_device_eval_batch_size 32",
+        f"--weights {{inputs}}/encoder {_TEXT} --max_steps 16 --masked 0.3 --per_device_eval_batch_size 32",
         "AutoModelForMaskedLM",
     ),
     "classification": Case(
         "run_classification",
-        f"--model_name_or_path {{inputs}}/encoder {_files('reviews', test=True)} --num_train_epochs 4 "
+        "--weights {inputs}/encoder --rows {inputs}/reviews --do_predict --num_train_epochs 4 "
         "--eval_strategy epoch --save_strategy epoch --load_best_model_at_end --metric_for_best_model accuracy",
         "AutoModelForSequenceClassification",
     ),
@@ -67,25 +67,25 @@ CASES = {
     ),
     "qa": Case(
         "run_qa",
-        f"--model_name_or_path {{inputs}}/encoder {_files('questions', test=True)} --max_steps 24 "
+        "--weights {inputs}/encoder --rows {inputs}/questions --do_predict --max_steps 24 "
         "--eval_strategy steps --eval_steps 12",
         "AutoModelForQuestionAnswering",
     ),
     "summarization": Case(
         "run_summarization",
-        f"--model_name_or_path {{inputs}}/seq2seq {_files('summaries', test=True)} --max_steps 16 --optim adafactor "
-        "--predict_with_generate --num_beams 2 --label_smoothing_factor 0.1",
+        "--weights {inputs}/seq2seq --rows {inputs}/summaries --do_predict --max_steps 16 --optim adafactor "
+        "--predict_with_generate --beams 2 --label_smoothing_factor 0.1",
         "AutoModelForSeq2SeqLM",
     ),
     "instruct": Case(
         "run_instruct",
-        "--model_name_or_path {inputs}/causal --data_path {inputs}/instructions.json --num_train_epochs 2 "
+        "--weights {inputs}/causal --tasks {inputs}/instructions.json --num_train_epochs 2 "
         "--gradient_accumulation_steps 2 --per_device_train_batch_size 4 --lr_scheduler_type cosine --warmup_steps 0.1",
         "AutoModelForCausalLM",
     ),
     "lora": Case(
         "run_lora",
-        f"--model_name_or_path {{inputs}}/causal {_TEXT} --max_steps 16 --gradient_checkpointing",
+        f"--weights {{inputs}}/causal {_TEXT} --max_steps 16 --gradient_checkpointing",
         "PeftModel",
         base="{inputs}/causal",
     ),
@@ -98,7 +98,7 @@ CASES = {
     ),
     "distill": Case(
         "run_distill",
-        f"--teacher_name_or_path {{inputs}}/causal {_TEXT} --max_steps 16 --temperature 3",
+        f"--teacher_name_or_path {{inputs}}/causal {_TEXT_FILES} --max_steps 16 --temperature 3",
         "AutoModelForCausalLM",
     ),
     "weighted": Case(

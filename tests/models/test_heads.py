@@ -151,9 +151,8 @@ def test_only_the_chunk_of_the_last_stage_gets_a_head():
 
 
 def test_chunks_that_do_not_say_which_is_last_are_refused():
-    message = r"Model list length and pipeline post-process list length must match. Got 2 chunks and 1 flags"
-    for chunks in ([Chunk(), Chunk()], [Chunk(), Chunk(post_process=True)]):
-        with pytest.raises(ValueError, match=message):
+    for number, chunks in enumerate(([Chunk(), Chunk()], [Chunk(), Chunk(post_process=True)])):
+        with pytest.raises(ValueError, match=f"post_process is a bool in {number} of the model's 2 chunks; give each"):
             create_value_head_hook(8, False)(chunks)
 
 

@@ -46,20 +46,21 @@ class DiLoCoCallback(TrainerCallback):
     minutes without a step.
 
     Args:
-        server_addr: `host:port`; of several servers that share the parameters, all of them, separated by commas.
-            Falls back to `DILOCO_SERVER`; empty for training alone.
-        sync_every: local optimizer steps between syncs. Falls back to `DILOCO_SYNC_EVERY`, then to the server's (500).
-        worker_id: unique in the run. Falls back to `DILOCO_WORKER_ID`, then to the checkpoint's, then to a new one.
-        bf16_comm: True submits bfloat16, False float32. Falls back to `DILOCO_BF16_COMM`, then to the server's codec.
-        dylu: take as many steps as the server recommends. Falls back to `DILOCO_DYLU`, then to the server's.
-        heartbeat_interval: seconds between heartbeats. Falls back to `DILOCO_HEARTBEAT_INTERVAL` (30). At most a third
-            of the server's timeout is used.
-        num_fragments: must be the server's if given. Falls back to `DILOCO_NUM_FRAGMENTS`.
+        server_addr: `host:port`; of several servers that share the parameters, all of them, separated by commas. By
+            default `DILOCO_SERVER`; empty for training alone.
+        sync_every: steps that this worker takes from one submission to the next; by default `DILOCO_SYNC_EVERY`, else
+            the server's number (500).
+        worker_id: unique in the run; by default `DILOCO_WORKER_ID`, else the checkpoint's, else a new one.
+        bf16_comm: True submits bfloat16, False float32; by default `DILOCO_BF16_COMM`, else the server's codec.
+        dylu: take as many steps as the server recommends; by default `DILOCO_DYLU`, else what the server says.
+        heartbeat_interval: seconds between heartbeats, at most a third of the server's timeout; by default
+            `DILOCO_HEARTBEAT_INTERVAL`, else 30.
+        num_fragments: must be the server's if given; by default `DILOCO_NUM_FRAGMENTS`.
         timeout: seconds that a sync waits for its result; training continues afterwards.
         max_sync_retries: see `DiLoCoWorker`.
-        codec: `fp32`, `bf16`, `fp16`, `int8`, `int4` or `auto`; wins over `bf16_comm`. Falls back to `DILOCO_CODEC`.
-        verify: for an `https` server, the PEM file of the authority that vouches for it. Falls back to
-            `DILOCO_CA_FILE`, then to the authorities of the system.
+        codec: `fp32`, `bf16`, `fp16`, `int8`, `int4` or `auto`; wins over `bf16_comm`; by default `DILOCO_CODEC`.
+        verify: for an `https` server, the PEM file of the authority that vouches for it; by default `DILOCO_CA_FILE`,
+            else the authorities of the system.
 
     Raises:
         ConfigError: for an environment variable that is not a number where one is needed.

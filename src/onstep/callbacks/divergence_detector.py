@@ -54,6 +54,8 @@ class DivergenceDetector(TrainerCallback):
     Raises:
         ConfigError: for an invalid value; with `action="rollback"`, also at the start of training if the control does
             not support rollbacks, such as that of Hugging Face's Trainer.
+
+    Source: Brown 1956, "Exponential Smoothing for Predicting Demand" (the smoothing).
     """
 
     settable: ClassVar = {

@@ -116,6 +116,8 @@ class EMA(_Averaging):
 
     Raises:
         ConfigError: for an invalid value.
+
+    Source: Tarvainen and Valpola 2017, "Mean teachers are better role models", section 2.
     """
 
     def __init__(

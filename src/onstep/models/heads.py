@@ -137,9 +137,8 @@ def create_value_head_hook(hidden_size: int, sequence_parallel: bool, output_siz
         flags = [mark for mark in marks if isinstance(mark, bool)] or [True]  # a single stage if unspecified
         if len(flags) != len(chunks):
             raise ValueError(
-                "Model list length and pipeline post-process list length must match. "
-                f"Got {len(chunks)} chunks and {len(flags)} flags; give each chunk a bool post_process that says "
-                "whether it ends in the output layer."
+                f"post_process is a bool in {sum(isinstance(mark, bool) for mark in marks)} of the model's "
+                f"{len(chunks)} chunks; give each chunk one that says whether it ends in the output layer."
             )
         for chunk, is_final in zip(chunks, flags, strict=True):
             if is_final:

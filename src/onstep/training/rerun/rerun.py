@@ -126,7 +126,7 @@ def validate_losses(machine: RerunStateMachine, micros: list[MicroLoss], config:
     if not machine.is_enabled:
         return
     for loss in _mean_losses(micros):
-        if config.check_for_nan_in_loss:
+        if config.check_for_nan_in_loss:  # the messages of this function are Megatron Bridge's
             machine.validate_result(loss, math.isnan, "found NaN in local forward loss calculation")
             machine.validate_result(loss, math.isinf, "found Inf in local forward loss calculation")
         if config.check_for_spiky_loss:

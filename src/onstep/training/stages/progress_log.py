@@ -46,6 +46,7 @@ def append_to_progress_log(save_dir: str | Path, text: str, world: World | None 
     path = Path(save_dir) / FILE_NAME
     path.parent.mkdir(parents=True, exist_ok=True)
     job = os.environ.get("SLURM_JOB_ID", "")
+    # Megatron Bridge's line, and its events below: tools read them
     line = f"{datetime.now():{_TIME}}\tJob ID: {job}\t# GPUs: {world.size}\t{text}\n"
     with path.open("ab+") as file:
         size = file.seek(0, os.SEEK_END)

@@ -1,8 +1,9 @@
 """Writes docs/promises.md: what Onstep promises, which tests show it, and what the last run of them counted.
 
-    python tools/promises.py RESULTS.json
+    python tools/promises.py [RESULTS.json]
 
-`make promises` runs every test, the long sweeps included, and then this.
+`make promises` runs every test, the long sweeps included, and then this, which refuses results with a failure. Without
+results it writes the page without counts.
 """
 
 from __future__ import annotations
@@ -194,13 +195,16 @@ def files_of(promise: Promise, tests: Path = ROOT / "tests") -> list[str]:
     return sorted(found)
 
 
-def page(results: Mapping[str, Any]) -> str:
-    """The page, in Markdown."""
+def page(results: Mapping[str, Any] | None) -> str:
+    """The page, in Markdown; without results, which tests there are but not what they have counted."""
+    title = ["<!-- written by `make promises`; do not edit -->", "# What Onstep promises and how it is tested", ""]
+    if results is None:
+        said = "Each promise with the tests that show it. `make promises` runs them all and writes their counts here."
+        rows = [f"| **{promise.title}.** | {promise.how} {_shown_tests(promise)} |" for promise in PROMISES]
+        return "\n".join([*title, said, "", "| Promise | How it is tested |", "| --- | --- |", *rows]) + "\n"
     total = _sum(results, results["files"])
     lines = [
-        "<!-- written by `make promises`; do not edit -->",
-        "# What Onstep promises and how it is tested",
-        "",
+        *title,
         f"Each promise with the tests that show it, and the counts of the last complete run (`make promises`): "
         f"{results['date']}, revision {results['revision']}, {results['machine']}, {results['versions']}, "
         f"{results['seconds'] / 60:.0f} minutes. It ran {_counted(total)}. Skipped tests need a GPU or an optional "
@@ -211,12 +215,16 @@ def page(results: Mapping[str, Any]) -> str:
     ]
     for promise in PROMISES:
         files = files_of(promise)
-        shown = ", ".join(f"`{pattern}`" for pattern in promise.tests)
-        lines.append(f"| **{promise.title}.** | {promise.how} {shown} | {_counted(_sum(results, files))} |")
+        counted = _counted(_sum(results, files))
+        lines.append(f"| **{promise.title}.** | {promise.how} {_shown_tests(promise)} | {counted} |")
     rest = sorted(set(results["files"]) - {name for promise in PROMISES for name in files_of(promise)})
     lines += [f"| Everything else | {len(rest)} test files | {_counted(_sum(results, rest))} |", ""]
     lines += _sweeps(results["counts"])
     return "\n".join(lines) + "\n"
+
+
+def _shown_tests(promise: Promise) -> str:
+    return ", ".join(f"`{pattern}`" for pattern in promise.tests)
 
 
 def _sum(results: Mapping[str, Any], files: Sequence[str]) -> Counter[str]:
@@ -225,8 +233,7 @@ def _sum(results: Mapping[str, Any], files: Sequence[str]) -> Counter[str]:
 
 def _counted(counter: Mapping[str, int]) -> str:
     parts = [f"{counter.get('passed', 0):,} passed"]
-    parts += [f"{counter[outcome]:,} {outcome}" for outcome in ("failed", "skipped") if counter.get(outcome)]
-    return ", ".join(parts)
+    return ", ".join([*parts, f"{counter['skipped']:,} skipped"] if counter.get("skipped") else parts)
 
 
 def _sweeps(counts: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -254,15 +261,18 @@ def _shown(value: Any) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page; 1 if a test failed or the arguments are wrong."""
-    if len(arguments) != 1:
+    """Write the page; 1 if a test failed, so that it is not written, or the arguments are wrong."""
+    if len(arguments) > 1:
         print(__doc__)
         return 1
-    results = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+    results = json.loads(Path(arguments[0]).read_text(encoding="utf-8")) if arguments else None
+    failed = 0 if results is None else _sum(results, results["files"]).get("failed", 0)
+    if failed:
+        print(f"{failed} tests failed; the page is not written: fix them and run `make promises` again.")
+        return 1
     PAGE.write_text(page(results), encoding="utf-8")
-    failed = _sum(results, results["files"]).get("failed", 0)
-    print(f"{PAGE.relative_to(ROOT)}: {len(PROMISES)} promises, {failed} failed tests")
-    return int(failed > 0)
+    print(f"{PAGE.name}: {len(PROMISES)} promises{', without counts' if results is None else ''}")
+    return 0
 
 
 if __name__ == "__main__":

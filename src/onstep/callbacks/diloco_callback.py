@@ -48,7 +48,7 @@ class DiLoCoCallback(TrainerCallback):
     Args:
         server_addr: `host:port`; of several servers that share the parameters, all of them, separated by commas. By
             default `DILOCO_SERVER`; empty for training alone.
-        sync_every: steps that this worker takes from one submission to the next; by default `DILOCO_SYNC_EVERY`, else
+        sync_every: optimizer steps of this worker between two submissions; by default `DILOCO_SYNC_EVERY`, else
             the server's number (500).
         worker_id: unique in the run; by default `DILOCO_WORKER_ID`, else the checkpoint's, else a new one.
         bf16_comm: True submits bfloat16, False float32; by default `DILOCO_BF16_COMM`, else the server's codec.

@@ -7,8 +7,10 @@ from typing import Any
 
 import huggingface_hub.constants as hub
 import pytest
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from onstep import Trainer, TrainingArguments
 from onstep.cli.main import main
 from onstep.metrics_log import read_records
 from onstep.training.runs.run_dir import RunDir
@@ -68,6 +70,35 @@ def test_a_name_of_the_hub_is_found_where_it_was_downloaded() -> None:
     (refs / "main").write_text(snapshot.name)
     assert main(["train", "--hf-model", "me/small", "run.name=mine", *SMALL]) == 0
     assert 0 < distance(snapshot, Path("runs/mine/model")) < 1e-3
+
+
+def test_a_revision_of_the_hub_is_pinned_and_recorded() -> None:
+    snapshots = Path("hub/models--me--small/snapshots")
+    old, new = (snapshots / (digit * 40) for digit in "12")
+    llama(old)
+    llama(new, hidden_size=64)
+    for ref, snapshot in (("main", new), ("v1", old)):
+        (snapshots.parent / "refs").mkdir(exist_ok=True)
+        (snapshots.parent / "refs" / ref).write_text(snapshot.name)
+    for revision, name, snapshot in (("@v1", "tag", old), (f"@{old.name}", "commit", old), ("", "newest", new)):
+        assert main(["train", "--hf-model", f"me/small{revision}", f"run.name={name}", *SMALL]) == 0
+        record = RunDir(Path("runs") / name).read()
+        assert record["hub_revisions"] == {"me/small": snapshot.name}
+        assert Path(record["config"]["checkpoint"]["pretrained_checkpoint"]).name == snapshot.name
+
+
+def test_a_trainer_records_the_revision_that_its_model_was_loaded_from() -> None:
+    llama(Path("hub/models--me--small/snapshots") / ("1" * 40))
+    model = AutoModelForCausalLM.from_pretrained(snapshot_download("me/small", revision="1" * 40))
+    rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 4
+    Trainer(model, TrainingArguments("out", max_steps=1, report_to="none"), train_dataset=rows).train()
+    assert RunDir(Path("out")).read()["hub_revisions"] == {"me/small": "1" * 40}
+
+
+def test_a_revision_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    llama(Path("hub/models--me--small/snapshots") / ("1" * 40))
+    assert main(["train", "--hf-model", "me/small@v2", *SMALL]) == 1
+    assert "--hf-model=me/small@v2 is neither" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "./nothing", "a/b/c"])

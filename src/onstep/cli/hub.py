@@ -14,6 +14,9 @@ FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "merg
 def hf_directory(name: str) -> Path:
     """The directory of a model; one of the Hub is downloaded, or found where an earlier download left it.
 
+    `NAME@REVISION` is that of a branch, tag or commit. The directory is named by the commit, and so is the model in
+    run.json.
+
     Raises:
         ConfigError: if there is no such directory, and the Hub has no such model or cannot be reached.
         MissingExtraError: for a name of the Hub without the package huggingface-hub.
@@ -30,7 +33,8 @@ def hf_directory(name: str) -> Path:
             f"--hf-model={name} is not a directory; to download it from the Hub: pip install huggingface-hub"
         ) from None
     try:
-        return Path(snapshot_download(name, allow_patterns=FILES))
+        repository, _, revision = name.partition("@")
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=FILES))
     except (OSError, ValueError) as error:  # the package's errors, of connections too, derive from these
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(

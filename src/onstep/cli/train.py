@@ -68,8 +68,9 @@ def train(
         str | None,
         typer.Option(
             "--hf-model",
-            metavar="DIR|NAME",
-            help="Train a Hugging Face model further: its directory, or its name on the Hub, which is downloaded once.",
+            metavar="DIR|NAME[@REVISION]",
+            help="Train a Hugging Face model further: its directory, or its name on the Hub, which is downloaded once; "
+            "REVISION is a branch, a tag or a commit.",
         ),
     ] = None,
     imports: Imports = None,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from onstep.training.opening import claim_for_all
 from onstep.training.protocols import StateDict
 from onstep.training.runs.claims import Claim, go_on, hold_and_claim, named_dir, start
 from onstep.training.runs.hold import Hold
+from onstep.training.runs.hub import hub_revisions
 from onstep.training.runs.identity import Identify, Identity, compare
 from onstep.training.runs.run_dir import FINISHED, RunDir
 
@@ -52,6 +53,8 @@ class Wish:
     start, not those that it has reached."""
     search: Search | None = None
     """The search for a batch size that this training is part of."""
+    revisions: Mapping[str, str] = field(default_factory=dict)
+    """The commit of the model on the Hub that training starts from, by its name."""
 
     @property
     def is_retry(self) -> bool:
@@ -61,7 +64,8 @@ class Wish:
     @property
     def entries(self) -> dict[str, Any]:
         """What run.json records of this start."""
-        return {"launch": _launch(), SEARCHED_FROM: None if self.search is None else self.search.given}
+        searched_from = None if self.search is None else self.search.given
+        return {"launch": _launch(), SEARCHED_FROM: searched_from, "hub_revisions": dict(self.revisions)}
 
 
 def acquire_dir(
@@ -87,7 +91,8 @@ def acquire_dir(
         config.run.fresh, config.run.name = False, owned[0].path.name
         as_owned = Identity({**identity.parts, **{k: v for k, v in owned[1].parts.items() if k == "weights"}})
     search = trainer.batch_size_search if trainer.args.auto_find_batch_size else None
-    wish = Wish(resume, trainer.args.overwrite_output_dir, None if owned is None else as_owned, search)
+    revisions = hub_revisions(getattr(trainer.model, "name_or_path", None))  # transformers 5 keeps no other trace of it
+    wish = Wish(resume, trainer.args.overwrite_output_dir, None if owned is None else as_owned, search, revisions)
     claim, hold = claim_for_all(config, world, lambda _: identity, partial(_acquire, wish=wish))
     assert claim is not None
     is_same = claim.identity == as_owned.digests

@@ -15,6 +15,7 @@ from onstep.config.differences import Change, changes, decide, of_kind
 from onstep.errors import ConfigError, RunExistsError
 from onstep.training.protocols import StateDict
 from onstep.training.runs.hold import PROBES, Hold, abandoned_on_error, missing_directories, remove_empty
+from onstep.training.runs.hub import hub_revisions
 from onstep.training.runs.identity import IDENTITY_FILE, Comparison, Identify, Identity, compare, ways_to_continue
 from onstep.training.runs.lock import LEASE
 from onstep.training.runs.provenance import provenance
@@ -183,6 +184,7 @@ def start(directory: RunDir, config: ConfigContainer, identity: Identity, **furt
         "step": 0,
         "started_at": time.time(),
         **provenance(),
+        "hub_revisions": hub_revisions(config.checkpoint.pretrained_checkpoint),
         **further,
         "config": config.to_dict(),
     }

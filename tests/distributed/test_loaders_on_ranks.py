@@ -88,3 +88,25 @@ def test_a_stream_split_by_node_is_read_without_repetition_until_a_part_ends(
     assert set(epoch) <= {float(row["x"][0]) for row in ROWS}
     assert max(epoch.values()) == 1
     assert all(len(step) == 4 for step in steps[:3])
+
+
+@pytest.mark.parametrize(("lengths", "steps"), [([8, 4], 2), ([4, 8], 2), ([4, 5], 2), ([6, 6], 3), ([5, 5], 3)])
+def test_the_shortest_iterator_ends_the_training_of_all_ranks(
+    processes: Processes, tmp_path: Path, lengths: list[int], steps: int
+) -> None:
+    first, second = processes.results(JOBS, "iterators", tmp_path, {"lengths": lengths})
+    assert first == second
+    assert first["step"] == steps
+    said = output_of(tmp_path)
+    assert ("on all ranks" in said) == (lengths[0] != lengths[1])
+    if lengths[0] != lengths[1]:
+        shorter = 0 if lengths[0] < lengths[1] else 1
+        assert f"the data of rank {shorter} ends after step 2, and that of other ranks does not" in said
+
+
+def test_the_shortest_loader_ends_the_epoch_of_all_ranks(processes: Processes, tmp_path: Path) -> None:
+    results = run(processes, tmp_path, kind="Uneven", arguments={"max_steps": 6})
+    assert [len(one["steps"]) for one in results] == [6, 6]
+    for one in results:
+        assert one["steps"][3:] == one["steps"][:3], "the second epoch begins at its start on every rank"
+    assert "the data of rank 0 ends after step 3" in output_of(tmp_path)

@@ -22,7 +22,7 @@ class Loop:
         self.job, self.run, self.notify, self.on = job, job.run, job.notify, job.run.features
         self.last, wrap = self.on.room(LastStep), self.on.wrap
         self.iterate: Callable[[], bool] = wrap("iterate", self.read_and_train)
-        self.read: Callable[[], StepBatches | None] = wrap("read", lambda: job.reader.read(job.run.num_microbatches))
+        self.read: Callable[[], StepBatches | None] = wrap("read", lambda: position.read(job))
         self.train_step: Callable[[Step], None] = wrap("step", self.compute_and_update)
         self.compute: Callable[[Step], None] = wrap("compute", self.forward_backward)
         self.forward: Callable[..., MicroLoss] = wrap("forward", compute.forward_of(job))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,13 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, WeightedRandomSampler
 
 from onstep import Callback, Trainer, TrainingArguments
+from onstep.config import ConfigContainer
+from onstep.distributed import data_parallel, open_world
+from onstep.optim import TrainingOptimizer
 from onstep.trainer.loaders.torch_loaders import prepared_loader
+from onstep.training import GlobalState, train
 from tests.support.small_models import Regression, regression_rows
+from tests.support.small_runs import LENGTH, RaggedRows, TinyModel, sum_step
 
 ROWS = [{**row, "input_ids": [0] * (1 + 7 * number % 5)} for number, row in enumerate(regression_rows(13))]
 
@@ -51,7 +57,18 @@ class PreparedStream(Trainer):
         return prepared_loader(self.args, DataLoader(Stream(), batch_size=2, collate_fn=collate))
 
 
-KINDS = {one.__name__: one for one in (Trainer, Weighted, Prepared, Distributed, PreparedStream)}
+class Uneven(Trainer):
+    """Each rank reads a stream of its own: 3 micro-batches on rank 0, one more on each further one."""
+
+    def get_train_dataloader(self) -> Any:
+        class Stream(IterableDataset[Any]):
+            def __iter__(self) -> Any:
+                return iter(ROWS[: 6 + 2 * int(os.environ["RANK"])])
+
+        return DataLoader(Stream(), batch_size=2, collate_fn=collate)
+
+
+KINDS = {one.__name__: one for one in (Trainer, Weighted, Prepared, Distributed, PreparedStream, Uneven)}
 
 
 class Read(Callback):
@@ -114,3 +131,19 @@ def job_train(settings: dict[str, Any]) -> None:
     losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
     result = {"steps": read.steps, "losses": losses, "by_hand": by_hand, "eval": trainer.evaluate()["eval_loss"]}
     Path(f"rank-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(result))
+
+
+def job_iterators(settings: dict[str, Any]) -> dict[str, Any]:
+    """Train on iterators by hand, which yield as many micro-batches as `lengths` says of this rank."""
+    config, rank = ConfigContainer(), int(os.environ["RANK"])
+    config.train.micro_batch_size, config.train.train_iters = 2, 10
+    config.train.global_batch_size = 4 * len(settings["lengths"])
+    config.model.seq_length, config.dist.device = LENGTH, "cpu"
+    with closing(open_world(config.dist)) as world:
+        state = GlobalState(config, world)
+        state.num_microbatches = 2
+        model = data_parallel([TinyModel()], world, config.ddp)
+        optimizer = TrainingOptimizer(torch.optim.SGD(model[0].parameters(), lr=0.1))
+        rows = (torch.utils.data.default_collate([RaggedRows()[0]] * 2) for _ in range(settings["lengths"][rank]))
+        train(sum_step, model, optimizer, None, rows, None, state)
+        return {"step": state.train_state.step, "weights": float(sum(p.sum() for p in model[0].parameters()))}

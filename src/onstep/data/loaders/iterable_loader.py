@@ -230,7 +230,7 @@ class IterableLoader(Unindexed):
 
     Samples are batched here, in rows as in `TrainLoader`: every rank reads the whole stream and keeps its share. With
     ``already_batched=True`` each item is used unchanged as a micro-batch of this rank; the iterable must then give each
-    rank different samples and equally many batches.
+    rank different samples, and training ends an epoch with the shortest (`is_own_stream`).
 
     If the iterable has `state_dict` and `load_state_dict`, its state is the position, saved in this loader's state
     under "stream" (per rank, for ready-made batches). Any other iterable, and a stream of `datasets` that shuffles in a
@@ -267,7 +267,7 @@ class IterableLoader(Unindexed):
             self._layout.check_global_batch(global_batch_size)
         self._source: Any = source
         self._has_state = restores_exactly(source)
-        self._already_batched = already_batched
+        self._already_batched = self.is_own_stream = already_batched
         self._drop_last = drop_last
         self._reader = StreamReader(
             source,

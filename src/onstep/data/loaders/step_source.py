@@ -19,6 +19,8 @@ _LOGGER = logging.getLogger(__name__)
 class IteratorReader(Unindexed):
     """Reads the steps of an iterator whose items are this rank's micro-batches. It has a single epoch, 0.
 
+    Each rank reads an iterator of its own, which may end before those of others (`is_own_stream`).
+
     Without an iterator it never ends, for a forward step that needs no data.
 
     Samples are counted by the first dimension of a batch's first tensor, assumed equal on every rank. The position is
@@ -29,6 +31,7 @@ class IteratorReader(Unindexed):
     epoch = 0
     num_samples = None
     has_epochs = False
+    is_own_stream = True
 
     def __init__(self, iterator: Iterator[Any] | None, *, world_size: int = 1) -> None:
         if iterator is not None and not hasattr(iterator, "__next__"):
@@ -161,6 +164,8 @@ class ForeignReader:
     Without `has_next` and `steps_per_epoch`, the data has unknown length; without `leave_out`, its samples have no ids.
     If `seek`, `state_dict` or `load_state_dict` is missing, calling it raises a DataError.
     """
+
+    is_own_stream = True
 
     def __init__(self, source: Any) -> None:
         self._source = source

@@ -63,6 +63,32 @@ def go_to(job: Job) -> None:
     apply_overrides(job)
 
 
+def read(job: Job) -> StepBatches | None:
+    """The micro-batches of the next step; None at the end of the data. Collective.
+
+    Where each rank reads a stream of its own, the shortest ends the epoch of all, and a step that one rank cannot fill
+    as the others do is dropped: the ranks would wait for each other forever.
+    """
+    run = job.run
+    batches = job.reader.read(run.num_microbatches)
+    if run.world.size == 1 or not getattr(job.reader, "is_own_stream", False):
+        return batches
+    own = 0 if batches is None else len(batches.micro_batches)
+    counts = [int(row[0]) for row in run.world.gather_numbers([float(own)])]
+    if len(set(counts)) == 1:
+        return batches
+    if run.world.is_main:
+        shortest = ", ".join(str(rank) for rank, count in enumerate(counts) if count == min(counts))
+        logger.warning(
+            "the data of rank %s ends after step %d, and that of other ranks does not (micro-batches for the next "
+            "step, by rank: %s); that step is dropped on all ranks; give each rank equally many micro-batches",
+            shortest,
+            run.train_state.step,
+            counts,
+        )
+    return None
+
+
 def update_batch_size(run: Run) -> None:
     """Set the number of micro-batches of the next step from the consumed samples, if the batch size is ramped up."""
     sizes = run.batch_sizes

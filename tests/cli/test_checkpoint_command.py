@@ -473,6 +473,20 @@ class TestExport:
             assert exported.keys() == stored.keys()
             assert all(torch.equal(exported[name], stored[name]) for name in stored)
 
+    @pytest.mark.parametrize("out", ["out.gguf", "out.BIN", "out.pt", "there/out.onnx"])
+    def test_a_format_that_cannot_be_written_is_refused(self, here: Path, capsys: Capture, out: str) -> None:
+        said = Said(capsys, "export", "one", out)
+        assert said.code == 1
+        assert f"cannot write {Path(out).suffix.lower()} files, got {out}" in said.err
+        assert "--format hf to keep the name" in said.err
+        assert ("convert_hf_to_gguf.py" in said.err) is out.endswith("gguf")
+        assert not (here / out).exists()
+
+    def test_a_dot_in_the_name_of_a_directory_is_no_ending(self, here: Path, capsys: Capture) -> None:
+        for words in (("mine-1.5",), ("mine.final", "--format", "hf")):
+            assert Said(capsys, "export", "one", *words).code == 0
+            assert (here / words[0] / "model.safetensors").is_file()
+
     def test_it_takes_the_best_one(self, here: Path, capsys: Capture) -> None:
         root = here / "checkpoints"
         for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 0.5)):

@@ -29,6 +29,22 @@ _EXPORTED = (".json", ".safetensors", ".txt", ".model", ".jinja", ".md")
 """Suffixes of files in a Hugging Face model directory; a directory that contains anything else is never replaced."""
 
 
+def check_ending(out: Path) -> None:
+    """Check that a name does not ask for a format that cannot be written; `mine-1.5` is a name without an ending.
+
+    Raises:
+        ConfigError: for another ending than `.safetensors`.
+    """
+    ending = out.suffix.lower()
+    if ending in ("", ".safetensors") or not ending[1:2].isalpha():
+        return
+    gguf = ", which convert_hf_to_gguf.py of llama.cpp converts" if ending == ".gguf" else ""
+    raise ConfigError(
+        f"cannot write {ending} files, got {out}: the formats are a .safetensors file, and a Hugging Face directory"
+        f"{gguf}; name {out.with_suffix('')}, or pass --format hf to keep the name"
+    )
+
+
 def export_safetensors(info: CheckpointInfo, out: Path, *, force: bool) -> list[str]:
     """Write the weights as one safetensors file, tied weights once; returns notes for the user.
 

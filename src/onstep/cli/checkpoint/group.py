@@ -101,7 +101,7 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="File or directory to write.")],
     form: Annotated[
         Format | None,
-        typer.Option("--format", help="Default: safetensors if OUT ends in .safetensors, else hf."),
+        typer.Option("--format", help="Default: safetensors if OUT ends in .safetensors, hf if it has no ending."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
 ) -> None:
@@ -111,9 +111,11 @@ def export(
     including the tokenizer's files; for Onstep's own models only.
     """
     from onstep.analysis.text_tables import printable
-    from onstep.cli.checkpoint.export import export_hf, export_safetensors
+    from onstep.cli.checkpoint.export import check_ending, export_hf, export_safetensors
     from onstep.cli.checkpoint.paths import find
 
+    if form is None:
+        check_ending(out)
     info = find(path)
     is_file = form is Format.SAFETENSORS or (form is None and out.suffix == ".safetensors")
     notes = (export_safetensors if is_file else export_hf)(info, out, force=force)

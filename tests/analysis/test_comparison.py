@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from onstep.analysis import TrainingLog, compare_runs, format_comparison
+from onstep.analysis import TrainingLog, compare_runs, format_comparison, plot_training_metrics
 from onstep.analysis.logs.run_status import is_locked
+from onstep.analysis.reports.charts_data import report_data
 from onstep.analysis.reports.comparison import ABSENT, differences, flat, number_text, value_text
 from onstep.errors import ConfigError
 from onstep.metrics_log import MetricsLog
@@ -49,6 +50,55 @@ def logs(tmp_path: Path) -> list[TrainingLog]:
 def row(logs: list[TrainingLog], name: str) -> tuple[list[float | None], list[int | None], list[int]]:
     found = next(one for one in compare_runs(logs).metrics if one.name == name)
     return found.values, found.steps, found.best
+
+
+def of_tokenizer(directory: Path, loss: float, fingerprint: str | None, ratio: float | None, kind: str) -> TrainingLog:
+    """A run as `pretrain` records it; one of an earlier version has neither fingerprint nor ratio."""
+    log = made(directory, [loss + 1, loss], {**CONFIG, "tokenizer": {"tokenizer_type": kind}})
+    record = json.loads((directory / "run.json").read_text())
+    if fingerprint is not None:
+        record["tokenizer"] = {"fingerprint": fingerprint} | ({} if ratio is None else {"bytes_per_token": ratio})
+    (directory / "run.json").write_text(json.dumps(record))
+    return log
+
+
+def test_losses_of_different_tokenizers_are_compared_per_byte(tmp_path: Path) -> None:
+    logs = [
+        of_tokenizer(tmp_path / "a", 2.0, "bytes", 1.0, "bytes"),
+        of_tokenizer(tmp_path / "b", 3.5, "x", 3.5, "bpe"),
+    ]
+    assert row(logs, "final loss") == ([2.0, 3.5], [None, None], []), "no run is the best"
+    assert row(logs, "final loss per byte") == ([2.0, 1.0], [None, None], [1])
+    assert row(logs, "best validation loss per byte") == ([2.5, pytest.approx(4.0 / 3.5)], [2, 2], [1])
+    assert row(logs, "best validation perplexity")[2] == []
+    assert "note: the runs have different tokenizers" in format_comparison(compare_runs(logs))
+    drawn = plot_training_metrics(logs, ["loss", "grad_norm"], smooth_window=1).axes
+    assert [axes.get_title(loc="left") for axes in drawn] == ["training loss per byte", "gradient norm"]
+    assert [list(line.get_ydata()) for line in drawn[0].lines] == [[3.0, 2.0], [4.5 / 3.5, 1.0]]
+    assert [list(line.get_ydata()) for line in drawn[1].lines] == [[3.0, 2.0], [4.5, 3.5]]
+    loss = report_data(logs, ["a", "b"])["groups"][0]["metrics"][0]
+    assert (loss["name"], [one["y"] for one in loss["series"]]) == ("training loss per byte", [[3, 2], [1.28571, 1]])
+
+
+@pytest.mark.parametrize("fingerprints", [("bytes", "x"), (None, "x"), (None, None)])
+def test_losses_of_different_tokenizers_without_a_common_unit_have_no_best(
+    tmp_path: Path, fingerprints: tuple[str | None, str | None]
+) -> None:
+    logs = [
+        of_tokenizer(tmp_path / kind, 2.0 + at, fingerprints[at], None, kind)
+        for at, kind in enumerate(("bytes", "bpe"))
+    ]
+    found = compare_runs(logs)
+    assert not any(one.best for one in found.metrics)
+    assert "no run is marked as the best" in format_comparison(found)
+    [title] = [axes.get_title(loc="left") for axes in plot_training_metrics(logs, ["loss"]).axes]
+    assert title == "training loss per token of different tokenizers"
+
+
+def test_losses_of_one_tokenizer_are_compared_as_they_are(tmp_path: Path) -> None:
+    logs = [of_tokenizer(tmp_path / name, 2.0 + at, "x", 3.5 + at, "bpe") for at, name in enumerate("ab")]
+    assert row(logs, "final loss")[2] == [0]
+    assert not any("per byte" in one.name for one in compare_runs(logs).metrics)
 
 
 def test_numbers_stand_side_by_side_with_their_steps_and_the_best(logs: list[TrainingLog]) -> None:

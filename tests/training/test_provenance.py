@@ -180,3 +180,17 @@ def test_a_working_directory_that_is_gone_costs_no_run(tmp_path: Path, monkeypat
     (tmp_path / "gone").rmdir()
     assert "code" not in provenance()
     assert provenance()["machine"]["host"]
+
+
+@pytest.mark.parametrize(("kind", "least", "most"), [("bytes", 1.0, 1.0), ("bpe", 1.2, 4.0)])
+def test_the_tokenizer_is_recorded_with_the_bytes_of_its_tokens(
+    tiny_config: ConfigContainer, tmp_path: Path, kind: str, least: float, most: float
+) -> None:
+    tiny_config.tokenizer.tokenizer_type, tiny_config.train.train_iters = kind, 1
+    tiny_config.tokenizer.vocab_size = 512 if kind == "bpe" else None
+    tiny_config.scheduler.lr_warmup_iters, tiny_config.run.name = 0, "mine"
+    tiny_config.run.output_dir = str(tmp_path)
+    pretrain(tiny_config)
+    found = recorded(tiny_config)["tokenizer"]
+    assert found["fingerprint"].startswith("bytes-" if kind == "bytes" else "tokenizers ")
+    assert least <= found["bytes_per_token"] <= most

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from onstep.analysis.logs.tokenizers import loss_unit
 from onstep.analysis.logs.training_log import TrainingLog, distinct_labels
 from onstep.analysis.plots.axes import (
     FONT_SIZE,
@@ -184,6 +186,11 @@ def _as_list(logs: Sequence[TrainingLog] | TrainingLog) -> list[TrainingLog]:
 def _draw_grid(logs: list[TrainingLog], metrics: list[str], options: PlotOptions, *, share_y: bool = False) -> Figure:
     """Draw a grid of axes in two columns; the last of an odd number spans both."""
     of_metric, options = found_curves(logs, metrics, options)
+    unit = loss_unit(logs)
+    of_metric = [
+        [replace(one, y=one.y / unit.divisor(index, metric)) for index, one in enumerate(row)]
+        for metric, row in zip(metrics, of_metric, strict=True)
+    ]
     rows = [[shaped(one, metric, options) for one in row] for metric, row in zip(metrics, of_metric, strict=True)]
     neighbours = [shape for row in rows for shape in row] if share_y else []
     figure = new_figure(options.figsize)
@@ -191,7 +198,7 @@ def _draw_grid(logs: list[TrainingLog], metrics: list[str], options: PlotOptions
         for index, shape in enumerate(row):
             draw(axes, shape, look_of(index), f"run {index + 1}")
         finish_axes(axes, row, options, neighbours=neighbours)
-        name = plain(metric_name(metric, options), _NAME_LENGTH)
+        name = plain(metric_name(metric, options) + unit.suffix(metric), _NAME_LENGTH)
         axes.set_title(name, loc="left", color=TEXT_COLOUR, fontsize=FONT_SIZE + 1)
     runs = distinct_labels(logs) if len(logs) > 1 else []
     return _finished(figure, logs, {run: legend_line(look_of(index)) for index, run in enumerate(runs)}, options)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from onstep.analysis.logs.tokenizers import LossUnit, loss_unit
 from onstep.analysis.logs.training_log import TrainingLog
 from onstep.analysis.plots.axes import NAMES, look_of
 from onstep.analysis.plots.series import (
@@ -72,11 +73,13 @@ def report_data(logs: Sequence[TrainingLog], labels: Sequence[str]) -> dict[str,
     rows = {metric: [_rows(log, metric) for log in logs] for metric in several[:MOST_CHARTS]}
     drawn = [metric for metric in rows if max(map(len, rows[metric])) > 1]
     columns = _columns_of([len(one) for metric in drawn for one in rows[metric]])
-    runs = [_Run(index, log, first_timestamp(log, metrics), columns) for index, log in enumerate(logs)]
+    unit = loss_unit(logs)
+    runs = [_Run(index, log, first_timestamp(log, metrics), columns, unit) for index, log in enumerate(logs)]
     entries: dict[str, list[dict[str, Any]]] = {}
     for metric in drawn:
         series = [run.series(metric, found) for run, found in zip(runs, rows[metric], strict=True) if len(found)]
-        entry = {"key": metric, "name": NAMES.get(metric, metric), "evaluation": is_of_evaluation(metric)}
+        name = NAMES.get(metric, metric) + unit.suffix(metric)
+        entry = {"key": metric, "name": name, "evaluation": is_of_evaluation(metric)}
         entries.setdefault(group_of(metric), []).append({**entry, "series": series})
     return {
         "left_out": len(several[MOST_CHARTS:]),
@@ -105,8 +108,9 @@ def group_of(metric: str) -> str:
 class _Run:
     """The curves of one run, which share their lists of steps."""
 
-    def __init__(self, index: int, log: TrainingLog, start: float, columns: int) -> None:
+    def __init__(self, index: int, log: TrainingLog, start: float, columns: int, unit: LossUnit) -> None:
         self._index, self._log, self._start, self._columns = index, log, start, columns
+        self._unit = unit
         self._steps: dict[tuple[Any, ...], int] = {}
 
     def entry(self, label: str) -> dict[str, Any]:
@@ -122,7 +126,7 @@ class _Run:
 
     def series(self, metric: str, rows: NDArray[np.intp]) -> dict[str, Any]:
         """One curve; see `report_data`."""
-        y = drawable(self._log.column(metric)[rows])
+        y = drawable(self._log.column(metric)[rows]) / self._unit.divisor(self._index, metric)
         steps = drawable(self._log.column("global_step"))[rows]
         finite = y[np.isfinite(y)]
         limits = {"range": (float(finite.min()), float(finite.max())) if len(finite) else None, "bulk": bulk_limits(y)}

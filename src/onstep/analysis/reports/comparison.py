@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from onstep.analysis.logs.run_status import run_record, status_of
+from onstep.analysis.logs.tokenizers import PER_BYTE, LossUnit, loss_unit
 from onstep.analysis.logs.training_log import TrainingLog, distinct_labels
 from onstep.analysis.reports.summary import Summary, as_number, as_step, compute_summary_statistics, get_perplexity
 from onstep.analysis.text_tables import printable, table
@@ -75,16 +76,18 @@ class _Row:
     key: str
     step_key: str | None = None
     better: Callable[[Sequence[float]], float] | None = None
+    is_loss: bool = False
+    """Whether the value is per token, and the best is not known among different tokenizers."""
 
 
 _ROWS = (
     _Row("steps", "total_steps"),
     _Row("epochs", "final_epoch"),
-    _Row("final loss", "final_loss", better=min),
-    _Row("best loss", "best_loss", "best_loss_step", min),
-    _Row("final validation loss", "final_eval_loss", "final_eval_loss_step", min),
-    _Row("best validation loss", "best_eval_loss", "best_eval_loss_step", min),
-    _Row("best validation perplexity", "best_eval_perplexity", "best_eval_loss_step", min),
+    _Row("final loss", "final_loss", None, min, True),
+    _Row("best loss", "best_loss", "best_loss_step", min, True),
+    _Row("final validation loss", "final_eval_loss", "final_eval_loss_step", min, True),
+    _Row("best validation loss", "best_eval_loss", "best_eval_loss_step", min, True),
+    _Row("best validation perplexity", "best_eval_perplexity", "best_eval_loss_step", min, True),
     _Row("mean gradient norm", "avg_grad_norm"),
     _Row("largest gradient norm", "max_grad_norm_value", "max_grad_norm_step"),
     _Row("final learning rate", "final_lr"),
@@ -108,13 +111,15 @@ def compare_runs(logs: Sequence[TrainingLog]) -> Comparison:
     notes = [f"{label}: {note}" for label, log in zip(labels, logs, strict=True) for note in log.notes]
     notes += _without_config(labels, logs, configs)
     summaries = [compute_summary_statistics(log) for log in logs]
+    unit = loss_unit(logs)
+    notes += [unit.note] if unit.note else []
     notes += [f"{label}: {note}" for label, one in zip(labels, summaries, strict=True) for note in one.get("notes", [])]
     return Comparison(
         labels,
         [log.log_path for log in logs],
         [status_of(log.log_path) for log in logs],
         configs,
-        _metric_rows(logs, summaries),
+        _metric_rows(logs, summaries, unit),
         differences(configs),
         notes,
     )
@@ -161,12 +166,29 @@ def _without_config(labels: Sequence[str], logs: Sequence[TrainingLog], configs:
     return [f"no {RUN_FILE} with a configuration next to the logs of {', '.join(label for label, _ in found)}"]
 
 
-def _metric_rows(logs: Sequence[TrainingLog], summaries: Sequence[Summary]) -> list[MetricRow]:
+def _metric_rows(logs: Sequence[TrainingLog], summaries: Sequence[Summary], unit: LossUnit) -> list[MetricRow]:
     figures = [_numbers(log, summary) for log, summary in zip(logs, summaries, strict=True)]
     further = dict.fromkeys(key for numbers in figures for key in numbers if key.startswith("eval_"))
-    rows = [*_ROWS, *(_Row(f"final {key}", key) for key in further)]
+    rows = [*_rows_in(unit), *(_Row(f"final {key}", key) for key in further)]
+    for ratio, numbers in zip(unit.bytes_per_token, figures, strict=False):
+        known = {key: loss for key in _LOSSES if (loss := as_number(numbers.get(key))) is not None}
+        numbers.update({f"{key}{PER_BYTE}": loss / ratio for key, loss in known.items()})
     found = [_metric_row(row, figures) for row in rows]
     return [row for row in found if any(value is not None for value in row.values)]
+
+
+_LOSSES = ("final_loss", "best_loss", "final_eval_loss", "best_eval_loss")
+
+
+def _rows_in(unit: LossUnit) -> Iterator[_Row]:
+    """The rows of a comparison, each loss also per byte if that is what can be compared."""
+    for row in _ROWS:
+        if unit.is_common or not row.is_loss:
+            yield row
+            continue
+        yield replace(row, better=None)
+        if unit.bytes_per_token and row.key in _LOSSES:
+            yield replace(row, name=f"{row.name}{PER_BYTE}", key=f"{row.key}{PER_BYTE}")
 
 
 def _numbers(log: TrainingLog, summary: Summary) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from onstep.optim import build_loss_scaler, build_optimizer, build_scheduler
 from onstep.training.protocols import Trained, UserOptimizer, UserScheduler
 from onstep.training.run import Run
 from onstep.training.setup.model_and_data import build_data, build_model, open_tokenizer
+from onstep.training.setup.tokenizer_record import record_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ def set_up(state: Run, notify: Dispatcher) -> TrainingSetup:
     notify.on_data_init_start()
     with timers(DATA_TIMER).measure(barrier=True):
         train_data, valid_data, test_data = build_data(config, world, state.tokenizer)
+        record_tokenizer(state, state.tokenizer, valid_data, train_data)
     if scheduler is None and train_data is not None and optimizer is not None:
         iters = train_iters(config, train_data.num_samples, world_size=world.size)
         scheduler = scheduler_for(config, optimizer, iters, world.size, train_data.num_samples)

@@ -35,11 +35,6 @@ class MicroBatches(Iterator[Batch]):
     def __len__(self) -> int:
         return len(self.batches.micro_batches)
 
-    @property
-    def iterator(self) -> MicroBatches | None:
-        """What the forward step is called with: itself, or None where the caller gave no data."""
-        return self if self.batches.has_data else None
-
     def is_filler(self) -> bool:
         """Whether the last micro-batch must count as zero."""
         return self.batches.is_filler[self._next - 1]

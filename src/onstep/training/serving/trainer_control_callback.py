@@ -93,6 +93,10 @@ class TrainerControlCallback(TrainerCallback):
 
     # The life of the server
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse Hugging Face's Trainer, before anything is served."""
+        super().on_train_begin(args, state, control, **kwargs)  # type: ignore[misc]
+
     def on_train_start(self, context: CallbackContext) -> None:
         """Keep hold of the run, and start the server on rank 0."""
         run, self._model, args = context.state, context.unwrapped_model, context.args

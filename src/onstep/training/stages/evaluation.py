@@ -285,10 +285,11 @@ def _results(
 ) -> Iterator[tuple[Batch, object]]:
     """A batch's micro-batches, each with its loss function's result; None for data without labels."""
     micro_batches, chunk = MicroBatches(step, state.world.device), only_chunk(model)
+    iterator = micro_batches if step.has_data else None
     for index in range(len(micro_batches)):
         batch = micro_batches.stage(index)
         with state.autocast():
-            result = call_forward_step(forward_step_func, micro_batches.iterator, batch, chunk, **asked)
+            result = call_forward_step(forward_step_func, iterator, batch, chunk, **asked)
         yield batch, result
 
 

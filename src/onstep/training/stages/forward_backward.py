@@ -26,7 +26,8 @@ def forward_of(job: Job) -> ForwardPass:
     weighting = run.cfg.train.loss_weighting
 
     def forward(micro_batches: MicroBatches, batch: Batch, is_filler: bool) -> MicroLoss:
-        result = call_forward_step(forward_step_func, micro_batches.iterator, batch, model)
+        iterator = micro_batches if micro_batches.batches.has_data else None
+        result = call_forward_step(forward_step_func, iterator, batch, model)
         return read_loss(result, batch, weighting, is_filler)
 
     def forward_in_autocast(micro_batches: MicroBatches, batch: Batch, is_filler: bool) -> MicroLoss:

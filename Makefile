@@ -45,6 +45,7 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/peers.py --quick
+	$(BIN)/python benchmarks/buckets.py
 	$(BIN)/python benchmarks/steady.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/trackers.py

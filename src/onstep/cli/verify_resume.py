@@ -369,6 +369,7 @@ def _advice(config: ConfigContainer, ranks: int | None, landed: list[Kill], diff
             "does not come from rng.seed, and for nondeterministic kernels."
         )
     left_out = [f"checkpoint.{key}=false" for key in _STATES if not getattr(config.checkpoint, key)]
+    left_out += ["checkpoint.components"] * (config.checkpoint.components is not None)
     if left_out:
         return f"{', '.join(left_out)}: a start from a checkpoint does not get that part of the state back."
     if ranks is None or difference.item == "samples":

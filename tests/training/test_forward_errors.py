@@ -219,6 +219,27 @@ def test_a_mistake_in_a_loss_function_is_explained(args: TrainingArguments, comp
         Trainer(Classifier(), args, train_dataset=Rows(same), compute_loss_func=compute).train()
 
 
+@pytest.mark.parametrize("metrics", [0.5, None], ids=["a number", "None"])
+def test_metrics_that_are_not_a_dict_are_refused(args: TrainingArguments, metrics: Any) -> None:
+    trainer = Trainer(Classifier(), args, eval_dataset=Rows(same), compute_metrics=lambda _: metrics)
+    with pytest.raises(ConfigError, match=r"compute_metrics must return a dict of metrics by name, got (a float|None)"):
+        trainer.evaluate()
+
+
+@pytest.mark.parametrize("dataset", ["wikitext", {"x": [[1.0]], "labels": [0]}], ids=["name", "columns"])
+def test_what_is_no_dataset_is_refused(args: TrainingArguments, dataset: Any) -> None:
+    with pytest.raises(DataError, match=r"train_dataset must be a dataset of samples, got a (str|dict)"):
+        Trainer(Classifier(), args, train_dataset=dataset).train()
+
+
+def test_a_collator_that_returns_nothing_is_named(args: TrainingArguments) -> None:
+    def collate(samples: list[Any]) -> None:
+        torch.stack([sample["x"] for sample in samples])
+
+    with pytest.raises(DataError, match=r"the micro-batch is None; does the collator return it\?"):
+        Trainer(Classifier(), args, train_dataset=Rows(same), data_collator=collate).train()
+
+
 def test_strings_that_are_dropped_are_named(caplog: pytest.LogCaptureFixture) -> None:
     loader = EvalLoader(Rows(lambda row: {**row, "a title": "x"}), micro_batch_size=4)
     assert [sorted(batch) for batch in loader] == [["labels", "x"]] * 2

@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -112,6 +112,11 @@ def check_training(trainer: TrainerMethods, resume_from_checkpoint: Any = None) 
         raise ConfigError("This Trainer is already training or evaluating; a callback may evaluate, but not train.")
     if dataset is None and not overrides(trainer, "get_train_dataloader"):
         raise ConfigError("Trainer.train requires a train_dataset; pass one to the constructor.")
+    if isinstance(dataset, (str, bytes)) or (isinstance(dataset, Mapping) and 0 not in dataset):
+        raise DataError(
+            f"train_dataset must be a dataset of samples, got a {type(dataset).__name__}; pass an object whose "
+            f"__getitem__(index) returns a sample, such as one split of datasets.load_dataset(...)."
+        )
     if not isinstance(resume_from_checkpoint, (bool, str, os.PathLike, NoneType)):
         raise ConfigError(
             f"resume_from_checkpoint={resume_from_checkpoint!r} must be the path of a checkpoint, True or None (the "

@@ -32,6 +32,7 @@ from onstep.trainer.predictions import (
     mean_of,
     prefixed,
 )
+from onstep.training.compute.losses import described
 from onstep.training.compute.step import to_device
 from onstep.training.stages.best_metric import note_best_metric, save_best
 from onstep.training.stages.evaluation import (
@@ -328,7 +329,10 @@ class EvaluatingMethods(BaseTrainer):
             logger.warning("compute_metrics is not called: the evaluated samples have no labels; set label_names")
             return {}
         wanted_losses = losses if "loss" in self.args.include_for_metrics else None
-        return self.compute_metrics(EvalPrediction(predictions, label_ids, inputs, wanted_losses))
+        metrics = self.compute_metrics(EvalPrediction(predictions, label_ids, inputs, wanted_losses))
+        if not isinstance(metrics, Mapping):
+            raise ConfigError(f"compute_metrics must return a dict of metrics by name, got {described(metrics)}.")
+        return dict(metrics)
 
     def _computes_own_loss(self) -> bool:
         return self.compute_loss_func is not None or overrides(self, "compute_loss")

@@ -45,6 +45,8 @@ def call_forward_step(
             "data_iterator has one micro-batch for each call of the forward step"
         ) from error
     except (RuntimeError, TypeError, IndexError, KeyError) as error:
+        if batch is None and micro_batches is not None:
+            raise DataError(f"{error}: the micro-batch is None; does the collator return it?") from error
         explanation = _explain(error, batch, model) if isinstance(batch, Mapping) else None
         if explanation is None:
             raise

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 import pytest
 
 from onstep import CallbackManager, JsonLogger, TrainerCallback, pretrain
+from onstep.cli.config import configuration
+from onstep.config import ConfigContainer
 from onstep.errors import CheckpointError, NonFiniteError
 from onstep.events import Setting
 from tests.support.resuming import Interrupted
@@ -99,3 +101,13 @@ def test_a_recorded_command_that_could_not_be_sent_is_not_repeated(make: Make, f
     trained(config, {})
     refused = [one for one in decisions(path.parent) if one["flag"] == "refused"]
     assert [one["details"]["refused"] for one in refused] == [flag]
+
+
+def test_commands_are_left_out_by_one_start_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = ConfigContainer()
+    stored.run.name, stored.run.without_commands_from = "steered", 9
+    (tmp_path / "runs" / "steered").mkdir(parents=True)
+    (tmp_path / "runs" / "steered" / "run.json").write_text(json.dumps({"config": stored.to_dict()}))
+    monkeypatch.chdir(tmp_path)
+    config, _ = configuration(["steered"], None)
+    assert (config.run.name, config.run.without_commands_from) == ("steered", None)

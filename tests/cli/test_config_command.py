@@ -52,7 +52,7 @@ def test_a_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
         "  Peak learning rate.",
         "  type               float or None",
         "  default            null",
-        "  must be            > 0",
+        "  must be            >= 0",
         f"  if changed         changes the trajectory: {meaning('optimizer.lr')}",
         "  TrainingArguments  learning_rate",
     ]

@@ -29,6 +29,29 @@ def test_nothing_is_left_behind(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train dataset.paths=nowhere.txt", "the corpus path 'nowhere.txt' does not exist"),
+        ("train model.num_attention_heads=7", "model.hidden_size=128 must be a multiple"),
+        ("train model.hidden_size=1000000000000", "GiB of memory"),
+        ("train run.recipe=nope", "unknown recipe 'nope'"),
+        ("train run.name=a/b", "run.name='a/b' must be the name of a directory"),
+        ("train --import nowhere.py", "--import nowhere.py: the file does not exist"),
+        ("finetune", "requires weights to start from"),
+        ("demo dataset.split=0,1", "leaves nothing to train on"),
+    ],
+)
+def test_what_requires_no_torch_is_refused_before_it_is_loaded(
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words.split()) == 1
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert "loading PyTorch" not in shown.out
+
+
 @pytest.mark.process
 def test_two_ranks_leave_nothing_behind_either(tmp_path: Path) -> None:
     code, said = finish(["-m", "onstep", "train", "dataset.paths=nowhere.txt"], tmp_path)

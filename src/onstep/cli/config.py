@@ -18,6 +18,7 @@ from onstep.cli.runs import find_named, not_found, run_names
 from onstep.config import ConfigContainer, apply_overrides, dump_yaml, explain, load_yaml, merge, resolve
 from onstep.config.explanation import all_defaults, common_defaults
 from onstep.config.recipe_rates import fit_min_lr
+from onstep.config.sequence_lengths import SEQ_LENGTHS, fit_seq_length
 from onstep.config.short_runs import fit_short_run
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
@@ -42,11 +43,15 @@ def configuration(words: list[str], recipe: str | None) -> tuple[ConfigContainer
     if "callbacks" in values or "imports" in values:
         raise ConfigError("A configuration file never imports code; name callbacks on the command line.")
     run = values.get("run")
+    chosen = [pair.partition("=")[2] for pair in pairs if pair.partition("=")[0].strip() == "run.recipe"]
+    recipe = recipe or next(reversed(chosen), None)
     name = recipe or (run.get("recipe") if isinstance(run, dict) else None) or "tiny_gpt"
     config = get_recipe(name)()
     merge(config, values)
     apply_overrides(config, pairs)
-    given = {*_keys_in(values), *(pair.partition("=")[0].strip() for pair in pairs)}
+    written = {pair.partition("=")[0].strip() for pair in pairs}
+    given = {*_keys_in(values), *written}
+    fit_seq_length(config, written if written.intersection(SEQ_LENGTHS) else given)
     own = get_recipe(name)()
     notes = [fit_short_run(config, own, given), fit_min_lr(config, own, given)]
     if os.environ.get("RANK", "0") == "0" and config.logger.console != "quiet":
@@ -79,15 +84,24 @@ def sets(words: list[str], section: str, name: str) -> bool:
     return False
 
 
+def python_file(path: str) -> Path:
+    """The file that `--import` names.
+
+    Raises:
+        ConfigError: if it does not exist.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(f"--import {path}: the file does not exist; give the path of a Python file.")
+    return Path(path)
+
+
 def import_file(path: str) -> None:
     """Run a Python file as the module of its name, so that `callbacks='[name:Class]'` finds what it defines.
 
     Raises:
         ConfigError: if the file does not exist.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"--import {path}: the file does not exist; give the path of a Python file.")
+    file = python_file(path)
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from onstep.bounded_reading import integer_from_environment
 from onstep.cli.application import Imports, Recipe
-from onstep.cli.config import configuration, import_file, load_callback, sets
+from onstep.cli.config import configuration, import_file, load_callback, python_file, sets
 from onstep.cli.exit_codes import ERROR, PREEMPTED
 from onstep.cli.hub import hf_directory
 from onstep.cli.runs import find_named
-from onstep.config import ConfigContainer
+from onstep.config import ConfigContainer, resolve
+from onstep.config.checks.run import check_finetune
 from onstep.config.checks.single_values import check_values
 from onstep.console.level import Level
 from onstep.console.messages import show_messages
 from onstep.errors import ConfigError, DataError
 from onstep.events import CallbackManager
+from onstep.metrics.memory_estimate import check_memory
 from onstep.recipes import RECIPES, get_recipe
 from onstep.recipes.finetuning import LORA_LR
 
@@ -94,7 +99,7 @@ def train(
     config.run.control = config.run.control or control
     if without_commands_from is not None:
         config.run.without_commands_from = without_commands_from
-    announce(config)
+    announce(config, imports or [])
     from onstep.training import pretrain
 
     _suggest(run_to_its_end(pretrain, config, names, imports or [], on_config_change))
@@ -145,10 +150,11 @@ def finetune(
     config, names = configuration(rest, recipe)
     if lora:
         _set_lora(config, words)
+    config.checkpoint.finetune = True
     config.run.control = config.run.control or control
     if without_commands_from is not None:
         config.run.without_commands_from = without_commands_from
-    announce(config)
+    announce(config, imports or [])
     from onstep.training import finetune as start
 
     _suggest(run_to_its_end(start, config, names, imports or [], on_config_change))
@@ -233,10 +239,13 @@ def with_level(words: list[str], *, quiet: bool, verbose: bool) -> list[str]:
     return [*words, f"logger.console={'quiet' if quiet else 'verbose'}"] if quiet or verbose else words
 
 
-def announce(config: ConfigContainer) -> None:
-    """Check each value, name the run, and say what is being started, before seconds of importing torch."""
+def announce(config: ConfigContainer, imports: Sequence[str] = ()) -> None:
+    """Check the configuration, name the run, and say what is being started, before seconds of importing torch."""
+    for path in imports:
+        python_file(path)
     check_values(config)
     config.run.name = config.run.name or config.run.recipe or "run"
+    _check_start(config)
     if not _is_main() or config.logger.console == "quiet":
         return
     train, place = config.train, Path(config.run.output_dir) / config.run.name
@@ -245,6 +254,24 @@ def announce(config: ConfigContainer) -> None:
     length = f"{train.num_epochs:g} epochs" if train.num_epochs is not None else length
     size = f" of {train.global_batch_size} x {config.model.seq_length} tokens" if train.global_batch_size else ""
     print(f"{config.run.recipe or config.run.name}: {length}{size} into {place}; loading PyTorch ...", flush=True)
+
+
+def _check_start(config: ConfigContainer) -> None:
+    """Refuse what can be refused without torch; the model of pretrained weights is not known yet."""
+    checkpoint, data = config.checkpoint, config.dataset
+    check_finetune(config)
+    if checkpoint.pretrained_checkpoint is None and not checkpoint.finetune:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run gives them
+            check_memory(resolve(config, integer_from_environment("WORLD_SIZE", 1)))
+    record = Path(config.run.output_dir) / str(config.run.name) / "run.json"
+    if record.exists() and not config.run.fresh:
+        return  # a run that is finished reads no data
+    for path in data.paths if data.kind == "text" else []:
+        if not glob.has_magic(path) and not os.path.exists(os.path.expanduser(path)):
+            raise DataError(
+                f"the corpus path {path!r} does not exist (working directory: {Path.cwd()}); check dataset.paths"
+            )
 
 
 def _callbacks(config: ConfigContainer, names: list[str]) -> CallbackManager:

@@ -25,6 +25,8 @@ class Bound:
 BOUNDS = {
     "> 0": Bound("> 0", lambda value: value > 0),
     ">= 0": Bound(">= 0", lambda value: value >= 0),
+    "> 0 and at most 10,000": Bound("> 0 and at most 10,000", lambda value: 0 < value <= 10_000),
+    ">= 0 and at most 1,024": Bound(">= 0 and at most 1,024", lambda value: 0 <= value <= 1024),
     "at least 0 and below 1": Bound("at least 0 and below 1", lambda value: 0 <= value < 1),
 }
 """The rules that many keys share."""
@@ -87,7 +89,9 @@ class Option:
 def option(
     default: T,
     on_change: ChangeClass,
-    bound: Literal["> 0", ">= 0", "at least 0 and below 1"] | Bound | None = None,
+    bound: Literal["> 0", ">= 0", "> 0 and at most 10,000", ">= 0 and at most 1,024", "at least 0 and below 1"]
+    | Bound
+    | None = None,
     choices: tuple[str, ...] = (),
     *,
     help: str,

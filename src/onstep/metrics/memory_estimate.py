@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+import os
+from dataclasses import dataclass, replace
 from typing import Any
 
+from onstep.errors import ConfigError
 from onstep.metrics.model_shape import (
     ModelShape,
     num_expert_matrix_parameters,
@@ -45,6 +48,45 @@ class MemoryEstimate:
     def total(self) -> int:
         """Sum of all components."""
         return self.weights_and_optimizer + self.weight_copies + self.activations
+
+
+def check_memory(cfg: Any) -> None:
+    """Refuse a model whose weights, or on a CPU whose training, cannot fit into the memory of this machine.
+
+    Raises:
+        ConfigError: naming the sizes, the memory needed and the memory there is.
+    """
+    given, model = cfg.model, copy.copy(cfg.model)
+    model.vocab_size = model.vocab_size or cfg.tokenizer.vocab_size or 1
+    cfg = replace(cfg, model=model)
+    estimate, there = estimate_training_memory(cfg), _machine_bytes()
+    if estimate is None or there is None:
+        return
+    names = [name for name in ("num_layers", "hidden_size", "vocab_size") if getattr(given, name)]
+    sizes = ", ".join(f"model.{name}={getattr(given, name):,}" for name in names)
+    has = f"this machine has {there / 2**30:,.0f} GiB of memory"
+    if estimate.weights > there:
+        raise ConfigError(
+            f"{sizes} make a model of {estimate.num_parameters:,} parameters, whose weights are "
+            f"{estimate.weights / 2**30:,.0f} GiB; {has}. Lower the sizes."
+        )
+    if cfg.dist.device == "cpu" and estimate.total > _ROUGHLY * there:
+        raise ConfigError(
+            f"train.micro_batch_size={cfg.train.micro_batch_size:,}, model.seq_length={model.seq_length:,}, {sizes} "
+            f"require about {estimate.total / 2**30:,.0f} GiB; {has}. Lower them."
+        )
+
+
+_ROUGHLY = 2
+"""How far an estimate with activations may be off."""
+
+
+def _machine_bytes() -> int | None:
+    """The memory of this machine; None where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
 
 
 def estimate_training_memory(cfg: Any) -> MemoryEstimate | None:

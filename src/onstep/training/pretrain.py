@@ -11,11 +11,13 @@ from torch import nn
 
 from onstep.config import ConfigContainer, resolve
 from onstep.config.keys import own_copy
+from onstep.config.sequence_lengths import fit_changed_seq_length
 from onstep.config.short_runs import with_fitting_warmup
 from onstep.console import with_progress
 from onstep.distributed import World, open_world, world_size_from_environment
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager, Dispatcher, normalize_callbacks
+from onstep.metrics.memory_estimate import check_memory
 from onstep.models import ModelHook
 from onstep.recipes import RECIPES
 from onstep.training.bridge.global_state import GlobalState
@@ -68,10 +70,13 @@ def pretrain(
     """
     config = own_copy(config)
     recipe = RECIPES.get(config.run.recipe or "")
-    config, note = with_fitting_warmup(config, None if recipe is None else recipe())
+    base = None if recipe is None else recipe()
+    fit_changed_seq_length(config, base or ConfigContainer())
+    config, note = with_fitting_warmup(config, base)
     if note is not None:
         logger.warning("%s", note)
     config = resolve(fill_from_pretrained(config), world_size_from_environment())
+    check_memory(config)
     manager = with_progress(normalize_callbacks(callbacks), config)
     if config.run.control:
         manager = CallbackManager() if manager is None else manager

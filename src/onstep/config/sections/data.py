@@ -118,7 +118,7 @@ class DatasetConfig(ConfigSection):
         bound="> 0",
         effect=NEW_DATA,
         common=True,
-        help="Tokens per training sequence; must equal `model.seq_length`.",
+        help="Tokens per training sequence, those of `model.seq_length`; set either, and the other follows.",
     )
     cache_dir: str | None = option(
         None, SAFE, help="Where token files are cached; None is `$ONSTEP_CACHE` or the user's cache directory."
@@ -129,7 +129,7 @@ class DatasetConfig(ConfigSection):
     num_workers: int = option(
         2,
         SAFE,
-        bound=">= 0",
+        bound=">= 0 and at most 1,024",
         hf="dataloader_num_workers",
         common=True,
         help="Worker processes that load data; 0 loads in the training process.",

@@ -16,7 +16,7 @@ class ModelConfig(ConfigSection):
     num_layers: int = option(
         4,
         INCOMPATIBLE,
-        bound="> 0",
+        bound="> 0 and at most 10,000",
         common=True,
         known_as=("num_hidden_layers", "n_layer", "n_layers"),
         help="Number of transformer layers.",
@@ -77,7 +77,7 @@ class ModelConfig(ConfigSection):
         bound="> 0",
         common=True,
         known_as=("block_size", "max_seq_length", "max_length", "context_length", "max_position_embeddings"),
-        help="Tokens per training sequence; must equal `dataset.seq_length`.",
+        help="Tokens per training sequence, those of `dataset.seq_length`; set either, and the other follows.",
     )
     rotary_base: float = option(
         10000.0,

@@ -104,7 +104,7 @@ def unread_notes(paths: Iterable[str | os.PathLike[str]], *, only_records: bool 
             times[path.absolute()] += 1
             continue
         unread = (_UNREAD_TEXT | TEXT_SUFFIXES) - JSONL_SUFFIXES if only_records else _UNREAD_TEXT
-        found = (file for file in path.rglob("*") if file.suffix.lower() in unread and is_visible(file, path))
+        found = (file for file in _files_below(path) if file.suffix.lower() in unread and is_visible(file, path))
         suffixes.update(file.suffix.lower() for file in found)
         runs |= _runs_in(path)
     notes = [f"{path} is named {count} times and read once" for path, count in times.items() if count > 1]
@@ -216,7 +216,12 @@ _RUN_MARK = ".run.lock"
 
 def _runs_in(directory: Path) -> set[Path]:
     """The directories of runs below a directory."""
-    return {mark.parent for mark in directory.rglob(_RUN_MARK)} - {directory}
+    return {file.parent for file in _files_below(directory) if file.name == _RUN_MARK} - {directory}
+
+
+def _files_below(directory: Path) -> Iterator[Path]:
+    """All files of a directory, as far as it can be listed."""
+    return (Path(place, name) for place, _, names in os.walk(directory) for name in names)
 
 
 def _texts_in(directory: Path) -> Iterator[Path]:

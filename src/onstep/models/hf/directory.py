@@ -100,7 +100,8 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
     if not isinstance(model_type, str) or model_type not in known:
         hint = nearest(model_type, list(known)) if isinstance(model_type, str) else ""
         raise ConfigError(
-            f"config.json has model_type {short(model_type)}; only {', '.join(known)} can be converted.{hint}"
+            f"config.json has model_type {short(model_type)}; only {', '.join(known)} can be converted.{hint} To train "
+            "another model, load it with transformers and pass it to onstep.Trainer."
         )
     check_types(hf_config)
     architecture = known[model_type]

@@ -109,7 +109,7 @@ def test_train_with_such_a_recipe_is_the_same_run(capsys: pytest.CaptureFixture[
 def test_what_is_missing_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     words = [word for word in SMALL if "pretrained" not in word]
     assert main(["finetune", *words]) == 1
-    assert "finetune requires weights to start from" in capsys.readouterr().err
+    assert "finetune=True requires weights to start from" in capsys.readouterr().err
     assert main(["finetune", *words, "checkpoint.pretrained_checkpoint=bse"]) == 1
     assert "checkpoint.pretrained_checkpoint=bse does not exist" in capsys.readouterr().err
     assert main(["finetune", "tiny_gtp", *words]) == 1

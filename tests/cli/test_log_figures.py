@@ -81,8 +81,8 @@ def texts(path: str | Path) -> list[str]:
 def test_plot_writes_a_picture_and_prints_where(
     project: Path, capsys: pytest.CaptureFixture[str], options: list[str], name: str
 ) -> None:
-    assert onstep(capsys, "logs", "plot", *options) == f"tmp/{name}"
-    assert (project / "tmp" / name).stat().st_size > 1000
+    assert onstep(capsys, "logs", "plot", *options) == f"{name}"
+    assert (project / name).stat().st_size > 1000
 
 
 def test_every_option_of_plot_reaches_the_picture(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,7 +151,7 @@ def test_a_picture_can_be_opened_in_an_editor(
     editor = "import pathlib, sys; pathlib.Path('opened').write_text(sys.argv[1])"
     monkeypatch.setenv("EDITOR", f'{sys.executable} -c "{editor}"')
     onstep(capsys, "logs", "plot", "fast", "-e")
-    assert (project / "opened").read_text() == "tmp/fast_training_plot.png"
+    assert (project / "opened").read_text() == "fast_training_plot.png"
 
 
 def test_compare_prints_numbers_and_differences(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,7 +171,7 @@ def test_compare_takes_a_directory_of_runs_and_writes_files(project: Path, capsy
 
 
 def test_report_writes_a_page(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert onstep(capsys, "logs", "report") == "tmp/fast_report.html"
+    assert onstep(capsys, "logs", "report") == "fast_report.html"
     words = ["logs", "report", "fast", "slow", "--title", "Both", "--labels", "A,B", "-o", "both.html"]
     assert onstep(capsys, *words) == "both.html"
     page = Path("both.html").read_text()
@@ -230,9 +230,9 @@ def test_heatmap_takes_the_newest_file_whatever_its_name(project: Path, capsys: 
     diagnostics(project, "slow", "parameter_norms.json", "norms", age=50)
     diagnostics(project, "fast", "gradient_norms.json", "grad_norms", age=10)
     diagnostics(project, "fast", "parameter_norms.json", "norms", age=90)
-    assert onstep(capsys, "plot", "heatmap") == "tmp/fast_heatmap_gradient_norms.png"
-    assert onstep(capsys, "plot", "heatmap", "slow") == "tmp/slow_heatmap_parameter_norms.png"
-    assert onstep(capsys, "plot", "heatmap", "runs/fast") == "tmp/fast_heatmap_gradient_norms.png"
+    assert onstep(capsys, "plot", "heatmap") == "fast_heatmap_gradient_norms.png"
+    assert onstep(capsys, "plot", "heatmap", "slow") == "slow_heatmap_parameter_norms.png"
+    assert onstep(capsys, "plot", "heatmap", "runs/fast") == "fast_heatmap_gradient_norms.png"
 
 
 def test_heatmap_of_a_metric_takes_the_file_that_has_it(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,7 +241,7 @@ def test_heatmap_of_a_metric_takes_the_file_that_has_it(project: Path, capsys: p
     diagnostics(project, "slow", "parameter_norms.json", "norms", age=5)
     for words in (["fast"], []):
         found = onstep(capsys, "plot", "heatmap", *words, "--metric", "grad_norm")
-        assert found == "tmp/fast_heatmap_gradient_norms_grad_norm.png"
+        assert found == "fast_heatmap_gradient_norms_grad_norm.png"
     message = refused(capsys, "plot", "heatmap", "slow", "--metric", "grad_norm")
     assert "slow has no gradient_norms.json; train with the callback GradNormLogger" in message
 
@@ -251,7 +251,7 @@ def test_every_option_of_heatmap_reaches_the_picture(project: Path, capsys: pyte
     options = ["--metric", "norm", "-f", r"layers\.", "--step-stride", "2", "--title", "Norms", "--log-scale"]
     options += ["--vmin", "1", "--vmax", "10", "--figsize", "4", "3", "--format", "svg"]
     target = onstep(capsys, "plot", "heatmap", str(path), *options)
-    assert target == "tmp/fast_heatmap_parameter_norms_norm.svg"
+    assert target == "fast_heatmap_parameter_norms_norm.svg"
     found = texts(target)
     assert {"Norms", "layers.0", "layers.1", "parameter norm"} <= set(found)
     assert "b" not in found

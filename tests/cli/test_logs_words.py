@@ -96,8 +96,8 @@ def test_a_directory_of_runs_is_all_of_them_or_the_newest_which_is_reported(
 
 
 def test_a_report_of_a_directory_is_about_all_its_runs(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert captured(capsys, "logs", "report", "runs")[0] == "tmp/comparison_report.html\n"
-    page = Path("tmp/comparison_report.html").read_text()
+    assert captured(capsys, "logs", "report", "runs")[0] == "comparison_report.html\n"
+    page = Path("comparison_report.html").read_text()
     assert all(f'"label":"{name}"' in page for name in ("new", "old"))
     assert captured(capsys, "logs", "plot", "runs")[1] == "runs has 2 runs; using the newest: runs/new\n"
     for command, text in (
@@ -111,7 +111,7 @@ def test_pictures_of_runs_without_a_name_do_not_overwrite_each_other(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [captured(capsys, "logs", "plot", str(made(project / name)), "--loss-curves")[0] for name in ("one", "two")]
-    assert names == ["tmp/one_loss_curves.png\n", "tmp/two_loss_curves.png\n"]
+    assert names == ["one_loss_curves.png\n", "two_loss_curves.png\n"]
 
 
 def test_killed_run_is_listed_as_such(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,7 @@ def test_a_signal_saves_once_and_leaves_with_75_and_the_same_command_goes_on(
     code = command.start(name, strike={"signal": sent, "event": event, "number": number})
     said = output_of(command.directory / name)
     assert code == 75, said
-    assert f"({sent}), initiating graceful stop" in said
+    assert f"Received {sent}: saving and stopping after this step" in said
     assert "Traceback" not in said
     assert command.steps(name) == saved
     assert command.status(name) == "preempted"

@@ -189,7 +189,7 @@ def sweep(ranks: Ranks, whole: dict[str, Any], seeds: range, words: list[str], l
             ranks.forget_output(name)
             strikes = [strike] * bool(most)
             codes = ranks.start(name, strikes=strikes, words=words, slow_save=generator.choice([0.0, 0.002]))
-            is_handled = "initiating graceful stop" in ranks.output(name)
+            is_handled = "saving and stopping after this step" in ranks.output(name)
             expected = {(0, 0), (PREEMPTED, PREEMPTED)}
             if not is_handled:
                 expected = {(0, 0), (-15, -9), (-9, -15), (-15, 0), (0, -15)}

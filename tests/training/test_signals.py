@@ -67,7 +67,10 @@ def test_a_signal_sets_the_flag_and_says_so_on_standard_error(capfd: pytest.Capt
         assert (handler.received, handler.signal_name, handler.signals_received()) == (False, None, [False])
         os.kill(os.getpid(), signal.SIGUSR1)
         assert (handler.received, handler.signal_name, handler.signals_received()) == (True, "SIGUSR1", [True])
-    assert capfd.readouterr().err == "Received signal 10 (SIGUSR1), initiating graceful stop\n"
+    assert (
+        capfd.readouterr().err
+        == "Received SIGUSR1: saving and stopping after this step; a second SIGUSR1 ends the run without saving\n"
+    )
 
 
 def test_on_a_terminal_it_takes_the_place_of_the_bar() -> None:
@@ -82,7 +85,7 @@ def test_on_a_terminal_it_takes_the_place_of_the_bar() -> None:
     written = read_terminal(ours, "\n")
     for end in (ours, terminal, before):
         os.close(end)
-    assert written == "\r\x1b[JReceived signal 10 (SIGUSR1), initiating graceful stop\r\n"
+    assert written.startswith("\r\x1b[JReceived SIGUSR1: saving and stopping after this step; a second SIGUSR1 ends")
 
 
 def test_the_handlers_from_before_come_back() -> None:

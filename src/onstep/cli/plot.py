@@ -16,7 +16,9 @@ from onstep.errors import ConfigError
 if TYPE_CHECKING:
     from onstep.analysis.logs.training_log import TrainingLog
 
-Picture = Annotated[Path | None, typer.Option("--output", "-o", help="Image file to write; default: in tmp/.")]
+Picture = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Image file to write; default: in the current directory.")
+]
 PictureFormat = Annotated[str | None, typer.Option("--format", metavar="FORMAT", help="png, svg or pdf.")]
 EditPicture = Annotated[bool, typer.Option("--edit", "-e", help="Open the image in $VISUAL, $EDITOR or a viewer.")]
 ShowPicture = Annotated[bool, typer.Option(help="Open the image in the system's viewer.")]
@@ -136,7 +138,9 @@ def report(
             ),
         ),
     ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="HTML file to write; default: in tmp/.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="HTML file to write; default: in the current directory.")
+    ] = None,
     labels: Labels = None,
     title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
     edit: Annotated[bool, typer.Option("--edit", "-e", help="Open the page in $VISUAL, $EDITOR or a browser.")] = False,

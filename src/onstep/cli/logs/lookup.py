@@ -51,8 +51,6 @@ def _newest(directory: Path) -> Path:
     return logs[0]
 
 
-OUTPUT_DIR = Path("tmp")
-"""Where plots are written by default."""
 FORMATS = ("png", "svg", "pdf")
 
 
@@ -88,7 +86,9 @@ def split_labels(labels: Sequence[str], num_logs: int) -> list[str]:
 
 
 def output_path(output: Path | None, form: str | None, name: str, *, known: Sequence[str] = FORMATS) -> Path:
-    """The path to write to: `output`, or `name` in tmp/; the format is `form`, else that of the suffix, else the first.
+    """The path to write to: `output`, or `name` in the current directory.
+
+    The format is `form`, else that of the suffix, else the first.
 
     A name without a suffix, or with a digit after its last dot, gets the suffix of the format.
 
@@ -98,7 +98,7 @@ def output_path(output: Path | None, form: str | None, name: str, *, known: Sequ
     if form is not None and form not in known:
         raise ConfigError(f"--format must be one of {', '.join(known)}, got {form!r}.")
     if output is None:
-        return OUTPUT_DIR / f"{name}.{form or known[0]}"
+        return Path(f"{name}.{form or known[0]}")
     suffix = output.suffix.lower().removeprefix(".")
     if suffix not in known:
         if suffix and not suffix[0].isdigit():

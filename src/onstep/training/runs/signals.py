@@ -200,7 +200,10 @@ class DistributedSignalHandler:
         else:
             self._first_time, self._first_signal = now, signal.Signals(number)
             self._children.start()
-            line = f"Received signal {number} ({self._first_signal.name}), initiating graceful stop\n"
+            name = self._first_signal.name
+            line = (
+                f"Received {name}: saving and stopping after this step; a second {name} ends the run without saving\n"
+            )
             erase = _ERASE_BARS if os.isatty(2) else ""
             with suppress(OSError):  # standard error may be closed
                 os.write(2, f"{erase}{line}".encode())

@@ -229,7 +229,9 @@ class ColumnFilter:
         if self._parameters and samples and isinstance(samples[0], (dict, Mapping)):
             wanted = self._wanted
             if all(map(wanted.issuperset, samples)):
-                samples = [dict(sample) for sample in samples]  # copies, since a collator may modify its input
+                given, samples = samples, []
+                for sample in given:  # not `map`, which would end with a StopIteration of a user's mapping
+                    samples.append(dict(sample))  # copies, since a collator may modify its input
             else:
                 samples = [{key: value for key, value in sample.items() if key in wanted} for sample in samples]
             if not samples[0]:

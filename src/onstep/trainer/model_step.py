@@ -194,7 +194,7 @@ def function_loss(
 
 def find_loss(outputs: Any) -> Tensor | None:
     """The loss in a model's outputs: `loss`, the first element of a tuple, or the output itself; one element."""
-    loss = _loss_entry(outputs)
+    loss = outputs.get("loss") if isinstance(outputs, MAPPING) else _loss_entry(outputs)  # mostly without a call
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         return None
     return loss.reshape(()) if loss.ndim else loss

@@ -14,6 +14,7 @@ import pytest
 
 from onstep import Callback, CallbackManager, DefaultMetrics, ProgressCallback, Trainer, TrainingArguments, pretrain
 from onstep.config import ConfigContainer
+from onstep.console import shown_by_default
 from onstep.console.progress import RowPace
 from onstep.errors import ConfigError
 from onstep.training import Preempted
@@ -149,10 +150,12 @@ def test_the_pace_of_a_run_without_an_end_is_every_row() -> None:
 
 
 def test_columns_of_the_speed_are_there_before_it_is_known(
-    tiny_config: ConfigContainer, capsys: pytest.CaptureFixture[str]
+    tiny_config: ConfigContainer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "160")  # wide enough for the tokens of a step too
+    monkeypatch.setattr("onstep.console.progress.place_of_output", lambda: "terminal")
     tiny_config.logger.log_interval, tiny_config.validation.eval_on_start = 2, True
-    pretrain(tiny_config, callbacks=[DefaultMetrics(), ProgressCallback(expected=("tok_per_sec",))])
+    pretrain(tiny_config, callbacks=[DefaultMetrics(), *shown_by_default("default", use_tqdm=False)])
     headers = [line for line in capsys.readouterr().out.splitlines() if "split" in line]
     assert len(headers) == 1
     assert headers[0].endswith("tok/s")

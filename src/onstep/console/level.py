@@ -23,7 +23,7 @@ def shown_by_default(level: Level, *, use_tqdm: bool | None = None) -> list[Prog
     """
     if level == "bridge":
         return []
-    progress = ProgressCallback(use_tqdm, level=level, expected=("tok_per_sec",))
+    progress = ProgressCallback(use_tqdm, level=level, expected=("tokens", "tok_per_sec"))
     return [progress] if level == "quiet" else [progress, InfoCallback(brief=level != "verbose")]
 
 

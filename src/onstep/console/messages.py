@@ -26,6 +26,8 @@ def show_messages(level: str, *, is_main: bool) -> None:
     logging.getLogger("onstep").setLevel(_LEVELS.get(level, logging.INFO) if is_main else logging.WARNING)
     if level == "quiet":
         logging.getLogger().setLevel(logging.WARNING)
+    for client in ("httpx", "httpx2") if level != "verbose" else ():  # they log each request to the Hub at INFO
+        logging.getLogger(client).setLevel(logging.WARNING)
     warnings.formatwarning = _first_line
     logging.captureWarnings(True)
     logging.getLogger("py.warnings").setLevel(logging.WARNING if is_main else logging.ERROR)

@@ -25,7 +25,10 @@ from onstep.training.bridge.housekeeping import _finish_train
 from onstep.training.opening import already_finished, claim_for_all, open_run
 from onstep.training.protocols import ForwardStep
 from onstep.training.run import EntryPoint, Run
+from onstep.training.runs.claims import Claim, acquire_run_dir
+from onstep.training.runs.hold import Hold
 from onstep.training.runs.identity import configured_identity
+from onstep.training.runs.pinned_data import pin_datasets
 from onstep.training.serving.trainer_control_callback import add_control
 from onstep.training.setup.final_weights import save_weights
 from onstep.training.setup.pretrained import fill_from_pretrained
@@ -86,8 +89,7 @@ def pretrain(
         pre_wrap_hooks=tuple(pre_wrap_hooks),
         identify=configured_identity,
     )
-    claim_run = partial(claim_for_all, identify=configured_identity)
-    with open_run(config, manager, _joined, claim_run, entry_point) as opened:
+    with open_run(config, manager, _joined, _claim_run, entry_point) as opened:
         run, notify, claim = opened.run, opened.notify, opened.claim
         if claim is not None and claim.is_finished:
             if run.world.is_main:
@@ -137,6 +139,11 @@ def finetune(
         )
     config.checkpoint.finetune = True
     return pretrain(config, forward_step_func, callbacks, pre_wrap_hooks=pre_wrap_hooks)
+
+
+def _claim_run(config: ConfigContainer, world: World) -> tuple[Claim | None, Hold | None]:
+    acquire = partial(acquire_run_dir, revisions=pin_datasets(config, world))
+    return claim_for_all(config, world, configured_identity, acquire)
 
 
 def _joined(config: ConfigContainer) -> AbstractContextManager[World]:

@@ -28,8 +28,8 @@ class DatasetConfig(ConfigSection):
         help="Sources of the data. For `text`: files, directories, globs or JSONL files; empty is the source code of "
         "Python's standard library. For `megatron`: prefixes of pairs of `.bin` and `.idx` files. For "
         "`huggingface`: directories of `save_to_disk`, json, parquet, arrow or csv files, directories or globs of "
-        "such, or names on the hub. For `chat`: JSONL files or directories of them, or anything that "
-        "`huggingface` accepts.",
+        "such, or names on the hub, with `@REVISION` for a branch, tag or commit. For `chat`: JSONL files or "
+        "directories of them, or anything that `huggingface` accepts.",
     )
     text_key: str = option(
         "text",

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Generic, TypeVar
 
 from onstep.data.corpus.corpus import JSONL_SUFFIXES, Document, is_visible
@@ -34,7 +34,9 @@ _SPLIT_WORDS = {
     **dict.fromkeys(_VALIDATION, "validation"),
     **dict.fromkeys((*_TEST, "testing", "eval", "evaluation"), "test"),
 }
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_HUB_NAME = re.compile(r"([\w-][\w.-]*(?:/[\w-][\w.-]*)?)(?:@([\w./-]+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_HUB_SECONDS = 30
 _ROWS_AT_ONCE = 256
 
 
@@ -117,8 +119,8 @@ def load_own_splits(
     """The split `split` of the datasets in `paths`, concatenated, and their own validation and test splits.
 
     A path is a directory written by `save_to_disk`, a json, parquet, arrow or csv file, a glob or directory of such
-    files, or the name of a dataset on the Hub. In a directory, files with `validation` (valid, val, dev) or `test` in
-    their names form those splits.
+    files, or the name of a dataset on the Hub, with @REVISION for a branch, tag or commit. In a directory, files with
+    `validation` (valid, val, dev) or `test` in their names form those splits.
 
     Args:
         subset: the configuration of a dataset on the Hub.
@@ -161,7 +163,49 @@ def is_rows(path: str) -> bool:
         return any(file.suffix in _READ_BY_LIBRARY for file in _visible_files(given))
     if given.is_file() or glob.has_magic(path):
         return given.suffix in _READ_BY_LIBRARY
-    return bool(_HUB_NAME.fullmatch(path)) and given.suffix not in _READERS
+    return hub_name(path) is not None
+
+
+def hub_name(path: str) -> tuple[str, str | None] | None:
+    """The name and revision of a dataset on the Hub; None for what is or must be a local path."""
+    named = _HUB_NAME.fullmatch(path)
+    if named is None or Path(path).exists() or PurePath(named[1]).suffix in _READERS:
+        return None
+    return named[1], named[2]
+
+
+def pinned(path: str) -> str:
+    """A dataset on the Hub as NAME@COMMIT, with the commit that its revision is now; any other path as it is.
+
+    A name without a revision, the default branch, remains as it is where the Hub does not tell its commit.
+
+    Raises:
+        DataError: for a branch or tag that the Hub does not have, or if it cannot be reached.
+    """
+    name, revision = hub_name(path) or (None, None)
+    if name is None or _COMMIT.fullmatch(revision or ""):
+        return path
+    try:
+        from huggingface_hub import HfApi
+
+        return f"{name}@{HfApi().dataset_info(name, revision=revision, timeout=_HUB_SECONDS).sha}"
+    except Exception as error:  # the errors of connections have no base class in common
+        if revision is None:
+            return path
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise DataError(
+            f"cannot find revision {revision!r} of the dataset {name!r} on the Hub ({reason}); check both, or name a "
+            "commit by its 40 digits"
+        ) from error
+
+
+def hub_commits(dataset: Any) -> dict[str, str]:
+    """The commits on the Hub that a dataset was loaded from, by name; the library keeps them only in its cache's paths.
+
+    The name is that of the directory in the cache: `me/my_rows` for `me/MyRows`.
+    """
+    places = [PurePath(file["filename"]).parts for file in dataset.cache_files]  # .../me___rows/default/0.0.0/COMMIT/x
+    return {at[-5].replace("___", "/"): at[-2] for at in places if len(at) > 4 and _COMMIT.fullmatch(at[-2])}
 
 
 def _joined(datasets: Any, parts: Sequence[Any], columns: Sequence[str]) -> Any:
@@ -188,17 +232,30 @@ def _load(datasets: Any, path: str, subset: str | None) -> dict[str, Any]:
             return dict(saved) if isinstance(saved, datasets.DatasetDict) else {"train": saved}
         if given.exists() or glob.has_magic(path):
             return _load_files(datasets, path)
-        if not _HUB_NAME.fullmatch(path) or given.suffix in _READERS:
+        if hub_name(path) is None:
             raise DataError(
                 f"the dataset {path!r} does not exist (working directory: {Path.cwd()}); check dataset.paths"
             )
-        return dict(datasets.load_dataset(path, subset))
+        return _load_from_hub(datasets, path, subset)
     except DataError:
         raise
     except Exception as error:  # files that are damaged make the library raise anything
         local = given.exists() or glob.has_magic(path)
         remedy = "check its files" if local else "the Hub requires network access, a local path does not"
         raise DataError(f"cannot load the dataset {path!r}: {type(error).__name__}: {error}; {remedy}") from error
+
+
+def _load_from_hub(datasets: Any, path: str, subset: str | None) -> dict[str, Any]:
+    named = hub_name(path if "@" not in path else pinned(path))
+    assert named is not None
+    found = dict(datasets.load_dataset(named[0], subset, revision=named[1]))
+    commits = {commit for split in found.values() for commit in hub_commits(split).values()}
+    if named[1] is not None and commits - {named[1]}:  # without the Hub, the library reads the newest in its cache
+        raise DataError(
+            f"the Hub cannot be reached for the dataset {path!r}, and the cache of the library 'datasets' gives commit "
+            f"{', '.join(sorted(commits))}; connect to the Hub"
+        )
+    return found
 
 
 def _check_subset(paths: Sequence[str], subset: str | None) -> None:

@@ -20,6 +20,7 @@ from onstep.config.differences import Change, changes, decide
 from onstep.config.hf.argument import argument_of
 from onstep.config.keys import typed_copy
 from onstep.config.suggestions import listed, shown
+from onstep.data.corpus.hf_datasets import hub_commits
 from onstep.distributed import World
 from onstep.errors import CheckpointError, ConfigError
 from onstep.trainer.base_trainer import BaseTrainer
@@ -28,6 +29,7 @@ from onstep.trainer.output_dir.identity import trainer_identity
 from onstep.training.opening import claim_for_all
 from onstep.training.protocols import StateDict
 from onstep.training.runs.claims import Claim, go_on, hold_and_claim, named_dir, start
+from onstep.training.runs.fingerprints import is_arrow_dataset
 from onstep.training.runs.hold import Hold
 from onstep.training.runs.hub import hub_revisions
 from onstep.training.runs.identity import Identify, Identity, compare
@@ -54,7 +56,7 @@ class Wish:
     search: Search | None = None
     """The search for a batch size that this training is part of."""
     revisions: Mapping[str, str] = field(default_factory=dict)
-    """The commit of the model on the Hub that training starts from, by its name."""
+    """The commits of the model and the datasets on the Hub, by name."""
 
     @property
     def is_retry(self) -> bool:
@@ -91,13 +93,26 @@ def acquire_dir(
         config.run.fresh, config.run.name = False, owned[0].path.name
         as_owned = Identity({**identity.parts, **{k: v for k, v in owned[1].parts.items() if k == "weights"}})
     search = trainer.batch_size_search if trainer.args.auto_find_batch_size else None
-    revisions = hub_revisions(getattr(trainer.model, "name_or_path", None))  # transformers 5 keeps no other trace of it
-    wish = Wish(resume, trainer.args.overwrite_output_dir, None if owned is None else as_owned, search, revisions)
+    given = None if owned is None else as_owned
+    wish = Wish(resume, trainer.args.overwrite_output_dir, given, search, _revisions(trainer))
     claim, hold = claim_for_all(config, world, lambda _: identity, partial(_acquire, wish=wish))
     assert claim is not None
     is_same = claim.identity == as_owned.digests
     trainer.owned_dirs[asked] = claim.directory, as_owned if is_same else identity
     return claim, hold
+
+
+def _revisions(trainer: BaseTrainer) -> dict[str, str]:
+    """The commits on the Hub of the model and of the datasets, where these were loaded from its libraries' caches."""
+    evaluated = trainer.eval_dataset
+    datasets = [trainer.train_dataset, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
+    commits = {
+        f"datasets/{name}": commit
+        for one in datasets
+        if is_arrow_dataset(one)
+        for name, commit in hub_commits(one).items()
+    }
+    return hub_revisions(getattr(trainer.model, "name_or_path", None)) | commits  # transformers 5 keeps no other trace
 
 
 def _acquire(config: ConfigContainer, identify: Identify | None, *, wish: Wish) -> tuple[Claim, Hold]:

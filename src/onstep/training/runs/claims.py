@@ -15,7 +15,7 @@ from onstep.config.differences import Change, changes, decide, of_kind
 from onstep.errors import ConfigError, RunExistsError
 from onstep.training.protocols import StateDict
 from onstep.training.runs.hold import PROBES, Hold, abandoned_on_error, missing_directories, remove_empty
-from onstep.training.runs.hub import hub_revisions
+from onstep.training.runs.hub import hub_revisions, recorded_revisions
 from onstep.training.runs.identity import IDENTITY_FILE, Comparison, Identify, Identity, compare, ways_to_continue
 from onstep.training.runs.lock import LEASE
 from onstep.training.runs.provenance import provenance
@@ -70,12 +70,15 @@ class Claim:
     """What the user should know about the data of a run that exists: it has changed, or could not be compared."""
 
 
-def acquire_run_dir(config: ConfigContainer, identify: Identify | None = None) -> tuple[Claim, Hold | None]:
+def acquire_run_dir(
+    config: ConfigContainer, identify: Identify | None = None, revisions: Mapping[str, str] | None = None
+) -> tuple[Claim, Hold | None]:
     """Claim the directory of the run that `config` names, on rank 0: a new one, or one to continue.
 
     Args:
         config: the run's configuration.
         identify: determines what the run is trained on; None records and compares nothing but the configuration.
+        revisions: the commits of its datasets on the Hub, by name.
 
     Returns:
         The claim, and the hold that keeps other processes out; None for a finished run.
@@ -92,7 +95,7 @@ def acquire_run_dir(config: ConfigContainer, identify: Identify | None = None) -
         raise _not_writable(directory, error) from None
     if finished is not None:
         return finished, None
-    return hold_and_claim(directory, lambda: _start_or_continue(directory, config, identify))
+    return hold_and_claim(directory, lambda: _start_or_continue(directory, config, identify, revisions or {}))
 
 
 def hold_and_claim(
@@ -156,13 +159,16 @@ def _finished(directory: RunDir, config: ConfigContainer, identify: Identify | N
     return claim if claim.is_finished else None
 
 
-def _start_or_continue(directory: RunDir, config: ConfigContainer, identify: Identify | None) -> Claim:
+def _start_or_continue(
+    directory: RunDir, config: ConfigContainer, identify: Identify | None, revisions: Mapping[str, str]
+) -> Claim:
     """Start a run, or continue the existing one; no other process can by now."""
     if not directory.run_json.exists() or may_be_replaced(directory):
-        directory = RunDir(directory.path, "onstep")
-        return start(directory, config, Identity() if identify is None else identify(config))
+        directory, identity = RunDir(directory.path, "onstep"), Identity() if identify is None else identify(config)
+        model = hub_revisions(config.checkpoint.pretrained_checkpoint)
+        return start(directory, config, identity, hub_revisions={**model, **revisions})
     claim, identity = _inspect(directory, config, identify)
-    go_on(claim, identity)
+    go_on(claim, identity, hub_revisions={**recorded_revisions(directory), **revisions})
     return claim
 
 
@@ -184,7 +190,6 @@ def start(directory: RunDir, config: ConfigContainer, identity: Identity, **furt
         "step": 0,
         "started_at": time.time(),
         **provenance(),
-        "hub_revisions": hub_revisions(config.checkpoint.pretrained_checkpoint),
         **further,
         "config": config.to_dict(),
     }

@@ -1,0 +1,36 @@
+"""Pins the datasets on the Hub that a run trains on to commits, so that it continues on the same rows."""
+
+from __future__ import annotations
+
+from onstep.config import ConfigContainer
+from onstep.data.corpus.hf_datasets import hub_name, pinned
+from onstep.distributed import World, attempt
+from onstep.training.runs.claims import may_be_replaced, named_dir
+from onstep.training.runs.hub import recorded_revisions
+
+
+def pin_datasets(config: ConfigContainer, world: World) -> dict[str, str]:
+    """The commits of the datasets on the Hub, by their names in `dataset.paths`, which then has them. Collective.
+
+    A run that continues keeps the commits that it started on, wherever its branches and tags point by now.
+
+    Raises:
+        DataError: for a revision that the Hub does not have; on all ranks alike.
+    """
+    commits, error = attempt(lambda: _commits(config)) if world.is_main else (None, None)
+    commits, error = world.share((commits, error))
+    if error is not None:
+        raise error
+    data, commits = config.dataset, commits or {}
+    data.paths = [f"{path.partition('@')[0]}@{commits[path]}" if path in commits else path for path in data.paths]
+    return {f"datasets/{path}": commit for path, commit in commits.items()}
+
+
+def _commits(config: ConfigContainer) -> dict[str, str]:
+    reads_rows = config.dataset.kind in ("huggingface", "chat")
+    paths = [path for path in config.dataset.paths if hub_name(path) is not None] if reads_rows else []
+    directory = named_dir(config) if paths and config.run.name is not None else None
+    is_continued = directory is not None and directory.run_json.exists() and not may_be_replaced(directory)
+    recorded = recorded_revisions(directory) if directory is not None and is_continued else {}
+    found = {path: recorded.get(f"datasets/{path}") or pinned(path).partition("@")[2] for path in paths}
+    return {path: commit for path, commit in found.items() if commit}

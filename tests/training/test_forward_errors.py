@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,98 @@ def test_metrics_that_are_not_a_dict_are_refused(args: TrainingArguments, metric
 def test_what_is_no_dataset_is_refused(args: TrainingArguments, dataset: Any) -> None:
     with pytest.raises(DataError, match=r"train_dataset must be a dataset of samples, got a (str|dict)"):
         Trainer(Classifier(), args, train_dataset=dataset).train()
+
+
+class OnlyALength:
+    def __len__(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize("dataset", [OnlyALength(), object()], ids=["a length", "an object"])
+def test_what_cannot_be_read_is_refused(args: TrainingArguments, dataset: Any) -> None:
+    trainer = Trainer(Classifier(), args, train_dataset=dataset, eval_dataset=dataset)
+    for method in (trainer.train, trainer.evaluate):
+        with pytest.raises(DataError, match=r"is not a dataset: it must have __getitem__\(index\) and __len__\(\), or"):
+            method()
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error")  # of torch
+def test_data_that_spawned_workers_cannot_be_given_is_named(args: TrainingArguments) -> None:
+    args.dataloader_num_workers, args.dataloader_multiprocessing_context = 1, "spawn"
+    trainer = Trainer(Classifier(), args, train_dataset=Rows(lambda row: row), eval_dataset=Rows(lambda row: row))
+    for method in (trainer.train, trainer.evaluate):
+        with pytest.raises(DataError, match=r"cannot be handed to worker processes.*<lambda>.*top level of a module"):
+            method()
+
+
+def test_weights_on_the_device_meta_are_refused(args: TrainingArguments) -> None:
+    part = Classifier()
+    part.layer.bias = nn.Parameter(torch.empty(2, device="meta"))
+    for model, name in ((Classifier().to("meta"), "layer.weight"), (part, "layer.bias")):
+        trainer = Trainer(model, args, train_dataset=Rows(same), eval_dataset=Rows(same))
+        for method in (trainer.train, trainer.evaluate):
+            with pytest.raises(ConfigError, match=rf"{name} is on the device 'meta', so it has no values; .*to_empty"):
+                method()
+    tiny = TinyModel().to("meta")
+    with pytest.raises(ConfigError, match="is on the device 'meta'"):
+        run(small_state(), model=tiny, optimizer=torch.optim.SGD(tiny.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("argument", ["compute_metrics", "preprocess_logits_for_metrics", "per batch"])
+def test_a_stop_iteration_of_a_metric_function_is_named(args: TrainingArguments, argument: str) -> None:
+    def exhausted(*values: Any, compute_result: bool = True) -> Any:
+        return next(iter([]))
+
+    args.batch_eval_metrics = argument == "per batch"
+    functions: dict[str, Any] = {"compute_metrics": lambda _: {}}
+    functions |= {"compute_metrics" if args.batch_eval_metrics else argument: exhausted}
+    with pytest.raises(ConfigError, match=r"the metric function .*exhausted raised StopIteration"):
+        Trainer(Classifier(), args, eval_dataset=Rows(same), **functions).evaluate()
+
+
+def test_metrics_of_several_values_are_named(args: TrainingArguments, caplog: pytest.LogCaptureFixture) -> None:
+    class Logging(Trainer):
+        def compute_loss(self, model: nn.Module, inputs: Any, **further: Any) -> Any:
+            self.log({"of heads": torch.ones(2)})
+            return super().compute_loss(model, inputs, **further)
+
+    metrics = {"per class": torch.ones(3), "mean": torch.tensor(0.5)}
+    trainer = Logging(
+        Classifier(), args, train_dataset=Rows(same), eval_dataset=Rows(same), compute_metrics=lambda _: metrics
+    )
+    trainer.train()
+    assert trainer.evaluate()["eval_mean"] == 0.5
+    named = [line for line in caplog.messages if "which trackers leave out" in line]
+    assert [line.partition(", which")[0] for line in named] == [
+        "the metric 'of heads' is a Tensor of shape (2,)",
+        "the metric 'eval_per class' is a Tensor of shape (3,)",
+    ]
+
+
+class InPlace(Classifier):
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        self.layer.weight.add_(1)
+        return super().forward(x, labels)
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "note"),
+    [
+        (
+            Classifier(),
+            lambda row: {**row, "x": torch.ones(5)},
+            r"shapes in the micro-batch: 'x' \(4, 5\), 'labels' \(4,\)",
+        ),
+        (InPlace(), same, r"changes a weight in place: do that under torch.no_grad\(\)"),
+    ],
+    ids=["width", "in place"],
+)
+def test_an_error_of_torch_is_noted_with_what_helps(
+    args: TrainingArguments, model: nn.Module, change: Any, note: str
+) -> None:
+    with pytest.raises(RuntimeError) as failure:
+        Trainer(model, args, train_dataset=Rows(change)).train()
+    assert re.search(note, "".join(failure.value.__notes__))
 
 
 def test_a_collator_that_returns_nothing_is_named(args: TrainingArguments) -> None:

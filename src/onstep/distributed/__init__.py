@@ -1,6 +1,13 @@
 """The ranks of a run: the world, what ranks agree on, and data parallelism."""
 
-from onstep.distributed.data_parallel import check_ranks, data_parallel, has_fixed_buckets, is_bare, no_sync
+from onstep.distributed.data_parallel import (
+    check_ranks,
+    check_weights,
+    data_parallel,
+    has_fixed_buckets,
+    is_bare,
+    no_sync,
+)
 from onstep.distributed.world import (
     World,
     attempt,
@@ -14,6 +21,7 @@ __all__ = [
     "World",
     "attempt",
     "check_ranks",
+    "check_weights",
     "data_parallel",
     "existing_world",
     "has_fixed_buckets",

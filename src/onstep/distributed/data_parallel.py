@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -83,14 +84,29 @@ class FixedBuckets(DistributedDataParallel):
         return parameters, expect_sparse_gradient
 
 
+def check_weights(chunks: Sequence[nn.Module]) -> None:
+    """Refuse (ConfigError) weights without values, but for a model whose `hf_device_map` has them elsewhere."""
+    for chunk in chunks:
+        if getattr(chunk, "hf_device_map", None) is not None:
+            continue
+        for name, tensor in chain(chunk.named_parameters(), chunk.named_buffers()):
+            if tensor.is_meta:
+                raise ConfigError(
+                    f"{name} is on the device 'meta', so it has no values; load the model without device 'meta', or "
+                    f"give it storage by model.to_empty(device='cpu') and then load or initialize all its weights."
+                )
+
+
 def check_ranks(chunks: Sequence[nn.Module], world: World) -> None:
-    """Check that each rank of `world` may get samples of its own, as all ranks do.
+    """Check that each rank of `world` may get samples of its own, as all ranks do, and that the weights have values.
 
     Raises:
-        ConfigError: for a world of one rank that was assumed before there was a process group of several.
+        ConfigError: for a world of one rank that was assumed before there was a process group of several; for weights
+            on the device `meta`.
         ShardingError: for a parameter that is sharded over ranks that must get the same samples (tensor parallelism),
             or over some of the ranks only.
     """
+    check_weights(chunks)
     if world.is_assumed and world_size() > 1:
         raise ConfigError(
             f"the state was made before the process group of {world_size()} ranks, so its world is this rank alone; "

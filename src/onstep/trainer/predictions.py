@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onstep.data.loaders.iterable_loader import count_samples
 from onstep.distributed import World
-from onstep.errors import warn_once
+from onstep.errors import ConfigError, warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,22 @@ class BatchMetrics:
 
     def _compute(self, *, is_last: bool) -> Any:
         batch, self._last = self._last, None
-        return None if batch is None else self._compute_metrics(batch, compute_result=is_last)
+        return None if batch is None else call_named(self._compute_metrics, batch, compute_result=is_last)
+
+
+def call_named(function: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    """`function(*values, **named)`, for a user's function of metrics.
+
+    Raises:
+        ConfigError: in place of a `StopIteration`, which would pass for the end of what calls it.
+    """
+    try:
+        return function(*values, **named)
+    except StopIteration as error:
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        raise ConfigError(
+            f"the metric function {name} raised StopIteration: something in it called next() on an exhausted iterator."
+        ) from error
 
 
 def logits_of(outputs: Any, ignore_keys: set[str], *, has_loss: bool) -> Any:

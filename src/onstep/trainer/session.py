@@ -246,9 +246,9 @@ def _session(
         if trainer.model is None:
             trainer.model = trainer.call_model_init()
         module = trainer.model
+        check_ranks([module], state.world)
         if trainer.place_model_on_device and trainer.args.place_model_on_device is not False:
             trainer._move_model_to_device(module, state.world.device)
-    check_ranks([module], state.world)
     if trains:
         align_special_tokens(module, trainer.processing_class, logs=state.world.is_main)
     notify.model = [module]

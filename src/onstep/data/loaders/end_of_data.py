@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice, starmap
+from pathlib import PurePath
 from traceback import walk_tb
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ def call(function: Callable[[T], R], argument: T) -> R:
 
 def items_of(source: Iterable[T]) -> Iterator[T]:
     """The items of an iterable, up to its own end; see `check_end`."""
-    iterator = iter(source)
+    iterator = started(source)
     while True:
         try:
             item = next(iterator)
@@ -38,6 +39,30 @@ def items_of(source: Iterable[T]) -> Iterator[T]:
             check_end(stop, iterator)
             return
         yield item
+
+
+def started(source: Iterable[T]) -> Iterator[T]:
+    """`iter(source)`.
+
+    Raises:
+        DataError: for an object that cannot be iterated, and for what worker processes cannot be given.
+    """
+    if not any(hasattr(source, name) for name in ("__iter__", "__getitem__")):
+        raise DataError(
+            f"a {type(source).__name__} is not a dataset: it must have __getitem__(index) and __len__(), or __iter__()"
+        )
+    try:
+        return iter(source)
+    except Exception as error:
+        files = [PurePath(frame.f_code.co_filename).parts[-2:] for frame, _ in walk_tb(error.__traceback__)]
+        if ("multiprocessing", "reduction.py") not in files:
+            raise
+        raise DataError(
+            f"the data cannot be handed to worker processes, which are not forked and so receive it pickled: {error}; "
+            f"define the dataset, its transforms and the collator at the top level of a module instead of as a lambda "
+            f"or inside a function, or read without workers (dataset.num_workers=0, in TrainingArguments "
+            f"dataloader_num_workers=0)"
+        ) from error
 
 
 def check_end(stop: StopIteration, iterator: Iterator[Any]) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from onstep.data.loaders.collate import Collate, as_it_is, fetch_function, pin, should_pin
-from onstep.data.loaders.end_of_data import call, escaped_stop
+from onstep.data.loaders.end_of_data import call, escaped_stop, started
 from onstep.data.loaders.sample_order import GlobalMicroBatch
 from onstep.data.loaders.step_batches import StepBatches
 from onstep.errors import DataError
@@ -31,7 +31,7 @@ PARENT_SECONDS = 5.0
 
 def batches_from_workers(loader: DataLoader[Any]) -> Iterator[Any]:
     """One pass over `loader`; non-persistent workers are stopped at its end, also after an error."""
-    iterator = iter(loader)
+    iterator = started(loader)
     try:
         for batch in iterator:
             HEARTBEAT.beats += 1

@@ -28,6 +28,7 @@ from onstep.trainer.predictions import (
     EvalPrediction,
     PredictionCollector,
     PredictionOutput,
+    call_named,
     logits_of,
     mean_of,
     prefixed,
@@ -140,7 +141,7 @@ class EvaluatingMethods(BaseTrainer):
                 loss, logits, labels = self.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
                 loss = mean_of(loss)
                 if self.preprocess_logits_for_metrics is not None and logits is not None:
-                    logits = self.preprocess_logits_for_metrics(logits, labels)
+                    logits = call_named(self.preprocess_logits_for_metrics, logits, labels)
                 for keeper in (collector, batches):
                     if keeper is not None:
                         keeper.add(inputs, logits, labels, loss, step.is_filler)
@@ -329,7 +330,7 @@ class EvaluatingMethods(BaseTrainer):
             logger.warning("compute_metrics is not called: the evaluated samples have no labels; set label_names")
             return {}
         wanted_losses = losses if "loss" in self.args.include_for_metrics else None
-        metrics = self.compute_metrics(EvalPrediction(predictions, label_ids, inputs, wanted_losses))
+        metrics = call_named(self.compute_metrics, EvalPrediction(predictions, label_ids, inputs, wanted_losses))
         if not isinstance(metrics, Mapping):
             raise ConfigError(f"compute_metrics must return a dict of metrics by name, got {described(metrics)}.")
         return dict(metrics)

@@ -49,6 +49,7 @@ def call_forward_step(
             raise DataError(f"{error}: the micro-batch is None; does the collator return it?") from error
         explanation = _explain(error, batch, model) if isinstance(batch, Mapping) else None
         if explanation is None:
+            _note(error, batch)
             raise
         raise DataError(explanation) from error
 
@@ -74,6 +75,18 @@ def _explain(error: Exception, batch: Mapping[Any, Any], model: nn.Module) -> st
             f"ids from 0 to the number of the model's outputs - 1, or {IGNORE_INDEX}, which is not trained on"
         )
     return _unlike_weights(text, batch, model) if "dtype" in text or "scalar type" in text else None
+
+
+def _note(error: Exception, batch: object) -> None:
+    """Add to an error of torch what it does not say and can help."""
+    text = str(error)
+    if "leaf Variable" in text and "in-place" in text:
+        error.add_note("the forward pass changes a weight in place: do that under torch.no_grad(), or on a copy")
+    elif "shape" in text or "size" in text:
+        shapes = batch.items() if isinstance(batch, Mapping) else ()
+        shown = ", ".join(f"{key!r} {tuple(value.shape)}" for key, value in shapes if isinstance(value, Tensor))
+        if shown:
+            error.add_note(f"the shapes in the micro-batch: {shown}; they and the sizes of the model's layers must fit")
 
 
 def _lacking(what: str, batch: Mapping[Any, Any]) -> str:

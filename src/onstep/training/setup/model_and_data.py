@@ -21,7 +21,7 @@ from onstep.data import (
     tokenizer_source,
 )
 from onstep.data.corpus.tokenizers import TokenizersTokenizer
-from onstep.distributed import World, data_parallel
+from onstep.distributed import World, check_weights, data_parallel
 from onstep.errors import ConfigError, DataError, MissingWeightsError
 from onstep.metrics.model_shape import ModelShape, num_active_parameters, num_parameters
 from onstep.models import ModelHook, Transformer, build_transformer
@@ -57,6 +57,7 @@ def build_model(config: ConfigContainer, world: World, state: Run) -> list[nn.Mo
     if train.torch_compile:
         for chunk in chunks:  # in place, so that the weights keep their names
             chunk.compile(backend=train.torch_compile_backend or "inductor", mode=train.torch_compile_mode)
+    check_weights(chunks)
     return data_parallel([chunk.to(world.device) for chunk in chunks], world, config.ddp)
 
 

@@ -112,6 +112,13 @@ def record(state: Run, logs: Metrics, notify: Dispatcher) -> None:
     if state.evaluated.is_being_logged:
         notify = _to_those_that_log_evaluations(notify)
     notify.on_log(logs=logs)
+    for name, value in logs.items():
+        if getattr(value, "ndim", 0) > 0:
+            warn_once(
+                logger,
+                f"the metric {name!r} is a {type(value).__name__} of shape {tuple(value.shape)}, which trackers leave "
+                f"out; log one number for each name",
+            )
 
 
 def _to_those_that_log_evaluations(notify: Dispatcher) -> Dispatcher:

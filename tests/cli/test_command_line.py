@@ -126,6 +126,7 @@ def test_a_configuration_file_is_read_and_never_imports_code(shell: Shell) -> No
         (["run.output_dir=/dev/null/runs"], "/dev/null/runs"),
         (["callbacks=[nowhere:Thing]"], "nowhere"),
         (["dataset.seq_length=9000000", "model.seq_length=9000000"], "9000000"),
+        (["model.num_moe_experts=1000000000"], "model.num_moe_experts=1000000000"),
     ],
 )
 def test_bad_input_is_refused_before_training_with_help(shell: Shell, words: list[str], said: str) -> None:
@@ -197,3 +198,21 @@ def test_a_closed_pipe_ends_a_command_quietly(words: str) -> None:
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("words", ["-h", "train -h", "recipes list", "train train.train_iters=1"])
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        (">/dev/full", b"error: cannot write to standard output: No space left on device\n"),
+        (">&-", b"error: standard output is closed; redirect it, for example to a file or /dev/null.\n"),
+    ],
+)
+def test_output_that_cannot_be_written_ends_a_command_with_one_line(
+    words: str, output: str, said: bytes, tmp_path: Path
+) -> None:
+    command = f'"{sys.executable}" -m onstep {words} {output}'
+    done = subprocess.run(command, shell=True, cwd=tmp_path, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr.splitlines(keepends=True)[-1]) == (1, said)
+    assert b"Traceback" not in done.stderr

@@ -34,7 +34,7 @@ def test_default_columns_are_the_documented_ones() -> None:
         ("grad_norm", "grad_norm", "grad", 8, ".4f", None),
         ("learning_rate", "learning_rate", "lr", 8, ".2e", None),
         ("tokens", "tokens", "tokens", 8, ",d", None),
-        ("total_tokens", "total_tokens", "tokens", 6, "si", None),
+        ("total_tokens", "total_tokens", "total_tok", 9, "si", None),
         ("tok_per_sec", "tok_per_sec", "tok/s", 7, ",d", None),
         ("mfu", "mfu", "mfu", 5, ".1%", None),
         ("peak_mem", "peak_mem", "memory", 9, "gib", "max"),

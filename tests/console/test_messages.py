@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -56,3 +57,19 @@ def test_a_warning_ends_its_line_wherever_it_is_written() -> None:
     script += "for text in ('one', 'two'):\n    warnings.warn(text, UserWarning)\n"
     done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, check=True)
     assert done.stderr.splitlines()[-2:] == ["one", "two"]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_long_message_is_broken_between_words_on_a_terminal_only(is_terminal: bool) -> None:
+    text = "checkpoint.save_interval=5 is beyond the end-of-run; set it lower"
+    script = f"""
+import logging, sys
+from onstep.console.messages import show_messages
+sys.stderr.isatty = lambda: {is_terminal}
+show_messages("default", is_main=True)
+logging.getLogger("onstep").warning({text!r})
+"""
+    environment = {**os.environ, "COLUMNS": "45", "NO_COLOR": "1"}
+    done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, check=True, env=environment)
+    broken = ["warning: checkpoint.save_interval=5 is beyond", "  the end-of-run; set it lower"]
+    assert done.stderr.splitlines() == (broken if is_terminal else [f"warning: {text}"])

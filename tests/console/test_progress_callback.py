@@ -38,10 +38,10 @@ FINAL = {
     "last_loss": 2.125,
 }
 
-FIRST_HEADER = "    step  split   epoch      loss      grad        lr  tokens"
-FIRST_ROW = "   1,000  train  0.5000   3.25000    1.5000  3.00e-04      1M"
-LATER_HEADER = "    step  split   epoch      loss      grad        lr  tokens    tok/s    mfu     memory"
-LATER_ROW = "   2,000  train  0.5000   2.12346    1.5000  3.00e-04      1M   12,345  41.2%  1.500 GiB"
+FIRST_HEADER = "    step  split   epoch      loss      grad        lr  total_tok"
+FIRST_ROW = "   1,000  train  0.5000   3.25000    1.5000  3.00e-04         1M"
+LATER_HEADER = "    step  split   epoch      loss      grad        lr  total_tok    tok/s    mfu     memory"
+LATER_ROW = "   2,000  train  0.5000   2.12346    1.5000  3.00e-04         1M   12,345  41.2%  1.500 GiB"
 SUMMARY = [
     "Training complete: loss 5.5 at the start, 2.125 at the end",
     "  Runtime:                12.35 s  Epoch:                  1",
@@ -94,7 +94,7 @@ def golden_run(callback: ProgressCallback, make_state: Any) -> None:
 
 def expected(prefix: str) -> str:
     lines = []
-    narrow = {line: line[:53] + line[61:] for line in (LATER_HEADER, LATER_ROW)}
+    narrow = {line: line[:53] + line[64:] for line in (LATER_HEADER, LATER_ROW)}
     for line in GOLDEN if prefix else [one if isinstance(one, list) else narrow.get(one, one) for one in GOLDEN]:
         first, *rest = [line] if isinstance(line, str) else line
         lines += [prefix + re.escape(first), *map(re.escape, rest)]
@@ -369,3 +369,16 @@ def test_bars_of_a_broken_run_are_closed(make_state: Any, capsys: pytest.Capture
     assert capsys.readouterr().err.endswith("\r"), "the bars are erased"
     notify(callback, "on_step_end", make_state(step=50))
     assert "50/100" not in capsys.readouterr().err
+
+
+def test_the_bar_shows_no_loss_of_an_earlier_step(make_state: Any, monkeypatch: pytest.MonkeyPatch, args: Any) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    callback = ProgressCallback(use_tqdm=True)
+    state = make_state(step=0)
+    callback.on_train_begin(args, state, None)
+    callback.on_log(args, make_state(step=1), None, {"loss": 2.5})
+    callback.training_bar.refresh()
+    drawn = terminal.getvalue()
+    callback.on_train_end(args, state, None)
+    assert "0/100" in drawn
+    assert "loss" not in drawn.rpartition("train:")[2]

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import os
 import sys
-import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +20,7 @@ from onstep.config.recipe_rates import fit_min_lr
 from onstep.config.sequence_lengths import SEQ_LENGTHS, fit_seq_length
 from onstep.config.short_runs import fit_short_run
 from onstep.config.suggestions import nearest
+from onstep.console.style import in_words
 from onstep.errors import ConfigError
 from onstep.recipes import RECIPES, get_recipe
 
@@ -56,7 +56,7 @@ def configuration(words: list[str], recipe: str | None) -> tuple[ConfigContainer
     notes = [fit_short_run(config, own, given), fit_min_lr(config, own, given)]
     if os.environ.get("RANK", "0") == "0" and config.logger.console != "quiet":
         for note in filter(None, notes):
-            print(textwrap.fill(note, 80, subsequent_indent="  ", break_long_words=False), file=sys.stderr)
+            print(in_words(note, sys.stderr), file=sys.stderr)
     for name in ("load", "pretrained_checkpoint"):
         if (value := getattr(config.checkpoint, name)) and (run_dir := _run_dir(value)) is not None:
             setattr(config.checkpoint, name, str(run_dir))

@@ -57,13 +57,38 @@ _DRAWING = ("logs", "plot")
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    if sys.stdout is None:  # Python found it closed
+        print("error: standard output is closed; redirect it, for example to a file or /dev/null.", file=sys.stderr)
+        return ERROR
     try:
         code = _main(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is written at the exit either
+        _discard_output()
         return BROKEN_PIPE
+    except OSError as error:
+        if not _is_of_output(error):
+            raise
+        _discard_output()
+        print(f"error: cannot write to standard output: {error.strerror}", file=sys.stderr)
+        return ERROR
     return code
+
+
+def _is_of_output(error: OSError) -> bool:
+    """Whether standard output is what failed, as on a full disk: a line end cannot be written to it either."""
+    if error.filename is not None:
+        return False
+    try:
+        print(flush=True)
+    except OSError:
+        return True
+    return False
+
+
+def _discard_output() -> None:
+    """Send standard output nowhere, so that Python's exit does not fail at it again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _main(arguments: list[str]) -> int:
@@ -135,16 +160,17 @@ def _run(name: str, arguments: list[str]) -> int:
         result = app(args=arguments, prog_name=f"onstep {name}", standalone_mode=True)
     except OnstepError as error:
         from onstep.analysis.text_tables import printable
+        from onstep.console.style import in_words
 
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
         text = in_options(str(error)) if name in _DRAWING else str(error)
         for line in f"error: {text}{notes}".expandtabs().split("\n"):  # a name in it may come from elsewhere
-            print(printable(line), file=sys.stderr)
+            print(in_words(printable(line), sys.stderr), file=sys.stderr)
         return ERROR
     except BrokenPipeError:
         raise
     except OSError as error:
-        if name in _TRAINING:
+        if name in _TRAINING or _is_of_output(error):
             raise
         file = f"{error.filename}: " if error.strerror and error.filename is not None else ""
         print(f"error: {file}{error.strerror or error}", file=sys.stderr)

@@ -25,6 +25,7 @@ from onstep.config.checks.run import check_finetune
 from onstep.config.checks.single_values import check_values
 from onstep.console.level import Level
 from onstep.console.messages import show_messages
+from onstep.console.style import in_words
 from onstep.errors import ConfigError, DataError
 from onstep.events import CallbackManager
 from onstep.metrics.memory_estimate import check_memory
@@ -123,7 +124,7 @@ def _fit_length(config: ConfigContainer, *, is_set: bool) -> None:
             f"the positions beyond"
         )
     if note is not None and _is_main():
-        print(f"--hf-model: {note}", file=sys.stderr)
+        print(in_words(f"--hf-model: {note}", sys.stderr), file=sys.stderr)
 
 
 def finetune(
@@ -167,11 +168,11 @@ def _set_lora(config: ConfigContainer, words: list[str]) -> None:
         if key == "peft.peft_scheme" and value != "lora":
             raise ConfigError(f"--lora means peft.peft_scheme=lora, which conflicts with {word}; drop one of them.")
     if config.peft.peft_scheme is None:
-        print(
+        note = (
             f"--lora: keeping optimizer.lr={config.optimizer.lr} of the file; LoRA usually needs a higher learning "
-            f"rate, such as {LORA_LR}",
-            file=sys.stderr,
+            f"rate, such as {LORA_LR}"
         )
+        print(in_words(note, sys.stderr), file=sys.stderr)
     config.peft.peft_scheme = "lora"
 
 

@@ -42,11 +42,6 @@ class Bars:
         if self.training is not None:
             self.training.update(step - self.training.n)
 
-    def show_loss(self, loss: float | None) -> None:
-        """Show the loss of the last logged step at the end of the bar."""
-        if self.training is not None and isinstance(loss, float):
-            self.training.set_postfix_str(f"loss {loss:.4f}", refresh=False)
-
     def set_training_total(self, max_steps: int | None) -> None:
         """Adopt a changed number of steps."""
         if self.training is not None and self.training.total != known(max_steps):

@@ -9,7 +9,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from onstep.console.style import Style, styled
+from onstep.console.style import Style, in_words, styled
 
 _LEVELS = {"quiet": logging.WARNING, "verbose": logging.DEBUG}
 
@@ -45,7 +45,11 @@ class _Console(logging.Handler):
         stream: TextIO = sys.stderr
         text, style = self.format(record).rstrip(), _style_of(record.levelno)
         if style is not None:
-            text = styled(f"{style}: {text}", style, stream)
+            text = f"{style}: {text}"
+        if record.exc_info is None:  # the lines of a traceback are code
+            text = in_words(text, stream)
+        if style is not None:
+            text = styled(text, style, stream)
         tqdm.write(text, file=stream)
 
 

@@ -178,7 +178,6 @@ class ProgressCallback(TrainerCallback):
             if self.level != "quiet" and self._pace.shows(state.global_step):
                 self._row(args, state, "train", logs)
         if self._bars is not None:
-            self._bars.show_loss(logs.get("loss"))
             self._bars.set_training_total(state.max_steps)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **kwargs: Any) -> None:

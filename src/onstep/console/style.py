@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import textwrap
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -48,6 +49,18 @@ def has_colour(stream: Any) -> bool:
 def styled(text: str, style: Style, stream: Any) -> str:
     """The text in the colour of its style, if the stream has colours."""
     return f"\033[{_CODES[style]}m{text}\033[0m" if has_colour(stream) else text
+
+
+def in_words(text: str, stream: Any) -> str:
+    """The text with lines broken at spaces, indented, where a terminal would break them in the middle of a word."""
+    if not getattr(stream, "isatty", lambda: False)():
+        return text
+    return "\n".join(_broken(line) for line in text.split("\n"))
+
+
+def _broken(line: str) -> str:
+    indent = line[: len(line) - len(line.lstrip())] + "  "
+    return textwrap.fill(line, width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def width() -> int:

@@ -187,7 +187,7 @@ def default_step_columns() -> dict[str, ColumnSpec]:
         ColumnSpec("grad_norm", "grad", 8, ".4f"),
         ColumnSpec("learning_rate", "lr", 8, ".2e"),
         ColumnSpec("tokens", width=8, fmt=",d"),
-        ColumnSpec("total_tokens", "tokens", 6, "si"),
+        ColumnSpec("total_tokens", "total_tok", 9, "si"),
         ColumnSpec("tok_per_sec", "tok/s", 7, ",d"),
         ColumnSpec("mfu", width=5, fmt=".1%"),
         ColumnSpec("peak_mem", "memory", 9, "gib", "max"),

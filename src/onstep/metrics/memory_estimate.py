@@ -62,8 +62,7 @@ def check_memory(cfg: Any) -> None:
     estimate, there = estimate_training_memory(cfg), _machine_bytes()
     if estimate is None or there is None:
         return
-    names = [name for name in ("num_layers", "hidden_size", "vocab_size") if getattr(given, name)]
-    sizes = ", ".join(f"model.{name}={getattr(given, name):,}" for name in names)
+    sizes = ", ".join(f"model.{name}={getattr(given, name)}" for name in _SIZES if getattr(given, name))
     has = f"this machine has {there / 2**30:,.0f} GiB of memory"
     if estimate.weights > there:
         raise ConfigError(
@@ -72,12 +71,14 @@ def check_memory(cfg: Any) -> None:
         )
     if cfg.dist.device == "cpu" and estimate.total > _ROUGHLY * there:
         raise ConfigError(
-            f"train.micro_batch_size={cfg.train.micro_batch_size:,}, model.seq_length={model.seq_length:,}, {sizes} "
+            f"train.micro_batch_size={cfg.train.micro_batch_size}, model.seq_length={model.seq_length}, {sizes} "
             f"require about {estimate.total / 2**30:,.0f} GiB; {has}. Lower them."
         )
 
 
-_ROUGHLY = 2
+_SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_moe_experts", "moe_ffn_hidden_size", "vocab_size")
+"""What the number of parameters follows from."""
+_ROUGHLY = 1.25
 """How far an estimate with activations may be off."""
 
 

@@ -15,6 +15,7 @@ import typer
 from onstep.analysis.text_tables import printable
 from onstep.bounded_reading import read_json
 from onstep.cli.why import find_run
+from onstep.console.style import in_words
 from onstep.errors import ConfigError, OnstepError
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def _of_run(directory: Path) -> Trained:
     tokenizer_config = _tokenizer(directory, config)
     tokenizer = build_tokenizer(tokenizer_config)
     if note := changed_tokenizer(tokenizer_config, record.get("identity")):
-        print(f"warning: {note}", file=sys.stderr)
+        print(in_words(f"warning: {note}", sys.stderr), file=sys.stderr)
     model, end_ids = _model(directory), _end_ids(tokenizer, Path(tokenizer_config.tokenizer_model or directory))
     return Trained(model, tokenizer, directory, end_ids, is_chat_run=config.dataset.kind == "chat")
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 
 from onstep.errors import OnstepError
 from onstep.metrics_log import MetricsLog, MetricsLogError, MetricsLogHeldError, align, read_records, set_aside
@@ -39,6 +40,13 @@ def steps_of(path: Path) -> list[int]:
     return [record["global_step"] for record in json.loads(path.read_text())]
 
 
+def check_digest(metrics_log: MetricsLog) -> None:
+    """That of all bytes of the file before the closing bracket."""
+    assert metrics_log.num_bytes == metrics_log.path.stat().st_size - len("\n]")
+    content = metrics_log.path.read_bytes()[: metrics_log.num_bytes]
+    assert metrics_log.digest == blake3(content).hexdigest()
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "trainer_logs.json"
@@ -50,6 +58,7 @@ def test_file_is_valid_json_before_and_after_every_record(path: Path) -> None:
     for count, record in enumerate(RECORDS, start=1):
         metrics_log.append(record)
         assert json.loads(path.read_text()) == RECORDS[:count]
+        check_digest(metrics_log)
     metrics_log.close()
     assert json.loads(path.read_text()) == RECORDS
     assert path.read_text().startswith("[\n{")
@@ -190,6 +199,7 @@ def test_failed_write_leaves_the_file_as_it_was(path: Path, monkeypatch: pytest.
     assert path.read_bytes() == before
     monkeypatch.undo()
     metrics_log.append({"global_step": 3})
+    check_digest(metrics_log)
     metrics_log.close()
     assert steps_of(path) == [1, 3]
 
@@ -211,6 +221,7 @@ def test_append_interrupted_by_ctrl_c_is_taken_in_by_the_next(
         metrics_log.append({"global_step": 2, "long": "x" * 100})
     monkeypatch.undo()
     metrics_log.append({"global_step": 3})
+    check_digest(metrics_log)
     metrics_log.close()
     assert steps_of(path) == ([1, 2, 3] if written_bytes > 100 else [1, 3])
 

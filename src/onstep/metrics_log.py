@@ -18,10 +18,12 @@ from typing import Any
 
 from filelock import lock_descriptor
 
+from onstep.durability import replace_durably
 from onstep.errors import OnstepError
 from onstep.forking import release_in_forked_children
 from onstep.json_values import encode
 from onstep.log_decoding import decode, decode_rest
+from onstep.log_digests import hash_of
 from onstep.log_ends import end_of_body, end_of_record, ends_of
 from onstep.log_names import free_name, rename_aside
 
@@ -39,6 +41,7 @@ WALL_CLOCK_FIELDS = (
     "peak_mem",
     "peak_mem_allocated",
     "bridge",
+    "log_digest",
 )
 """Fields that depend on time or machine; all others are identical in a run that was killed and resumed."""
 
@@ -81,6 +84,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         """Offset of the next separator, which overwrites the closing bracket."""
         self._separator = b",\n" if has_records else b"\n"
         self._undo(descriptor)
+        self._hasher = hash_of(descriptor, self._tail)
         release_in_forked_children(self, MetricsLog._release)
 
     @classmethod
@@ -116,7 +120,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
     def open_at(
         cls, path: Path, order: Callable[[Record], int], most: int, is_known: Callable[[Record, Record], bool]
     ) -> tuple[MetricsLog, list[Record], Path | None] | None:
-        """Open a metrics log of which a record and what precedes it are known, without reading more than its ends.
+        """Open a metrics log of which a record and what precedes it are known, without decoding more than its ends.
 
         Records that follow are moved to ``<name>.branch-<n>.json``, as by `align`.
 
@@ -155,6 +159,11 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         """Size of the file up to the end of its last record."""
         return self._tail
 
+    @property
+    def digest(self) -> str:
+        """BLAKE3 of these bytes, as they were read on opening and appended since."""
+        return self._hasher.hexdigest()
+
     def append(self, record: Record) -> None:
         """Append a record; when this returns, the file is valid JSON and contains the record.
 
@@ -180,6 +189,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         except OSError:
             self._undo(self._descriptor)
             raise
+        self._hasher.update(line)
         self._tail += len(line)
         self._separator = b",\n"
 
@@ -201,6 +211,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             return
         if os.pread(descriptor, len(_CLOSING), size - len(_CLOSING)) == _CLOSING:
             self._tail = size - len(_CLOSING)
+            self._hasher = hash_of(descriptor, self._tail)
             self._separator = b",\n"
         else:
             self._undo(descriptor)
@@ -231,7 +242,15 @@ def read_records(path: str | Path, num_bytes: int | None = None) -> list[Record]
         FileNotFoundError: if the file does not exist.
         MetricsLogError: if the file is not a metrics log, or is damaged before its last record.
     """
-    return _decode(Path(path), num_bytes)
+    path = Path(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):  # a named pipe or a device does not end by itself
+        raise MetricsLogError(f"{path} is not a metrics log: it is not a regular file.")
+    decoded = decode(path.read_bytes()[:num_bytes] + (b"" if num_bytes is None else _CLOSING))
+    if decoded.foreign is not None:
+        raise MetricsLogError(f"{path} is not a metrics log: {decoded.foreign}.")
+    if decoded.damage is not None:
+        raise DamagedMetricsLogError(f"{path} is damaged{decoded.damage}.", decoded.records)
+    return decoded.records
 
 
 def leading_records(path: str | Path) -> list[Record]:
@@ -310,8 +329,7 @@ def align_to(
 
 
 def fork(path: str | Path, target: str | Path, *, num_records: int | None = None) -> None:
-    """Start a metrics log at `target` with the first records of another run's metrics log at `path`, which is not
-    modified.
+    """Start a metrics log at `target` with the first records of another run's at `path`, which is not modified.
 
     Args:
         path: The metrics log to copy from; it may be open in a live writer.
@@ -349,18 +367,6 @@ def without_wall_clock(record: Record) -> Record:
     return {key: value for key, value in record.items() if not any(fnmatchcase(key, one) for one in WALL_CLOCK_FIELDS)}
 
 
-def _decode(path: Path, num_bytes: int | None = None) -> list[Record]:
-    """The records up to byte `num_bytes`, where one ends; None is the end of the file."""
-    if path.exists() and not (path.is_file() or path.is_dir()):  # a named pipe or a device does not end by itself
-        raise MetricsLogError(f"{path} is not a metrics log: it is not a regular file.")
-    decoded = decode(path.read_bytes()[:num_bytes] + (b"" if num_bytes is None else _CLOSING))
-    if decoded.foreign is not None:
-        raise MetricsLogError(f"{path} is not a metrics log: {decoded.foreign}.")
-    if decoded.damage is not None:
-        raise DamagedMetricsLogError(f"{path} is damaged{decoded.damage}.", decoded.records)
-    return decoded.records
-
-
 def _step_of(record: Record) -> float:
     step = record.get("global_step")
     return step if isinstance(step, (int, float)) else 0
@@ -377,13 +383,7 @@ def _write_branch(path: Path, records: list[Record]) -> Path | None:
 
 def _replace(path: Path, records: list[Record]) -> None:
     """Write a complete metrics log atomically."""
-    body = ",".join("\n" + encode(record) for record in records)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(b"[" + body.encode("ascii") + _CLOSING)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    replace_durably(path, b"[" + ",".join("\n" + encode(one) for one in records).encode("ascii") + _CLOSING)
 
 
 def _locked(path: Path, flags: int = 0) -> int:

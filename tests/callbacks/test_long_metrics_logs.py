@@ -1,4 +1,4 @@
-"""Continuing a long metrics log reads its end only, and leaves what reading all of it would leave."""
+"""Continuing a long metrics log decodes its end only, and leaves what decoding all of it would leave."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ def resumed(directory: Path, state: dict[str, Any], step: int) -> tuple[JsonLogW
     writer.load_state_dict({**state, "log_path": str(directory / NAME)})
     writer.open(directory, step)
     writer.write_record(step + 1, 0.5, {"loss": 0.5})
-    after = {**writer.state_dict(), "log_path": None}
+    after = {**writer.state_dict(), "log_path": None, "log_digest": None}
     return writer, after
 
 
-def test_the_start_of_a_resumed_run_does_not_depend_on_the_length_of_its_log(
+def test_the_start_of_a_resumed_run_decodes_the_end_of_its_log_and_hashes_the_rest_once(
     tmp_path: Path, decoded: list[int], bytes_read: list[int]
 ) -> None:
     counts = []
@@ -96,7 +96,8 @@ def test_the_start_of_a_resumed_run_does_not_depend_on_the_length_of_its_log(
         bytes_read.clear()
         writer, _ = resumed(tmp_path / str(number), state, number)
         killed(writer)
-        counts.append((len(decoded), sum(decoded), sum(bytes_read)))
+        more_than_once = sum(bytes_read) - (tmp_path / str(number) / NAME).stat().st_size
+        counts.append((len(decoded), sum(decoded), more_than_once))
         assert [record["global_step"] for record in read_records(tmp_path / str(number) / NAME)[-2:]] == [
             number,
             number + 1,
@@ -156,7 +157,7 @@ def test_what_is_left_is_what_reading_all_would_leave(
             monkeypatch.setattr(SavedLog, "open_at_end", lambda self, path: None)
         writer, after = resumed(tmp_path / name, state, 8)
         killed(writer)
-        texts = [text.replace(str(tmp_path / name), "") for text in caplog.messages]
+        texts = sorted(text.replace(str(tmp_path / name), "") for text in caplog.messages)
         found.append((texts, {**after, "last_step": writer.last_step}, content(tmp_path / name)))
     assert found[0] == found[1]
 
@@ -235,7 +236,7 @@ def test_a_failure_while_the_log_is_cut_does_not_keep_it_locked(
 def test_damage_far_before_the_end_is_found_when_the_history_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = written(tmp_path, 8)
+    state = {**written(tmp_path, 8), "log_digest": None}  # as in checkpoints before version 0.5
     path = tmp_path / NAME
     path.write_bytes(path.read_bytes().replace(b'"loss": 0.5}', b'"loss": 0.5#'))
     monkeypatch.setattr(saved_log, "MOST_UNSYNCED", 2)
@@ -351,31 +352,43 @@ class DieAt(Callback):
             raise Interrupted
 
 
+def trainer(directory: Path, die_at: int = -1, save_strategy: str = "steps") -> Trainer:
+    arguments = TrainingArguments(
+        str(directory),
+        max_steps=8,
+        logging_steps=1,
+        save_strategy=save_strategy,
+        save_steps=4,
+        disable_tqdm=True,
+        report_to=["csv"],
+        config_overrides={"run.save_weights": False},
+    )
+    return Trainer(Model(), arguments, train_dataset=Rows(), callbacks=[JsonLogger(), DieAt(die_at)])
+
+
 def test_a_trainer_that_is_resumed_reads_its_history_when_somebody_looks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the `trainer_state.json` of its checkpoint, not from the metrics log."""
-
-    def trainer(die_at: int, save_strategy: str = "steps") -> Trainer:
-        arguments = TrainingArguments(
-            str(tmp_path),
-            max_steps=8,
-            logging_steps=1,
-            save_strategy=save_strategy,
-            save_steps=4,
-            disable_tqdm=True,
-            report_to=["csv"],
-            config_overrides={"run.save_weights": False},
-        )
-        return Trainer(Model(), arguments, train_dataset=Rows(), callbacks=[JsonLogger(), DieAt(die_at)])
-
     with pytest.raises(Interrupted):
-        trainer(6).train()
+        trainer(tmp_path, die_at=6).train()
     monkeypatch.setattr(saved_log, "MOST_UNSYNCED", 2)
-    steps, resumed_trainer = Steps(monkeypatch), trainer(-1, "no")
+    steps, resumed_trainer = Steps(monkeypatch), trainer(tmp_path, save_strategy="no")
     output = resumed_trainer.train(resume_from_checkpoint=True)
     assert not steps.seen & {2}
     assert "train_runtime" in output.metrics
     history = resumed_trainer.state.log_history
     assert [record["step"] for record in history if "loss" in record] == [*range(1, 9)]
     assert not steps.seen & {2}
+
+
+def test_a_trainer_that_is_resumed_names_a_log_that_has_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(Interrupted):
+        trainer(tmp_path, die_at=6).train()
+    (path,) = tmp_path.rglob("trainer_logs.json")
+    path.write_bytes(path.read_bytes().replace(b'"global_step": 2', b'"global_step": 3', 1))
+    trainer(tmp_path).train(resume_from_checkpoint=True)
+    assert f"{path} is not what the run had written up to step 4: its content has changed" in caplog.text
+    assert [record["global_step"] for record in read_records(path) if "loss" in record] == [1, 3, 3, 4, 5, 6, 7, 8]

@@ -164,6 +164,34 @@ def test_a_loss_after_the_checkpoint_is_no_gap(config: ConfigContainer, path: Pa
     assert gaps(path) == []
 
 
+def without_the_second(path: Path) -> None:
+    """Valid, without a record before its end."""
+    second = lines_to_keep(content := path.read_bytes(), 2)[1]
+    path.write_bytes(content[: second.start()] + content[second.end() + len(b",\n") :])
+
+
+def with_another_number(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"epoch": 0.', b'"epoch": 7.', 1))
+
+
+@pytest.mark.parametrize("damage", [without_the_second, with_another_number])
+def test_a_change_that_leaves_the_log_valid_is_named(
+    config: ConfigContainer, path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    config.validation.eval_interval = 1
+    run(config, GradNormLogger(), dies_at=6)
+    for name in ("trainer_logs.json", "gradient_norms.json"):
+        damage(path.with_name(name))
+    run(config, GradNormLogger())
+    text = "is not what the run had written up to step 4: " + (
+        "it has {} records, not {}" if damage is without_the_second else "its content has changed"
+    )
+    assert f"{path} {text.format(7, 8)}" in caplog.text
+    assert f"{path.with_name('gradient_norms.json')} {text.format(3, 4)}" in caplog.text
+    assert len(gaps(path)) == (damage is without_the_second)
+    assert steps(path) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
 def test_a_gap_is_recorded_once_however_often_the_run_is_resumed(config: ConfigContainer, path: Path) -> None:
     run(config, dies_at=6)
     older_copy(path)

@@ -48,13 +48,13 @@ class JsonLogger(TrainerCallback):
     A resumed run (one with this callback's state from a checkpoint, or at a step > 0) continues its metrics log;
     records written after the checkpoint are moved to ``trainer_logs.branch-<n>.json``. The records that a checkpoint
     covers are durable before it is, or part of it; if the file has lost some all the same, a record with
-    ``"missing_records"`` replaces them, and a warning names them. A run that starts from another
-    run's checkpoint begins with that run's records. A run that starts from scratch moves an existing metrics log to
-    ``trainer_logs.<n>.json``. An evaluation without training appends to the existing metrics log. A file that is not a
-    metrics log, or a directory with its name, is renamed and never overwritten. Values that JSON cannot represent are
-    recorded as text. If another live run is writing the file, this run uses the next ``trainer_logs.<n>.json``. Without
-    `args.logging_dir` nothing is recorded; if that directory is not writable, a `ConfigError` is raised when training
-    begins.
+    ``"missing_records"`` replaces them, and a warning names them. A file that has changed before its end is named in a
+    warning, too. A run that starts from another run's checkpoint begins with that run's records. A run that starts from
+    scratch moves an existing metrics log to ``trainer_logs.<n>.json``. An evaluation without training appends to the
+    existing metrics log. A file that is not a metrics log, or a directory with its name, is renamed and never
+    overwritten. Values that JSON cannot represent are recorded as text. If another live run is writing the file, this
+    run uses the next ``trainer_logs.<n>.json``. Without `args.logging_dir` nothing is recorded; if that directory is
+    not writable, a `ConfigError` is raised when training begins.
 
     Args:
         **kwargs: Anything to record about the experiment when training starts.

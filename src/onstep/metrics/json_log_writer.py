@@ -43,7 +43,8 @@ class JsonLogWriter:
 
     What a checkpoint covers survives a power failure: `make_durable` is called before the checkpoint is committed.
     Records that could not be written or made durable by then are in the state, and a resumed run writes them. If the
-    file has lost records all the same, a record with `missing_records` replaces them, and a warning names them.
+    file has lost records all the same, a record with `missing_records` replaces them, and a warning names them. A file
+    whose covered bytes have changed otherwise is named, too, and continued as it is.
 
     Only one rank of a run may write.
 
@@ -71,7 +72,7 @@ class JsonLogWriter:
     def open(self, logging_dir: str | Path, step: int = 0) -> list[Record] | None:
         """Open the file for training that continues from `step`, truncated to the records of that training.
 
-        Of a file that is as the checkpoint left it, only the end is read.
+        Of a file that is as the checkpoint left it, only the end is decoded; the rest is hashed.
 
         Args:
             logging_dir: Directory of a new file; a file that is continued stays where it is.
@@ -149,8 +150,9 @@ class JsonLogWriter:
             newest.note_sync(try_to_sync(path), num_records)
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint: the file's path, the number of its records, digests of the first and last one, the
-        step of the last one (-1 if none), and the records that follow but could not be written or made durable.
+        """State for a checkpoint: the file's path, the number of its records, digests of the first and last one and
+        of the file up to there, the step of the last one (-1 if none), and the records that follow but could not be
+        written or made durable.
 
         Records written later, even at the same step, do not belong to the checkpoint.
         """
@@ -195,11 +197,14 @@ class JsonLogWriter:
         opened = None if saved is None else saved.open_at_end(path)
         if opened is None:
             return False
-        self.metrics_log, records, aside = opened
-        self.path = path
+        metrics_log, records, aside = opened
+        _note_aside(path, aside)
+        if saved is not None and saved.digest not in (None, (metrics_log.num_bytes, metrics_log.digest)):
+            metrics_log.close()
+            return False
+        self.metrics_log, self.path = metrics_log, path
         self._newest = NewestRecords(records, saved)
         self.last_step = _last_step(records)
-        _note_aside(path, aside)
         self._write_what_waits(self.metrics_log)
         return True
 
@@ -221,16 +226,25 @@ class JsonLogWriter:
 
     def _make_ready_for(self, saved: SavedLog, path: Path, step: int) -> tuple[list[Record], list[str]]:
         """Do as `_make_ready` for a checkpoint's position in the file, of which records may be lost."""
-        found = saved.continued([], step)
+        found, has_changed = saved.continued([], step), not saved.is_as_written(path)
 
         def chosen(records: list[Record], is_damaged: bool) -> list[Record] | None:
             nonlocal found
-            found = saved.continued(records, step)
+            found = saved.continued(records, step, has_changed=has_changed)
             return None if found.is_foreign else records[: found.num_kept]
 
         records, aside = align_to(path, chosen) if path.exists() else ([], None)
         lacking = found.to_append
-        if found.gap is None and lacking:
+        if found.change is not None:
+            logger.warning(
+                "%s is not what the run had written up to step %d: %s. It was edited, its disk has damaged it, or the "
+                "run has since repeated these steps. It is continued as it is; compare it with a copy, or with the "
+                "same numbers in a tracker.",
+                path,
+                saved.last_step,
+                found.change,
+            )
+        elif found.gap is None and lacking:
             logger.info("%s: %d records that it lacked are restored from the checkpoint", path, len(lacking))
         elif found.gap is not None:
             logger.warning(
@@ -282,7 +296,7 @@ class JsonLogWriter:
                     "cannot write %s (%s); its records are kept in memory and in checkpoints", self.path, error
                 )
         finally:
-            newest.num_bytes = metrics_log.num_bytes
+            newest.num_bytes, newest.digest = metrics_log.num_bytes, metrics_log.digest
 
 
 def _note_aside(path: Path, aside: Path | None) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from onstep.bounded_reading import brief, parse_json
 from onstep.errors import CheckpointError
 from onstep.json_values import encode
+from onstep.log_digests import begins_with
 from onstep.log_gaps import MISSING, gap_record
 from onstep.metrics_log import MetricsLog, MetricsLogError, Record, read_records, without_wall_clock
 
@@ -37,6 +38,8 @@ class Continuation:
     """The record that stands for lost records."""
     is_foreign: bool = False
     """Whether the file is not the one that the checkpoint continues."""
+    change: str | None = None
+    """How the file differs from what was written up to the checkpoint's last record, which it has; for messages."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,9 @@ class SavedLog:
     """Size of the file up to the end of its last record, while it is open; not saved, since it depends on the clock."""
     num_replaced: int = 0
     """Number of lost records that gaps among those in the file replace, less the number of these gaps."""
+    digest: tuple[int, str] | None = None
+    """Size of the file up to the end of its last record, and BLAKE3 of these bytes; None if unknown, as in checkpoints
+    before version 0.5. It depends on the clock: `WALL_CLOCK_FIELDS` names it."""
     held: tuple[str, ...] = ()
     """Encoded records that follow, which could not be written or made durable: on a full disk, for example."""
 
@@ -66,7 +72,7 @@ class SavedLog:
         Raises:
             CheckpointError: for a value of the wrong type; names it and the rule.
         """
-        state = {"num_records": None, "num_replaced": 0, "held_records": [], **state}
+        state = {"num_records": None, "num_replaced": 0, "held_records": [], "log_digest": None, **state}
         path = _checked(state, "log_path", "a path or None", lambda one: one is None or isinstance(one, str))
         held = _checked(state, "held_records", f"a list of at most {MOST_HELD} records as JSON", _are_records)
         rules = {
@@ -77,7 +83,9 @@ class SavedLog:
             "last_record": ("a digest or None", lambda one: one is None or isinstance(one, str)),
         }
         values = {name: _checked(state, name, *rule) for name, rule in rules.items()}
-        return cls(path=None if path is None else Path(path), held=tuple(held), **values)
+        found = _checked(state, "log_digest", "None, or a number of bytes and a digest", _is_digest)
+        digest = None if found is None else (found[0], found[1])
+        return cls(path=None if path is None else Path(path), held=tuple(held), digest=digest, **values)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
@@ -92,30 +100,46 @@ class SavedLog:
             "first_record": self.first_record,
             "last_record": self.last_record,
             "num_replaced": self.num_replaced,
+            "log_digest": None if self.digest is None else list(self.digest),
         }
         return {**place, **file, "held_records": list(self.held)}
 
-    def continued(self, records: Sequence[Record], step: int) -> Continuation:
+    def is_as_written(self, path: Path) -> bool:
+        """Whether the file begins with the bytes that the checkpoint covers, as far as it knows them."""
+        return self.digest is None or begins_with(path, *self.digest)
+
+    def continued(self, records: Sequence[Record], step: int, *, has_changed: bool = False) -> Continuation:
         """How to continue a file that now has these records, at `step`.
 
         Records that follow the checkpoint's are not kept. If its last record is not in the file, the file has lost its
         end (a power failure, an older copy), or is another run's.
+
+        Args:
+            has_changed: it is not `is_as_written`, so that records before its end may be lost.
         """
         position = self._position_in(records)
         if position is None and self.num_records is None:
             position = _num_up_to(records, max(step, self.last_step))
         if position is not None:
             num_written = sum(1 for _ in takewhile(_is_same, zip(records[position:], self.held, strict=False)))
-            return Continuation(position + num_written, list(self.held[num_written:]))
+            num_lost = self._num_lost(records[:position]) if has_changed else 0
+            lost = gap_record(num_lost, None, self.last_step, self.last_record) if num_lost > 0 else None
+            to_append = [*([] if lost is None else [encode(lost)]), *self.held[num_written:]]
+            is_complete = position == self.num_records
+            change = "its content has changed" if is_complete else f"it has {position} records, not {self.num_records}"
+            return Continuation(position + num_written, to_append, lost, change=change if has_changed else None)
         is_foreign = bool(records) and self.first_record not in (None, _identity(records[0]))
         num_kept = 0 if is_foreign else min(_num_up_to(records, self.last_step), self.num_records or 0)
         after_step = step_of(records[num_kept - 1]) if num_kept else None
-        number = (self.num_records or 0) + self.num_replaced - num_kept - sum(map(_num_replaced, records[:num_kept]))
-        gap = gap_record(max(number, 1), after_step, self.last_step, self.last_record)
+        gap = gap_record(max(self._num_lost(records[:num_kept]), 1), after_step, self.last_step, self.last_record)
         return Continuation(num_kept, [encode(gap), *self.held], gap, is_foreign)
 
+    def _num_lost(self, kept: Sequence[Record]) -> int:
+        """How many of the checkpoint's records these and their gaps do not stand for."""
+        return (self.num_records or 0) + self.num_replaced - len(kept) - sum(map(_num_replaced, kept))
+
     def open_at_end(self, path: Path) -> tuple[MetricsLog, list[Record], Path | None] | None:
-        """Open the file at the checkpoint's position, reading only its ends: see `MetricsLog.open_at`.
+        """Open the file at the checkpoint's position, decoding only its ends: see `MetricsLog.open_at`.
 
         What precedes the position was durable before the checkpoint, so two records identify it. None if the file must
         be read as a whole: it is not as the checkpoint left it, or lacks records, or the position is an older one.
@@ -168,6 +192,8 @@ class NewestRecords:
         """Number of records in the file."""
         self.num_bytes: int | None = None
         """Size of the file up to the end of the last one."""
+        self.digest: str | None = None
+        """BLAKE3 of these bytes."""
         self.waiting: list[str] = []
         """Encoded records that are not in the file yet."""
         self.num_lost = 0
@@ -228,6 +254,7 @@ class NewestRecords:
             last_record=None if last is None else _identity(last),
             num_bytes=num_bytes,
             num_replaced=self._num_replaced - _num_replaced_in(unsynced),
+            digest=None if num_bytes is None or self.digest is None or unsynced else (num_bytes, self.digest),
             held=tuple(encode(json.loads(text)) for text in self._bounded([*unsynced, *self.waiting], MOST_HELD)),
         )
 
@@ -292,6 +319,12 @@ def _checked(state: Mapping[str, Any], name: str, rule: str, is_valid: Callable[
             f"is damaged: continue from another one (checkpoint.ckpt_step)."
         )
     return value
+
+
+def _is_digest(value: Any) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, (list, tuple)) and len(value) == 2 and _is_count(value[0], 0) and isinstance(value[1], str)
 
 
 def _is_count(value: Any, least: int) -> bool:

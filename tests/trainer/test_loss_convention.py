@@ -161,6 +161,7 @@ def test_labels_are_counted_as_the_model_sees_them() -> None:
     labels = torch.tensor([[-100, 1, 2, -100], [3, 4, 5, 6]])
     assert Labels().count({"labels": labels}) == 6
     assert Labels(shifted=True).count({"labels": labels}) == 5
+    assert Labels(shifted=True).count({"labels": labels[:, None]}) == 5  # (batch, 1, seq), of `return_tensors="pt"`
     assert Labels(shifted=True).count({"labels": labels, "shift_labels": labels}) == 6
     assert Labels().count({"labels": labels[0]}) == 2
     assert Labels().count((labels, labels[:, 0])) == 1

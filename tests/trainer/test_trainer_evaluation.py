@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from onstep import Trainer, TrainerCallback
+from onstep import EarlyStoppingCallback, Trainer, TrainerCallback
+from onstep.errors import UnsupportedStateError
 from tests.support.small_models import (
     IGNORE,
     LogitsModel,
@@ -368,3 +371,54 @@ def test_a_metric_that_replaces_the_measured_loss_is_named(tmp_path: Path, caplo
 
     quiet(Regression(), arguments(tmp_path), eval_dataset=regression_rows(4), compute_metrics=compute).evaluate()
     assert "compute_metrics returns eval_loss, which replaces what was measured" in caplog.text
+
+
+def test_rows_with_a_dimension_of_one_have_the_loss_of_rows_without(tmp_path: Path) -> None:
+    rows = [{key: torch.tensor(value) for key, value in row.items()} for row in causal_rows(4)]
+    nested = [{key: value[None] for key, value in row.items()} for row in rows]  # of `return_tensors="pt"`
+    sizes = {"vocab_size": 32, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2, "attn_pdrop": 0.0}
+    config = GPT2Config(**sizes, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config)  # flattens any leading dimensions
+    flat, deep = (
+        quiet(copy.deepcopy(model), arguments(tmp_path / name), data, eval_dataset=data)
+        for name, data in (("flat", rows), ("deep", nested))
+    )
+    assert deep.evaluate()["eval_loss"] == pytest.approx(flat.evaluate()["eval_loss"])
+    assert deep.train().training_loss == pytest.approx(flat.train().training_loss)
+
+
+def nan_first(values: list[float]) -> Any:
+    given = iter([math.nan, *values])
+    return lambda prediction: {"score": next(given)}
+
+
+def test_a_nan_is_never_the_best(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "score", "max_steps": 4}
+    saving = {"save_strategy": "best", "load_best_model_at_end": True}
+    rows = regression_rows()
+    given = {"eval_dataset": rows, "compute_metrics": nan_first([0.5, 0.7, 0.6])}
+    trainer = quiet(Regression(), arguments(tmp_path, **options, **saving), rows, **given)
+    trainer.train()
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.7, 3)
+    assert str(trainer.state.best_model_checkpoint).endswith("checkpoint-3")
+    assert "eval_score is NaN at step 1, so it is not the best" in caplog.text
+
+
+def test_a_nan_is_no_improvement_and_hides_none(tmp_path: Path) -> None:
+    options = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "score", "max_steps": 5}
+    rows = regression_rows(20)
+    given = {"eval_dataset": rows, "compute_metrics": nan_first([0.5, 0.6, math.nan, math.nan])}
+    stop = EarlyStoppingCallback(early_stopping_patience=2)
+    trainer = quiet(Regression(), arguments(tmp_path, **options), rows, callbacks=[stop], **given)
+    assert trainer.train().global_step == 5
+    assert (stop.early_stopping_patience_counter, trainer.state.best_metric) == (2, 0.6)
+
+
+def test_a_metric_that_no_checkpoint_can_hold_is_refused_at_the_first_evaluation(tmp_path: Path) -> None:
+    args = arguments(tmp_path, eval_strategy="epoch", num_train_epochs=3)
+    rows = regression_rows()
+    trainer = quiet(Regression(), args, rows, eval_dataset=rows, compute_metrics=lambda given: {"kind": object()})
+    with pytest.raises(UnsupportedStateError, match="the metric 'eval_kind'"):
+        trainer.train()
+    assert trainer.state.epoch == 1

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from onstep import CallbackManager, JsonLogger, pretrain
 from onstep.checkpoint import encode_state
@@ -15,6 +16,7 @@ from onstep.events.log_history import MOST_RECORDS, LogHistory
 from onstep.training import GlobalState
 from onstep.training.checkpointing.run_progress import RunProgress
 from tests.support.resuming import Interrupted
+from tests.support.small_models import arguments, causal_rows, quiet, qwen_classifier
 from tests.support.small_runs import RaggedRows, run, small_state, stack, sum_step
 
 
@@ -130,6 +132,23 @@ def test_steps_without_a_label_are_named(caplog: pytest.LogCaptureFixture) -> No
     batch = stack([rows[0], rows[1]])
     run(state, data=iter([batch] * 4))
     assert "the 1 steps up to step 2 have no label that is trained on (all are -100)" in caplog.text
+
+
+def test_a_forward_step_that_counts_no_label_but_learns_is_named_as_such(caplog: pytest.LogCaptureFixture) -> None:
+    def counts_none(data_iterator: Any, model: Any) -> Any:
+        return model(**next(data_iterator), reduction="mean"), lambda loss: (loss, torch.tensor(0), {})
+
+    state = small_state(train_iters=1)
+    state.cfg.logger.log_interval = 1
+    run(state, step=counts_none)
+    assert "the forward step reports 0 labels, though its loss has a gradient" in caplog.text
+    assert "nothing is learned" not in caplog.text
+
+
+def test_classes_that_are_all_ignored_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"input_ids": torch.tensor(row["input_ids"]), "labels": torch.tensor(-100)} for row in causal_rows(4)]
+    quiet(qwen_classifier(), arguments(tmp_path, logging_steps=1, max_steps=1), rows).train()
+    assert "so nothing is learned; a usual cause is labels that are all -100" in caplog.text
 
 
 def test_a_report_that_clashes_with_the_log_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -175,14 +175,16 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         self.early_stopping_patience_counter = 0
 
     def check_metric_value(self, args: Any, state: Any, control: Any, metric_value: float) -> None:
-        """Count an evaluation that is not an improvement; one that is starts the count from zero."""
+        """Count an evaluation that is not an improvement, as NaN never is; one that is starts the count from zero."""
         best = state.best_metric
-        if best is not None:
-            is_better = metric_value > best if args.greater_is_better else metric_value < best
-            if not (is_better and abs(metric_value - best) > (self.early_stopping_threshold or 0.0)):
-                self.early_stopping_patience_counter += 1
-                return
-        self.early_stopping_patience_counter = 0
+        if math.isnan(metric_value):
+            is_better = False
+        elif best is None or math.isnan(best):
+            is_better = True
+        else:
+            gain = metric_value - best if args.greater_is_better else best - metric_value
+            is_better = gain > max(self.early_stopping_threshold or 0.0, 0.0)
+        self.early_stopping_patience_counter = 0 if is_better else self.early_stopping_patience_counter + 1
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check the arguments that it depends on."""

@@ -180,7 +180,7 @@ class Labels:
         known = labels if isinstance(labels, Tensor) and _is_class_ids(labels) else None
         are_tokens = known is not None and known.ndim > 1
         if known is not None and are_tokens and self._shifted:
-            known = known[:, 1:]
+            known = known[..., 1:]
         shifted = batch.get("shift_labels") if isinstance(batch, MAPPING) else None
         if shifted is not None and _is_class_ids(shifted):  # shifted by the collator
             known = shifted

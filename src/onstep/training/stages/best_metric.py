@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from pathlib import Path
 
 from onstep.errors import ConfigError
@@ -9,13 +11,15 @@ from onstep.events import Request
 from onstep.training.protocols import Metrics
 from onstep.training.run import Run
 
+logger = logging.getLogger(__name__)
+
 
 def note_best_metric(state: Run, metrics: Metrics) -> bool:
     """Remember the value of `validation.metric_for_best_model` if it is the best so far; returns whether it is.
 
     Called after `on_evaluate`, so that early stopping compares with the best of the earlier evaluations. For a metric
     whose name ends in `loss` or `perplexity`, smaller is better, unless `validation.greater_is_better` says otherwise.
-    All ranks have the same metrics.
+    NaN is never the best. All ranks have the same metrics.
 
     Raises:
         ConfigError: if the evaluation has no such metric.
@@ -35,8 +39,12 @@ def note_best_metric(state: Run, metrics: Metrics) -> bool:
     if greater is None:
         greater = not name.endswith(("loss", "perplexity"))
     value, progress = float(metrics[key]), state.train_state
+    if math.isnan(value):
+        if state.world.is_main:
+            logger.warning("%s is NaN at step %d, so it is not the best", key, progress.step)
+        return False
     best = progress.best_metric
-    is_best = best is None or (value > best if greater else value < best)
+    is_best = best is None or math.isnan(best) or (value > best if greater else value < best)
     if is_best:
         progress.best_metric, progress.best_step = value, progress.step
     return is_best

@@ -7,9 +7,11 @@ import logging
 import math
 import time
 from dataclasses import dataclass, replace
+from types import NoneType
 
 import torch
 
+from onstep.checkpoint import check_encodable
 from onstep.errors import warn_once
 from onstep.events import Dispatcher
 from onstep.events.manager import Listeners
@@ -47,7 +49,7 @@ def log_step(state: Run, accumulator: LossAccumulator, optimizer: UserOptimizer,
     if state.entry_point.trainer is not None:
         logs["learning_rate"] = used_learning_rate(state, optimizer, notify.scheduler)
     warn_if_all_skipped(state, report)
-    warn_if_unlabelled(state, report)
+    warn_if_nothing_is_learned(state, report)
     notify.on_log_step(logs=logs)
     publish(state, logs, notify)
     state.sums.interval_start = state.clock.elapsed()
@@ -69,14 +71,30 @@ def warn_if_all_skipped(state: Run, report: IntervalReport) -> None:
         )
 
 
-def warn_if_unlabelled(state: Run, report: IntervalReport) -> None:
-    """Warn, on rank 0, if no label of the interval is trained on: the loss is 0, and nothing is learned."""
-    if report.tokens == 0 and report.num_losses and state.world.is_main:
+def warn_if_nothing_is_learned(state: Run, report: IntervalReport) -> None:
+    """Warn, on rank 0, if no label of the interval is trained on, or all its gradients are 0."""
+    if not report.num_losses or not state.world.is_main:
+        return
+    step, has_gradient = state.train_state.step, bool(report.max_grad_norm)
+    if report.tokens == 0 and (report.loss == 0 or not has_gradient):
         logger.warning(
             "the %d steps up to step %d have no label that is trained on (all are -100): their loss is 0, and nothing "
             "is learned; check the labels",
             report.num_steps,
-            state.train_state.step,
+            step,
+        )
+    elif report.tokens == 0:
+        warn_once(
+            logger,
+            "the forward step reports 0 labels, though its loss has a gradient: tokens are counted as 0, and so are "
+            "the rates and FLOPs derived from them; return the number of labels that the loss is computed from",
+        )
+    elif report.max_grad_norm == 0:
+        cause = "labels that are all -100" if report.loss == 0 else "a loss that does not depend on the weights"
+        warn_once(
+            logger,
+            f"all gradients are 0 in the {report.num_steps} steps up to step {step}, so nothing is learned; a usual "
+            f"cause is {cause}",
         )
 
 
@@ -108,6 +126,8 @@ def record(state: Run, logs: Metrics, notify: Dispatcher) -> None:
 
     Evaluations reach the callbacks of Hugging Face's convention there; others have them at `on_eval_end` only.
     """
+    if state.checkpoints is not None:
+        check_savable(logs)
     state.info.history.append({**logs, "step": state.train_state.step})
     if state.evaluated.is_being_logged:
         notify = _to_those_that_log_evaluations(notify)
@@ -119,6 +139,17 @@ def record(state: Run, logs: Metrics, notify: Dispatcher) -> None:
                 f"the metric {name!r} is a {type(value).__name__} of shape {tuple(value.shape)}, which trackers leave "
                 f"out; log one number for each name",
             )
+
+
+def check_savable(logs: Metrics) -> None:
+    """Reject what checkpoints cannot hold when it is first logged, not in the save that may be the only one.
+
+    Raises:
+        UnsupportedStateError: with the name of the metric.
+    """
+    for name, value in logs.items():
+        if type(value) not in (float, int, str, bool, NoneType):
+            check_encodable(value, f"the metric {name!r}")
 
 
 def _to_those_that_log_evaluations(notify: Dispatcher) -> Dispatcher:

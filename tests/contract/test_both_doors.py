@@ -253,7 +253,6 @@ def test_a_key_does_the_same_through_both_doors(case: Case, doors: Doors) -> Non
 SOURCE_OF_DATA = "pretrain builds the data, Trainer is given it"
 TOKENIZER = "pretrain makes the tokenizer, Trainer is given a processing class"
 ONE_DOOR = {
-    "run.control": "of Trainer and the command line: pretrain adds no callbacks",
     "checkpoint.on_config_change": "pretrain reads it for changed files too, which a Trainer's datasets do not name",
     **dict.fromkeys(
         (
@@ -271,6 +270,7 @@ ONE_DOOR = {
     "tokenizer.tokenizer_type": TOKENIZER,
     "tokenizer.tokenizer_model": TOKENIZER,
     "model.vocab_size": "pretrain takes it from the tokenizer, and checks the data against it",
+    "checkpoint.pretrained_checkpoint": "pretrain records its revision on the Hub; a Trainer's model has a name",
     "checkpoint.resume": "a Trainer decides by it whether a run that is there goes on, as Hugging Face's argument says",
     "run.name": "a Trainer trains again into the directory that it owns",
     "run.output_dir": "a Trainer trains again into the directory that it owns",

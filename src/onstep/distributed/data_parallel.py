@@ -51,7 +51,7 @@ def data_parallel(chunks: list[nn.Module], world: World, config: DistributedData
             chunk,
             device_ids=device_ids,
             bucket_cap_mb=config.bucket_cap_mb,
-            find_unused_parameters=config.find_unused_parameters and not config.static_graph,  # which finds them once
+            find_unused_parameters=config.find_unused_parameters,
             **sync_buffers,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             static_graph=config.static_graph,
@@ -71,14 +71,15 @@ class FixedBuckets(DistributedDataParallel):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        self._would_rebuild = bool(options.get("static_graph")) or not options.get("find_unused_parameters")
         super().__init__(*args, **options)
-        if not self.find_unused_parameters:  # else torch forms them once, when it is constructed
+        if self._would_rebuild:
             self.reducer._push_all_rebuilt_params()
             self.reducer._rebuild_buckets()
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         parameters, expect_sparse_gradient = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        if not self.find_unused_parameters:
+        if self._would_rebuild:
             parameters.reverse()
             expect_sparse_gradient.reverse()
         return parameters, expect_sparse_gradient

@@ -78,7 +78,7 @@ def check_memory(cfg: Any) -> None:
 
 _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_moe_experts", "moe_ffn_hidden_size", "vocab_size")
 """What the number of parameters follows from."""
-_ROUGHLY = 1.25
+_ROUGHLY = 1.5
 """How far an estimate with activations may be off."""
 
 

@@ -44,24 +44,28 @@ SECTIONS: dict[type[ConfigSection], str] = {ConfigContainer: ""} | {
 }
 """What the keys of each part start with."""
 
-WHOLE = tuple(
-    f"config/{name}.py"
-    for name in (
-        "checks/idle",
-        "checks/validation",
-        "derived",
-        "differences",
-        "hf/conversion",
-        "hf/schedules",
-        "keys",
-        "load",
-    )
+WHOLE = (
+    "metrics/memory_estimate.py",
+    *(
+        f"config/{name}.py"
+        for name in (
+            "checks/idle",
+            "checks/validation",
+            "derived",
+            "differences",
+            "hf/conversion",
+            "hf/schedules",
+            "keys",
+            "load",
+        )
+    ),
 )
 """What goes over whole configurations: a value that it reads has no effect by that."""
 
 PRETRAIN_DOOR = (
     "training/pretrain.py", "training/setup/setup.py:set_up", "training/setup/setup.py:resolve_vocabulary",
     "training/setup/model_and_data.py", "training/setup/pretrained.py", "training/setup/final_weights.py:_",
+    "metrics/memory_estimate.py",
 )  # fmt: skip
 """Code that runs for `pretrain()` alone; that of `trainer/` runs for `Trainer` alone."""
 

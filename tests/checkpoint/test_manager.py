@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,18 @@ def test_load_reports_what_is_missing_and_unexpected_and_skips_what_it_is_told_t
     report = manager.load(info, [box("a", a), box("b", b), box("new", new, required=False)], skip={"b", "d"})
     assert (report.missing, report.unexpected) == (["new"], ["c"])
     assert (a.content, b.content, new.content) == ({"value": 1}, {"value": 0}, {"value": 0})
+
+
+def test_a_load_names_the_ranks_whose_state_was_not_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manager = CheckpointManager(tmp_path, World())
+    part = StateComponent("extra", Box(value=1), PER_RANK, required=False)
+    manager.save(request(1, part))
+    info = manager.newest()
+    assert info is not None
+    of_two = replace(info, manifest=replace(info.manifest, world_size=2))  # of which the second could not save its own
+    with caplog.at_level(logging.WARNING, logger="onstep"):
+        manager.load(of_two, [part])
+    assert "no state of 'extra' for ranks [1]" in caplog.text
 
 
 def test_a_required_component_that_the_checkpoint_lacks_is_an_error(tmp_path: Path) -> None:

@@ -294,6 +294,25 @@ def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(na
     assert steps == []
 
 
+@pytest.mark.parametrize("components", [None, ["model", "callbacks"]])
+def test_a_callback_that_cannot_give_its_state_fails_the_save(
+    named: ConfigContainer, components: list[str] | None
+) -> None:
+    class Breaks(Counter):
+        def state_dict(self) -> dict[str, Any]:
+            if self.count:
+                raise ValueError("no state")
+            return {}
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.count += 1
+
+    named.checkpoint.components = components
+    named.checkpoint.save_interval = 1
+    with pytest.raises(CheckpointError, match=r"no state.*'Breaks'.*fix its state_dict, or remove the callback"):
+        pretrain(named, forward_step, callbacks=[Breaks()])
+
+
 def test_a_forward_step_and_a_callback_may_bring_states_of_their_own(named: ConfigContainer) -> None:
     class Step:
         def __init__(self) -> None:

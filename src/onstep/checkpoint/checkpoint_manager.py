@@ -357,7 +357,8 @@ class CheckpointManager:
 def _report_left_out(everywhere: list[dict[str, str]]) -> None:
     for key, why in {key: why for left_out in reversed(everywhere) for key, why in left_out.items()}.items():
         ranks = [rank for rank, left_out in enumerate(everywhere) if key in left_out]
-        logger.warning("The checkpoint omits the optional component %r of ranks %s: %s", key, ranks, why)
+        text = "The checkpoint omits the optional component %r of ranks %s, which a resume starts afresh: %s"
+        logger.warning(text, key, ranks, why)
 
 
 def _abandon(transaction: SaveTransaction | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +23,8 @@ from onstep.checkpoint.storage.manifest import Manifest
 from onstep.distributed import World
 from onstep.distributed.world import attempt, raise_together, together
 from onstep.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -48,6 +51,8 @@ def load_components(
     together(world, partial(check_keys, wanted), f"Loading {info.path}")
     stored = info.manifest.components
     report = LoadReport(unexpected=[key for key in stored if key not in {*skip, *(one.key for one in components)}])
+    if world.is_main:
+        _report_lost(info, wanted)
     for component in wanted:
         doing = f"Loading {component.key!r} of {info.path}"
         state = together(world, partial(_read, placement, info, component, report), doing)
@@ -56,6 +61,21 @@ def load_components(
             _, error = attempt(partial(component.stateful.load_state_dict, state))
         raise_together(world, error, doing)
     return report
+
+
+def _report_lost(info: CheckpointInfo, components: list[StateComponent]) -> None:
+    """Warn of states that ranks had and could not save."""
+    for key in [one.key for one in components if one.key in info.manifest.components]:
+        entry = info.manifest.components[key]
+        lost = sorted(set(range(info.manifest.world_size)) - set(entry.ranks))
+        if lost and entry.sharing_pattern == SharingPattern.PER_RANK:
+            logger.warning(
+                "%s has no state of %r for ranks %s, where it could not be saved; it starts afresh there. To keep it, "
+                "continue from an earlier checkpoint.",
+                info.path,
+                key,
+                lost,
+            )
 
 
 def _read(placement: Placement, info: CheckpointInfo, component: StateComponent, report: LoadReport) -> Any:

@@ -8,6 +8,7 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from onstep.checkpoint import ModelState, RngState, SharingPattern, StateComponent, Stateful, check_encodable
@@ -79,12 +80,14 @@ class RunComponents:
         return parts
 
     def selected(self, components: list[StateComponent]) -> list[StateComponent]:
-        """The components selected by `checkpoint.components`; the user's own are always included."""
-        wanted = self.state.cfg.checkpoint.components
-        if wanted is None:
-            return components
-        keep = {*wanted, *(_OF_TRAINER if "trainer" in wanted else ())}
-        return [one for one in components if one.key in keep or one.key not in (*COMPONENTS, *_OF_TRAINER)]
+        """The components to save, by `checkpoint.components`; the user's own are always included.
+
+        A checkpoint without a state that the run has would lose it, so one that cannot be collected fails the save.
+        """
+        own, wanted = (*COMPONENTS, *_OF_TRAINER), self.state.cfg.checkpoint.components
+        keep = own if wanted is None else {*wanted, *(_OF_TRAINER if "trainer" in wanted else ())}
+        chosen = [one for one in components if one.key in keep or one.key not in own]
+        return [replace(one, required=one.required or one.key in (*own, "forward_step")) for one in chosen]
 
     def scheduler(self, scheduler: UserScheduler) -> StateComponent:
         """The position of the schedule."""
@@ -219,8 +222,12 @@ class CallbackStates:
         """The states by id."""
         states = {}
         for key, state in self._current().items():
-            with HEARTBEAT.calling("state_dict", _name_of(key)):
-                states[key] = state.state_dict()
+            try:
+                with HEARTBEAT.calling("state_dict", _name_of(key)):
+                    states[key] = state.state_dict()
+            except Exception as error:
+                error.add_note("fix its state_dict, or remove the callback")
+                raise
         return states
 
     def load_state_dict(self, state_dict: StateDict) -> None:

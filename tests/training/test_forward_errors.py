@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits as BCE
 from torch.nn.functional import cross_entropy
 
 from onstep import Trainer, TrainingArguments
@@ -73,6 +74,37 @@ def labels_out_of_range(data_iterator: Any, model: nn.Module) -> Any:
     return model(batch["tokens"], batch["labels"].clamp_(min=0).add_(16)), lambda loss: loss
 
 
+def without_next(data_iterator: Any, model: nn.Module) -> Any:
+    return model(data_iterator["tokens"]), lambda loss: loss
+
+
+def swapped(model: Any, data_iterator: Any) -> Any:
+    return model(**next(data_iterator)), lambda loss: loss
+
+
+def loss_of_nothing(data_iterator: Any, model: nn.Module) -> Any:
+    return model(**next(data_iterator)), lambda: None
+
+
+def only_a_batch(batch: Any) -> Any:
+    return None
+
+
+def reports_a_list(data_iterator: Any, model: nn.Module) -> Any:
+    return model(**next(data_iterator)), lambda loss: (loss, [1, 2])
+
+
+def reports_a_string(data_iterator: Any, model: nn.Module) -> Any:
+    return model(**next(data_iterator)), lambda loss: (loss, {"name": "x"})
+
+
+def ids_out_of_range(data_iterator: Any, model: nn.Module) -> Any:
+    batch = next(data_iterator)
+    batch["tokens"] = batch["tokens"] * 0 + 99
+    return model(**batch), lambda loss: loss
+
+
+REPORT = "report of a loss function must be a dict of means"
 MISTAKES: list[tuple[Callable[..., Any], type[Exception], str]] = [
     (only_a_loss, ConfigError, r"the forward step returned a Tensor of shape \(\) .* must return \(output, loss func"),
     (no_return, ConfigError, r"the forward step returned None; it must return \(output, loss function\)"),
@@ -81,16 +113,56 @@ MISTAKES: list[tuple[Callable[..., Any], type[Exception], str]] = [
     (three_micro_batches, ConfigError, "the forward step raised StopIteration: .* one micro-batch for each call"),
     (another_key, DataError, "lacks the key 'name'; it has tokens, labels. The default collator drops strings"),
     (without_labels, DataError, r"lacks 'labels', required by TinyModel.forward; it has tokens"),
+    (
+        only_a_batch,
+        ConfigError,
+        r"function of \(data_iterator, model\), but only_a_batch has the arguments \(batch\): too",
+    ),
+    ("gpt", ConfigError, r"must be a function of \(data_iterator, model\), got a str; .*callbacks=\[...\], by"),  # type: ignore[list-item]
+    (reports_a_list, ConfigError, f"{REPORT}, .*got a list of 2"),
+    (reports_a_string, ConfigError, f"{REPORT}, .*got a str for 'name'"),
+    (ids_out_of_range, DataError, r"embedding \S+ has \d+ rows, so .* was given 99 to 99 in 'tokens': do the token"),
     (labels_out_of_range, DataError, r"out of bounds.* labels of this micro-batch are 16 to \d+; .* -100"),
 ]
 
 
-@pytest.mark.parametrize(("step", "kind", "message"), MISTAKES, ids=[step.__name__ for step, *_ in MISTAKES])
+@pytest.mark.parametrize(
+    ("step", "kind", "message"), MISTAKES, ids=[str(getattr(one[0], "__name__", one[0])) for one in MISTAKES]
+)
 def test_a_mistake_in_a_forward_step_is_explained(step: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         run(small_state(), step=step)
     with pytest.raises(kind, match=message):
         evaluate(small_state(), step, eval_loader(), [TinyModel()], None, ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("step", "kind", "hint"),
+    [
+        (without_next, TypeError, r"read the micro-batch by next\(data_iterator\)"),
+        (swapped, TypeError, r"called with \(data_iterator, model\), in this order"),
+        (loss_of_nothing, TypeError, "a loss function is called with the output"),
+    ],
+)
+def test_an_error_of_a_forward_step_says_where_and_on_what(step: Any, kind: type[Exception], hint: str) -> None:
+    contents = r"on the micro-batch tokens int64 \(\d+, \d+\), labels int64 \(\d+, \d+\); .*" + hint
+    with pytest.raises(kind) as failure:
+        run(small_state(), step=step)
+    assert re.search("raised in step 1, " + contents, "".join(failure.value.__notes__))
+    with pytest.raises(kind) as failure:
+        evaluate(small_state(), step, eval_loader(), [TinyModel()], None, None)
+    assert re.search("raised in an evaluation after step 0, " + contents, "".join(failure.value.__notes__))
+
+
+def test_a_large_micro_batch_is_described_in_few_words(args: TrainingArguments) -> None:
+    def collate(samples: list[Any]) -> dict[str, Any]:
+        return {f"{index:050}": torch.ones(2) for index in range(20)} | {"other": object()}
+
+    with pytest.raises(TypeError) as failure:
+        Trainer(Classifier(), args, train_dataset=Rows(same), data_collator=collate).train()
+    (note,) = failure.value.__notes__
+    assert note.endswith(" float32 (2,) and 13 more")
+    assert len(note) < 600
 
 
 def test_a_loss_without_a_gradient_is_explained_and_evaluated() -> None:
@@ -299,6 +371,57 @@ def test_metrics_of_several_values_are_named(args: TrainingArguments, caplog: py
     ]
 
 
+class Backward(Classifier):
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        outputs = super().forward(x, labels)
+        outputs["loss"].backward()
+        return outputs
+
+
+def test_a_backward_pass_in_the_model_is_named(args: TrainingArguments) -> None:
+    with pytest.raises(ConfigError, match=r"runs the backward pass of the returned loss itself: remove \.backward\(\)"):
+        Trainer(Backward(), args, train_dataset=Rows(same)).train()
+
+
+class Positions(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(2, 3)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        return super().forward(x + self.positions(torch.arange(x.shape[1])).sum(), labels)
+
+
+class Words(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, 3)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        return super().forward(self.words(x).sum(1), labels)
+
+
+@pytest.mark.parametrize(
+    ("model", "ids", "message"),
+    [
+        (Words(), torch.tensor([0, 8]), r"words.weight has 8 rows, .* 0 to 7, but was given 0 to 8 in 'x': do the tok"),
+        (Words(), torch.tensor([0, -100]), r"was given -100 to 0 in 'x': negative values, such as -100, belong only"),
+        (Words(), torch.tensor([0.0, 1.0]), r"In the micro-batch, 'x' are floating-point\. .*\.long\(\)"),
+        (Positions(), torch.ones(3), r"positions.weight has 2 rows, .*positions of sequences of length 3. Trunc.*to 2"),
+    ],
+    ids=["vocabulary", "negative", "floats", "positions"],
+)
+def test_ids_that_an_embedding_lacks_are_named(
+    args: TrainingArguments, model: nn.Module, ids: Tensor, message: str
+) -> None:
+    trainer = Trainer(
+        model, args, train_dataset=Rows(lambda row: {**row, "x": ids}), eval_dataset=Rows(lambda row: {**row, "x": ids})
+    )
+    for method in (trainer.train, trainer.evaluate):
+        with pytest.raises(DataError, match=message):
+            method()
+
+
 class InPlace(Classifier):
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
         self.layer.weight.add_(1)
@@ -311,16 +434,19 @@ class InPlace(Classifier):
         (
             Classifier(),
             lambda row: {**row, "x": torch.ones(5)},
-            r"shapes in the micro-batch: 'x' \(4, 5\), 'labels' \(4,\)",
+            r"micro-batch x float32 \(4, 5\), labels int64 \(4,\); the shapes and the sizes",
         ),
         (InPlace(), same, r"changes a weight in place: do that under torch.no_grad\(\)"),
+        (Classifier(), lambda row: {**row, "labels": torch.tensor([0, 1])}, r"labels int64 \(4, 2\); .*\.argmax\(-1\)"),
+        (Classifier(BCE), lambda row: {**row, "labels": 1.0}, r"labels float32 \(4,\); for class ids, .*\.long\(\)"),
+        (Classifier(lambda logits, labels: BCE(logits[:, 0], labels)), same, r"floating-point targets.*\.float\(\)"),
     ],
-    ids=["width", "in place"],
+    ids=["width", "in place", "one-hot", "floats", "class ids"],
 )
 def test_an_error_of_torch_is_noted_with_what_helps(
     args: TrainingArguments, model: nn.Module, change: Any, note: str
 ) -> None:
-    with pytest.raises(RuntimeError) as failure:
+    with pytest.raises((RuntimeError, ValueError)) as failure:
         Trainer(model, args, train_dataset=Rows(change)).train()
     assert re.search(note, "".join(failure.value.__notes__))
 

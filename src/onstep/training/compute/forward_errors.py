@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from onstep.errors import ConfigError, DataError, OnstepError
+from onstep.training.compute.batch_notes import beyond_embedding, note_of
 from onstep.training.compute.losses import IGNORE_INDEX, described
 from onstep.training.protocols import ForwardStep
 
@@ -17,11 +18,14 @@ _MISSING = re.compile(r"(\w+)\.forward\(\) missing .*required.* arguments?: (.*)
 
 
 def call_forward_step(
-    forward_step: ForwardStep, micro_batches: Any, batch: object, model: nn.Module, **asked: bool
+    forward_step: ForwardStep, micro_batches: Any, batch: object, model: nn.Module, step: int, **asked: bool
 ) -> object:
     """What the loss function that the forward step returns gives for its output.
 
+    Any other error gets a note that describes the micro-batch.
+
     Args:
+        step: number of steps that were done before.
         asked: keywords for the loss function.
 
     Raises:
@@ -44,12 +48,12 @@ def call_forward_step(
             "the forward step raised StopIteration: something in it called next() on an exhausted iterator; "
             "data_iterator has one micro-batch for each call of the forward step"
         ) from error
-    except (RuntimeError, TypeError, IndexError, KeyError) as error:
+    except Exception as error:
         if batch is None and micro_batches is not None:
             raise DataError(f"{error}: the micro-batch is None; does the collator return it?") from error
         explanation = _explain(error, batch, model) if isinstance(batch, Mapping) else None
         if explanation is None:
-            _note(error, batch)
+            error.add_note(note_of(error, batch, step, torch.is_grad_enabled()))
             raise
         raise DataError(explanation) from error
 
@@ -65,6 +69,12 @@ def _explain(error: Exception, batch: Mapping[Any, Any], model: nn.Module) -> st
         names = {type(model).__name__, type(getattr(model, "module", model)).__name__}
         is_of_model = missing is not None and missing[1] in names
         return _lacking(f"{missing[2]}, required by {missing[1]}.forward", batch) if missing and is_of_model else None
+    if isinstance(error, IndexError) and "out of range in self" in text:
+        return beyond_embedding(error, batch, model)
+    if "'indices'" in text and "embedding" in text:
+        floats = [key for key, value in batch.items() if isinstance(value, Tensor) and value.is_floating_point()]
+        named = f" In the micro-batch, {', '.join(map(repr, floats))} are floating-point." if floats else ""
+        return f"{text}.{named} Ids are integers: convert them with .long()"
     labels = batch.get("labels")
     if "out of bounds" in text and isinstance(labels, Tensor) and not labels.is_floating_point():
         known = labels[labels != IGNORE_INDEX]
@@ -75,18 +85,6 @@ def _explain(error: Exception, batch: Mapping[Any, Any], model: nn.Module) -> st
             f"ids from 0 to the number of the model's outputs - 1, or {IGNORE_INDEX}, which is not trained on"
         )
     return _unlike_weights(text, batch, model) if "dtype" in text or "scalar type" in text else None
-
-
-def _note(error: Exception, batch: object) -> None:
-    """Add to an error of torch what it does not say and can help."""
-    text = str(error)
-    if "leaf Variable" in text and "in-place" in text:
-        error.add_note("the forward pass changes a weight in place: do that under torch.no_grad(), or on a copy")
-    elif "shape" in text or "size" in text:
-        shapes = batch.items() if isinstance(batch, Mapping) else ()
-        shown = ", ".join(f"{key!r} {tuple(value.shape)}" for key, value in shapes if isinstance(value, Tensor))
-        if shown:
-            error.add_note(f"the shapes in the micro-batch: {shown}; they and the sizes of the model's layers must fit")
 
 
 def _lacking(what: str, batch: Mapping[Any, Any]) -> str:

@@ -30,6 +30,7 @@ from torch.overrides import has_torch_function_unary
 from onstep.data.loaders.iterable_loader import count_samples
 from onstep.distributed import World
 from onstep.errors import ConfigError
+from onstep.training.compute.batch_notes import SECOND_BACKWARD
 
 Scalar = Tensor | float
 Kind = Literal["sum", "mean", "share"]
@@ -46,6 +47,9 @@ ONE_ELEMENT = (
     "the tensor instead of .item()"
 )
 """What a loss must be, for errors."""
+
+
+_REPORT = "a dict of means, or of (sum, count), by name"
 
 
 class LossShare(NamedTuple):
@@ -111,7 +115,7 @@ class MicroLoss:
         """Run backward from `loss * start`; None means 1.
 
         Raises:
-            ConfigError: if the loss depends on no parameter that is trained.
+            ConfigError: if the loss depends on no parameter that is trained, or a backward pass has been run on it.
         """
         if not self.loss.requires_grad:
             raise ConfigError(
@@ -119,15 +123,20 @@ class MicroLoss:
                 "torch.no_grad(), from a detached tensor (.detach(), .item(), .numpy(), torch.tensor(...)), or from "
                 "frozen parameters only; return the loss as it is computed from the model's outputs"
             )
-        if start is None:
-            run_backward(self.loss)
-            return
         loss = self.loss
-        if isinstance(start, Tensor):
-            gradient = start.to(device=loss.device, dtype=loss.dtype)
-        else:
-            gradient = as_scalar(start, loss.dtype, loss.device)
-        loss.backward(gradient.reshape(loss.shape))  # type: ignore[no-untyped-call]
+        try:
+            if start is None:
+                run_backward(loss)
+                return
+            if isinstance(start, Tensor):
+                gradient = start.to(device=loss.device, dtype=loss.dtype)
+            else:
+                gradient = as_scalar(start, loss.dtype, loss.device)
+            loss.backward(gradient.reshape(loss.shape))  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "backward through the graph a second time" in str(error):
+                raise ConfigError(f"the graph of the loss has no values any more: {SECOND_BACKWARD}") from error
+            raise
 
 
 @dataclass(slots=True)
@@ -223,6 +232,7 @@ def reduce_step(micros: list[MicroLoss], world: World) -> StepLoss:
 
     Raises:
         TypeError: if the micro-batches' losses cannot be combined.
+        ConfigError: for a report that is not a dict of numbers.
         ValueError: for a report that is neither a mean nor sum and count, or that some micro-batches lack.
     """
     first = micros[0]
@@ -300,10 +310,17 @@ def _local_report(micros: list[MicroLoss], key: str) -> tuple[Scalar, Scalar]:
     top: Scalar = 0
     bottom: Scalar = 0
     for micro in micros:
+        if not isinstance(micro.report, Mapping):
+            raise ConfigError(f"the report of a loss function must be {_REPORT}, got {described(micro.report)}")
         if key not in micro.report:
             raise ValueError(f"{key!r} is reported for only some micro-batches of a step; report it for all of them.")
         value = micro.report[key]
-        parts: Iterable[Scalar] = value if isinstance(value, tuple) else torch.as_tensor(value).flatten()
+        try:
+            parts: Iterable[Scalar] = value if isinstance(value, tuple) else torch.as_tensor(value).flatten()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"the report of a loss function must be {_REPORT}, got {described(value)} for {key!r}"
+            ) from error
         pair = [part.detach() if isinstance(part, Tensor) else part for part in parts]
         if len(pair) not in (1, 2):
             shape = tuple(value.shape) if isinstance(value, Tensor) else (len(pair),)

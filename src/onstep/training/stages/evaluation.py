@@ -289,7 +289,7 @@ def _results(
     for index in range(len(micro_batches)):
         batch = micro_batches.stage(index)
         with state.autocast():
-            result = call_forward_step(forward_step_func, iterator, batch, chunk, **asked)
+            result = call_forward_step(forward_step_func, iterator, batch, chunk, state.train_state.step, **asked)
         yield batch, result
 
 

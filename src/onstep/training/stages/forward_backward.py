@@ -27,7 +27,7 @@ def forward_of(job: Job) -> ForwardPass:
 
     def forward(micro_batches: MicroBatches, batch: Batch, is_filler: bool) -> MicroLoss:
         iterator = micro_batches if micro_batches.batches.has_data else None
-        result = call_forward_step(forward_step_func, iterator, batch, model)
+        result = call_forward_step(forward_step_func, iterator, batch, model, run.train_state.step)
         return read_loss(result, batch, weighting, is_filler)
 
     def forward_in_autocast(micro_batches: MicroBatches, batch: Batch, is_filler: bool) -> MicroLoss:

@@ -11,7 +11,7 @@ from typing import Annotated, Union, get_args, get_origin
 from torch import Tensor, nn
 
 from onstep.errors import ConfigError
-from onstep.training.compute.losses import IGNORE_INDEX, Scalar
+from onstep.training.compute.losses import IGNORE_INDEX, Scalar, described
 from onstep.training.protocols import ForwardStep
 from onstep.training.run import Run
 
@@ -90,8 +90,25 @@ def prepare_forward_step_func(forward_step_func: ForwardStep, state: Run) -> For
     Args:
         forward_step_func: a function with one of the documented signatures.
         state: the run's state.
+
+    Raises:
+        ConfigError: for what cannot be called with `(data_iterator, model)`.
     """
-    return maybe_inject_state(forward_step_func, state)
+    rule = "the forward step must be a function of (data_iterator, model)"
+    if not callable(forward_step_func):
+        raise ConfigError(
+            f"{rule}, got {described(forward_step_func)}; pass other arguments, such as callbacks=[...], by their names"
+        )
+    prepared = maybe_inject_state(forward_step_func, state)
+    signature = inspect.signature(prepared)
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        name = getattr(forward_step_func, "__name__", type(forward_step_func).__name__)
+        raise ConfigError(
+            f"{rule}, but {name} has the arguments ({', '.join(signature.parameters)}): {error}"
+        ) from error
+    return prepared
 
 
 def _means_global_state(annotation: object) -> bool:

@@ -166,6 +166,7 @@ def test_an_unknown_command_names_the_nearest(shell: Shell) -> None:
         (["train", "--max_steps=3"], "Did you mean train.train_iters=3?"),
         (["finetune", "--config", "x.yaml"], "name the file without an option: onstep finetune x.yaml"),
         (["train", "--recipie", "demo"], "Did you mean '--recipe'?"),
+        (["verify-resume", "--dir", "x"], "has no option --dir. Did you mean '--directory'?"),
         (["config", "show", "--optimizer.lr=2"], "Did you mean optimizer.lr=2?"),
         (["train", "qwen25_500m"], "'qwen25_500m' is a recipe; write --recipe qwen25_500m"),
         (["train", "x.yaml"], "the configuration file 'x.yaml' does not exist"),

@@ -52,7 +52,9 @@ def _instead(option: str, value: str, known: list[str], command: str) -> str:
     """What to write in place of an unknown option."""
     if option in _FILE_OPTIONS:
         return f"; name the file without an option: {command} {value or 'CONFIG.yaml'}"
-    hint = nearest(option.replace("_", "-"), known, cutoff=0.8)
+    option = option.replace("_", "-")
+    begins = [name for name in known if name.startswith(option)]
+    hint = f" Did you mean {begins[0]!r}?" if len(begins) == 1 else nearest(option, known, cutoff=0.8)
     if hint:
         return f".{hint}"
     key = nearest_key(option.lstrip("-").replace("-", "_"), list(KEYS))

@@ -1,7 +1,8 @@
 """What the ranks of the tests of signals and resume run, with what strikes them: `job_*(settings)`.
 
 Strikes are dictionaries: a `signal` (also SIGKILL) that `rank` sends itself, at the `number`-th call at an `event`,
-`after` some seconds, once a `file` is there, or at the `number`-th `operation` of a save.
+`after` some seconds, once a `file` is there, or at the `number`-th `operation` of a save. With `during_save` that call
+at an event is in a save that is being written meanwhile: its second fsync waits for the signal.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def prepare_strikes(settings: dict[str, Any], manager: CallbackManager | None) -
         elif "event" in one:
             assert manager is not None
             manager.register(one["event"], _at_number(one))
-    operations = [one for one in strikes if "operation" in one]
+    operations = [one for one in strikes if "operation" in one or "during_save" in one]
     if operations or settings.get("slow_save"):
         on_operation = _slow_and_struck(settings.get("slow_save", 0.0), operations)
         onstep.checkpoint.checkpoint_manager.FileStore = functools.partial(FileStore, on_operation)
@@ -122,12 +123,15 @@ def _at_number(one: dict[str, Any]) -> Callable[[Any], None]:
 
 
 def _slow_and_struck(seconds: float, strikes: list[dict[str, Any]]) -> Callable[[Operation], None]:
-    counts: dict[str, int] = {}
+    counts: dict[str, int] = {"fsync": 0}
 
     def notified(operation: Operation) -> None:
         counts[operation.kind] = counts.get(operation.kind, 0) + 1
         for one in strikes:
-            if (one["operation"], one["number"]) == (operation.kind, counts[operation.kind]):
+            if "during_save" in one:
+                while (operation.kind, counts["fsync"]) == ("fsync", 2) and not Path(f"struck-{RANK}").exists():
+                    time.sleep(0.01)
+            elif (one["operation"], one["number"]) == (operation.kind, counts[operation.kind]):
                 strike(one)
         if operation.kind == "fsync":
             time.sleep(seconds)

@@ -23,6 +23,7 @@ from onstep.trainer.model_step import function_loss, model_loss
 from onstep.trainer.overrides import check_overrides
 from onstep.trainer.own_arguments import own_arguments
 from onstep.trainer.predictions import EvalPrediction
+from onstep.trainer.reporting.argument_errors import errors_name_arguments
 from onstep.trainer.reporting.memory_metrics import MemoryMetrics
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.runs.identity import Identity
@@ -38,6 +39,7 @@ class BaseTrainer:
     """What your own `compute_loss` returns: True means a share of the step's loss, already divided by
     `num_items_in_batch`; False means the mean of its micro-batch; None detects it from the code."""
 
+    @errors_name_arguments
     def __init__(
         self,
         model: nn.Module | None = None,

@@ -12,6 +12,7 @@ from onstep.trainer.output_dir.claim import unfinished_batch_size
 from onstep.trainer.output_dir.files import write_final_files
 from onstep.trainer.overrides import check_overrides
 from onstep.trainer.predictions import TrainOutput
+from onstep.trainer.reporting.argument_errors import errors_name_arguments
 from onstep.trainer.session import Session, check_training, evaluation_session, training_session
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.pretrain import load_best_model
@@ -41,6 +42,7 @@ class Trainer(TrainerMethods):
             is never called here.
     """
 
+    @errors_name_arguments
     def train(
         self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: list[str] | None = None
     ) -> TrainOutput:

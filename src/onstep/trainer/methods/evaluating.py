@@ -33,6 +33,7 @@ from onstep.trainer.predictions import (
     mean_of,
     prefixed,
 )
+from onstep.trainer.reporting.argument_errors import errors_name_arguments
 from onstep.training.compute.losses import described
 from onstep.training.compute.step import to_device
 from onstep.training.stages.best_metric import note_best_metric, save_best
@@ -79,6 +80,7 @@ class EvaluatingMethods(BaseTrainer):
         """Whether `train()` is running."""
         return self.session is not None and self.session.trains
 
+    @errors_name_arguments
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, Any]:
@@ -102,6 +104,7 @@ class EvaluatingMethods(BaseTrainer):
                 metrics |= self.evaluate(eval_dataset=one, ignore_keys=ignore_keys, metric_key_prefix=prefix)
             return metrics
 
+    @errors_name_arguments
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:

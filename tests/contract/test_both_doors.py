@@ -395,7 +395,7 @@ def test_after_training_both_evaluate_once_and_pretrain_tests_too(doors: Doors) 
 )
 def test_a_trainer_refuses_what_only_pretrain_can_do(key: str, value: Any, tmp_path: Path) -> None:
     overrides = {key: value} | ({"checkpoint.load": "somewhere"} if key.startswith("peft") else {})
-    with pytest.raises(ConfigError, match=rf"{key}={value}"):
+    with pytest.raises(ConfigError, match=rf"config_overrides\['{key}'\]={value!r}"):
         small_trainer(tmp_path, overrides).train()
     assert not (tmp_path / "run").exists()
 

@@ -403,7 +403,7 @@ def test_groups_of_the_configuration_do_not_go_with_an_optimizer_of_the_users(tm
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = Trainer(model, arguments, train_dataset=[{"input": torch.ones(2)}], optimizers=(optimizer, None))
-    with pytest.raises(ConfigError, match=r"optimizer\.decoupled_lr=0\.1 groups the parameters"):
+    with pytest.raises(ConfigError, match=r"\['optimizer\.decoupled_lr'\]=0\.1 groups the parameters"):
         trainer.train()
 
 
@@ -465,5 +465,5 @@ def test_muon_does_not_go_with_an_optimizer_of_the_users(tmp_path: Path) -> None
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = Trainer(model, arguments, train_dataset=[{"input": torch.ones(2)}], optimizers=(optimizer, None))
-    with pytest.raises(ConfigError, match=r"optimizer\.optimizer=muon configures an optimizer"):
+    with pytest.raises(ConfigError, match=r"\['optimizer\.optimizer'\]='muon' configures an optimizer"):
         trainer.train()

@@ -85,7 +85,7 @@ def test_on_a_terminal_it_takes_the_place_of_the_bar() -> None:
     written = read_terminal(ours, "\n")
     for end in (ours, terminal, before):
         os.close(end)
-    assert written.startswith("\r\x1b[JReceived SIGUSR1: saving and stopping after this step; a second SIGUSR1 ends")
+    assert written.startswith("\r\x1b[JReceived SIGUSR1: saving and stopping after this step;\r\n  a second SIGUSR1")
 
 
 def test_the_handlers_from_before_come_back() -> None:

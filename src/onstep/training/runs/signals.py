@@ -201,12 +201,10 @@ class DistributedSignalHandler:
             self._first_time, self._first_signal = now, signal.Signals(number)
             self._children.start()
             name = self._first_signal.name
-            line = (
-                f"Received {name}: saving and stopping after this step; a second {name} ends the run without saving\n"
-            )
-            erase = _ERASE_BARS if os.isatty(2) else ""
+            erase, gap = (_ERASE_BARS, "\n  ") if os.isatty(2) else ("", " ")
+            first, second = "saving and stopping after this step", f"a second {name} ends the run without saving"
             with suppress(OSError):  # standard error may be closed
-                os.write(2, f"{erase}{line}".encode())
+                os.write(2, f"{erase}Received {name}: {first};{gap}{second}\n".encode())
             if self.on_first_signal is not None:
                 self.on_first_signal()
         previous = self._previous.get(signal.Signals(number))

@@ -52,6 +52,18 @@ def test_of_two_that_stand_the_one_outside_of_a_collective_is_to_blame() -> None
     assert diagnosis_of(waits, rank(idle_seconds=11.0, collectives=7)) == FailureDiagnosis("hung", 1)
 
 
+def test_where_all_wait_the_one_in_a_callback_is_to_blame() -> None:
+    waits = rank(**WAITING)
+    in_callback = {**WAITING, "callback": "C"}
+    assert diagnosis_of(waits, rank(**in_callback)) == FailureDiagnosis("hung", 1)
+    assert diagnosis_of(waits, rank(**{**in_callback, "idle_seconds": 9.0})) is None
+    ahead, in_setup = {**in_callback, "collectives": 9}, rank(**{**WAITING, "limit_seconds": None})
+    assert diagnosis_of(rank(**ahead), in_setup) == FailureDiagnosis("hung", 0)
+    assert diagnosis_of(rank(**ahead), waits) == FailureDiagnosis("hung", 0)
+    assert diagnosis_of(rank(**ahead), rank(**{**WAITING, "idle_seconds": 3.0})) is None
+    assert diagnosis_of(rank(**ahead), rank(idle_seconds=11.0, collectives=8)) == FailureDiagnosis("hung", 1)
+
+
 def test_the_longest_silence_counts_where_all_else_is_equal() -> None:
     assert diagnosis_of(rank(idle_seconds=11.0), rank(idle_seconds=14.0)) == FailureDiagnosis("hung", 1)
     assert diagnosis_of(rank(idle_seconds=11.0), rank(idle_seconds=2.0, silence=12.0)) == FailureDiagnosis("hung", 1)
@@ -69,7 +81,13 @@ def test_a_debugger_holds_all() -> None:
 
 def test_a_rank_that_has_left_is_not_waited_for() -> None:
     assert diagnosis_of(rank(idle_seconds=50.0, left=0), rank(idle_seconds=1.0)) is None
-    assert diagnosis_of(rank(collectives=7, left=0), rank(**WAITING)) == FailureDiagnosis("hung", 1)
+    assert diagnosis_of(rank(left=0, is_done=True), rank(**WAITING)) == FailureDiagnosis("hung", 1)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_rank_that_waits_for_one_that_has_left_early_is_its_victim(code: int) -> None:
+    assert diagnosis_of(rank(left=code), rank(**WAITING)) == FailureDiagnosis("died", 0)
+    assert diagnosis_of(rank(left=code), rank(idle_seconds=12.0)) == FailureDiagnosis("hung", 1)
 
 
 def test_a_process_that_is_gone_is_dead_at_once() -> None:
@@ -120,7 +138,8 @@ def test_a_rank_that_has_reached_the_end_waits_for_all_others() -> None:
     done: dict[str, Any] = {"is_done": True, "limit_seconds": None, "collectives": 7}
     assert diagnosis_of(rank(**done), rank(idle_seconds=3.0)) is None
     assert diagnosis_of(rank(**done), rank(**WAITING)) == FailureDiagnosis("hung", 1)
-    assert diagnosis_of(rank(**done), rank(left=0)) is None
+    assert diagnosis_of(rank(**done), rank(**done, left=0)) is None
+    assert diagnosis_of(rank(**done), rank(left=0)) == FailureDiagnosis("left", 1)
     assert diagnosis_of(rank(**done), rank(left=3)) == FailureDiagnosis("left", 1)
 
 

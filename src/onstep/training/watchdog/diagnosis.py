@@ -93,16 +93,21 @@ def diagnose(
     running = {rank: one for rank, one in rank_reports.items() if not one.is_over}
     silent = [rank for rank, one in running.items() if one.silence >= max(1.0, SILENT_BEATS * interval)]
     silent.sort(key=lambda rank: (-running[rank].silence, rank))
-    left = {rank: one.left for rank, one in rank_reports.items() if one.left is not None and one.failure is None}
+    left = [rank for rank, one in rank_reports.items() if one.has_left_early]
     if not failures:
-        if any(left.values()) and any(one.is_done for one in running.values()):
-            return FailureDiagnosis("left", next(rank for rank, code in left.items() if code))
+        if left and any(one.is_done for one in running.values()):
+            return FailureDiagnosis("left", left[0])
         gone = [rank for rank in silent if running[rank].is_gone]
-        return FailureDiagnosis("died", gone[0]) if gone else _diagnose_stalls(running, stopped_seconds, on_cuda)
+        if gone:
+            return FailureDiagnosis("died", gone[0])
+        stalled = _diagnose_stalls(running, stopped_seconds, on_cuda)
+        if stalled is not None and left and (running[stalled.rank].is_waiting or on_cuda):
+            return FailureDiagnosis("died", left[0])  # the one that waits for it would wait forever
+        return stalled
     in_order = sorted(failures, key=lambda rank: (failures[rank].order, rank))
     if left:
         own = [rank for rank in in_order if not failures[rank].is_consequence]
-        return FailureDiagnosis("left", (own or list(left))[0])
+        return FailureDiagnosis("left", (own or left)[0])
     have_all_failed = len(failures) == len(rank_reports)
     are_alike = have_all_failed and len({(one.kind, one.text) for one in failures.values()}) == 1
     if are_alike or all(map(_is_interrupted, rank_reports.values())):
@@ -126,17 +131,23 @@ def _is_interrupted(one: RankReport) -> bool:
 def _diagnose_stalls(
     running: Mapping[int, RankReport], stopped_seconds: float | None, on_cuda: bool
 ) -> FailureDiagnosis | None:
-    """A rank that waits in a collective for one that has not arrived is a victim of that one, which may be slow."""
+    """A rank that waits in a collective for one that has not arrived is a victim of that one, which may be slow.
+
+    Where all wait, nobody will arrive: the most likely cause is a collective in a callback, which others do not enter.
+    """
     running = {rank: one for rank, one in running.items() if not one.is_done}
     if not running or any(one.is_debugged for one in running.values()):
         return None
     fewest = min(one.collectives for one in running.values())
+    all_wait = all(one.is_waiting for one in running.values())
     found = []
     for rank, one in running.items():
         limit = stopped_seconds if one.limit_seconds is None and one.is_stopped else one.limit_seconds
+        idle = min(other.idle for other in running.values()) if all_wait else one.idle
         is_ahead = one.collectives > fewest and (one.is_waiting or on_cuda)
-        if not is_ahead and limit is not None and one.idle >= limit:
-            found.append((one.collectives, one.is_waiting, -one.idle, rank))
+        if limit is not None and idle >= limit and (all_wait or not is_ahead):
+            in_callback = all_wait and one.callback is not None
+            found.append((not in_callback, one.collectives, one.is_waiting, -one.idle, rank))
     return FailureDiagnosis("hung", min(found)[-1]) if found else None
 
 

@@ -154,12 +154,8 @@ class RankExchange(threading.Thread):
         """Whether all ranks have reached the end of the run: the lowest that still reports knows, the others ask it."""
         lowest = self._seen.get(self.leader)
         if lowest is not None:
-            return lowest.left == 0
-        return (
-            self.leader == self.rank
-            and self.knows_all
-            and all(one.is_done or one.left == 0 for one in self._seen.values())
-        )
+            return lowest.left == 0 and lowest.is_done
+        return self.leader == self.rank and self.knows_all and all(one.is_done for one in self._seen.values())
 
     def _exchange(self) -> None:
         self._publish()

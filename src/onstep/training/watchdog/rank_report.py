@@ -109,6 +109,11 @@ class RankReport:
         return self.left is not None or self.failure is not None
 
     @property
+    def has_left_early(self) -> bool:
+        """Whether the rank has exited, with any code, before it reached the end of the run."""
+        return self.left is not None and self.failure is None and not self.is_done
+
+    @property
     def idle(self) -> float:
         """Seconds without progress, including its silence."""
         return self.idle_seconds + self.silence

@@ -199,7 +199,7 @@ class Watching(Feature[Run]):
         self._thread.join(REPORT_SECONDS if is_decided else 2 * self._interval + 1)
         if self._rank_exchange is not None:
             self._rank_exchange.record = self._record()
-            seconds = LINGER_SECONDS if self._me.left == 0 else LEAVING_SECONDS
+            seconds = LINGER_SECONDS if self._me.left == 0 and self._me.is_done else LEAVING_SECONDS
             self._rank_exchange.stop(seconds if self._me.left is not None and self._keeps_store else 0.0)
             if self._rank_exchange.decision is not None and self.host.ending.first_failure is None:
                 self._name(self._rank_exchange.decision)
@@ -288,7 +288,7 @@ class Watching(Feature[Run]):
         for itself, and one of them reports.
         """
         record, first = self._record(), rank_reports.get(0)
-        has_lost = record.is_done and first is not None and not first.is_done and first.left is None
+        has_lost = record.is_done and first is not None and not first.is_done
         if (record.failure is None and not record.is_stalled and not has_lost) or self._me.is_held():
             return
         is_victim = has_lost or (record.is_waiting if record.failure is None else record.failure.is_consequence)

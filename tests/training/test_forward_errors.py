@@ -173,6 +173,18 @@ def test_a_loss_without_a_gradient_is_explained_and_evaluated() -> None:
     assert evaluate(small_state(), detached, eval_loader(), [TinyModel()], None, None)[0]
 
 
+NO_PARAMETER = r"no parameter has a gradient after the first backward pass, so nothing would be trained: .*backward\(\)"
+
+
+def made_anew(data_iterator: Any, model: nn.Module) -> Any:
+    return model(**batch_of(data_iterator)), lambda loss: torch.tensor(loss.item(), requires_grad=True)
+
+
+def test_a_loss_that_is_not_connected_to_the_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=NO_PARAMETER):
+        run(small_state(), step=made_anew)
+
+
 class Rows:
     """Eight samples of a classification, with what `change` makes of each."""
 
@@ -449,6 +461,40 @@ def test_an_error_of_torch_is_noted_with_what_helps(
     with pytest.raises((RuntimeError, ValueError)) as failure:
         Trainer(model, args, train_dataset=Rows(change)).train()
     assert re.search(note, "".join(failure.value.__notes__))
+
+
+class OwnStep(Trainer):
+    """Does in `training_step` what `also` does, after its loss."""
+
+    def __init__(self, *args: Any, also: Callable[[Any, Tensor], None], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.also = also
+
+    def training_step(self, model: nn.Module, inputs: Any, *further: Any) -> Any:
+        loss = self.compute_loss(model, inputs)
+        self.also(self, loss)
+        return loss.detach()
+
+
+def cleared(trainer: Any, loss: Tensor) -> None:
+    loss.backward()
+    trainer.model.zero_grad()
+
+
+def stepped(trainer: Any, loss: Tensor) -> None:
+    loss.backward()
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+
+
+def test_a_training_step_that_leaves_no_gradients_is_refused_unless_it_updates_itself(args: TrainingArguments) -> None:
+    for also in (lambda trainer, loss: None, cleared):
+        with pytest.raises(ConfigError, match=NO_PARAMETER):
+            OwnStep(Classifier(), args, train_dataset=Rows(same), also=also).train()
+    model = Classifier(lambda logits, labels: cross_entropy(logits, labels).detach().requires_grad_())
+    with pytest.raises(ConfigError, match=NO_PARAMETER):
+        Trainer(model, args, train_dataset=Rows(same)).train()
+    OwnStep(Classifier(), args, train_dataset=Rows(same), also=stepped).train()
 
 
 def test_a_collator_that_returns_nothing_is_named(args: TrainingArguments) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from onstep.data import StepBatches, StepSource
 from onstep.distributed import has_fixed_buckets, is_bare
+from onstep.errors import ConfigError
 from onstep.events import Dispatcher
 from onstep.optim import ScalesRates, StepOptimizer, as_step_optimizer
 from onstep.optim.param_groups import parameters_left_out, trainable_parameters
@@ -74,6 +75,9 @@ class Job:
         """Samples of every full step, if constant throughout the run."""
         self.chunks_with_buffers: list[Any] = [one for one in self.model if hasattr(type(one), "zero_grad_buffer")]
         """Chunks that manage their own gradient buffers."""
+        self.has_gradients = False
+        """Whether this training's first backward passes are known to have given gradients."""
+        self.versions_at_start = _versions(self.model)
 
     @property
     def trained(self) -> Trained:
@@ -129,7 +133,7 @@ def warn_of_wrapper(job: Job) -> None:
 def warn_of_missing_gradients(job: Job) -> None:
     """Warn once, on rank 0, of trainable parameters that the last step gave no gradient: no loss depends on them.
 
-    Says nothing where no parameter has one: gradients are then kept elsewhere.
+    Says nothing where no parameter has one: gradients are then kept elsewhere, or were cleared after the step.
     """
     if job.run.stage.has_checked_gradients or not job.run.world.is_main:
         return
@@ -144,6 +148,39 @@ def warn_of_missing_gradients(job: Job) -> None:
             job.run.train_state.step,
             _first_of(names),
         )
+
+
+def check_for_gradients(job: Job) -> None:
+    """Check after the first backward passes of this process that a parameter has a gradient. Collective.
+
+    Gradients in buffers of a chunk, or consumed by a hook of their parameter during backward, and weights that a
+    user's step has updated itself are not missed.
+
+    Raises:
+        ConfigError: on all ranks, if there is none on any: nothing would be trained.
+    """
+    parameters = list(trainable_parameters(job.model))
+    is_found = bool(job.chunks_with_buffers) or not parameters or any(map(_has_gradient, parameters))
+    optimizer = getattr(job.raw_optimizer, "optimizer", job.raw_optimizer)
+    has_updated = bool(getattr(optimizer, "state", None)) or _versions(job.model) != job.versions_at_start
+    job.has_gradients = True
+    if not any(row[0] for row in job.run.world.gather_numbers([float(is_found or has_updated)])):
+        raise ConfigError(
+            "no parameter has a gradient after the first backward pass, so nothing would be trained: the loss is not "
+            "connected to the model (made anew by torch.tensor(loss.item(), requires_grad=True), or by "
+            ".detach().requires_grad_()), training_step does not call backward(), or it clears the gradients after it; "
+            "return the loss as it is computed from the model's outputs, and leave its gradients in place"
+        )
+
+
+def _has_gradient(parameter: nn.Parameter) -> bool:
+    names = ("grad", "main_grad", "_post_accumulate_grad_hooks", "_backward_hooks")
+    return any(getattr(parameter, name, None) is not None for name in names)
+
+
+def _versions(model: list[nn.Module]) -> list[int]:
+    """Torch's counts of the in-place changes of weights."""
+    return [parameter._version for chunk in model for parameter in chunk.parameters()]
 
 
 def _first_of(names: list[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +125,7 @@ def test_a_configuration_file_is_read_and_never_imports_code(shell: Shell) -> No
         (["dataset.paths=[/nowhere/at/all]"], "/nowhere/at/all"),
         (["train.global_batch_size=5", "train.micro_batch_size=2"], "train.global_batch_size=5"),
         (["run.output_dir=/dev/null/runs"], "/dev/null/runs"),
+        (["dataset.cache_dir=/proc"], "cannot write token files to '/proc'"),
         (["callbacks=[nowhere:Thing]"], "nowhere"),
         (["dataset.seq_length=9000000", "model.seq_length=9000000"], "9000000"),
         (["model.num_moe_experts=1000000000"], "model.num_moe_experts=1000000000"),
@@ -189,6 +191,10 @@ def test_each_command_has_the_short_form_of_help(words: str, capsys: pytest.Capt
     assert capsys.readouterr().out.startswith(f"Usage: onstep {words}")
 
 
+FULL = b"error: cannot write to standard output: No space left on device\n"
+CLOSED = b"error: standard output is closed; redirect it, for example to a file or /dev/null.\n"
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("words", ["-h", "train -h", "recipes list", "config defaults --all"])
 def test_a_closed_pipe_ends_a_command_quietly(words: str) -> None:
@@ -202,12 +208,16 @@ def test_a_closed_pipe_ends_a_command_quietly(words: str) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("words", ["-h", "train -h", "recipes list", "train train.train_iters=1"])
 @pytest.mark.parametrize(
-    ("output", "said"),
+    ("words", "output", "said"),
     [
-        (">/dev/full", b"error: cannot write to standard output: No space left on device\n"),
-        (">&-", b"error: standard output is closed; redirect it, for example to a file or /dev/null.\n"),
+        ("-h", ">/dev/full", FULL),
+        ("train -h", ">/dev/full", FULL),
+        ("recipes list", ">/dev/full", FULL),
+        ("train train.train_iters=1", ">/dev/full", FULL),
+        ("-h", ">&-", CLOSED),
+        ("recipes list", ">&-", CLOSED),
+        ("config defaults", ">&-", CLOSED),
     ],
 )
 def test_output_that_cannot_be_written_ends_a_command_with_one_line(
@@ -217,3 +227,11 @@ def test_output_that_cannot_be_written_ends_a_command_with_one_line(
     done = subprocess.run(command, shell=True, cwd=tmp_path, stderr=subprocess.PIPE, check=False)
     assert (done.returncode, done.stderr.splitlines(keepends=True)[-1]) == (1, said)
     assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.process
+def test_a_run_without_standard_output_trains(shell: Shell) -> None:
+    command = shlex.join([sys.executable, "-m", "onstep", "train", *shell.small, "run.name=daemon"])
+    done = subprocess.run(f"{command} >&-", shell=True, cwd=shell.directory, stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((shell.directory / "runs" / "daemon" / "run.json").read_text())["step"] == 6

@@ -51,6 +51,13 @@ IMPOSSIBLE_SIZES = [
     ),
     Refused("model.num_layers=1000000000", "model.num_layers=1000000000", "at most 10,000", ""),
     Refused("dataset.num_workers=100000", "dataset.num_workers=100000", "at most 1,024", ""),
+    Refused("dataset.prefetch_factor=1000000000000000000", "dataset.prefetch_factor=1000", "at most 10,000", ""),
+    Refused("ft.watchdog_seconds=1e18", "ft.watchdog_seconds=1e+18", "at most 31,536,000, a year", "or null"),
+    Refused("ft.simulated_fault_base_delay=1e18", "simulated_fault_base_delay=1e+18", "31,536,000, a year", ""),
+    Refused("nvrx_straggler.report_time_interval=1e18", "report_time_interval=1e+18", "31,536,000, a year", ""),
+    Refused("train.data_timeout=1e18", "train.data_timeout=1e+18", "at most 31,536,000, a year", ""),
+    Refused("train.exit_duration_in_mins=1e18", "train.exit_duration_in_mins=1e+18", "at most 525,600, a year", ""),
+    Refused("dist.distributed_timeout_minutes=1e18", "timeout_minutes=1e+18", "at most 525,600, a year", ""),
     Refused("peft.dropout=1.0", "peft.dropout=1.0", "below 1", ""),
 ]
 

@@ -57,11 +57,14 @@ _DRAWING = ("logs", "plot")
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if sys.stdout is None and arguments[:1] in ([name] for name in _TRAINING):  # a daemon's run needs no output
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.stdout is None:  # Python found it closed
         print("error: standard output is closed; redirect it, for example to a file or /dev/null.", file=sys.stderr)
         return ERROR
     try:
-        code = _main(sys.argv[1:] if argv is None else argv)
+        code = _main(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
         _discard_output()

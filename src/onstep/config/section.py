@@ -30,6 +30,10 @@ BOUNDS = {
     "at least 0 and below 1": Bound("at least 0 and below 1", lambda value: 0 <= value < 1),
 }
 """The rules that many keys share."""
+YEAR_SECONDS, YEAR_MINUTES = 365 * 86_400, 365 * 1_440
+"""What a time may be at most: clocks and timers overflow far beyond it."""
+SECONDS = Bound(f"> 0 and at most {YEAR_SECONDS:,}, a year", lambda value: 0 < value <= YEAR_SECONDS)
+MINUTES = Bound(f"> 0 and at most {YEAR_MINUTES:,}, a year", lambda value: 0 < value <= YEAR_MINUTES)
 
 
 class ChangeClass(StrEnum):

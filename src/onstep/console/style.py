@@ -23,7 +23,7 @@ def place_of_output() -> Place:
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is not None and "IPKernelApp" in shell.config:
         return "notebook"
-    return "terminal" if sys.stdout.isatty() else "file"
+    return "terminal" if getattr(sys.stdout, "isatty", lambda: False)() else "file"
 
 
 def shows_bars() -> bool:

@@ -143,7 +143,7 @@ class DatasetConfig(ConfigSection):
     prefetch_factor: int | None = option(
         None,
         SAFE,
-        bound="> 0",
+        bound="> 0 and at most 10,000",
         hf="dataloader_prefetch_factor",
         help="Micro-batches that each worker process reads ahead; None is torch's default, 2.",
     )

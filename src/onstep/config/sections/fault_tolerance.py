@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onstep.config.section import SAFE, Bound, ConfigSection, option
+from onstep.config.section import SAFE, SECONDS, YEAR_SECONDS, Bound, ConfigSection, option
 
 _SECONDS = Bound(
-    "at least 1: ranks look at each other a few times in it; choose more than the longest single operation lasts, or "
-    "null to watch nothing",
-    lambda seconds: seconds >= 1,
+    f"at least 1 and at most {YEAR_SECONDS:,}, a year: ranks look at each other a few times in it; choose more than "
+    "the longest single operation lasts, or null to watch nothing",
+    lambda seconds: 1 <= seconds <= YEAR_SECONDS,
 )
+_DELAY = Bound(f">= 0 and at most {YEAR_SECONDS:,}, a year", lambda seconds: 0 <= seconds <= YEAR_SECONDS)
 _PORT = Bound("from 1 to 65535: a free port", lambda port: 1 <= port <= 65535)
 _SHARE = Bound("above 0 and below 1: the share of a healthy speed; such as 0.7", lambda share: 0 < share < 1)
 
@@ -53,7 +54,7 @@ class FaultToleranceConfig(ConfigSection):
     simulated_fault_base_delay: float = option(
         0.0,
         SAFE,
-        bound=">= 0",
+        bound=_DELAY,
         help="Least delay in seconds before it fails; the actual delay is random, up to 1.2 times this.",
     )
 
@@ -91,7 +92,7 @@ class NVRxStragglerDetectionConfig(ConfigSection):
     """The detection of `nvidia-resiliency-ext`, where it is installed."""
 
     enabled: bool = option(False, SAFE, help="Use the detection of `nvidia-resiliency-ext`.")
-    report_time_interval: float = option(300.0, SAFE, bound="> 0", help="Seconds between reports.")
+    report_time_interval: float = option(300.0, SAFE, bound=SECONDS, help="Seconds between reports.")
     calc_relative_gpu_perf: bool = option(True, SAFE, help="Compare each GPU with the others.")
     calc_individual_gpu_perf: bool = option(True, SAFE, help="Compare each GPU with its own past.")
     num_gpu_perf_scores_to_print: int = option(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from onstep.config.section import SAFE, TRAJECTORY, Bound, ConfigSection, option
+from onstep.config.section import MINUTES, SAFE, TRAJECTORY, Bound, ConfigSection, option
 
 _DEVICE = Bound(
     "cpu, cuda, cuda:<n>, or null for CUDA where there is one",
@@ -62,7 +62,7 @@ class DistributedInitConfig(ConfigSection):
         hf="ddp_backend",
         help="Communication backend: gloo | nccl; None is nccl where every rank has a GPU, else gloo.",
     )
-    distributed_timeout_minutes: float = option(10.0, SAFE, bound="> 0", help="Timeout of a collective in minutes.")
+    distributed_timeout_minutes: float = option(10.0, SAFE, bound=MINUTES, help="Timeout of a collective in minutes.")
     device: str | None = option(
         None,
         SAFE,

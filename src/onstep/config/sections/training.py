@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onstep.config.section import NEW_LENGTH, SAFE, TRAJECTORY, Bound, ConfigSection, option
+from onstep.config.section import MINUTES, NEW_LENGTH, SAFE, SECONDS, TRAJECTORY, Bound, ConfigSection, option
 
 _MEMORY_LEVEL = Bound("0 (never), 1 (before each update) or 2 (before and after it)", lambda level: level in (0, 1, 2))
 
@@ -156,7 +156,7 @@ class TrainingConfig(ConfigSection):
     exit_duration_in_mins: float | None = option(
         None,
         SAFE,
-        bound="> 0",
+        bound=MINUTES,
         help="Save and exit after this many minutes by the clock of rank 0; the same command continues the run.",
     )
     exit_signal_handler: bool = option(
@@ -174,7 +174,7 @@ class TrainingConfig(ConfigSection):
     data_timeout: float | None = option(
         None,
         SAFE,
-        bound="> 0",
+        bound=SECONDS,
         help="Seconds that a run waits for a training batch after a signal before it gives up on it; None waits "
         "for the data.",
     )

@@ -99,6 +99,7 @@ def default_cache_dir() -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
+    path.with_suffix(".lock").touch()  # `FileLock` waits, as for another process, where it cannot create the file
     lock = FileLock(path.with_suffix(".lock"))
     try:
         lock.acquire(timeout=1.0, poll_interval=_POLL_SECONDS)

@@ -178,7 +178,8 @@ class Router(nn.Module):
         """
         if self._capacity_factor is None or not self.training:
             return None
-        return max(1, math.ceil(tokens * self.topk / self.num_experts * self._capacity_factor))
+        share = tokens * self.topk / self.num_experts
+        return max(1, math.ceil(min(share * self._capacity_factor, tokens)))  # a token chooses an expert at most once
 
     def losses(self, logits: Tensor) -> dict[str, Tensor]:
         """The configured auxiliary losses of `logits` (batch, seq, experts), without their coefficients.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -10,6 +12,8 @@ from pathlib import Path
 from onstep.errors import OnstepError
 from onstep.training.run import Run
 from onstep.training.watchdog.diagnosis import FailureDiagnosis
+
+logger = logging.getLogger(__name__)
 
 
 def publish(run: Run, decision: FailureDiagnosis, text: str) -> None:
@@ -28,3 +32,15 @@ def record_failure(run: Run, decision: FailureDiagnosis) -> None:
     if run.run_dir is not None:
         with suppress(OSError, OnstepError):
             run.run_dir.finish("failed", run.train_state.step, decision.line)
+
+
+def announcing_end(watch: Callable[[], None]) -> Callable[[], None]:
+    """`watch` for a thread; an error that ends it is logged, since the run continues without a watchdog."""
+
+    def announced() -> None:
+        try:
+            watch()
+        except Exception:
+            logger.exception("the watchdog has failed; the run continues, but a rank that hangs is no longer noticed")
+
+    return announced

@@ -38,7 +38,7 @@ from onstep.training.watchdog.diagnosis import (
     suspicion_of,
 )
 from onstep.training.watchdog.exchange import LEAVING_SECONDS, LINGER_SECONDS, RankExchange
-from onstep.training.watchdog.publication import publish, record_failure
+from onstep.training.watchdog.publication import announcing_end, publish, record_failure
 from onstep.training.watchdog.rank_report import RankObserver, RankReport
 
 Found = TypeVar("Found")
@@ -91,7 +91,7 @@ class Watching(Feature[Run]):
         self._has_news = False
         self._first_failure_at: float | None = None
         self._stacks: tuple[int, str] | None = None
-        self._thread = threading.Thread(target=self._watch, name="onstep-watchdog", daemon=True)
+        self._thread = threading.Thread(target=announcing_end(self._watch), name="onstep-watchdog", daemon=True)
         self._stopping = threading.Event()
         self._wake = threading.Event()
         self._released = threading.Event()

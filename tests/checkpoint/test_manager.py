@@ -125,7 +125,9 @@ def test_a_blocking_save_is_durable_when_it_returns_and_reported_once(tmp_path: 
 
     manager = CheckpointManager(tmp_path, World(), run_id="run-1", on_durable=note)
     manager.save(request(7, metrics={"eval_loss": 0.0}, layout={"data": 1}, extra={"note": "x"}))
-    assert captured == [(SavedCheckpoint(7, tmp_path / "checkpoint-7", {"eval_loss": 0.0}), "checkpoint-7")]
+    assert captured == [
+        (SavedCheckpoint(7, tmp_path / "checkpoint-7", {"eval_loss": 0.0}, {"note": "x"}), "checkpoint-7")
+    ]
     assert not manager.is_saving
     manifest = verify(tmp_path / "checkpoint-7")
     assert (manifest.step, manifest.run_id, manifest.world_size) == (7, "run-1", 1)

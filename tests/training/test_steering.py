@@ -15,7 +15,7 @@ from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
 from onstep.events import Control, Request, Setting
 from onstep.training.runs.run_dir import RunDir
-from onstep.training.runs.steering import decisions_after
+from onstep.training.runs.steering import decisions_after, left_behind
 from tests.support.resuming import Interrupted
 from tests.support.small_runs import eval_loader, run, small_state
 from tests.support.whole_runs import left_by
@@ -301,7 +301,7 @@ def entry(step: int, flag: str, **details: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("entries", "step", "is_chosen", "expected"),
+    ("entries", "step", "leaves", "expected"),
     [
         ([entry(5, "set", command_id="a")], 4, False, [5]),
         ([entry(5, "set")], 4, False, []),  # asked for by a callback, which will ask again
@@ -317,9 +317,9 @@ def entry(step: int, flag: str, **details: Any) -> dict[str, Any]:
             ],
             4,
             True,
-            [],
+            [5],
         ),
-        ([entry(4, "saved", checkpoint_step=4), entry(5, "set", command_id="a")], 4, True, [5]),
+        ([entry(4, "saved", checkpoint_step=4), entry(5, "set", command_id="a")], 4, False, [5]),
         ([entry(4, "saved", checkpoint_step=4), entry(5, "stop", command_id="a")], 4, False, []),
         (
             [entry(4, "saved", checkpoint_step=4), entry(9, "set", command_id="a"), entry(6, "set", command_id="b")],
@@ -353,9 +353,10 @@ def entry(step: int, flag: str, **details: Any) -> dict[str, Any]:
     ],
 )
 def test_which_decisions_are_repeated(
-    tmp_path: Path, entries: list[dict[str, Any]], step: int, is_chosen: bool, expected: list[int]
+    tmp_path: Path, entries: list[dict[str, Any]], step: int, leaves: bool, expected: list[int]
 ) -> None:
     path = tmp_path / "decisions.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in entries) + '{"step": 9, "fl')
-    assert [at for at, _ in decisions_after(path, step, is_chosen=is_chosen)] == expected
+    assert [one.step for one in decisions_after(path, step)] == expected
+    assert [one.step for one in left_behind(path, step)] == (expected if leaves else [])
     assert not decisions_after(tmp_path / "missing.jsonl", step)

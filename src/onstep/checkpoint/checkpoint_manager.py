@@ -293,7 +293,7 @@ class CheckpointManager:
             self._pending = None
             raise
         self._pending = self.failure = None
-        return SavedCheckpoint(pending.request.step, path, dict(pending.request.metrics))
+        return SavedCheckpoint(pending.request.step, path, dict(pending.request.metrics), dict(pending.request.extra))
 
     def _commit(self, pending: PendingSave, everyone: list[list[WrittenFile]]) -> Path:
         """Commit the written files as a checkpoint and delete surplus checkpoints; on rank 0."""

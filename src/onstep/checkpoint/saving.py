@@ -76,6 +76,8 @@ class SavedCheckpoint:
     step: int
     path: Path
     metrics: dict[str, float]
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What the request had for the manifest, as plain JSON."""
 
 
 @dataclass(frozen=True)

@@ -35,12 +35,14 @@ from onstep.training.checkpointing.saved_states import DataPosition, RunComponen
 from onstep.training.checkpointing.starts import asked_start, compare_identity, is_own, newest_start
 from onstep.training.protocols import Trained, UserScheduler
 from onstep.training.run import Run
-from onstep.training.runs.steering import TO_REPEAT, Steering, ids_to_repeat
-from onstep.training.stages.agreement import write_decision
+from onstep.training.runs.steering import WITHDRAWN, Steering, captured_now, ids_to_repeat, left_behind
+from onstep.training.stages.agreement import append_decision, write_decision
 from onstep.training.stages.best_metric import note_best_checkpoint
 from onstep.training.stages.progress_log import log_async_checkpoint_saved
 
 logger = logging.getLogger(__name__)
+
+_DECISIONS = "decisions"
 
 
 class RunCheckpoints:
@@ -99,6 +101,8 @@ class RunCheckpoints:
         compare_identity(state, self.start, self.root)
         if self.start is not None:
             self._leave_branch(self.start)
+            if state.stage.is_chosen_start:
+                self._leave_commands(self.start)
         if asked is not None and directory is not None and state.world.is_main:
             directory.note_start(
                 asked
@@ -189,7 +193,7 @@ class RunCheckpoints:
                 layout={"world_size": state.world.size, "num_microbatches": state.num_microbatches},
                 persistent=persistent,
                 adopts=adopts,
-                extra={"identity": dict(state.saving.identity)} if state.saving.identity else {},
+                extra=self._extra(),
             )
             if state.run_dir is not None and state.run_dir.layout == "hugging_face":
                 request.write_beside = state.entry_point.prepare_files()
@@ -313,6 +317,23 @@ class RunCheckpoints:
         if info.path.parent.resolve() == self.root.resolve():
             self.manager.set_aside_newer(info.step)
 
+    def _leave_commands(self, info: CheckpointInfo) -> None:
+        """Record which commands belong to the branch that the user leaves: no later start repeats them."""
+        state = self.state
+        if state.run_dir is None or not state.world.is_main:
+            return
+        left = left_behind(state.run_dir.decisions, info.step if is_own(state, info) else None)
+        if left:
+            reason, details = f"the run continues from {info.path}", {"command_ids": ids_to_repeat(left)}
+            append_decision(state, Request(WITHDRAWN, "the loop", "", reason, 0, details), info.step)
+
+    def _extra(self) -> dict[str, Any]:
+        state = self.state
+        extra: dict[str, Any] = {"identity": dict(state.saving.identity)} if state.saving.identity else {}
+        if state.run_dir is not None and state.world.is_main:
+            extra[_DECISIONS] = captured_now(state.run_dir.decisions, state.features.room(Steering))
+        return extra
+
     def _load(self, info: CheckpointInfo, components: list[StateComponent]) -> None:
         known = set(info.manifest.components)
         there = [one for one in components if one.key in known]
@@ -336,8 +357,7 @@ class RunCheckpoints:
         if self.state.cfg.checkpoint.async_save and self.state.cfg.logger.log_progress:
             log_async_checkpoint_saved(self.state, saved.step)
         details: dict[str, Any] = {"checkpoint_step": saved.step, "path": str(saved.path)}
-        if repeats := self.state.features.room(Steering).repeats:
-            details[TO_REPEAT] = ids_to_repeat(repeats)
+        details |= saved.extra.get(_DECISIONS, {})
         note_best_checkpoint(self.state, saved.step, saved.path)
         write_decision(self.state, Request("saved", "the loop", "", self.state.saving.save_reason, 0, details))
         self.notify.on_checkpoint_save(checkpoint_step=saved.step, checkpoint_path=str(saved.path))

@@ -6,8 +6,9 @@ import json
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from onstep.bounded_reading import read_bytes
 from onstep.errors import DataError
@@ -22,10 +23,24 @@ FAILED_AFTER = "failed_after"
 """The decision of a run that ended with an error: the command that may be the cause."""
 BATCHES_TO_SKIP = "batches_to_skip"
 """Key of `TrainState.overrides`: how many of the next steps only read their batches."""
-TO_REPEAT = "to_repeat"
-"""Of the decision `saved`: ids of the requests that were still to be repeated, so that the checkpoint lacks them."""
+BRANCH = "branch"
+"""Of each decision: the number of rollbacks that the run had done when it was made."""
+POSITION = "position"
+"""Of the decision `saved`: the size in bytes of `decisions.jsonl` when the state of the checkpoint was captured."""
+_TO_REPEAT = "to_repeat"
+"""Of `saved` in files without `POSITION`: ids of requests still to be repeated, so that the checkpoint lacks them."""
 _MOST_BYTES = 1 << 28
 _HARMLESS = ("log_interval", "eval_interval", "save_interval", "train_iters")
+
+
+class Sent(NamedTuple):
+    """A request from outside, or a rollback that a callback requested: what was sent later follows it."""
+
+    step: int
+    """The step after which it was applied."""
+    request: Request
+    branch: int = 0
+    """The number of rollbacks before it."""
 
 
 @dataclass
@@ -38,8 +53,10 @@ class Steering:
     """Whether the run waits, so that the pause is recorded."""
     commands: list[Request] = field(default_factory=list)
     """Commands for callbacks that ranks have agreed on."""
-    repeats: deque[tuple[int, Request]] = field(default_factory=deque)
+    repeats: deque[Sent] = field(default_factory=deque)
     """On rank 0, decisions to repeat, each after its step: those made between the checkpoint and an interruption."""
+    branch: int = 0
+    """On rank 0, the number of rollbacks that the run has done."""
     applied: dict[str, Any] = field(default_factory=dict)
     """The overrides that are in force."""
     configured: dict[str, tuple[DeclaredSetting, Any]] = field(default_factory=dict)
@@ -48,9 +65,7 @@ class Steering:
     """The last command that changed what is learned, and the step after which it did; named if the run fails."""
 
 
-def decisions_after(
-    path: Path, step: int, *, is_chosen: bool = False, since: float = 0.0
-) -> deque[tuple[int, Request]]:
+def decisions_after(path: Path, step: int, *, since: float = 0.0) -> deque[Sent]:
     """What the run was asked for from outside after its checkpoint of `step`, and after which step each.
 
     Lines that cannot be read, such as the last one of a killed process, are ignored.
@@ -61,15 +76,39 @@ def decisions_after(
     Args:
         path: the run's `decisions.jsonl`.
         step: the checkpoint's.
-        is_chosen: the user chose the checkpoint; if a later one was saved, what followed is of an abandoned branch.
         since: Unix time before which the decisions are those of an earlier run in the same directory.
     """
     lines = [one for one in _commands_and_saves(path) if _time(one) >= since]
-    return _not_in(lines, step, is_chosen=is_chosen)
+    return _not_in(lines, step)
 
 
-def withdrawable(path: Path, from_step: int) -> list[tuple[int, Request]]:
-    """The commands that were applied after `from_step` or later, in the order of the file.
+def left_behind(path: Path, step: int | None) -> list[Sent]:
+    """The commands of the branch that is left by a start that the user chose; none if it continues from the last save.
+
+    Args:
+        path: the run's `decisions.jsonl`.
+        step: the checkpoint's; None if it is not the run's own.
+    """
+    lines = _commands_and_saves(path)
+    saved = [one["details"].get("checkpoint_step") for one in lines if one.get("flag") == "saved"]
+    if not saved or saved[-1] == step:
+        return []
+    return [one for one in _not_in(lines, -1 if step is None else step) if one.request.is_steered]
+
+
+def captured_now(path: Path, steering: Steering) -> dict[str, int]:
+    """For the manifest and the line `saved` of a checkpoint: which decisions the current state contains."""
+    return {BRANCH: steering.branch, POSITION: path.stat().st_size if path.exists() else 0}
+
+
+def branch_at(path: Path, step: int) -> int:
+    """The number of rollbacks that the run had done at its checkpoint of `step`."""
+    saved = _last_save(lines := list(_decisions(path)), step)
+    return 0 if saved is None else _captured(lines[saved])[0]
+
+
+def withdrawable(path: Path, from_step: int) -> list[Sent]:
+    """The commands from the first one that was applied after `from_step` or later, in their order.
 
     None if they have been withdrawn once: a restart with the same options repeats what the run was sent since, unless
     the run has failed because of it.
@@ -80,11 +119,12 @@ def withdrawable(path: Path, from_step: int) -> list[tuple[int, Request]]:
     blamed = [one["details"].get("command_step") for one in since if one.get("flag") == FAILED_AFTER]
     if withdrawn_at and not any(isinstance(step, int) and step >= from_step for step in blamed):
         return []
-    found = [(_step(one), _request(one)) for one in _commands_and_saves(path) if _is_command(one)]
-    return [(step, request) for step, request in found if step >= from_step]
+    lines = _commands_and_saves(path)
+    sent = (one for one in _in_order(lines, lines) if one.request.is_steered)
+    return list(dropwhile(lambda one: one.step < from_step, sent))
 
 
-def steps_without(path: Path, commands: Iterable[tuple[int, Request]]) -> list[int]:
+def steps_without(path: Path, commands: Iterable[Sent]) -> list[int]:
     """The steps of the checkpoints that contain none of these commands, by `decisions.jsonl`; the newest first."""
     lines, ids = _commands_and_saves(path), set(ids_to_repeat(commands))
     steps = {step for one in lines if isinstance(step := one["details"].get("checkpoint_step"), int)}
@@ -95,7 +135,7 @@ def last_within(path: Path, step: int) -> tuple[int, Request] | None:
     """The last command that the checkpoint of `step` contains and that can be the cause of a failure."""
     lines = _commands_and_saves(path)
     others = {*ids_to_repeat(_not_in(lines, step)), *(_id(one) for one in lines if one.get("flag") == "refused")}
-    found = ((_step(one), _request(one)) for one in lines if _is_command(one) and _id(one) not in others)
+    found = ((_step(one), _request(one, {})) for one in lines if _is_command(one) and _id(one) not in others)
     return next((one for one in reversed(list(found)) if changes_learning(one[1])), None)
 
 
@@ -104,41 +144,58 @@ def changes_learning(request: Request) -> bool:
     return request.flag in REPEATED and not (request.flag == "set" and request.details.get("key") in _HARMLESS)
 
 
-def _not_in(lines: list[dict[str, Any]], step: int, *, is_chosen: bool = False) -> deque[tuple[int, Request]]:
-    saved = [at for at, one in enumerate(lines) if one.get("flag") == "saved"]
-    own = [at for at in saved if lines[at]["details"].get("checkpoint_step") == step]
-    if is_chosen and saved and own[-1:] != saved[-1:]:
-        return deque()
-    at_save = own[-1] if own else len(lines)
-    start = at_save
+def _not_in(lines: list[dict[str, Any]], step: int) -> deque[Sent]:
+    """What the checkpoint of `step` does not contain: what was sent later in the branch, and after later rollbacks."""
+    own = _last_save(lines, step)
+    if own is None or not isinstance(lines[own]["details"].get(POSITION), int):
+        return _in_order(lines, _recorded_after(lines, step, own))
+    captured = (*_captured(lines[own]), lines[own]["details"][POSITION])
+    return _in_order(lines, [one for one in lines if (one[BRANCH], _step(one), one[POSITION]) >= captured])
+
+
+def _last_save(lines: list[dict[str, Any]], step: int) -> int | None:
+    saved = (at for at, one in enumerate(lines) if one.get("flag") == "saved")
+    return max((at for at in saved if lines[at]["details"].get("checkpoint_step") == step), default=None)
+
+
+def _captured(saved: dict[str, Any]) -> tuple[int, int]:
+    """The branch and the step of a saved checkpoint."""
+    branch = saved["details"].get(BRANCH)
+    return (branch if isinstance(branch, int) else saved[BRANCH]), saved["details"]["checkpoint_step"]
+
+
+def _recorded_after(lines: list[dict[str, Any]], step: int, own: int | None) -> list[dict[str, Any]]:
+    """The decisions after a checkpoint whose line `saved` is missing, or was written by an earlier version."""
+    at_save = start = len(lines) if own is None else own
     while start > 0 and _step(lines[start - 1]) > step:  # made while the checkpoint was being written
         start -= 1
     waiting = {_id(one) for one in lines[start:at_save]}
-    listed = lines[at_save]["details"].get(TO_REPEAT) if own else None
-    waiting |= set(_texts(listed))
-    found = (one for at, one in enumerate(lines) if at >= at_save or _id(one) in waiting)
-    return _in_order((_step(one), _request(one)) for one in found if _is_command(one))
+    waiting |= set() if own is None else set(_texts(lines[own]["details"].get(_TO_REPEAT)))
+    return [one for at, one in enumerate(lines) if at >= at_save or _id(one) in waiting]
 
 
-def _in_order(requests: Iterable[tuple[int, Request]]) -> deque[tuple[int, Request]]:
-    """Requests by their step, as a run is sent new ones while older ones are still to be repeated.
+def _in_order(lines: list[dict[str, Any]], found: Iterable[dict[str, Any]]) -> deque[Sent]:
+    """The commands of `found` in the order in which they took effect, without those that were refused.
 
-    A rollback ends the steps before it: what was sent after it follows it.
+    A rollback is done after everything else that was sent in its step, and goes again where it went; what was sent
+    after it is of the next branch. A rollback that a callback requested keeps its place, since the callback requests it
+    again.
     """
-    ordered: deque[tuple[int, Request]] = deque()
-    part: list[tuple[int, Request]] = []
-    for one in requests:
-        part.append(one)
-        if one[1].flag == "rollback":
-            ordered.extend(sorted(part, key=lambda pair: pair[0]))
-            part = []
-    ordered.extend(sorted(part, key=lambda pair: pair[0]))
-    return ordered
+    rolled_back = [one for one in lines if one.get("flag") == "rolled_back" and _id(one) is not None]
+    to_steps = {_id(one): one["details"].get("to_step") for one in rolled_back}
+    went_to = {key: step for key, step in to_steps.items() if isinstance(step, int)}
+    refused = {_id(one) for one in lines if one.get("flag") == "refused"} - went_to.keys()
+    sent = [
+        Sent(_step(one), _request(one, went_to), one[BRANCH])
+        for one in found
+        if (_is_command(one) and _id(one) not in refused) or _is_rollback_of_callback(one)
+    ]
+    return deque(sorted(sent, key=lambda one: (one.branch, one.step, one.request.flag == "rollback")))
 
 
-def ids_to_repeat(repeats: Iterable[tuple[int, Request]]) -> list[str]:
+def ids_to_repeat(repeats: Iterable[Sent]) -> list[str]:
     """The ids of requests that a checkpoint does not contain, since they are still to be repeated."""
-    return [request.details["command_id"] for _, request in repeats]
+    return [one.request.details["command_id"] for one in repeats if one.request.is_steered]
 
 
 def _decisions(path: Path) -> Iterable[dict[str, Any]]:
@@ -151,13 +208,18 @@ def _decisions(path: Path) -> Iterable[dict[str, Any]]:
             f"{path} cannot be read ({error.strerror}), so it is not known what the run was asked for after its "
             f"checkpoint; restore the file, or move what is there away to continue without."
         ) from None
-    for line in text.splitlines():
+    position, rollbacks, end = 0, 0, 0
+    for line in text.splitlines(keepends=True):
+        position, end = end, end + len(line)
         try:
             entry = json.loads(line)
         except ValueError:
             continue
         if isinstance(entry, dict) and isinstance(entry.get("details"), dict):
-            yield entry
+            if not isinstance(entry.get(BRANCH), int):  # recorded by an earlier version
+                entry[BRANCH] = rollbacks
+            rollbacks += _is_command(entry) and entry["flag"] == "rollback"
+            yield entry | {POSITION: position}
 
 
 def _commands_and_saves(path: Path) -> list[dict[str, Any]]:
@@ -180,6 +242,10 @@ def _is_command(entry: dict[str, Any]) -> bool:
     return entry.get("flag") in REPEATED and _id(entry) is not None and not entry["details"].get("repeated")
 
 
+def _is_rollback_of_callback(entry: dict[str, Any]) -> bool:
+    return entry.get("flag") == "rollback" and "command_id" not in entry["details"]
+
+
 def _id(entry: dict[str, Any]) -> str | None:
     identity = entry["details"].get("command_id")
     return identity if isinstance(identity, str) else None
@@ -195,8 +261,10 @@ def _time(entry: dict[str, Any]) -> float:
     return timestamp if isinstance(timestamp, int | float) else 0.0
 
 
-def _request(entry: dict[str, Any]) -> Request:
+def _request(entry: dict[str, Any], went_to: dict[str | None, int]) -> Request:
     details = {key: value for key, value in entry["details"].items() if key != "old"}
+    if _id(entry) in went_to:
+        details["to_step"] = details["went_to"] = went_to[_id(entry)]
     return Request(
         str(entry["flag"]),
         str(entry.get("author", "")),

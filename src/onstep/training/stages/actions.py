@@ -18,7 +18,7 @@ from onstep.heartbeat import HEARTBEAT
 from onstep.train_state import TrainState
 from onstep.training.reporting.timers import INTERVAL_TIME
 from onstep.training.run import Run
-from onstep.training.stages.agreement import agree, shorten_ids, write_decision
+from onstep.training.stages.agreement import agree, refuse, shorten_ids, write_decision
 from onstep.training.stages.best_metric import note_best_metric, save_best
 from onstep.training.stages.data_position import leave_out_skipped
 from onstep.training.stages.evaluation import evaluate_and_print_results
@@ -71,7 +71,8 @@ def mark_due_after_an_epoch(run: Run) -> None:
 def act(job: Job) -> None:
     """Do what is due or requested at the end of a step or epoch, then wait if the run is paused. Collective."""
     repeat_decisions(job)
-    carry_out(job)
+    while carry_out(job) and job.run.world.share(repeat_decisions(job)):
+        pass  # what followed a repeated rollback before the next step
     if job.steering.pause is not None:
         stay_paused(job, job.steering.pause)
 
@@ -81,8 +82,7 @@ def stay_paused(job: Job, request: Request) -> None:
     run, steering = job.run, job.steering
     if run.is_over:
         steering.pause = None
-        why = {"refused": request.flag, "why": "the run ends after this step, so it cannot wait"}
-        write_decision(run, replace(request, flag="refused", details=request.details | why))
+        refuse(run, request, "the run ends after this step, so it cannot wait")
         return
     steering.is_paused = True
     write_decision(run, request)
@@ -100,8 +100,10 @@ def stay_paused(job: Job, request: Request) -> None:
         logger.info("continuing after step %d", run.train_state.step)
 
 
-def carry_out(job: Job) -> None:
+def carry_out(job: Job) -> bool:
     """Agree on what is due or requested and do it, in order: roll back, log, evaluate, save, exit. Collective.
+
+    Returns whether the run was rolled back.
 
     An aborted run does none of this. A process that is about to exit does not start an evaluation: its checkpoint still
     lists it as pending.
@@ -111,7 +113,7 @@ def carry_out(job: Job) -> None:
     if run.checkpoints is not None and run.checkpoints.manager.is_saving:
         run.checkpoints.finalize_if_written()
     if control.should_abort_without_save:
-        return
+        return False
     apply_overrides(job)
     if job.steering.commands:
         fire_commands(job)
@@ -121,7 +123,7 @@ def carry_out(job: Job) -> None:
         if roll_back(job, request):
             if control.should_save:  # before the stop that was requested with it
                 save_and_decide_exit(job)
-            return
+            return True
     on.after_agreement()
     if control.should_log:
         control.clear("should_log")
@@ -140,6 +142,7 @@ def carry_out(job: Job) -> None:
     if control.should_save or run.exits.decided is not None or job.decides_at_every_step:
         save_and_decide_exit(job)
     apply_overrides(job)  # again: the later agreements may have changed them
+    return False
 
 
 def save_and_decide_exit(job: Job) -> None:
@@ -295,14 +298,23 @@ def roll_back(job: Job, request: Request) -> bool:
     rollback = RollBack.at(progress, request, run.cfg.anomaly.rollback_lr_factor)
     info = None if rollback.is_too_fast else _checkpoint_to_load(run, rollback)
     if info is None and request.is_steered:
-        why = {"refused": request.flag, "why": rollback.lacking}
-        write_decision(run, replace(request, flag="refused", details=request.details | why))
+        refuse(run, request, rollback.lacking)
         return False
     if checkpoints is None or info is None:
         raise rollback.impossible()
+    went_to = request.details.get("went_to", info.step)
+    if info.step != went_to and run.world.is_main:
+        logger.warning(
+            "the rollback after step %d, which is repeated, went to step %s, whose checkpoint is not there any more; "
+            "it goes to step %d",
+            rollback.bad_step,
+            went_to,
+            info.step,
+        )
     with _keep_ends(run):
         checkpoints.restore(info, job.trained)
     rollback.carry_over(progress)
+    job.steering.branch += 1
     write_decision(run, rollback.record(progress.step))
     run.features.rolled_back()
     leave_out_skipped(job)

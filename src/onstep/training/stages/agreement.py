@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
 from onstep.events import Request
@@ -13,7 +14,7 @@ from onstep.events.control import STICKY
 from onstep.events.views import configured_values
 from onstep.json_values import encode
 from onstep.training.run import Run
-from onstep.training.runs.steering import BATCHES_TO_SKIP, Steering, changes_learning
+from onstep.training.runs.steering import BATCHES_TO_SKIP, BRANCH, Steering, changes_learning
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,14 @@ def record(state: Run, requests: list[Request]) -> None:
             state.features.room(Steering).last = (state.train_state.step, request)
         if request.flag not in ("command", "pause"):
             write_decision(state, request)
+        if request.flag == "rollback" and request.is_steered and state.control.rollback_request is not request:
+            refuse(state, request, "another rollback was requested in the same step")
+
+
+def refuse(run: Run, request: Request, why: str, step: int | None = None) -> None:
+    """Record that a request from outside is not met, and why. `step` is the one that it concerns, if not the last."""
+    details = request.details | {"refused": request.flag, "why": why}
+    write_decision(run, replace(request, flag="refused", details=details), step)
 
 
 def _take_note(run: Run, request: Request) -> None:
@@ -122,7 +131,8 @@ def append_decision(state: Run, request: Request, step: int | None = None) -> No
     if state.run_dir is None:
         return
     path = state.run_dir.decisions
-    head = {"timestamp": time.time(), "step": state.train_state.step if step is None else step}
+    branch = state.features.room(Steering).branch
+    head = {"timestamp": time.time(), "step": state.train_state.step if step is None else step, BRANCH: branch}
     line = encode({**head, **vars(request)})
     try:
         with path.open("ab+", buffering=0) as file:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import replace
 from pathlib import Path
 
 from onstep.errors import ConfigError
@@ -15,13 +14,15 @@ from onstep.training.runs.run_dir import RunDir
 from onstep.training.runs.steering import (
     FAILED_AFTER,
     WITHDRAWN,
+    Sent,
     Steering,
+    branch_at,
     decisions_after,
     ids_to_repeat,
     last_within,
     withdrawable,
 )
-from onstep.training.stages.agreement import append_decision, write_decision
+from onstep.training.stages.agreement import append_decision, refuse, write_decision
 from onstep.training.stages.job import Job
 
 logger = logging.getLogger(__name__)
@@ -71,8 +72,9 @@ def load_repeats(run: Run) -> None:
     if run.world.is_main and (since := _beginning(run, directory)) is not None:
         step = 0 if checkpoints.start is None else checkpoints.start.step
         _withdraw(run, directory.decisions)
-        found = decisions_after(directory.decisions, step, is_chosen=run.stage.is_chosen_start, since=since)
-        steering.repeats = deque(one for one in found if _can_be_repeated(run, *one))
+        found = decisions_after(directory.decisions, step, since=since)
+        steering.branch = branch_at(directory.decisions, step)
+        steering.repeats = deque(one for one in found if _can_be_repeated(run, one))
         steering.last = last_within(directory.decisions, step)
     steering.last = run.world.share(steering.last)
 
@@ -97,14 +99,17 @@ def _withdraw(run: Run, decisions: Path) -> None:
     if not commands:
         logger.info("run.without_commands_from=%d: there is no command left to withdraw", from_step)
         return
-    reason = "; ".join(f"after step {step}: {request}" for step, request in commands)
+    reason = "; ".join(f"after step {one.step}: {one.request}" for one in commands)
     details = {"from_step": from_step, "command_ids": ids_to_repeat(commands)}
     write_decision(run, Request(WITHDRAWN, "run.without_commands_from", "", reason, 0, details))
     logger.info("not repeated: %s", reason)
 
 
-def _can_be_repeated(run: Run, step: int, request: Request) -> bool:
+def _can_be_repeated(run: Run, sent: Sent) -> bool:
     """Refuse what could not be sent any more: another version recorded it, or the record is damaged."""
+    step, request, _ = sent
+    if not request.is_steered:
+        return True
     details, declared = request.details, run.control.declared
     key, value = details.get("key"), details.get("value")
     try:
@@ -115,18 +120,27 @@ def _can_be_repeated(run: Run, step: int, request: Request) -> bool:
         elif request.flag == "skip_batch" and not isinstance(details.get("count"), int):
             raise ConfigError(f"count must be an integer, got {details.get('count')!r}.")
     except ConfigError as error:
-        why = {"refused": request.flag, "why": str(error)}
-        write_decision(run, replace(request, flag="refused", details=details | why), step)
+        refuse(run, request, str(error), step)
         logger.warning("a command after step %d is not repeated: %s", step, error)
         return False
     return True
 
 
-def repeat_decisions(job: Job) -> None:
-    """Request again what the run was asked for after this step, before it was interrupted."""
-    repeats, step = job.steering.repeats, job.run.train_state.step
-    while repeats and repeats[0][0] <= step:
-        job.run.control.add_request(repeats.popleft()[1])
+def repeat_decisions(job: Job) -> bool:
+    """Request again what the run was asked for after this step, before it was interrupted; whether there was anything.
+
+    It comes before what the run is asked for now. What followed a rollback waits until the rollback is done.
+    """
+    steering, step, requests = job.steering, job.run.train_state.step, []
+    while steering.repeats and steering.repeats[0].step <= step:
+        _, request, branch = steering.repeats.popleft()
+        steering.branch = max(steering.branch, branch)
+        if request.is_steered:
+            requests.append(request)
+        if request.flag == "rollback":
+            break
+    job.run.control.requests[:0] = requests
+    return bool(requests)
 
 
 def blame_command(run: Run, error: BaseException | None) -> None:

@@ -45,6 +45,7 @@ HOSTILE_YAML = {
     "a long key": ("? " + "k" * 100_000 + "\n: 1", "unknown configuration key"),
     "a key that is a number": ("1: {2: 3}", "unknown configuration key '1'"),
     "an escaped NUL": ('run: {name: "a\\0b"}', "run.name"),
+    "a list as the recipe": ("run: {recipe: [a]}", "a recipe is named by text such as tiny_gpt, got ['a']"),
     "an unpaired surrogate": ('run: {name: "\\ud800"}', "config"),
 }
 

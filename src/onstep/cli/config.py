@@ -19,7 +19,7 @@ from onstep.config.explanation import all_defaults, common_defaults
 from onstep.config.recipe_rates import fit_min_lr
 from onstep.config.sequence_lengths import SEQ_LENGTHS, fit_seq_length
 from onstep.config.short_runs import fit_short_run
-from onstep.config.suggestions import nearest
+from onstep.config.suggestions import nearest, shown
 from onstep.console.style import in_words
 from onstep.errors import ConfigError
 from onstep.recipes import RECIPES, get_recipe
@@ -44,8 +44,11 @@ def configuration(words: list[str], recipe: str | None) -> tuple[ConfigContainer
         raise ConfigError("A configuration file never imports code; name callbacks on the command line.")
     run = values.get("run")
     chosen = [pair.partition("=")[2] for pair in pairs if pair.partition("=")[0].strip() == "run.recipe"]
-    recipe = recipe or next(reversed(chosen), None)
-    name = recipe or (run.get("recipe") if isinstance(run, dict) else None) or "tiny_gpt"
+    if recipe is None:
+        recipe = next(reversed(chosen), None)
+    if recipe is None:
+        recipe = run.get("recipe") if isinstance(run, dict) else None
+    name = "tiny_gpt" if recipe is None else recipe
     config = get_recipe(name)()
     merge(config, values)
     apply_overrides(config, pairs)
@@ -161,6 +164,8 @@ def _run_dir(words: str) -> Path | None:
 def _names(text: str) -> list[str]:
     """`[a:B, 'c:D']`, or a single name."""
     text = text.strip()
+    if text.startswith("[") != text.endswith("]"):
+        raise ConfigError(f"callbacks={shown(text)} lacks a bracket; write callbacks='[module:Class]'.")
     if not text.startswith("["):
         return [text]
     names = [name.strip().strip("'\"") for name in text.strip("[]").split(",")]

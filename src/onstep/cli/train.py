@@ -21,7 +21,7 @@ from onstep.cli.exit_codes import ERROR, PREEMPTED
 from onstep.cli.hub import hf_directory
 from onstep.cli.runs import find_named
 from onstep.config import ConfigContainer, resolve
-from onstep.config.checks.run import check_finetune
+from onstep.config.checks.run import check_finetune, check_run
 from onstep.config.checks.single_values import check_values
 from onstep.console.level import Level
 from onstep.console.messages import show_messages
@@ -92,7 +92,7 @@ def train(
     Add your own callbacks with: --import my.py callbacks='[my:MyCallback]'
     """
     words = with_level(words or [], quiet=quiet, verbose=verbose)
-    config, names = configuration(words, recipe or (None if hf_model is None else "any"))
+    config, names = configuration(words, "any" if recipe is None and hf_model is not None else recipe)
     if hf_model is not None:
         config.checkpoint.pretrained_checkpoint = str(hf_directory(hf_model))
         is_length_set = any(sets(words, section, "seq_length") for section in ("model", "dataset"))
@@ -245,7 +245,9 @@ def announce(config: ConfigContainer, imports: Sequence[str] = ()) -> None:
     for path in imports:
         python_file(path)
     check_values(config)
-    config.run.name = config.run.name or config.run.recipe or "run"
+    if config.run.name is None:
+        config.run.name = config.run.recipe or "run"
+    check_run(config)
     _check_start(config)
     if not _is_main() or config.logger.console == "quiet":
         return

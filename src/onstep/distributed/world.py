@@ -236,6 +236,9 @@ def _device(wanted: str | None, local_rank: int) -> torch.device:
 
 def _init_group(config: DistributedInitConfig, size: int, rank: int, device: torch.device) -> None:
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" and size > 1 else "gloo")
+    if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
+        lack = "this build of torch has no NCCL" if device.type == "cuda" else f"this run trains on {device}"
+        raise ConfigError(f"dist.distributed_backend=nccl requires GPUs and NCCL, but {lack}; use gloo or null.")
     if size == 1:  # no need to open a port for a store without other readers
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=_timeout(config))
         return

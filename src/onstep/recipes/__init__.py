@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from onstep.config import ConfigContainer
-from onstep.config.suggestions import nearest
+from onstep.config.suggestions import nearest, shown
 from onstep.errors import ConfigError
 from onstep.recipes.published import (
     any_finetune_config,
@@ -115,6 +115,8 @@ def get_recipe(name: str) -> Recipe:
     Raises:
         ConfigError: if there is no such recipe; the message names the closest match and all recipes.
     """
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"a recipe is named by text such as tiny_gpt, got {shown(name)}; correct or drop it.")
     short = name.removesuffix("_pretrain_config").removesuffix("_config")
     if short not in RECIPES:
         hint = nearest(short, list(RECIPES), cutoff=0.6)

@@ -10,6 +10,7 @@ from torch import nn
 
 from onstep.config import ConfigContainer, ModelConfig
 from onstep.config.lengths import sizes_of
+from onstep.config.suggestions import shown
 from onstep.data import (
     EvalLoader,
     Tokenizer,
@@ -55,10 +56,18 @@ def build_model(config: ConfigContainer, world: World, state: Run) -> list[nn.Mo
     only_chunk(chunks)
     train = config.train
     if train.torch_compile:
+        _check_backend(train.torch_compile_backend or "inductor")
         for chunk in chunks:  # in place, so that the weights keep their names
             chunk.compile(backend=train.torch_compile_backend or "inductor", mode=train.torch_compile_mode)
     check_weights(chunks)
     return data_parallel([chunk.to(world.device) for chunk in chunks], world, config.ddp)
+
+
+def _check_backend(name: str) -> None:
+    """Refuse a backend that `torch.compile` would not find until the first step."""
+    if name not in torch._dynamo.list_backends(exclude_tags=()):
+        known = ", ".join(torch._dynamo.list_backends())
+        raise ConfigError(f"train.torch_compile_backend={shown(name)} is not known; use one of {known}.")
 
 
 def run_hooks(chunks: list[nn.Module], hooks: Sequence[ModelHook]) -> list[nn.Module]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from onstep import CallbackManager
+from onstep.errors import ConfigError
 from onstep.optim import OptimizerParamScheduler
 from tests.support.small_models import Regression, arguments, quiet, regression_rows
 
@@ -251,3 +252,11 @@ def test_parameters_without_a_gradient_are_named_once(tmp_path: Path, caplog: py
         "2 trainable parameters have no gradient after step 1, so they are not trained: spare.weight, spare.bias; use "
         "them in forward, or set requires_grad=False"
     ]
+
+
+def test_a_scheduler_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    model = Regression()
+    used, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    scheduler = torch.optim.lr_scheduler.StepLR(other, 1)
+    with pytest.raises(ConfigError, match="StepLR changes the rates of another optimizer"):
+        quiet(model, arguments(tmp_path), regression_rows(), optimizers=(used, scheduler)).train()

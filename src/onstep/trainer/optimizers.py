@@ -50,6 +50,12 @@ def check_optimizers(trainer: BaseTrainer) -> None:
             "A scheduler object belongs to an optimizer; pass both in optimizers, or a factory: "
             "optimizers=(None, lambda optimizer: ...)."
         )
+    followed = getattr(scheduler, "optimizer", None) if is_object(scheduler) else None
+    if followed is not None and all(followed is not one for one in (optimizer, getattr(optimizer, "optimizer", None))):
+        raise ConfigError(
+            f"The scheduler {type(scheduler).__name__} changes the rates of another optimizer than the one in "
+            f"optimizers, whose rate would stay as it is; create it with that optimizer."
+        )
     if optimizer is None and trainer.optimizer_cls_and_kwargs is None and not _creates_optimizer(trainer):
         check_installed(trainer.args)
         _check_options_are_free(trainer)

@@ -167,7 +167,7 @@ def check_for_gradients(job: Job) -> None:
     if not any(row[0] for row in job.run.world.gather_numbers([float(is_found or has_updated)])):
         raise ConfigError(
             "no parameter has a gradient after the first backward pass, so nothing would be trained: the loss is not "
-            "connected to the model (made anew by torch.tensor(loss.item(), requires_grad=True), or by "
+            "connected to the model (created again by torch.tensor(loss.item(), requires_grad=True), or by "
             ".detach().requires_grad_()), training_step does not call backward(), or it clears the gradients after it; "
             "return the loss as it is computed from the model's outputs, and leave its gradients in place"
         )

@@ -235,6 +235,7 @@ FAULTS = [
     ("pretrain", "on_step_end", "exit0", 0, "exited with code 0 at step 1", " at .*fault_jobs.py.* cannot continue"),
     ("trainer", "on_run_end", "exit0", 1, "exited with code 0 at step 4", " at .*fault_jobs.py.* cannot continue"),
     ("trainer", "on_step_end", "barrier", 1, "hangs: no progress .* at step 1", " at .*fault_jobs.py"),
+    ("pretrain", "on_train_start", "exit", 1, "exited with code 3 at step 0", " at .*fault_jobs.py.* cannot continue"),
     ("pretrain", "on_test_end", "raise", 1, "failed first at step 4", " at .*ValueError: a fault of the test"),
     ("trainer", "on_run_end", "raise", 1, "failed first at step 4", " at .*ValueError: a fault of the test"),
     ("trainer", "on_run_end", "collective", 0, "hangs: no progress .* at step 4", " at .*fault_jobs.py"),

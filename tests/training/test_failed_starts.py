@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from filelock import lock_descriptor
 
-from onstep import Callback, Trainer, TrainingArguments, pretrain
+from onstep import Callback, CallbackManager, Trainer, TrainingArguments, pretrain
 from onstep.callbacks import JsonLogger
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError, DataError, OnstepError, RunExistsError
@@ -123,6 +123,26 @@ def test_a_run_that_has_trained_keeps_its_records_where_a_later_train_start_fail
     assert before.keys() <= after.keys()
     assert json.loads(after["trainer_logs.json"])[:2] == json.loads(before["trainer_logs.json"])[:2]
     assert b'"status": "failed"' in after["run.json"]
+
+
+def test_a_restart_that_fails_replaces_the_error_of_the_failure_before(
+    tiny_config: ConfigContainer, tmp_path: Path
+) -> None:
+    tiny_config.run.name, tiny_config.run.output_dir = "mine", str(tmp_path)
+    tiny_config.checkpoint.save_interval, tiny_config.validation.eval_iters = 1, 0
+    stops = CallbackManager()
+    stops.register("on_step_end", _at_step_two)
+    with pytest.raises(ValueError, match="the first failure"):
+        pretrain(tiny_config, callbacks=stops)
+    with pytest.raises(RuntimeError, match="broken"):
+        failing_callback(tiny_config)
+    record = json.loads(content(tmp_path / "mine")["run.json"])
+    assert (record["status"], record["error"]) == ("failed", "RuntimeError: broken")
+
+
+def _at_step_two(context: Any) -> None:
+    if context.state.train_state.step == 2:
+        raise ValueError("the first failure")
 
 
 def test_a_finished_run_stays_so_where_its_extension_cannot_start(tiny_config: ConfigContainer, tmp_path: Path) -> None:

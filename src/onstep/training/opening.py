@@ -129,17 +129,21 @@ def _undo_start(run: GlobalState, hold: Hold | None) -> bool:
     """Restore the run's directory if an error ended the run before it took a step; whether that was done.
 
     From `on_train_start` on, an earlier run's metrics log may have been cut to its checkpoint, which is not undone, and
-    its record, unless it was finished, says that it failed.
+    its record, unless it was finished, says that it failed. The record of a failure that one rank caused is kept, and
+    it replaces that of an earlier failure.
     """
-    if hold is None or run.run_dir is None:
+    if hold is None or run.run_dir is None or (run.ending.train_started and run.stage.has_stepped):
         return False
-    if not run.ending.train_started:  # the record of a process that was killed says that it runs
-        return hold.undo() and not (hold.had_run and run.run_dir.read().get("status") == "running")
-    if run.stage.has_stepped:
+    ending, has_culprit = run.ending, run.ending.first_failure is not None
+    if not hold.had_run:
+        return not has_culprit and not (ending.train_started and run.stage.epoch_is_open) and hold.undo()
+    if not (hold.undo_records() if ending.train_started else hold.undo()):
         return False
-    if hold.had_run:
-        return hold.undo_records() and run.run_dir.read().get("status") in FINISHED
-    return not run.stage.epoch_is_open and hold.undo()
+    status = run.run_dir.read().get("status")
+    if ending.train_started or has_culprit:
+        return status in FINISHED
+    # the record of a process that was killed says that it runs
+    return status != "running" and not (status == "failed" and ending.error is not None)
 
 
 def _name_idle_settings(run: GlobalState, has_trackers: bool) -> None:

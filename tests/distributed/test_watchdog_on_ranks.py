@@ -318,6 +318,16 @@ def test_a_start_that_fails_after_a_kill_does_not_say_that_it_runs(
     assert run_json(tmp_path)["error"] == "MemoryError: a fault of the test"
 
 
+def test_ranks_that_all_wait_in_the_set_up_are_found(
+    processes: Processes, tmp_path: Path, corpus: Path, token_cache: Path
+) -> None:
+    settings = {"suspect": 0, "corpus": str(corpus / "colorsys.py"), "cache": str(token_cache)}
+    first = {**settings, "fault": "kill", "event": "on_step_end", "nth": 3}
+    assert all(processes.run("tests.support.jobs.fault_jobs", "pretrain", tmp_path, first, ranks=2))
+    error = fail(processes, tmp_path, corpus, token_cache, "pretrain", "on_checkpoint_load", "barrier", 0)
+    assert re.match("rank [01] hangs: .* waits for other ranks in a collective", error), error
+
+
 def test_a_rank_that_exits_by_itself_is_no_fault(processes: Processes, tmp_path: Path) -> None:
     codes = processes.run(JOBS, "train", tmp_path, {"how": "exit"}, ranks=2)
     assert codes[1] == 7

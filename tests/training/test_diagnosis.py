@@ -59,6 +59,9 @@ def test_where_all_wait_the_one_in_a_callback_is_to_blame() -> None:
     assert diagnosis_of(waits, rank(**{**in_callback, "idle_seconds": 9.0})) is None
     ahead, in_setup = {**in_callback, "collectives": 9}, rank(**{**WAITING, "limit_seconds": None})
     assert diagnosis_of(rank(**ahead), in_setup) == FailureDiagnosis("hung", 0)
+    assert diagnosis_of(in_setup, in_setup) is None
+    both = rank(**{**WAITING, "limit_seconds": None, "idle_seconds": 31.0})
+    assert diagnosis_of(both, both) == FailureDiagnosis("hung", 0)
     assert diagnosis_of(rank(**ahead), waits) == FailureDiagnosis("hung", 0)
     assert diagnosis_of(rank(**ahead), rank(**{**WAITING, "idle_seconds": 3.0})) is None
     assert diagnosis_of(rank(**ahead), rank(idle_seconds=11.0, collectives=8)) == FailureDiagnosis("hung", 1)

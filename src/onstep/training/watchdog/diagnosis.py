@@ -142,7 +142,9 @@ def _diagnose_stalls(
     all_wait = all(one.is_waiting for one in running.values())
     found = []
     for rank, one in running.items():
-        limit = stopped_seconds if one.limit_seconds is None and one.is_stopped else one.limit_seconds
+        limit = one.limit_seconds
+        if limit is None and stopped_seconds is not None and (one.is_stopped or all_wait):
+            limit = stopped_seconds if one.is_stopped else 3 * stopped_seconds  # as until the first step
         idle = min(other.idle for other in running.values()) if all_wait else one.idle
         is_ahead = one.collectives > fewest and (one.is_waiting or on_cuda)
         if limit is not None and idle >= limit and (all_wait or not is_ahead):

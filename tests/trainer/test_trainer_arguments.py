@@ -118,7 +118,7 @@ def make(tmp_path: Path, **options: Any) -> Trainer:
     [
         ({"model_init": Regression}, "exactly one of model and model_init"),
         ({"model": None}, "exactly one of model and model_init"),
-        ({"model": Regression}, "must be a torch.nn.Module, got Regression; .*model_init"),
+        ({"model": Regression}, "must be a torch.nn.Module, got the class Regression itself; .*model_init"),
         ({"model": None, "model_init": Regression()(torch.ones(1, 3))}, "model_init must be a function"),
         ({"args": {"output_dir": "x"}}, "args must be .*TrainingArguments, got dict"),
     ],

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits as BCE
 from torch.nn.functional import cross_entropy
 
-from onstep import Trainer, TrainingArguments
+from onstep import EarlyStoppingCallback, Trainer, TrainingArguments
 from onstep.data import EvalLoader
 from onstep.errors import ConfigError, DataError
 from onstep.training import evaluate
@@ -213,6 +214,10 @@ class Named(Classifier):
         return super().forward(x, labels)
 
 
+def eval_loader_of() -> Iterator[Any]:
+    yield {}
+
+
 def same(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
@@ -309,6 +314,83 @@ def test_metrics_that_are_not_a_dict_are_refused(args: TrainingArguments, metric
     trainer = Trainer(Classifier(), args, eval_dataset=Rows(same), compute_metrics=lambda _: metrics)
     with pytest.raises(ConfigError, match=r"compute_metrics must return a dict of metrics by name, got (a float|None)"):
         trainer.evaluate()
+
+
+def test_metrics_without_names_or_predictions_are_named(
+    args: TrainingArguments, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = Trainer(Classifier(), args, eval_dataset=Rows(same), compute_metrics=lambda _: {0: 1.0})
+    with pytest.raises(ConfigError, match="compute_metrics must return metrics by name, got the key 0, a int"):
+        trainer.evaluate()
+    trainer = Trainer(
+        Classifier(),
+        args,
+        eval_dataset=Rows(same),
+        compute_metrics=lambda _: {"accuracy": 1.0},
+        preprocess_logits_for_metrics=lambda logits, labels: None,
+    )
+    assert "eval_accuracy" not in trainer.evaluate()
+    assert "not called: preprocess_logits_for_metrics has returned no predictions" in caplog.text
+
+
+NOT_REGISTERED = type("Listed", (nn.Module,), {"forward": lambda self, x: x})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"model": Classifier}, r"got the class Classifier itself; pass an instance of it, Classifier\(...\)"),
+        ({"data_collator": "padding"}, "data_collator must be a function or another callable object, got 'padding'"),
+        ({"data_collator": Rows}, "data_collator must be .*, got the class Rows itself; pass an instance"),
+        ({"compute_metrics": "accuracy"}, "compute_metrics must be .*, got 'accuracy'; pass a function of an EvalPred"),
+        ({"compute_metrics": {"a": 1}}, "compute_metrics must be a function .*, got {'a': 1}"),
+        ({"optimizers": torch.optim.SGD([torch.ones(1)])}, r"must be a pair \(optimizer, scheduler\), got a SGD; pass"),
+        ({"optimizers": ("adam", None)}, r"the optimizer in optimizers .* got 'adam'; .*TrainingArguments\(optim="),
+        ({"optimizers": (None, torch.optim.SGD([torch.ones(1)]))}, r"in this order, got \(NoneType, SGD\)"),
+        ({"model": NOT_REGISTERED()}, r"got none in 1 chunk\(s\); .* nn.ModuleList or nn.ModuleDict, which register"),
+        ({"train_dataset": Rows}, r"must be a dataset, got the class or function Rows; pass Rows\(...\)"),
+        ({"train_dataset": eval_loader_of}, r"got the class or function eval_loader_of; pass eval_loader_of\(...\)"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_argument_of_another_kind_is_refused(args: TrainingArguments, given: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"model": Classifier(), "train_dataset": Rows(same)} | given
+    with pytest.raises((ConfigError, DataError), match=message):
+        Trainer(args=args, **arguments).train()
+
+
+def test_a_negative_patience_is_refused() -> None:
+    with pytest.raises(ConfigError, match="early_stopping_patience must be an integer >= 0, got -1"):
+        EarlyStoppingCallback(-1)
+
+
+def fails_at_5(row: dict[str, Any]) -> Any:
+    return [row][0 if int(row["x"][0]) != 5 else 1]
+
+
+def test_a_sample_that_fails_is_named(args: TrainingArguments) -> None:
+    for workers in (0, 1):
+        args.dataloader_num_workers = workers
+        with pytest.raises(IndexError) as failure:
+            Trainer(Classifier(), args, train_dataset=Rows(fails_at_5), eval_dataset=Rows(fails_at_5)).evaluate()
+        said = str(failure.value) + "".join(getattr(failure.value, "__notes__", ()))
+        assert "raised by the sample at index 5 of the Rows, whose length is 8" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda row: None if row["x"][0] == 5 else row, "a sample is None, at index 5 of the Rows; the dataset must"),
+        (lambda row: {**row, "x": object()}, "'x' has values of type object, of which no tensor .*convert them to num"),
+        (lambda row: {**row, "x": np.array(["a"])}, "'x' has arrays of dtype <U1, of which no tensor can be made"),
+        (lambda row: {**row, "x": np.array([None])}, "'x' has arrays of dtype object, of which no tensor"),
+        (lambda row: {**row, "x": [["a"]]}, "'x' has values of type str, of which no tensor"),
+    ],
+    ids=["None", "object", "strings", "objects", "lists"],
+)
+def test_a_value_that_is_no_tensor_is_named(args: TrainingArguments, change: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Trainer(Classifier(), args, eval_dataset=Rows(change)).evaluate()
 
 
 @pytest.mark.parametrize("dataset", ["wikitext", {"x": [[1.0]], "labels": [0]}], ids=["name", "columns"])

@@ -170,6 +170,8 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float | None = 0.0) -> None:
+        if early_stopping_patience < 0:
+            raise ConfigError(f"early_stopping_patience must be an integer >= 0, got {early_stopping_patience}")
         self.early_stopping_patience = early_stopping_patience
         self.early_stopping_threshold = early_stopping_threshold
         self.early_stopping_patience_counter = 0

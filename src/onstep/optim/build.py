@@ -75,7 +75,8 @@ def build_torch_optimizer(
     if not roles:
         raise ConfigError(
             f"a model must have parameters with requires_grad, got none in {len(model_chunks)} chunk(s); "
-            "unfreeze the parameters to train"
+            "unfreeze the parameters to train; if it has none at all, put layers kept in a list or a dict into "
+            "nn.ModuleList or nn.ModuleDict, which register them"
         )
     for_muon, others = param_groups(roles, config)
     if config.optimizer == "muon" and not for_muon:

@@ -8,6 +8,8 @@ from typing import Any, cast
 from weakref import ref
 
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from onstep.callbacks import DefaultMetrics, add_control
 from onstep.config import ConfigContainer, merge
@@ -65,6 +67,11 @@ class BaseTrainer:
         if tokenizer is not None and processing_class not in (None, tokenizer):
             raise ConfigError("Pass the tokenizer as processing_class alone; tokenizer is its name in transformers 4.")
         processing_class = tokenizer if processing_class is None else processing_class
+        _check_callable("data_collator", data_collator, "an instance, such as DataCollatorWithPadding(tokenizer)")
+        _check_callable("compute_metrics", compute_metrics, "a function of an EvalPrediction that returns a dict")
+        _check_callable("preprocess_logits_for_metrics", preprocess_logits_for_metrics, "a function (logits, labels)")
+        _check_callable("compute_loss_func", compute_loss_func, "a function of (outputs, labels)")
+        _check_optimizers(optimizers)
         self.args = own_arguments(args)
         self.model = model
         self.model_init = model_init
@@ -172,10 +179,42 @@ def default_collator(processing_class: Any) -> Collate:
     return default_data_collator
 
 
+def _check_callable(name: str, value: Any, example: str) -> None:
+    if value is not None and (not callable(value) or isinstance(value, type)):
+        shown = f"the class {value.__name__} itself" if isinstance(value, type) else repr(value)[:80]
+        raise ConfigError(f"{name} must be a function or another callable object, got {shown}; pass {example}")
+
+
+def _check_optimizers(optimizers: Any) -> None:
+    """Check that `optimizers` is (optimizer, scheduler), of objects, factories or None."""
+    if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
+        raise ConfigError(
+            f"optimizers must be a pair (optimizer, scheduler), got a {type(optimizers).__name__}; pass "
+            f"optimizers=(optimizer, None) for the configured schedule"
+        )
+    optimizer, scheduler = optimizers
+    if isinstance(optimizer, LRScheduler) or isinstance(scheduler, Optimizer):
+        raise ConfigError(
+            f"optimizers must be (optimizer, scheduler) in this order, got ({type(optimizer).__name__}, "
+            f"{type(scheduler).__name__})"
+        )
+    for name, value in (("optimizer", optimizer), ("scheduler", scheduler)):
+        if isinstance(value, str):
+            raise ConfigError(
+                f"the {name} in optimizers must be an object or a factory, got {value!r}; select one by its name with "
+                f"TrainingArguments(optim=...) and lr_scheduler_type=..."
+            )
+
+
 def _check_model(model: Any, model_init: Any) -> None:
     if (model is None) == (model_init is None):
         raise ConfigError("Trainer requires exactly one of model and model_init; pass the other as None.")
     if model is not None and not isinstance(model, nn.Module):
+        if isinstance(model, type) and issubclass(model, nn.Module):
+            raise ConfigError(
+                f"model must be a torch.nn.Module, got the class {model.__name__} itself; pass an instance of it, "
+                f"{model.__name__}(...), or the class as model_init"
+            )
         kind = model.__name__ if isinstance(model, type) else type(model).__name__
         raise ConfigError(f"model must be a torch.nn.Module, got {kind}; pass a function that makes one as model_init.")
     if model_init is not None and not callable(model_init):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import logging
 import os
 import time
@@ -117,6 +118,9 @@ def check_training(trainer: TrainerMethods, resume_from_checkpoint: Any = None) 
             f"train_dataset must be a dataset of samples, got a {type(dataset).__name__}; pass an object whose "
             f"__getitem__(index) returns a sample, such as one split of datasets.load_dataset(...)."
         )
+    if isinstance(dataset, type) or inspect.isgeneratorfunction(dataset):
+        name = dataset.__name__
+        raise DataError(f"train_dataset must be a dataset, got the class or function {name}; pass {name}(...)")
     if not isinstance(resume_from_checkpoint, (bool, str, os.PathLike, NoneType)):
         raise ConfigError(
             f"resume_from_checkpoint={resume_from_checkpoint!r} must be the path of a checkpoint, True or None (the "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import copy
+from numbers import Number
 from operator import itemgetter
 from typing import Any
 
@@ -74,6 +75,12 @@ def default_data_collator(features: Sequence[Any]) -> Any:
             else:
                 batch[name] = torch.tensor(values)
         except (RuntimeError, ValueError, TypeError) as error:
+            kind = next(filter(None, map(_unconvertible, values)), None)
+            if kind is not None:
+                raise DataError(
+                    f"samples cannot be stacked: {key!r} has {kind}, of which no tensor can be made ({error}); convert "
+                    f"them to numbers or tensors in the dataset, or in a collator of your own"
+                ) from error
             sized = [value for value in values if _is_sequence(value)]
             shapes = ", ".join(sorted({str(tuple(np.shape(value))) for value in sized})) or "numbers"
             raise DataError(
@@ -112,8 +119,28 @@ class PaddingCollator:
         return batch
 
 
-def _none() -> DataError:
-    return DataError("a sample is None; the dataset must return each sample (is there a `return` in __getitem__?)")
+def _none(where: str = "") -> DataError:
+    return DataError(
+        f"a sample is None{where}; the dataset must return each sample (is there a `return` in every case of "
+        f"__getitem__?)"
+    )
+
+
+def _place(dataset: Any, index: int) -> str:
+    length = length_of(dataset)
+    of = "" if length is None else f", whose length is {length:,}"
+    return f"raised by the sample at index {index} of the {type(dataset).__name__}{of}"
+
+
+def _unconvertible(value: Any) -> str | None:
+    """What a value is that no tensor can be made of; None if one can."""
+    while isinstance(value, (list, tuple)) and value:
+        value = value[0]
+    if isinstance(value, np.ndarray):
+        return None if value.dtype.kind in "biufc" else f"arrays of dtype {value.dtype}"
+    if isinstance(value, (torch.Tensor, Number, np.generic, list, tuple)):
+        return None
+    return f"values of type {type(value).__name__}"
 
 
 def _missing(key: str) -> DataError:
@@ -169,14 +196,24 @@ def fetch_function(dataset: Any, collate_fn: Collate | None) -> Fetch:
         if read_samples is None:
             samples = []
             for index in ids:  # not `map`, which would end with a StopIteration of the dataset
-                samples.append(dataset[index])
+                try:
+                    samples.append(dataset[index])
+                except Exception as error:
+                    error.add_note(_place(dataset, index))
+                    raise
         else:
             samples = read_samples(ids)
             if isinstance(samples, list) and len(samples) != len(ids):
                 raise DataError(
                     f"__getitems__ of {type(dataset).__name__} returned {len(samples)} of {len(ids)} samples"
                 )
-        return collate(samples)
+        try:
+            return collate(samples)
+        except Exception as error:
+            missing = [index for index, sample in zip(ids, samples, strict=False) if sample is None]
+            if missing:
+                raise _none(f", at index {missing[0]} of the {type(dataset).__name__}") from error
+            raise
 
     return read
 

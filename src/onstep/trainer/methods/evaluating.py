@@ -327,6 +327,8 @@ class EvaluatingMethods(BaseTrainer):
 
     def _computed_metrics(self, collected: Collected) -> dict[str, Any]:
         predictions, label_ids, inputs, losses = collected
+        if self.compute_metrics is not None and predictions is None and self.preprocess_logits_for_metrics is not None:
+            logger.warning("compute_metrics is not called: preprocess_logits_for_metrics has returned no predictions")
         if self.compute_metrics is None or predictions is None:
             return {}
         if label_ids is None:
@@ -336,6 +338,12 @@ class EvaluatingMethods(BaseTrainer):
         metrics = call_named(self.compute_metrics, EvalPrediction(predictions, label_ids, inputs, wanted_losses))
         if not isinstance(metrics, Mapping):
             raise ConfigError(f"compute_metrics must return a dict of metrics by name, got {described(metrics)}.")
+        for name in metrics:
+            if not isinstance(name, str):
+                raise ConfigError(
+                    f"compute_metrics must return metrics by name, got the key {name!r}, a {type(name).__name__}; make "
+                    f"it a string"
+                )
         return dict(metrics)
 
     def _computes_own_loss(self) -> bool:

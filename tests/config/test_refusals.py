@@ -44,10 +44,10 @@ IMPOSSIBLE_SIZES = [
     Refused("model.mtp_num_layers=32", "mtp_num_layers=32", "below model.seq_length=32", "shorter sequence"),
     Refused("optimizer.muon_num_ns_steps=1000", "muon_num_ns_steps=1000", "from 1 to 99", "5 is usual"),
     Refused("ft.watchdog_seconds=0.5", "ft.watchdog_seconds=0.5", "at least 1", "choose more"),
-    Refused("model.hidden_size=1000000000000", "model.hidden_size=1,000,000,000,000", "GiB of memory", "Lower"),
-    Refused("model.vocab_size=9e18", "model.vocab_size=9,000,000,000,000,000,000", "GiB of memory", "Lower"),
+    Refused("model.hidden_size=1000000000000", "model.hidden_size=1000000000000", "GiB of memory", "Lower"),
+    Refused("model.vocab_size=9e18", "model.vocab_size=9000000000000000000", "GiB of memory", "Lower"),
     Refused(
-        "model.seq_length=10000000000 & dataset.seq_length=10000000000", "seq_length=10,000", "GiB of memory", "Lower"
+        "model.seq_length=10000000000 & dataset.seq_length=10000000000", "seq_length=10000", "GiB of memory", "Lower"
     ),
     Refused("model.num_layers=1000000000", "model.num_layers=1000000000", "at most 10,000", ""),
     Refused("dataset.num_workers=100000", "dataset.num_workers=100000", "at most 1,024", ""),

@@ -252,6 +252,13 @@ OF_DATA: list[tuple[str, nn.Module, Callable[[dict[str, Any]], Any], type[Except
         r"'labels' is torch.float32.*\.long\(\)",
     ),
     (
+        "ids of 32 bits",
+        Classifier(),
+        lambda row: {**row, "labels": np.int32(1)},
+        DataError,
+        r"'labels' is torch.int32.*\.long\(\)",
+    ),
+    (
         "names of classes",
         Classifier(),
         lambda row: {**row, "labels": "cat"},

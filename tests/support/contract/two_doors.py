@@ -229,6 +229,8 @@ def _witnessed(config: ConfigContainer, start: Callable[[CallbackManager], Any])
         outcome.decisions = [
             json.loads(line.replace(str(directory), "").replace("/checkpoints/", "/")) for line in lines
         ]
+        for one in outcome.decisions:
+            one["details"].pop("position", None)  # in the file: it depends on the length of the paths before it
     if (RunDir(run).model / "model.safetensors").is_file():
         outcome.weights = load_file(RunDir(run).model / "model.safetensors")
     for board in {path.parent for path in directory.rglob("*tfevents*")}:

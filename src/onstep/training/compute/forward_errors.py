@@ -97,10 +97,11 @@ def _lacking(what: str, batch: Mapping[Any, Any]) -> str:
 def _unlike_weights(text: str, batch: Mapping[Any, Any], model: nn.Module) -> str | None:
     weights = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
     tensors = {key: value.dtype for key, value in batch.items() if isinstance(value, Tensor)}
+    labels = tensors.get("labels", torch.long)
+    if "Long" in text and "indices" not in text and labels != torch.long:  # torch names what a loss takes as targets
+        return f"{text}: in the micro-batch 'labels' is {labels}; convert class ids with .long()"
     unlike = {key: dtype for key, dtype in tensors.items() if dtype != weights and key != "labels"}
     if unlike:
         shown = ", ".join(f"{key!r} is {dtype}" for key, dtype in unlike.items())
         return f"{text}: in the micro-batch {shown}, the weights are {weights}; convert it, with .to({weights})"
-    if tensors.get("labels") is not None and tensors["labels"].is_floating_point:
-        return f"{text}: in the micro-batch 'labels' is {tensors['labels']}; convert class ids with .long()"
     return None

@@ -377,7 +377,7 @@ def test_other_errors_and_a_single_sample_that_does_not_fit_end_the_search(tmp_p
     options = {"per_device_train_batch_size": 2, "auto_find_batch_size": True}
     with pytest.raises(RuntimeError, match="out of memory") as error:
         ours(Limited(0), regression_rows(4), tmp_path, **options)
-    assert "every batch size down to 1" in error.value.__notes__[0]
+    assert "every batch size down to 1" in error.value.__notes__[-1]
     model = Regression()
     model.forward = lambda **inputs: 1 / 0  # type: ignore[method-assign, assignment, return-value]
     with pytest.raises(ZeroDivisionError):

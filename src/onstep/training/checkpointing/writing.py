@@ -168,7 +168,7 @@ class RunCheckpoints:
         note_best_checkpoint(self.state, info.step, info.path)
         self.notify.on_checkpoint_load(checkpoint_step=info.step, checkpoint_path=str(info.path))
 
-    def save(self, trained: Trained, reader: StepSource, persistent: bool = True, adopts: bool = False) -> None:
+    def save(self, trained: Trained, reader: StepSource | None, persistent: bool = True, adopts: bool = False) -> None:
         """Write a checkpoint of the current state. Collective; asynchronous with `checkpoint.async_save`.
 
         With `adopts`, files that the user's code wrote where the checkpoint will be become part of it.
@@ -183,7 +183,7 @@ class RunCheckpoints:
             components = [
                 *self.components.progress(trained),
                 *self.components.features(),
-                *self.components.position(DataPosition(reader, state)),
+                *self.components.position(None if reader is None else DataPosition(reader, state)),
             ]
             request = SaveRequest(
                 step=step,

@@ -98,7 +98,7 @@ def _unlike_weights(text: str, batch: Mapping[Any, Any], model: nn.Module) -> st
     weights = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
     tensors = {key: value.dtype for key, value in batch.items() if isinstance(value, Tensor)}
     labels = tensors.get("labels", torch.long)
-    if "Long" in text and "indices" not in text and labels != torch.long:  # torch names what a loss takes as targets
+    if "Long" in text and "indices" not in text and labels != torch.long:  # of a loss's targets
         return f"{text}: in the micro-batch 'labels' is {labels}; convert class ids with .long()"
     unlike = {key: dtype for key, dtype in tensors.items() if dtype != weights and key != "labels"}
     if unlike:

@@ -40,8 +40,8 @@ def imported(module: ast.Module) -> set[str]:
     return found
 
 
-def test_the_loop_has_at_most_152_lines() -> None:
-    assert len(LOOP.read_text(encoding="utf-8").splitlines()) <= 152
+def test_the_loop_has_at_most_150_lines() -> None:
+    assert len(LOOP.read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def test_no_function_of_the_loop_is_above_30_lines() -> None:

@@ -12,7 +12,7 @@ from onstep.training.stages import data_position as position
 from onstep.training.stages import forward_backward as compute
 from onstep.training.stages.agreement import agree
 from onstep.training.stages.ending import Leave, conclude, leave_early
-from onstep.training.stages.job import Job, check_for_gradients
+from onstep.training.stages.job import Job
 
 
 class Loop:
@@ -107,8 +107,6 @@ class Loop:
         """Forward and backward passes, one update, and the schedule."""
         job, notify = self.job, self.notify
         self.compute(step)
-        if not job.has_gradients:
-            check_for_gradients(job)
         step.total = reduce_step(step.micros, self.run.world)
         step.factor = compute.gradient_factor_of(job, step)
         self.update(step)

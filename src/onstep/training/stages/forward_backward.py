@@ -14,7 +14,7 @@ from onstep.training.compute.forward_errors import call_forward_step
 from onstep.training.compute.losses import MicroLoss, Scalar, divisor, is_known, read_loss
 from onstep.training.compute.step import MicroBatches, Step
 from onstep.training.stages.forward_step import only_chunk
-from onstep.training.stages.job import Job
+from onstep.training.stages.job import Job, check_for_gradients
 
 ForwardPass = Callable[[MicroBatches, Batch, bool], MicroLoss]
 """`(the step's micro-batches, the current one, whether it is a filler)`; returns its loss."""
@@ -72,7 +72,9 @@ def backward_start_of(job: Job, micro: MicroLoss, num_micro_batches: int) -> Sca
 
 
 def gradient_factor_of(job: Job, step: Step) -> Scalar | None:
-    """The factor for the step's gradients, now that the step's weight is known; None means 1."""
+    """The factor for the step's gradients, now that there are some and the step's weight is known; None means 1."""
+    if not job.has_gradients:
+        check_for_gradients(job)
     run, size = job.run, job.run.world.size
     if step.micros[0].kind == "share" or (len(step.micros) == 1 and size == 1):
         return None

@@ -473,12 +473,23 @@ class TestExport:
             assert exported.keys() == stored.keys()
             assert all(torch.equal(exported[name], stored[name]) for name in stored)
 
-    @pytest.mark.parametrize("out", ["out.gguf", "out.BIN", "out.pt", "there/out.onnx"])
-    def test_a_format_that_cannot_be_written_is_refused(self, here: Path, capsys: Capture, out: str) -> None:
+    @pytest.mark.parametrize(
+        ("out", "refused", "offered"),
+        [
+            ("out.gguf", ".gguf files", "out"),
+            ("out.BIN", ".bin files", "out"),
+            ("there/out.onnx", ".onnx files", "there/out"),
+            ("out-1.5.tar.gz", ".tar.gz files", "out-1.5"),
+            ("out.bin.safetensors/", ".bin.safetensors directories", "out"),
+        ],
+    )
+    def test_a_format_that_cannot_be_written_is_refused(
+        self, here: Path, capsys: Capture, out: str, refused: str, offered: str
+    ) -> None:
         said = Said(capsys, "export", "one", out)
         assert said.code == 1
-        assert f"cannot write {Path(out).suffix.lower()} files, got {out}" in said.err
-        assert "--format hf to keep the name" in said.err
+        assert f"cannot write {refused}, got {out}" in said.err
+        assert f"name {offered}, or pass --format hf to keep the name" in said.err
         assert ("convert_hf_to_gguf.py" in said.err) is out.endswith("gguf")
         assert not (here / out).exists()
 
@@ -486,6 +497,10 @@ class TestExport:
         for words in (("mine-1.5",), ("mine.final", "--format", "hf")):
             assert Said(capsys, "export", "one", *words).code == 0
             assert (here / words[0] / "model.safetensors").is_file()
+
+    def test_an_ending_in_capitals_names_a_file_too(self, here: Path, capsys: Capture) -> None:
+        assert Said(capsys, "export", "one", "out.SAFETENSORS").code == 0
+        assert load_file(here / "out.SAFETENSORS")
 
     def test_it_takes_the_best_one(self, here: Path, capsys: Capture) -> None:
         root = here / "checkpoints"

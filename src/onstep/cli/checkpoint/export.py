@@ -29,19 +29,23 @@ _EXPORTED = (".json", ".safetensors", ".txt", ".model", ".jinja", ".md")
 """Suffixes of files in a Hugging Face model directory; a directory that contains anything else is never replaced."""
 
 
-def check_ending(out: Path) -> None:
+def check_ending(out: str) -> None:
     """Check that a name does not ask for a format that cannot be written; `mine-1.5` is a name without an ending.
 
     Raises:
-        ConfigError: for another ending than `.safetensors`.
+        ConfigError: for another ending than `.safetensors`, or for that one on a directory (`out.safetensors/`).
     """
-    ending = out.suffix.lower()
-    if ending in ("", ".safetensors") or not ending[1:2].isalpha():
+    name = Path(out)
+    while name.suffix[1:2].isalpha():
+        name = name.with_suffix("")
+    ending = Path(out).name.lower().removeprefix(name.name.lower())
+    if not ending or (ending.endswith(".safetensors") and not out.endswith("/")):
         return
-    gguf = ", which convert_hf_to_gguf.py of llama.cpp converts" if ending == ".gguf" else ""
+    gguf = ", which convert_hf_to_gguf.py of llama.cpp converts" if ending.endswith(".gguf") else ""
+    kind = "directories" if out.endswith("/") else "files"
     raise ConfigError(
-        f"cannot write {ending} files, got {out}: the formats are a .safetensors file, and a Hugging Face directory"
-        f"{gguf}; name {out.with_suffix('')}, or pass --format hf to keep the name"
+        f"cannot write {ending} {kind}, got {out}: the formats are a .safetensors file, and a Hugging Face "
+        f"directory{gguf}; name {name}, or pass --format hf to keep the name"
     )
 
 

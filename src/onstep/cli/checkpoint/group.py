@@ -98,7 +98,7 @@ def diff(
 @app.command()
 def export(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, or a run (its newest verified one).")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="File or directory to write.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="File or directory to write.")],
     form: Annotated[
         Format | None,
         typer.Option("--format", help="Default: safetensors if OUT ends in .safetensors, hf if it has no ending."),
@@ -117,6 +117,6 @@ def export(
     if form is None:
         check_ending(out)
     info = find(path)
-    is_file = form is Format.SAFETENSORS or (form is None and out.suffix == ".safetensors")
-    notes = (export_safetensors if is_file else export_hf)(info, out, force=force)
+    is_file = form is Format.SAFETENSORS or (form is None and out.lower().endswith(".safetensors"))
+    notes = (export_safetensors if is_file else export_hf)(info, Path(out), force=force)
     print(printable(f"{out}: the weights of {info.path}; {'; '.join(notes)}"))

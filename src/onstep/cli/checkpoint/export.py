@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from onstep.analysis.text_tables import printable
@@ -16,10 +17,14 @@ from onstep.checkpoint.loading import read_weights
 from onstep.checkpoint.states import mismatches
 from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.checkpoint.storage.store import TEMPORARY
+from onstep.cli.checkpoint.gguf_vocabulary import gguf_vocabulary
 from onstep.config import ConfigContainer, TokenizerConfig, from_dict
 from onstep.data import Tokenizer, build_tokenizer, tokenizer_in_run
+from onstep.data.corpus.tokenizer_files import tokenizer_in_dir
 from onstep.errors import CheckpointError, ConfigError, DataError, MissingExtraError
-from onstep.models import Transformer, save_hf
+from onstep.models import Transformer, load_hf, save_hf
+from onstep.models.hf.directory import load_hf_config
+from onstep.models.hf.gguf_file import check_gguf, import_gguf, write_gguf
 from onstep.models.transformer import empty_transformer
 from onstep.training.runs.identity import changed_tokenizer
 from onstep.training.setup.lora import merged_state_dict
@@ -33,23 +38,22 @@ def check_ending(out: str) -> None:
     """Check that a name does not ask for a format that cannot be written; `mine-1.5` is a name without an ending.
 
     Raises:
-        ConfigError: for another ending than `.safetensors`, or for that one on a directory (`out.safetensors/`).
+        ConfigError: for another ending than `.safetensors` and `.gguf`, or for one of them on a directory (`a.gguf/`).
     """
     name = Path(out)
     while name.suffix[1:2].isalpha():
         name = name.with_suffix("")
     ending = Path(out).name.lower().removeprefix(name.name.lower())
-    if not ending or (ending.endswith(".safetensors") and not out.endswith("/")):
+    if not ending or (ending.endswith((".safetensors", ".gguf")) and not out.endswith("/")):
         return
-    gguf = ", which convert_hf_to_gguf.py of llama.cpp converts" if ending.endswith(".gguf") else ""
     kind = "directories" if out.endswith("/") else "files"
     raise ConfigError(
-        f"cannot write {ending} {kind}, got {out}: the formats are a .safetensors file, and a Hugging Face "
-        f"directory{gguf}; name {name}, or pass --format hf to keep the name"
+        f"cannot write {ending} {kind}, got {out}: the formats are a .safetensors file, a .gguf file and a Hugging "
+        f"Face directory; name {name}, or pass --format hf to keep the name"
     )
 
 
-def export_safetensors(info: CheckpointInfo, out: Path, *, force: bool) -> list[str]:
+def export_safetensors(info: CheckpointInfo, out: Path, *, force: bool, dtype: torch.dtype | None) -> list[str]:
     """Write the weights as one safetensors file, tied weights once; returns notes for the user.
 
     As in `safetensors.torch.save_model`, the file's metadata maps each dropped name of a tied weight to the name it is
@@ -58,10 +62,10 @@ def export_safetensors(info: CheckpointInfo, out: Path, *, force: bool) -> list[
     Raises:
         CheckpointError: when `out` cannot be written or replaced, or the checkpoint has no unsharded weights.
     """
-    if out.is_dir():
-        raise CheckpointError(f"{out} is a directory; name a file, such as {out / 'model.safetensors'}.")
-    _check_target(out, force)
+    _check_file(out, "model.safetensors", force)
     tensors, tied = read_weights(info)
+    if dtype is not None:
+        tensors = {name: one.to(dtype) if one.is_floating_point() else one for name, one in tensors.items()}
     store = FileStore()
 
     def write(temporary: Path) -> None:
@@ -72,7 +76,46 @@ def export_safetensors(info: CheckpointInfo, out: Path, *, force: bool) -> list[
     return [f"{len(tensors)} tensors", *(f"{name} is stored as {kept}" for name, kept in tied.items())]
 
 
-def export_hf(info: CheckpointInfo, out: Path, *, force: bool) -> list[str]:
+def export_gguf(info: CheckpointInfo, out: Path, *, force: bool, dtype: torch.dtype | None) -> list[str]:
+    """Write one GGUF file with the weights and the tokenizer; returns notes for the user.
+
+    Raises:
+        CheckpointError: when `out` cannot be written or replaced, or the weights do not match the stored configuration.
+        ConfigError: for a model that llama.cpp cannot compute.
+        DataError: for a tokenizer that the file cannot hold.
+        MissingExtraError: if the `gguf` package is not installed.
+    """
+    import_gguf()
+    _check_file(out, "model.gguf", force)
+    if _is_hf_directory(info):
+        check_gguf(load_hf_config(info.path))
+        tokenizer_config = tokenizer_in_dir(info.path)
+        if tokenizer_config is None:
+            raise CheckpointError(
+                f"{info.path} has no tokenizer, which a GGUF file requires; pass processing_class to the Trainer, or "
+                "export with --format hf, put the tokenizer's files there and use convert_hf_to_gguf.py of llama.cpp."
+            )
+        model = load_hf(info.path)
+    else:
+        config = _stored_config(info)
+        tokenizer_config = tokenizer_in_run(config.tokenizer, info.path)
+        model = _model(info, config)
+        check_gguf(model.config)
+    tokenizer = build_tokenizer(tokenizer_config)
+    model = model.to(dtype or model.embedding.weight.dtype)
+    vocabulary = gguf_vocabulary(tokenizer, model.embedding.num_embeddings)
+    store = FileStore()
+
+    def write(temporary: Path) -> None:
+        write_gguf(model, temporary, name=out.stem, vocabulary=vocabulary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+
+    _put_in_place(store, out, write)
+    return [f"{model.num_parameters():,} parameters", f"with the tokenizer {tokenizer.fingerprint}"]
+
+
+def export_hf(info: CheckpointInfo, out: Path, *, force: bool, dtype: torch.dtype | None) -> list[str]:
     """Write a directory that `transformers` can load, with the tokenizer's files; returns notes for the user.
 
     Raises:
@@ -82,8 +125,13 @@ def export_hf(info: CheckpointInfo, out: Path, *, force: bool) -> list[str]:
         raise CheckpointError(f"{out} is a file; name a directory, or use --format safetensors.")
     _check_target(out, force)
     store = FileStore()
-    ready = [name for name in info.manifest.files if "/" not in name]
-    if {"config.json", "model.safetensors"} <= set(ready):  # of a Trainer with a `transformers` model
+    if _is_hf_directory(info):
+        if dtype is not None:
+            raise CheckpointError(
+                f"{info.path} holds the files of a transformers model, which are copied as they are; drop --dtype and "
+                "pass dtype to from_pretrained."
+            )
+        ready = _top_files(info)
 
         def copy(temporary: Path) -> None:
             temporary.mkdir()
@@ -96,6 +144,7 @@ def export_hf(info: CheckpointInfo, out: Path, *, force: bool) -> list[str]:
         return [f"{len(ready)} files, as they are in the checkpoint"]
     config = _stored_config(info)
     model = _model(info, config)
+    model = model.to(dtype or model.embedding.weight.dtype)
     tokenizer, notes = _tokenizer(config.tokenizer, info)
 
     def write(temporary: Path) -> None:
@@ -109,6 +158,15 @@ def export_hf(info: CheckpointInfo, out: Path, *, force: bool) -> list[str]:
 
     _put_in_place(store, out, write)
     return [f"{model.num_parameters():,} parameters", *notes]
+
+
+def _top_files(info: CheckpointInfo) -> list[str]:
+    return [name for name in info.manifest.files if "/" not in name]
+
+
+def _is_hf_directory(info: CheckpointInfo) -> bool:
+    """Whether the checkpoint is that of a Trainer with a `transformers` model, which its own files describe."""
+    return {"config.json", "model.safetensors"} <= set(_top_files(info))
 
 
 def _stored_config(info: CheckpointInfo) -> ConfigContainer:
@@ -167,6 +225,12 @@ def _tokenizer(config: TokenizerConfig, info: CheckpointInfo) -> tuple[Tokenizer
         return tokenizer, [f"the tokenizer {config.tokenizer_type!r} has no files"]
     changed = changed_tokenizer(config, info.manifest.extra.get("identity"))
     return tokenizer, [f"with the tokenizer from {source}", *([changed] if changed else [])]
+
+
+def _check_file(out: Path, example: str, force: bool) -> None:
+    if out.is_dir():
+        raise CheckpointError(f"{out} is a directory; name a file, such as {out / example}.")
+    _check_target(out, force)
 
 
 def _check_target(out: Path, force: bool) -> None:

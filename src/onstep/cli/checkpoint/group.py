@@ -32,6 +32,15 @@ class Format(StrEnum):
 
     SAFETENSORS = "safetensors"
     HF = "hf"
+    GGUF = "gguf"
+
+
+class Dtype(StrEnum):
+    """Dtypes of exported weights."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
 
 
 @app.command("list")
@@ -101,22 +110,30 @@ def export(
     out: Annotated[str, typer.Argument(metavar="OUT", help="File or directory to write.")],
     form: Annotated[
         Format | None,
-        typer.Option("--format", help="Default: safetensors if OUT ends in .safetensors, hf if it has no ending."),
+        typer.Option("--format", help="Default: that of OUT's ending (.safetensors, .gguf), hf if it has no ending."),
+    ] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option("--dtype", help="Dtype of the written weights. Default: that of the checkpoint.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
 ) -> None:
     """Write the weights of a checkpoint for other programs.
 
     safetensors: one file with all weights. hf: a directory for AutoModelForCausalLM.from_pretrained of transformers,
-    including the tokenizer's files; for Onstep's own models only.
+    including the tokenizer's files. gguf: one file for llama.cpp, including the tokenizer. hf and gguf are for Onstep's
+    own models, and for models of transformers that it can convert.
     """
+    import torch
+
     from onstep.analysis.text_tables import printable
-    from onstep.cli.checkpoint.export import check_ending, export_hf, export_safetensors
+    from onstep.cli.checkpoint.export import check_ending, export_gguf, export_hf, export_safetensors
     from onstep.cli.checkpoint.paths import find
 
     if form is None:
         check_ending(out)
+    ending = Path(out).suffix.lower().removeprefix(".")
+    form = form or (Format(ending) if ending in ("safetensors", "gguf") else Format.HF)
     info = find(path)
-    is_file = form is Format.SAFETENSORS or (form is None and out.lower().endswith(".safetensors"))
-    notes = (export_safetensors if is_file else export_hf)(info, Path(out), force=force)
+    write = {Format.SAFETENSORS: export_safetensors, Format.HF: export_hf, Format.GGUF: export_gguf}[form]
+    notes = write(info, Path(out), force=force, dtype=None if dtype is None else getattr(torch, dtype))
     print(printable(f"{out}: the weights of {info.path}; {'; '.join(notes)}"))

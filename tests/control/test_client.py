@@ -167,6 +167,10 @@ def test_a_command_that_does_not_exist_or_fit_is_an_unsuccessful_response(job: S
     assert unknown.message.startswith("HTTP 400: Unknown command: 'evalute'. Did you mean 'evaluate'?")
     bad = onstep.control.skip_batch("job_a", -1)
     assert (bad.success, "count must be an integer >= 1" in bad.message) == (False, True)
+    for data in ([], "", 0, False, ["step", 4]):
+        refused = onstep.control.send_command("job_a", "rollback", data)  # type: ignore[arg-type]
+        assert (refused.success, "data must be an object" in refused.message) == (False, True)
+    assert not job.applied
     assert onstep.control.send_command("job_a", "celebrate", wait=60).success
     with pytest.raises(ConfigError, match="must be JSON"):
         onstep.control.set_value("job_a", "lr_factor", math.nan)

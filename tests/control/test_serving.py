@@ -96,6 +96,7 @@ def test_unknown_commands_bad_data_and_refusals_say_why(job: Served) -> None:
         (b'{"command": "status", "wait": NaN}', 400),
         (b'{"command": ["status"]}', 400),
         (b'{"command": "status", "data": []}', 400),
+        (b'{"command": "rollback", "step": 4}', 400),
         (b'{"command": "own", "data": {"a": "\\ud800"}}', 400),
         (b'{"command": "own", "data": ' + b'{"a":' * 50 + b"1" + b"}" * 51, 400),
         (b"[" * 60_000, 400),

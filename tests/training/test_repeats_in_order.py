@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -152,9 +154,13 @@ def test_a_repeated_rollback_goes_where_it_went(make: Make) -> None:
 def test_a_repeated_rollback_whose_checkpoint_is_gone_says_so(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     config = make("gone")
     train(config, {10: [SAVE], 11: [back()], 13: [back(8)]}, 15)
+    shutil.rmtree(directory(config) / "checkpoints" / "aside")
     train(config, {})
     assert flags(config, "rolled_back") == [(10, False), (8, False), (8, True), (8, True)]
-    assert "went to step 10, whose checkpoint is not there any more; it goes to step 8" in caplog.text
+    assert (
+        "went to step 10, whose checkpoint is not there any more; it goes to step 8, so the run differs from"
+        in caplog.text
+    )
 
 
 def test_a_refused_rollback_is_not_repeated(make: Make) -> None:
@@ -163,3 +169,66 @@ def test_a_refused_rollback_is_not_repeated(make: Make) -> None:
     train(config, {2: [SAVE]})
     assert flags(config, "rolled_back") == []
     assert flags(config, "refused") == [(3, False)]
+
+
+def test_a_repeated_rollback_goes_to_a_checkpoint_that_was_set_aside_since(make: Make) -> None:
+    plan: Plan = {10: [SAVE], 11: [back()], 13: [back(8)]}
+    whole, killed = make("whole"), make("killed")
+    train(whole, plan)
+    train(killed, plan, 15)
+    train(killed, {})
+    assert flags(killed, "rolled_back") == [(10, False), (8, False), (10, True), (8, True)]
+    assert left_by(directory(killed))["weights"] == left_by(directory(whole))["weights"]
+
+
+def test_a_save_that_a_kill_kept_from_being_recorded_contains_what_came_before_it(make: Make) -> None:
+    """The process dies between the rename that commits the checkpoint and the line in `decisions.jsonl`."""
+    plan: Plan = {5: [rate(0.5)], 9: [back(4)], 11: [rate(0.1)], 13: [SAVE]}
+    config = make("torn")
+    train(config, plan, 14)
+    path = directory(config) / "decisions.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    assert json.loads(lines[-1])["flag"] == "saved"
+    path.write_text("".join(lines[:-1]))
+    train(config, {})
+    assert [one for one in flags(config, "rollback") if one[1]] == []
+    assert [one for one in flags(config, "set") if one[1]] == []
+
+
+@pytest.mark.parametrize("after", [[rate(0.3)], [back(5, 0.5)], []])
+def test_a_rollback_of_a_paused_run_to_the_step_where_it_waits_is_repeated_there(make: Make, after: Any) -> None:
+    def steered(name: str, dies_at: int | None) -> tuple[dict[int, float], list[tuple[int, str]]]:
+        config, manager, rates, seen = make(name), CallbackManager(), {}, []
+        asks = iter([[SAVE], [back(5, 0.5)], after, [("resume", {})]])
+
+        def send(context: Any) -> None:
+            for flag, details in next(asks):
+                context.control.add_request(Request(flag, "someone", "", "", 0, {"command_id": uuid4().hex, **details}))
+
+        def begin(context: Any) -> None:
+            seen.append(context.step)
+            if context.step == dies_at:
+                raise Interrupted
+            rates[context.step] = context.scheduler.lr_factor
+
+        if dies_at is not None or name == "whole":
+            manager.add(Sends({5: [("pause", {})]}))
+            manager.register("on_paused", send)
+        manager.add(JsonLogger())
+        manager.register("on_step_begin", begin)
+        if dies_at is None:
+            pretrain(config, callbacks=manager)
+        else:
+            with pytest.raises(Interrupted):
+                pretrain(config, callbacks=manager)
+        done = [(one["step"], one["flag"]) for one in decisions(directory(config)) if one["flag"] == "rolled_back"]
+        refused = [one for one in decisions(directory(config)) if one["flag"] == "refused"]
+        assert not refused
+        return rates, done
+
+    expected, _ = steered("whole", None)
+    steered("killed", 7)
+    rates, done = steered("killed", None)
+    assert rates == {step: rate for step, rate in expected.items() if step >= 5}
+    assert {step for step, _ in done} == {5}
+    assert left_by(directory(make("killed")))["weights"] == left_by(directory(make("whole")))["weights"]

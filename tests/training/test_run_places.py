@@ -95,6 +95,18 @@ def test_a_run_goes_on_in_its_directory_when_that_is_renamed(
     assert pretrain(config, callbacks=[JsonLogger()]).stage.has_stepped is False
 
 
+def test_a_rollback_finds_the_checkpoints_of_a_run_that_was_renamed(config: ConfigContainer) -> None:
+    runs = Path(config.run.output_dir)
+    manager = at_step(3, "on_step_end", lambda: (runs / "mine").rename(runs / "kept"))
+    asks = iter([True])
+    manager.register(
+        "on_step_end", lambda context: context.step == 3 and next(asks, False) and context.control.rollback("bad")
+    )
+    state = pretrain(config, callbacks=manager)
+    assert state.train_state.num_rollbacks == 1
+    assert steps_in(runs / "kept" / "checkpoints") == [2, 4, 6]
+
+
 @pytest.mark.parametrize("is_taken", [False, True])
 def test_a_run_whose_directory_is_removed_makes_another_with_its_record(
     config: ConfigContainer, caplog: pytest.LogCaptureFixture, is_taken: bool

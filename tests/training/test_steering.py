@@ -92,6 +92,20 @@ def test_a_batch_that_is_to_be_skipped_is_read_but_not_trained_on() -> None:
     assert state.train_state.step == 5
 
 
+@pytest.mark.parametrize("ends", ["steps", "stop"])
+def test_batches_to_skip_after_the_last_step_are_refused(tmp_path: Path, ends: str) -> None:
+    state, manager = small_state(train_iters=3 if ends == "steps" else 9), CallbackManager()
+    state.run_dir = RunDir(tmp_path)
+    manager.add(Steers({3: ("skip_batch", {"count": 2})}))
+    manager.register("on_step_end", lambda context: context.step == 3 and ends == "stop" and context.control.stop())
+    run(state, manager)
+    refused = [one for one in decisions(tmp_path) if one["flag"] == "refused"]
+    assert [one["details"]["command_id"] for one in refused] == ["3"]
+    assert "no batch to skip" in refused[0]["details"]["why"]
+    assert not [one for one in decisions(tmp_path) if one["flag"] == "skip_batch"]
+    assert state.train_state.overrides == {}
+
+
 def test_a_decision_names_the_old_and_the_new_value(tmp_path: Path) -> None:
     state, manager, seen = small_state(train_iters=4), CallbackManager(), []
     state.run_dir, state.cfg.logger.log_interval = RunDir(tmp_path), 100

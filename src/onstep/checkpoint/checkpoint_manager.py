@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from onstep.checkpoint.catalog.discovery import CheckpointInfo, checkpoints, newest_verified
-from onstep.checkpoint.catalog.retention import Retention, best_verified, set_aside, to_delete
+from onstep.checkpoint.catalog.retention import Retention, best_verified, bring_back, set_aside, to_delete
 from onstep.checkpoint.components import Placement, StateComponent, find_placement, make_durable
 from onstep.checkpoint.loading import LoadReport, load_components
 from onstep.checkpoint.saving import (
@@ -29,6 +29,7 @@ from onstep.checkpoint.saving import (
     files_beside,
     write_states,
 )
+from onstep.checkpoint.storage.manifest import Manifest
 from onstep.checkpoint.storage.memory_copies import Snapshot, WarmBuffers
 from onstep.checkpoint.storage.store import FileStore
 from onstep.checkpoint.storage.transaction import SaveTransaction, sweep
@@ -204,6 +205,27 @@ class CheckpointManager:
                 logger.warning("continuing from step %d; the checkpoints after it are now in %s", step, branch)
 
         self._on_tidy_main(move, f"Moving the checkpoints after step {step} aside")
+
+    def bring_back(self, step: int, order: Callable[[Manifest], int | None]) -> None:
+        """Move a checkpoint of this run that was set aside back, unless there is one of its step. Collective.
+
+        Args:
+            step: the checkpoint's.
+            order: of several, the one with the highest value is moved; None for one that is not wanted.
+
+        Raises:
+            CheckpointError: on all ranks, if it cannot be moved.
+        """
+
+        def own(manifest: Manifest) -> int | None:
+            return order(manifest) if manifest.run_id == self._run_id else None
+
+        def move() -> None:
+            found = bring_back(self._store, self.root, step, own)
+            if found is not None:
+                logger.warning("the checkpoint of step %d is needed again; it was in %s", step, found)
+
+        self._on_tidy_main(move, f"Moving the checkpoint of step {step} back")
 
     def load(
         self, info: CheckpointInfo, components: Sequence[StateComponent], *, skip: Collection[str] = ()

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from onstep.checkpoint.catalog.discovery import ASIDE, CheckpointInfo, checkpoints, named_dirs, verify_shown
+from onstep.checkpoint.catalog.discovery import (
+    ASIDE,
+    CheckpointInfo,
+    checkpoints,
+    left_branches,
+    named_dirs,
+    verify_shown,
+)
+from onstep.checkpoint.storage.manifest import Manifest
 from onstep.checkpoint.storage.store import FileStore
 from onstep.errors import CheckpointError, ConfigError
 
@@ -152,3 +160,36 @@ def set_aside(store: FileStore, root: Path, step: int) -> Path | None:
     store.sync_dir(branch)
     store.sync_dir(root)
     return branch
+
+
+def bring_back(store: FileStore, root: Path, step: int, order: Callable[[Manifest], int | None]) -> Path | None:
+    """Move a checkpoint of `step` from below `aside` back into `root`, unless `root` has one of this step.
+
+    Args:
+        store: moves it.
+        root: directory of the checkpoints.
+        step: the checkpoint's.
+        order: of several, the one with the highest value is moved, and of equal ones the newest; None for one that is
+            not wanted.
+
+    Returns:
+        Where it was; None if nothing was moved.
+
+    Raises:
+        CheckpointError: if it cannot be moved.
+    """
+    if any(found == step and not kind for found, kind, _ in named_dirs(root)):
+        return None
+    wanted: list[tuple[int, int, Path]] = []
+    for branch in left_branches(root):
+        for info in checkpoints(root / branch):
+            value = order(info.manifest) if info.step == step else None
+            if value is not None:
+                wanted.append((value, info.path.stat().st_mtime_ns, info.path))
+    if not wanted:
+        return None
+    path = max(wanted)[-1]
+    store.rename(path, root / path.name)
+    store.sync_dir(path.parent)
+    store.sync_dir(root)
+    return path

@@ -61,7 +61,7 @@ class HTTPTrainerControlClient(TrainerControlClient):
     def send_command(
         self, job_id: str, command: str, data: dict[str, Any] | None = None, wait: float | None = None
     ) -> ControlResponse:
-        body: dict[str, Any] = {"command": command, "data": data or {}}
+        body: dict[str, Any] = {"command": command, "data": {} if data is None else data}
         seconds = 0.0 if wait is None else min(wait, _MOST_WAIT_SECONDS)
         if wait is not None:
             body["wait"] = seconds

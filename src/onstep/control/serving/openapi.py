@@ -227,7 +227,8 @@ def _schemas() -> Json:
                 "data": {"type": ["object", "null"]},
                 "wait": {"type": ["number", "null"], "minimum": 0, "maximum": MOST_WAIT_SECONDS},
             },
-        ),
+        )
+        | {"additionalProperties": False},
         "Acknowledgement": _object(
             {
                 "status": {"const": "acknowledged"},

@@ -94,6 +94,11 @@ class JobRoutes:
         """POST /jobs/{job_id}/control"""
         job = self._job(request)
         body = await json_object(request)
+        if unknown := sorted(body.keys() - {"command", "data", "wait"}):
+            raise RefusedError(
+                400,
+                f"The body has {unknown[0][:80]!r}, but may only have command, data and wait; parameters go into data.",
+            )
         seconds = _wait(body.get("wait"))
         author = _author(request)
         try:

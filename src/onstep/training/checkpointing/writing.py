@@ -13,12 +13,14 @@ from torch import nn
 from onstep.checkpoint import (
     CheckpointInfo,
     CheckpointManager,
+    Manifest,
     ModelState,
     Retention,
     SavedCheckpoint,
     SaveRequest,
     SharingPattern,
     StateComponent,
+    checkpoints,
     resolve,
 )
 from onstep.checkpoint.catalog.discovery import named_dirs
@@ -26,6 +28,7 @@ from onstep.config import ChangeClass, ConfigContainer
 from onstep.config.derived import fill
 from onstep.config.differences import changes, decide, describe, of_kind
 from onstep.data import StepSource
+from onstep.distributed import attempt
 from onstep.errors import CheckpointError, ConfigError
 from onstep.events import Dispatcher, Request
 from onstep.optim import OptimizerParamScheduler
@@ -35,7 +38,15 @@ from onstep.training.checkpointing.saved_states import DataPosition, RunComponen
 from onstep.training.checkpointing.starts import asked_start, compare_identity, is_own, newest_start
 from onstep.training.protocols import Trained, UserScheduler
 from onstep.training.run import Run
-from onstep.training.runs.steering import WITHDRAWN, Steering, captured_now, ids_to_repeat, left_behind
+from onstep.training.runs.steering import (
+    BRANCH,
+    WITHDRAWN,
+    Steering,
+    captured_now,
+    ids_to_repeat,
+    is_recorded,
+    left_behind,
+)
 from onstep.training.stages.agreement import append_decision, write_decision
 from onstep.training.stages.best_metric import note_best_checkpoint
 from onstep.training.stages.progress_log import log_async_checkpoint_saved
@@ -91,6 +102,7 @@ class RunCheckpoints:
         self._place.lock()
         state, asked = self.state, asked_start(self.state.cfg)
         directory = state.run_dir
+        self._record_lost_save()
         if asked is not None and not (directory is not None and directory.has_started_from(asked)):
             self.start, state.stage.is_chosen_start = self._resolve(), True
         elif state.cfg.checkpoint.resume:
@@ -156,6 +168,18 @@ class RunCheckpoints:
         self._load(self.start, self.components.position(position, loads=True))
         if not position.is_loaded or self.start.manifest.world_size != self.state.world.size:
             position.seek()
+
+    def to_go_back_to(self, max_step: int, went_to: int | None, branch: int) -> CheckpointInfo | None:
+        """The newest verified checkpoint up to `max_step`, where the directory is now; None without one. Collective.
+
+        A rollback that is repeated went to step `went_to` after `branch` rollbacks: a checkpoint of that step that a
+        later rollback has set aside is moved back.
+        """
+        self.finish()
+        self._follow()
+        if went_to is not None:
+            self.manager.bring_back(went_to, lambda manifest: _branch_of(manifest, branch))
+        return self.manager.newest(max_step)
 
     def restore(self, info: CheckpointInfo, trained: Trained) -> None:
         """Load a checkpoint in the middle of a run, and fire `on_checkpoint_load`. Collective.
@@ -244,6 +268,7 @@ class RunCheckpoints:
 
     def load_best_model(self, model: list[nn.Module]) -> None:
         """Load the weights of the best checkpoint into `model`, but not its progress or optimizer. Collective."""
+        self._follow()
         best = self.manager.best()
         if best is None:
             logger.warning("checkpoint.load_best_model_at_end: no checkpoint has the metric; the weights are unchanged")
@@ -317,6 +342,21 @@ class RunCheckpoints:
         if info.path.parent.resolve() == self.root.resolve():
             self.manager.set_aside_newer(info.step)
 
+    def _record_lost_save(self) -> None:
+        """Record that the newest checkpoint is saved, which a kill right after its commit prevented."""
+        state = self.state
+        if state.run_dir is None or not state.world.is_main:
+            return
+        found, _ = attempt(lambda: checkpoints(self.root))  # all ranks raise the error when they look for a start
+        info = found[0] if found else None
+        if info is None or not is_own(state, info):
+            return
+        captured = info.manifest.extra.get(_DECISIONS)
+        if captured and not is_recorded(state.run_dir.decisions, info.step, captured):
+            reason = "recorded by the next process: the one that saved it was killed right after it"
+            details = {"checkpoint_step": info.step, "path": str(info.path), **captured}
+            append_decision(state, Request("saved", "the loop", "", reason, 0, details), info.step)
+
     def _leave_commands(self, info: CheckpointInfo) -> None:
         """Record which commands belong to the branch that the user leaves: no later start repeats them."""
         state = self.state
@@ -361,6 +401,12 @@ class RunCheckpoints:
         note_best_checkpoint(self.state, saved.step, saved.path)
         write_decision(self.state, Request("saved", "the loop", "", self.state.saving.save_reason, 0, details))
         self.notify.on_checkpoint_save(checkpoint_step=saved.step, checkpoint_path=str(saved.path))
+
+
+def _branch_of(manifest: Manifest, most: int) -> int | None:
+    """The number of rollbacks before a checkpoint; None if unknown or above `most`."""
+    branch = manifest.extra.get(_DECISIONS, {}).get(BRANCH)
+    return branch if isinstance(branch, int) and branch <= most else None
 
 
 def open_checkpoints(state: Run, notify: Dispatcher) -> RunCheckpoints | None:

@@ -101,6 +101,13 @@ def captured_now(path: Path, steering: Steering) -> dict[str, int]:
     return {BRANCH: steering.branch, POSITION: path.stat().st_size if path.exists() else 0}
 
 
+def is_recorded(path: Path, step: int, captured: dict[str, Any]) -> bool:
+    """Whether the line `saved` of a checkpoint exists; `captured` is what its manifest has of `captured_now`."""
+    wanted = {"checkpoint_step": step, **captured}
+    saved = (one["details"] for one in _decisions(path) if one.get("flag") == "saved")
+    return any(all(details.get(key) == value for key, value in wanted.items()) for details in saved)
+
+
 def branch_at(path: Path, step: int) -> int:
     """The number of rollbacks that the run had done at its checkpoint of `step`."""
     saved = _last_save(lines := list(_decisions(path)), step)

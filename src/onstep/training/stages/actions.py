@@ -18,6 +18,7 @@ from onstep.heartbeat import HEARTBEAT
 from onstep.train_state import TrainState
 from onstep.training.reporting.timers import INTERVAL_TIME
 from onstep.training.run import Run
+from onstep.training.runs.steering import Steering
 from onstep.training.stages.agreement import agree, refuse, shorten_ids, write_decision
 from onstep.training.stages.best_metric import note_best_metric, save_best
 from onstep.training.stages.data_position import leave_out_skipped
@@ -306,7 +307,7 @@ def roll_back(job: Job, request: Request) -> bool:
     if info.step != went_to and run.world.is_main:
         logger.warning(
             "the rollback after step %d, which is repeated, went to step %s, whose checkpoint is not there any more; "
-            "it goes to step %d",
+            "it goes to step %d, so the run differs from the one that was interrupted",
             rollback.bad_step,
             went_to,
             info.step,
@@ -349,8 +350,8 @@ def _checkpoint_to_load(run: Run, rollback: RollBack) -> CheckpointInfo | None:
     """The newest verified checkpoint that a rollback may load. Collective."""
     if run.checkpoints is None:
         return None
-    run.checkpoints.finish()
-    return run.checkpoints.manager.newest(rollback.last_good_step)
+    branch = run.world.share(run.features.room(Steering).branch)
+    return run.checkpoints.to_go_back_to(rollback.last_good_step, rollback.request.details.get("went_to"), branch)
 
 
 def restart_interval(job: Job) -> None:

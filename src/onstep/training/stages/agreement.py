@@ -59,9 +59,12 @@ def record(state: Run, requests: list[Request]) -> None:
     is recorded once callbacks have carried it out, a pause once the run waits.
     """
     is_training = state.ending.train_started and not state.ending.train_ended
-    for request in requests:
+    for request in sorted(requests, key=lambda one: one.flag == "skip_batch"):  # last: do any steps follow?
         if request.flag in STICKY and state.ending.stopped_by is None and is_training:
             state.ending.stopped_by = request
+        if request.flag == "skip_batch" and is_training and _has_ended(state):
+            refuse(state, request, "the run ends after this step, so there is no batch to skip")
+            continue
         _take_note(state, request)
         if request.is_steered and request.flag != "rollback" and changes_learning(request):
             state.features.room(Steering).last = (state.train_state.step, request)
@@ -69,6 +72,14 @@ def record(state: Run, requests: list[Request]) -> None:
             write_decision(state, request)
         if request.flag == "rollback" and request.is_steered and state.control.rollback_request is not request:
             refuse(state, request, "another rollback was requested in the same step")
+
+
+def _has_ended(run: Run) -> bool:
+    """Whether no step follows, in this process or another one."""
+    control = run.control
+    if control.should_training_stop or control.should_abort_without_save:
+        return True
+    return control.rollback_request is None and (run.stage.data_exhausted or run.has_all_steps)
 
 
 def refuse(run: Run, request: Request, why: str, step: int | None = None) -> None:

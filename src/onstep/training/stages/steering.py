@@ -132,7 +132,7 @@ def repeat_decisions(job: Job) -> bool:
     It comes before what the run is asked for now. What followed a rollback waits until the rollback is done.
     """
     steering, step, requests = job.steering, job.run.train_state.step, []
-    while steering.repeats and steering.repeats[0].step <= step:
+    while job.run.control.rollback_request is None and steering.repeats and steering.repeats[0].step <= step:
         _, request, branch = steering.repeats.popleft()
         steering.branch = max(steering.branch, branch)
         if request.is_steered:

@@ -91,12 +91,16 @@ def kinds(client: httpx.Client, job_id: str) -> list[str]:
 
 
 def test_a_finished_run_is_shown_from_its_files(tmp_path: Path, browse: Callable[..., httpx.Client]) -> None:
-    client = browse(write_run(tmp_path / "runs" / "first").parent)
+    run = write_run(tmp_path / "runs" / "first")
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**record, "tokenizer": {"fingerprint": "x", "bytes_per_token": 3.5}}))
+    client = browse(run.parent)
     assert [(one["job_id"], one["is_served"], one["alive"]) for one in client.get("/jobs").json()["jobs"]] == [
         ("first", True, False)
     ]
     status = loaded(client, "first")
     assert (status["status"], status["reason"], status["progress"]) == ("ended", "the run completed", 0.5)
+    assert (status["tokenizer"]["fingerprint"], status["tokenizer"]["bytes_per_token"]) == ("x", 3.5)
     series = client.get("/jobs/first/metrics").json()["series"]["loss"]
     assert (series["step"], series["value"][-1]) == ([1, 2, 3, 4, 5], 4.5)
     assert kinds(client, "first") == ["decision", "save", "sample", "end"]

@@ -51,6 +51,7 @@ from onstep.trainer.output_dir.identity import trainer_identity
 from onstep.trainer.overrides import overrides
 from onstep.trainer.own_arguments import config_of, shown_arguments
 from onstep.trainer.reporting.special_tokens import align_special_tokens
+from onstep.trainer.reporting.tokenizer_record import record_tokenizer
 from onstep.trainer.user_methods import user_methods
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.features import SETUP
@@ -361,6 +362,7 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
     count_steps(state, session.train_data)
     count_examples(trainer, state, data)
     state.info.shown_steps = shown_steps(trainer.args, state.info.max_steps)
+    record_tokenizer(state, session.module, trainer.data_collator, trainer.eval_dataset, trainer.train_dataset)
     seed_everything(config.rng.seed + state.world.rank)
 
 

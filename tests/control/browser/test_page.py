@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -113,6 +114,37 @@ def test_runs_are_overlaid(serve: Callable[..., Served], new_page: Callable[...,
     watched.page.reload()
     watched.until("document.querySelector('[data-chart=loss]')?.dataset.points === '30'")
     assert watched.page.evaluate(f"{plot}.data.map((one) => one.line.color)") == colours
+
+
+@pytest.mark.parametrize(
+    ("tokenizers", "title", "last"),
+    [
+        ((("bytes", 1.0), ("x", 4.0)), "Loss per byte", [4.0, 1.5]),
+        ((("bytes", 1.0), ("x", None)), "Loss per token of different tokenizers: not comparable", [4.0, 6.0]),
+        ((("x", 4.0), ("x", 4.1)), "Loss", [4.0, 6.0]),
+        ((None, None), "Loss", [4.0, 6.0]),
+    ],
+)
+def test_losses_of_different_tokenizers_are_drawn_per_byte_or_said_not_to_be_comparable(
+    serve: Callable[..., Served], new_page: Callable[..., Watched], tokenizers: Any, title: str, last: list[float]
+) -> None:
+    jobs = [SteeredJob("run-a"), SteeredJob("run-b")]
+    for job, tokenizer, loss in zip(jobs, tokenizers, (4.0, 6.0), strict=True):
+        if tokenizer is not None:
+            described = {"fingerprint": tokenizer[0], "bytes_per_token": tokenizer[1], "configured": tokenizer[0]}
+            job.feed.update(tokenizer=described)
+        for step in (1, 2):
+            job.feed.add_record({"global_step": step, "timestamp": time.time(), "loss": loss + 2 - step})
+    watched = new_page(viewport={"width": 1280, "height": 900})
+    watched.page.goto(serve(*jobs).new_link())
+    watched.page.get_by_role("checkbox", name="run-b").check()
+    watched.until("document.querySelector('[data-chart=loss]').dataset.points === '4'")
+    plot = "document.querySelector('[data-chart=loss] .plot')"
+    assert watched.page.evaluate(f"{plot}.data.map((one) => one.y.at(-1))") == last
+    assert watched.page.locator("[data-chart=loss] h3").text_content() == title
+    watched.page.get_by_role("checkbox", name="run-b").uncheck()
+    watched.until("document.querySelector('[data-chart=loss]').dataset.points === '2'")
+    assert watched.page.locator("[data-chart=loss] h3").text_content() == "Loss"
 
 
 def test_what_a_job_sends_is_shown_as_text(serve: Callable[..., Served], new_page: Callable[..., Watched]) -> None:

@@ -36,7 +36,9 @@ def test_a_real_run_is_watched_saved_and_stopped(
             assert process.poll() is None, (tmp_path / "log").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        link = HTTPTrainerControlClient().login_link(found[0].job_id)
+        client = HTTPTrainerControlClient()
+        assert client.get_status(found[0].job_id)["tokenizer"]["bytes_per_token"] == 1.0
+        link = client.login_link(found[0].job_id)
         watched = new_page(viewport={"width": 1280, "height": 900})
         watched.page.goto(link)
         watched.until("document.querySelector('[data-chart=loss]')?.dataset.points > 5")

@@ -47,20 +47,31 @@ class LossUnit:
 
 def loss_unit(logs: Sequence[TrainingLog]) -> LossUnit:
     """The unit in which the losses of the runs can be compared."""
-    records = [run_record(log.log_path.parent) for log in logs]
-    tokenizers = [_mapping(record.get("tokenizer")) for record in records]
-    keys = [one.get("fingerprint") for one in tokenizers]
-    if not all(isinstance(key, str) for key in keys):
-        keys = [_configured(record) for record in records]
-    if len(set(keys)) < 2:
+    found = [tokenizer_of(run_record(log.log_path.parent)) for log in logs]
+    is_known = all(one["fingerprint"] is not None for one in found)
+    if len({one["fingerprint" if is_known else "configured"] for one in found}) < 2:
         return LossUnit()
-    ratios = [one.get("bytes_per_token") for one in tokenizers]
-    known = [one for one in ratios if isinstance(one, float) and math.isfinite(one) and one > 0]
-    return LossUnit(False, tuple(known) if len(known) == len(logs) else ())
+    ratios = [one["bytes_per_token"] for one in found if one["bytes_per_token"] is not None]
+    return LossUnit(False, tuple(ratios) if len(ratios) == len(logs) else ())
+
+
+def tokenizer_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokenizer of a run by its `run.json`: `fingerprint` and `bytes_per_token`, None if they are unknown, and
+    `configured`, by which runs of which one has no fingerprint are compared."""
+    recorded = _mapping(record.get("tokenizer"))
+    fingerprint, ratio = recorded.get("fingerprint"), recorded.get("bytes_per_token")
+    is_ratio = isinstance(ratio, float) and math.isfinite(ratio) and ratio > 0
+    return {
+        "fingerprint": fingerprint if isinstance(fingerprint, str) else None,
+        "bytes_per_token": ratio if is_ratio else None,
+        "configured": _configured(record),
+    }
 
 
 def _configured(record: Mapping[str, Any]) -> str:
     """The tokenizer of a run that recorded none; one that was trained belongs to its corpus."""
+    if record.get("layout") == "hugging_face":  # a Trainer's configuration does not have its tokenizer
+        return str(_mapping(record.get("tokenizer")).get("fingerprint", ""))
     identity = _mapping(record.get("identity"))
     tokenizer = _mapping(_mapping(record.get("config")).get("tokenizer"))
     corpus = identity.get("data") if tokenizer.get("tokenizer_type") == "bpe" else None

@@ -10,6 +10,7 @@ from typing import Any
 
 from onstep.analysis.logs.reading import LogTail, read_log
 from onstep.analysis.logs.run_status import ending_of, run_record, status_of
+from onstep.analysis.logs.tokenizers import tokenizer_of
 from onstep.control.feed import Feed, finite_number
 from onstep.errors import DataError
 from onstep.metrics_log import Record
@@ -93,6 +94,7 @@ class RunFiles:
             progress=min(1.0, step / total) if total and step is not None else None,
             started_at=finite_number(record.get("started_at")),
             versions=record.get("versions"),
+            tokenizer=tokenizer_of(record),
             **({"eta_seconds": None, "steps_per_second": None} if is_over else self._speed.estimates(step, total)),
         )
 

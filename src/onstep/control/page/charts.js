@@ -3,7 +3,7 @@
 import { byId, element, setText } from "./dom.js";
 import { colour, preferences } from "./preferences.js";
 import { bytes, count, number } from "./format.js";
-import { extent, isEvaluation, isNoisy, smoothed, variant } from "./metrics.js";
+import { extent, isEvaluation, isLoss, isNoisy, lossUnit, smoothed, variant } from "./metrics.js";
 
 const DRAW_MS = 400;
 const FEW_POINTS = 40;
@@ -42,10 +42,11 @@ export class Charts {
     const plot = element("div", { class: "plot" });
     const latest = element("span", { class: "latest" });
     const legend = element("ul", { class: "legend" });
-    const heading = element("figcaption", {}, element("h3", {}, title), latest, legend);
-    const figure = element("figure", { class: "chart panel", "data-chart": id, role: "group", "aria-label": title }, heading, plot);
+    const heading = element("h3", {}, title);
+    const caption = element("figcaption", {}, heading, latest, legend);
+    const figure = element("figure", { class: "chart panel", "data-chart": id, role: "group", "aria-label": title }, caption, plot);
     this.watcher.observe(figure);
-    return { id, names, unit, figure, plot, latest, legend, isVisible: false, isDirty: true };
+    return { id, title, names, unit, figure, heading, plot, latest, legend, isVisible: false, isDirty: true };
   }
 
   seen(entry) {
@@ -77,7 +78,10 @@ export class Charts {
   }
 
   drawNow(chart) {
-    const lines = this.lines(chart);
+    const runs = this.getRuns();
+    const unit = lossUnit(runs.map(({ job }) => job));
+    const lines = this.lines(chart, runs, unit);
+    setText(chart.heading, chart.title + this.per(lines, unit));
     chart.figure.classList.toggle("is-empty", lines.length === 0);
     this.describe(chart, lines);
     const traces = lines.flatMap((line) => tracesOf(line));
@@ -90,15 +94,23 @@ export class Charts {
     chart.plot.on("plotly_doubleclick", () => this.onZoom(null));
   }
 
-  lines(chart) {
-    return scaled(chart, this.getRuns().flatMap(({ job, label, colourIndex }) => {
+  lines(chart, runs, unit) {
+    return scaled(chart, runs.flatMap(({ job, label, colourIndex }) => {
       return chart.names(job.names).flatMap((name, index) => {
         const series = job.series.get(name);
         if (!series || series.step.length === 0) return [];
         const line = { name, label, colourIndex, index, unit: chart.unit, job };
-        return [{ ...line, x: across(series, job), y: series.value }];
+        const ratio = isLoss(name) ? unit.ratios?.get(job) ?? 1 : 1;
+        const y = ratio === 1 ? series.value : series.value.map((one) => (one === null ? null : one / ratio));
+        return [{ ...line, x: across(series, job), y }];
       });
     }));
+  }
+
+  /** What a chart's values are per, where the shown runs have different tokenizers. */
+  per(lines, unit) {
+    if (unit.isCommon || !lines.some(({ name }) => isLoss(name) || name.endsWith("perplexity"))) return "";
+    return unit.ratios && lines.every(({ name }) => isLoss(name)) ? " per byte" : " per token of different tokenizers: not comparable";
   }
 
   layout(chart, lines) {

@@ -65,6 +65,24 @@ export function variant(name) {
   return evaluation ? evaluation[1] : "";
 }
 
+/**
+ * The unit in which losses of several jobs can be compared: {isCommon}, or {ratios}, the bytes per token of each job,
+ * null if they are not known of all.
+ */
+export function lossUnit(jobs) {
+  const found = jobs.map((job) => job.status.tokenizer ?? {});
+  const isKnown = found.every((one) => one.fingerprint);
+  const keys = new Set(found.map((one) => (isKnown ? one.fingerprint : one.configured ?? "")));
+  if (keys.size < 2) return { isCommon: true, ratios: null };
+  const areKnown = found.every((one) => one.bytes_per_token > 0);
+  return { isCommon: false, ratios: areKnown ? new Map(jobs.map((job, index) => [job, found[index].bytes_per_token])) : null };
+}
+
+/** Whether a metric is a mean over tokens; the losses of experts, such as `z_loss`, are not. */
+export function isLoss(name) {
+  return name === "loss" || /^(eval|test)_.*loss$/.test(name);
+}
+
 /** Exponential moving average without the bias of its start; gaps stay gaps. */
 export function smoothed(values, weight) {
   let mean = 0, sum = 0;

@@ -214,9 +214,7 @@ class HuggingFaceTokenizer:
         self._altering = [] if self._backend is None else switch_off_alterations(self._backend)
         self.warning = _warning_of(self._altering, path)
         """What the user should know about this tokenizer."""
-        rules = self._backend.to_str() if self._backend is not None else json.dumps(sorted(vocab.items()))
-        described = f"{type(self.library_tokenizer).__name__}\0{self.eos_id}\0{rules}"
-        self.fingerprint = f"huggingface 2-{_digest(described.encode())}"
+        self.fingerprint = _fingerprint(self.library_tokenizer, self._backend)
 
     def encode(self, document: bytes) -> list[int]:
         """Ids of the UTF-8 text of `document`."""
@@ -247,6 +245,21 @@ class HuggingFaceTokenizer:
     def _ids(self, text: str, **options: bool) -> list[int]:
         with self._encoding:
             return list(self.library_tokenizer(text, add_special_tokens=False, verbose=False, **options)["input_ids"])
+
+
+def library_fingerprint(tokenizer: Any) -> str:
+    """The fingerprint of a `transformers` tokenizer, as `HuggingFaceTokenizer` has it; it is not changed."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        backend = type(backend).from_str(backend.to_str())
+        switch_off_alterations(backend)
+    return _fingerprint(tokenizer, backend)
+
+
+def _fingerprint(tokenizer: Any, backend: Any) -> str:
+    rules = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    described = f"{type(tokenizer).__name__}\0{tokenizer.eos_token_id}\0{rules}"
+    return f"huggingface 2-{_digest(described.encode())}"
 
 
 def build_tokenizer(config: TokenizerConfig, *, warns: bool = True) -> Tokenizer:

@@ -11,6 +11,7 @@ from typing import Any
 
 from onstep.analysis.logs.reading import LogTail
 from onstep.analysis.logs.samples_log import FILE_NAME, TextSample, append_samples
+from onstep.analysis.logs.tokenizers import tokenizer_of
 from onstep.checkpoint import checkpoints
 from onstep.control.commands import CommandError, CommandRefusedError
 from onstep.control.delivery import Delivery, describe_commands
@@ -158,6 +159,7 @@ class TrainerControlCallback(TrainerCallback):
             memory=[],
             paused_by=None,
             versions=_versions(),
+            tokenizer=None if run.run_dir is None else tokenizer_of(run.run_dir.read()),
         )
         self.feed.live = self._live = LiveStatus(run, self.inbox)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from onstep.data import ByteTokenizer, TokenDataset, Tokenizer
 from onstep.training.run import Run
+from onstep.training.runs.run_dir import RunDir
 
 _ROWS = 16
 """Number of sequences, spread over the data, whose text is counted."""
@@ -21,10 +23,15 @@ def record_tokenizer(state: Run, tokenizer: Tokenizer, *loaders: Any) -> None:
         return
     datasets = [loader.dataset for loader in loaders if loader is not None]
     found = [bytes_per_token(one, tokenizer) for one in datasets if isinstance(one, TokenDataset)]
-    record = {"fingerprint": tokenizer.fingerprint} | ({"bytes_per_token": found[0]} if found else {})
-    content = state.run_dir.read()
+    write_tokenizer(state.run_dir, tokenizer.fingerprint, found[0] if found else None)
+
+
+def write_tokenizer(directory: RunDir, fingerprint: str, ratio: float | None) -> None:
+    """Write a tokenizer's fingerprint and, if they are known, its bytes per token to `run.json`."""
+    record = {"fingerprint": fingerprint} | ({} if ratio is None else {"bytes_per_token": ratio})
+    content = directory.read()
     if content.get("tokenizer") != record:
-        state.run_dir.write({**content, "tokenizer": record})
+        directory.write({**content, "tokenizer": record})
 
 
 def bytes_per_token(dataset: TokenDataset, tokenizer: Tokenizer) -> float:
@@ -34,5 +41,9 @@ def bytes_per_token(dataset: TokenDataset, tokenizer: Tokenizer) -> float:
     count = min(_ROWS, len(dataset))
     rows = dataset.get_batch([number * len(dataset) // count for number in range(count)])["tokens"].tolist()
     texts = [tokenizer.decode([one for one in ids if one != tokenizer.eos_id]) for ids in rows]
-    num_bytes = sum(len(text.replace("\ufffd", "?").encode()) for text in texts)  # a character that is cut
-    return num_bytes / sum(map(len, rows))
+    return bytes_of(texts) / sum(map(len, rows))
+
+
+def bytes_of(texts: Sequence[str]) -> int:
+    """The UTF-8 bytes of decoded texts; a character that is cut counts as one."""
+    return sum(len(text.replace("\ufffd", "?").encode("utf-8", "surrogatepass")) for text in texts)

@@ -104,10 +104,17 @@ def test_a_run_continues_on_the_commit_that_it_started_on(tmp_path: Path) -> Non
         assert (code, f"me/rows@{old}" in said, f"me/rows@{new}" in said) == (1, True, True), said
         code, said = one.train("me/rows@v2", "nothing")
         assert (code, "cannot find revision 'v2' of the dataset 'me/rows'" in said) == (1, True), said
+        assert one.train("me/rows@v1", "paused", "train.exit_interval=2")[0] == 0
         hub.is_down = True
-        code, said = one.train(f"me/rows@{new}", "down")
-        assert (code, f"gives commit {old}" in said) == (1, True), said
-        assert one.train(f"me/rows@{old}", "down")[0] == 0  # the newest in the cache
+        for commit in (new, old):  # of which one is not the newest in the cache
+            code, said = one.train(f"me/rows@{commit}", f"down-{commit}")
+            assert code == 0, said
+        assert one.losses(f"down-{old}") == one.losses("tag")
+        assert one.losses(f"down-{new}") == one.losses("newest")
+        code, said = one.train("me/rows@v1", "paused", "train.exit_interval=null")
+        assert (code, one.losses("paused")) == (0, one.losses("tag")), said
+        code, said = one.train("me/rows@" + 40 * "0", "missing")
+        assert (code, f"has 0 copies of commit {40 * '0'}" in said, old in said, new in said) == (1, *3 * [True]), said
         recorded = {
             place: one.record(place)["hub_revisions"] for place in ("runs/moved", "runs/tag", "runs/newest", "out")
         }

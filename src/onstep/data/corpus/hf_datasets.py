@@ -251,11 +251,28 @@ def _load_from_hub(datasets: Any, path: str, subset: str | None) -> dict[str, An
     found = dict(datasets.load_dataset(named[0], subset, revision=named[1]))
     commits = {commit for split in found.values() for commit in hub_commits(split).values()}
     if named[1] is not None and commits - {named[1]}:  # without the Hub, the library reads the newest in its cache
-        raise DataError(
-            f"the Hub cannot be reached for the dataset {path!r}, and the cache of the library 'datasets' gives commit "
-            f"{', '.join(sorted(commits))}; connect to the Hub"
-        )
+        place = Path(next(split.cache_files[0]["filename"] for split in found.values()))
+        return _load_from_cache(path, named[0], named[1], subset, place.parents[3])
     return found
+
+
+def _load_from_cache(path: str, name: str, commit: str, subset: str | None, cache: Path) -> dict[str, Any]:
+    """The splits of a commit in the library's cache, whose directories are CONFIGURATION/VERSION/COMMIT."""
+    from datasets.packaged_modules.cache.cache import Cache
+
+    places = [(*place.parts[-3:-1], place.name) for place in cache.glob("*/*/*") if _COMMIT.fullmatch(place.name)]
+    chosen = [one for one in places if one[2] == commit and subset in (None, one[0])]
+    if len(chosen) != 1:
+        having = ", ".join(f"{each} ({config})" for config, _, each in sorted(places))
+        wanted = f"commit {commit}" + ("" if subset is None else f" of the configuration {subset!r}")
+        remedy = "set dataset.hf_subset to one of its configurations" if chosen else "connect to the Hub"
+        raise DataError(
+            f"the Hub cannot be reached for the dataset {path!r}, and the cache {cache} has {len(chosen)} copies of "
+            f"{wanted}, only {having}; {remedy}"
+        )
+    config, version, _ = chosen[0]
+    builder = Cache(repo_id=name, dataset_name=name.split("/")[-1], config_name=config, version=version, hash=commit)
+    return dict(builder.as_dataset())
 
 
 def _check_subset(paths: Sequence[str], subset: str | None) -> None:

@@ -1,7 +1,7 @@
 """Divides the parameters into fragments of whole transformer blocks, and says when which fragment is submitted.
 
-Source: Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", sections 2.2 (strided fragments) and
-2.3 (offsets). Does not import torch.
+Source: Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", section 2 (strided fragments and
+their offsets). Does not import torch.
 """
 
 from __future__ import annotations

@@ -46,8 +46,9 @@ def num_floating_point_operations(
     Returns:
         0 for models without a known formula: without attention heads, hybrid, or with latent attention.
 
-    Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters" (arXiv:2104.04473),
-        appendix, without its factor for recomputation; Chowdhery et al. 2022, "PaLM" (arXiv:2204.02311), appendix B.
+    Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"
+        (arXiv:2104.04473), appendix, without its factor for recomputation; Chowdhery et al. 2022, "PaLM"
+        (arXiv:2204.02311), appendix B.
     """
     shape = ModelShape.of(getattr(cfg, "model", cfg), seq_length)
     if shape is None:

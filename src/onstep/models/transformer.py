@@ -266,7 +266,7 @@ def init_weights(model: nn.Module, config: ModelConfig, generator: torch.Generat
         generator: a CPU generator; None draws from torch's global RNG.
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), section 2.3; Shoeybi et al.,
-    "Megatron-LM" (2019), appendix B.1.
+    "Megatron-LM" (2019), section 4.2.
     """
     for name, parameter in model.named_parameters():
         if parameter.is_meta:

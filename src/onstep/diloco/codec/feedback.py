@@ -13,7 +13,7 @@ from onstep.diloco.codec.specs import InvalidTensorsError, specs_of
 class ErrorFeedback:
     """Encodes differences and keeps the error of each parameter, in float32 on the host.
 
-    Source: Karimireddy et al. 2019, "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", algorithm 1.
+    Source: Karimireddy et al. 2019, "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", algorithm 2.
     """
 
     def __init__(self) -> None:

@@ -57,7 +57,7 @@ def kept(new: Tensors, now: Mapping[str, Tensor], since: Mapping[str, Tensor]) -
 def blended(new: Tensors, now: Mapping[str, Tensor], local_share: float) -> Tensors:
     """The new version and the model that trained on meanwhile, mixed: `share * now + (1 - share) * new`.
 
-    Source: Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", algorithm 2, line 16 (alpha).
+    Source: Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", algorithm 2 (alpha).
     """
     return {name: torch.lerp(value, now[name], local_share) for name, value in new.items()}
 

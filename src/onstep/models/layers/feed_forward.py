@@ -18,7 +18,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """`max(x, 0)^2`. Source: So et al., "Primer" (2021), section 4."""
+    """`max(x, 0)^2`. Source: So et al., "Primer" (2021), arXiv:2109.08668."""
     return torch.square(relu(x))
 
 

@@ -149,7 +149,7 @@ class RotaryTables(nn.Module):
             return _plain(self._head_width, self._base) / scaling["factor"], 1.0
         if kind == "dynamic":
             # A base that grows with the length, so that only low frequencies are interpolated ("NTK-aware"). Source:
-            # Peng et al., "YaRN" (2023), section 3.1 and appendix A
+            # Peng et al., "YaRN" (2023), sections 3.1 and 3.3
             factor = scaling["factor"]
             stretch = factor * max(length, self._length) / self._length - (factor - 1)
             base = float(self._base * stretch ** (self._head_width / (self._head_width - 2)))

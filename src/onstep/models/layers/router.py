@@ -66,7 +66,8 @@ def share_balancing_loss(scores: Tensor, shares: Tensor) -> Tensor:
 def z_loss(logits: Tensor) -> Tensor:
     """The mean squared log-sum-exp of logits (tokens, experts), a scalar.
 
-    Source: Zoph et al. 2022, "ST-MoE: Designing Stable and Transferable Sparse Expert Models", equation 5.
+    Source: Zoph et al. 2022, "ST-MoE: Designing Stable and Transferable Sparse Expert Models"
+    (arXiv:2202.08906), equation 5.
     """
     return torch.logsumexp(logits, dim=-1).square().mean()
 

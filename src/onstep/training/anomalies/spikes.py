@@ -13,7 +13,7 @@ from onstep.training.protocols import StateDict
 
 _TO_SIGMA = 1.4826
 """The median absolute deviation of a normal distribution times this factor is its standard deviation.
-Source: Rousseeuw and Croux, "Alternatives to the Median Absolute Deviation" (1993), equation 1.2."""
+Source: Rousseeuw and Croux, "Alternatives to the Median Absolute Deviation" (1993), section 1."""
 
 
 _LEAST_SPREAD = 0.01

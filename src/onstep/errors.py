@@ -11,6 +11,17 @@ class ConfigError(OnstepError, ValueError):
     """An invalid configuration value, key or combination; raised before any work starts."""
 
 
+def of_exhausted_iterator(who: str, error: BaseException) -> ConfigError:
+    """The error in place of a `StopIteration` of `who`, which would pass for the end of what calls it."""
+    found = ConfigError(
+        f"{who} raised StopIteration: something in it called next() on an exhausted iterator; give next() a default, "
+        f"or catch StopIteration there."
+    )
+    for note in getattr(error, "__notes__", ()):
+        found.add_note(note)
+    return found
+
+
 class ShardingError(ConfigError, RuntimeError):
     """A tensor is not sharded over ranks as a computation requires; also a RuntimeError, as in Megatron Bridge."""
 

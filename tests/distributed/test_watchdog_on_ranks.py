@@ -224,7 +224,9 @@ def test_an_error_that_all_ranks_raise_alike_is_no_riddle(processes: Processes, 
     assert codes == [1, 1]
     assert not reports(tmp_path)
     assert output_of(tmp_path).count("ValueError: a fault of its own") == 2
-    assert run_json(tmp_path)["error"] == "ValueError: a fault of its own"
+    assert run_json(tmp_path)["error"] == (
+        "ValueError: a fault of its own (raised by callback 'Misbehaves' during 'on_step_end')"
+    )
 
 
 FAULTS = [
@@ -315,7 +317,9 @@ def test_a_start_that_fails_after_a_kill_does_not_say_that_it_runs(
         one = {**settings, "fault": fault, "event": event}
         assert processes.run("tests.support.jobs.fault_jobs", "pretrain", tmp_path, one)[0]
         assert run_json(tmp_path)["status"] == status
-    assert run_json(tmp_path)["error"] == "MemoryError: a fault of the test"
+    assert run_json(tmp_path)["error"] == (
+        "MemoryError: a fault of the test (raised by callback 'Faulty' during 'on_data_init_start')"
+    )
 
 
 def test_ranks_that_all_wait_in_the_set_up_are_found(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from onstep.errors import ConfigError
 from onstep.events import Callback, CallbackManager, Control, TrainerCallback, TrainerControl
 
 
@@ -314,6 +315,19 @@ def test_an_exit_is_never_swallowed_and_says_where_it_came_from(error, on_error,
 
     assert raised.value is error
     assert "raised by callback 'Fails' during 'on_train_step_end'" in error.__notes__
+
+
+def test_a_stop_iteration_of_a_callback_is_an_error_that_names_it(notify):
+    class Runs(Callback):
+        def on_run_end(self, context):
+            next(iter(()))
+
+    manager = CallbackManager()
+    manager.add(Runs())
+    with pytest.raises(ConfigError, match="callback 'Runs' raised StopIteration") as raised:
+        notify(manager, "on_run_end")
+    assert isinstance(raised.value.__cause__, StopIteration)
+    assert raised.value.__notes__ == ["raised by callback 'Runs' during 'on_run_end'"]
 
 
 def test_the_note_names_the_event_although_the_callback_fired_another(notify):

@@ -114,7 +114,7 @@ def test_early_stopping_stops_when_the_metric_no_longer_improves(training, notif
         training.train_state.best_metric = loss if best is None else min(best, loss)
 
     assert stops == [False, False, False, True]
-    assert str(control.requests[0]) == "asked to stop by 'EarlyStoppingCallback' during 'on_eval_end' on rank 0"
+    assert str(control.requests[0]) == "asked to stop by 'EarlyStoppingCallback' during 'on_evaluate' on rank 0"
 
 
 def test_early_stopping_keeps_its_own_check_of_the_arguments(training, notify):
@@ -123,7 +123,7 @@ def test_early_stopping_keeps_its_own_check_of_the_arguments(training, notify):
     with pytest.raises(AssertionError, match="metric_for_best_model") as raised:
         notify(registered(transformers.EarlyStoppingCallback()), "on_train_start")
 
-    assert raised.value.__notes__ == ["raised by callback 'EarlyStoppingCallback' during 'on_train_start'"]
+    assert raised.value.__notes__ == ["raised by callback 'EarlyStoppingCallback' during 'on_train_begin'"]
 
 
 def test_the_default_flow_asks_for_what_is_due(training, notify):

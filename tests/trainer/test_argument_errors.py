@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from onstep import Trainer, TrainerCallback
 from onstep.errors import AnomalyError, ConfigError, NonFiniteError, OnstepError
 from tests.support.small_models import Regression, arguments, quiet, regression_rows
 
@@ -38,3 +40,27 @@ def test_a_loss_that_is_not_a_number_advises_arguments(
     with pytest.raises(kind, match=message) as caught:
         quiet(Regression(), args, rows).train()
     assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize("method", ["get_train_dataloader", "create_optimizer", "create_scheduler"])
+def test_a_stop_iteration_of_an_overridden_method_names_it(tmp_path: Path, method: str) -> None:
+    def exhausted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return next(iter(()))
+
+    kind = type("Own", (Trainer,), {method: exhausted})
+    trainer = kind(Regression(), arguments(tmp_path), train_dataset=regression_rows(8))
+    with pytest.raises(ConfigError, match=r"exhausted \(.*test_argument_errors.py:\d+\) raised StopIteration"):
+        trainer.train()
+
+
+def test_an_error_at_the_end_of_a_run_is_recorded_with_its_callback(tmp_path: Path) -> None:
+    class Ends(TrainerCallback):
+        def on_run_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise ValueError("a fault")
+
+    args = arguments(tmp_path, save_strategy="no")
+    with pytest.raises(ValueError, match="a fault"):
+        Trainer(Regression(), args, train_dataset=regression_rows(8), callbacks=[Ends()]).train()
+    record = json.loads((Path(str(args.output_dir)) / "run.json").read_text())
+    assert record["status"] == "failed"
+    assert record["error"] == "ValueError: a fault (raised by callback 'Ends' during 'on_run_end')"

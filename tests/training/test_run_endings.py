@@ -148,7 +148,8 @@ def test_an_error_of_the_last_callback_is_not_lost(ends: BaseException | None) -
     state = small_state(train_iters=2)
     with pytest.raises(RuntimeError, match="disk full"):
         run(state, manager)
-    assert state.ending.ended == ("completed" if ends is None else "stopped")
+    assert state.ending.ended == "failed"
+    assert str(state.ending.error).startswith("RuntimeError: disk full (raised by callback ")
 
 
 def test_a_handled_error_of_an_evaluation_inside_a_run_ends_nothing() -> None:

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from onstep.errors import ConfigError
+from onstep.events.events import events_named
 from onstep.events.exportable_state import ExportableState
 from onstep.events.settings import DeclaredSetting, check_setting
 
@@ -187,7 +188,7 @@ class Control(TrainerControl):
         Raises:
             ConfigError: at an event that is not one of `BEFORE_UPDATE`.
         """
-        if self.event and self.event not in BEFORE_UPDATE:
+        if self.event and not any(event.name in BEFORE_UPDATE for event in events_named(self.event)):
             raise ConfigError(
                 f"control.skip() must be called before the update of the step, got a call during {self.event!r}; "
                 f"call it during {', '.join(BEFORE_UPDATE)}."

@@ -10,6 +10,7 @@ from inspect import ismethod
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
+from onstep.errors import of_exhausted_iterator
 from onstep.events.callback_timer import CallbackTimer
 from onstep.events.context import CallbackContext
 from onstep.events.control import Control
@@ -214,19 +215,22 @@ class CallbackManager:
         disabled, clock, is_main = self._disabled, self.callback_timer, context.rank == 0
         voice = vars(context.control)  # bypasses its __setattr__, which handles the flags
         outer = voice["author"], voice["event"], HEARTBEAT.callback  # a callback may fire an event itself
-        voice["event"] = context.event
         try:
             for listener in listeners:
                 if (listener.main_only and not is_main) or (disabled and id(listener.owner) in disabled):
                     continue
                 HEARTBEAT.callback = listener.event_and_author
-                voice["author"] = listener.event_and_author[1]
+                voice["event"], voice["author"] = listener.event_and_author
                 HEARTBEAT.beats += 1
                 try:
                     if clock.is_running:
                         _call_timed(clock, listener, context)
                     else:
                         listener.handle(context)
+                except StopIteration as error:  # it would end a generator that fires the event
+                    raised = of_exhausted_iterator(f"callback '{listener.author}'", error)
+                    if not self._tolerates(listener, raised):
+                        raise raised from error
                 except BaseException as error:
                     if not self._tolerates(listener, error):
                         raise

@@ -29,7 +29,7 @@ class Listener:
     owner: Any
     """The callback instance, or the function itself."""
     event_and_author: tuple[str, str]
-    """The event and the author, which is the callback's name in messages."""
+    """The event, as the user's method calls it, and the author, which is the callback's name in messages."""
     main_only: bool
     on_error: str
 
@@ -63,7 +63,7 @@ def registration_of(callback: Any, *, in_loop: bool = True) -> Registration:
         for event in events_named(name):
             known = listeners.setdefault(event.name, [])
             if all(method != listener.original for listener in known):  # a method with both names is called once
-                known.append(_listener(method, event, style or by_name, callback))
+                known.append(_listener(method, event, style or by_name, callback, name))
     misses = _near_misses(callback)
     if not listeners and style is None:
         raise TypeError(
@@ -110,8 +110,8 @@ def author_of(owner: Any) -> str:
     return getattr(owner, "__qualname__", None) or type(owner).__name__
 
 
-def _listener(fn: Callable[..., Any], event: Event, style: Style | None, owner: Any) -> Listener:
-    return _listener_of(as_handler(fn, event, style), fn, (event.name, author_of(owner)), owner)
+def _listener(fn: Callable[..., Any], event: Event, style: Style | None, owner: Any, name: str = "") -> Listener:
+    return _listener_of(as_handler(fn, event, style), fn, (name or event.name, author_of(owner)), owner)
 
 
 def _listener_of(handle: Handler, fn: Callable[..., Any], event_and_author: tuple[str, str], owner: Any) -> Listener:

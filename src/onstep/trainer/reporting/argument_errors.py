@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
+import traceback
 from collections.abc import Callable, Collection
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from onstep.config.hf.argument import argument_of
 from onstep.config.keys import KEYS
-from onstep.errors import OnstepError
+from onstep.errors import OnstepError, of_exhausted_iterator
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,6 +31,12 @@ def errors_name_arguments(method: Callable[Concatenate[Self, P], T]) -> Callable
                 overrides = getattr(getattr(self, "args", None), "config_overrides", None)
                 error.args = (in_arguments(error.args[0], overrides or ()), *error.args[1:])
             raise
+        except (RuntimeError, StopIteration) as error:
+            stop = error.__cause__ if isinstance(error, RuntimeError) else error
+            if not isinstance(stop, StopIteration):  # Python's "generator raised StopIteration"
+                raise
+            place = traceback.extract_tb(stop.__traceback__)[-1]
+            raise of_exhausted_iterator(f"{place.name} ({place.filename}:{place.lineno})", stop) from stop
 
     return wrapped
 

@@ -95,7 +95,7 @@ def fire_endings(run: Run, fire: Callable[..., None], error: BaseException | Non
         endings.append(("on_train_end", {}))
     if is_outermost:
         ending.ended = reason_of(run, error)
-        ending.error = None if decided else f"{type(error).__name__}: {error}"
+        ending.error = None if decided or error is None else _described(error)
         endings.append(("on_run_end", {"reason": ending.ended, "exception": None if decided else error}))
     raised: list[BaseException] = []
     for event, fields in endings:
@@ -111,7 +111,15 @@ def fire_endings(run: Run, fire: Callable[..., None], error: BaseException | Non
         notes = "; ".join(getattr(other, "__notes__", []))  # they name its callback
         main.add_note(f"while the run ended: {type(other).__name__}: {other}" + (f" ({notes})" if notes else ""))
     if main is not error:
+        if is_outermost and not isinstance(main, SystemExit):
+            ending.ended, ending.error = "failed", _described(main)
         raise main
+
+
+def _described(error: BaseException) -> str:
+    """The error in one text, with the callback that raised it, for the record of the run."""
+    notes = [one for one in getattr(error, "__notes__", ()) if one.startswith("raised by callback ")]
+    return f"{type(error).__name__}: {error}" + "".join(f" ({one})" for one in notes[-1:])
 
 
 def reason_of(run: Run, error: BaseException | None) -> Reason:

@@ -1,10 +1,14 @@
 """Defines the exceptions that Onstep raises; each message names the value, the rule and the remedy."""
 
 import logging
+import re
 
 
 class OnstepError(Exception):
-    """Base class of all exceptions that Onstep raises deliberately."""
+    """Base class of all exceptions that Onstep raises deliberately; long values in its message are shortened."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(abridged(one) if isinstance(one, str) else one for one in args))
 
 
 class ConfigError(OnstepError, ValueError):
@@ -68,6 +72,15 @@ class RankFailedError(OnstepError, RuntimeError):
 
 class MissingExtraError(OnstepError, ImportError):
     """An optional dependency is missing; the message gives the command that installs it."""
+
+
+_LONG_VALUE = re.compile(r"\[(?:[^][]|\[[^][]*\]){600,}\]|\S{600,}")
+"""A list, or a text without spaces, that is longer than anybody reads; file names have up to 255 bytes."""
+
+
+def abridged(message: str) -> str:
+    """The message with the first 200 characters of each long value."""
+    return _LONG_VALUE.sub(lambda found: f"{found[0][:200]}... ({len(found[0]):,} characters)", message)
 
 
 def require(holds: bool, name: str, rule: str, value: object, remedy: str = ".") -> None:

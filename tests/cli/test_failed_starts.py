@@ -38,6 +38,8 @@ def test_nothing_is_left_behind(
         ("train run.recipe=nope", "unknown recipe 'nope'"),
         ("train run.name=a/b", "run.name='a/b' must be the name of a directory"),
         ("train --import nowhere.py", "--import nowhere.py: the file does not exist"),
+        ("finetune mine", "no configuration file 'mine' and no run 'runs/mine'"),
+        ("finetune checkpoint.pretrained_checkpoint=mine", "neither does the run runs/mine"),
         ("finetune", "requires weights to start from"),
         ("demo dataset.split=0,1", "leaves nothing to train on"),
     ],

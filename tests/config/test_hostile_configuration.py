@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import threading
 import warnings
@@ -41,6 +42,12 @@ HOSTILE_YAML = {
     "an unhashable key": ("? [a]\n: 1", "not a YAML configuration"),
     "many keys": ("\n".join(f"key{number}: 1" for number in range(10_001)), "at most 10,000"),
     "a control character": ("run: {name: \x00}", "not a YAML configuration"),
+    "a number": ("42", "must hold a mapping of sections"),
+    "a text": ("just text", "must hold a mapping of sections"),
+    "an empty key": ("train: {null: 1}", "a key must be text"),
+    "a repeated key": ("train: {train_iters: 1}\ntrain: {train_iters: 2}", "duplicate key train"),
+    "a dotted and a nested key": ("train.train_iters: 5\ntrain: {train_iters: 6}", "'train.train_iters' is set twice"),
+    "an entry and its dictionary": ("env_vars: {A: b}\nenv_vars.C: d", "'env_vars.C' is set twice"),
     "a tab": ("run:\n\tname: 1", "line 2 is indented with a tab"),
     "a long key": ("? " + "k" * 100_000 + "\n: 1", "unknown configuration key"),
     "a key that is a number": ("1: {2: 3}", "unknown configuration key '1'"),
@@ -72,6 +79,22 @@ def test_a_hostile_file_is_refused_with_the_limit(
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("trainer: {learning_rate: 3}", "has its value: optimizer.lr=0.003; set that, and drop learning_rate from"),
+        ("trainer: {max_steps: 3}", "has its value: train.train_iters=1500; set that"),
+        ("run.recipe: nope", "unknown recipe 'nope'"),
+        ("run.recipe: " + "x " * 3_000, "characters)"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
+    assert message in refusal(capsys, "config", "show", str(tmp_path / "config.yaml"))
+
+
 def test_a_huge_file_is_refused_unread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (tmp_path / "config.yaml").open("wb") as file:
         file.truncate(8 << 30)
@@ -81,6 +104,31 @@ def test_a_huge_file_is_refused_unread(tmp_path: Path, capsys: pytest.CaptureFix
 def test_bytes_that_are_not_utf_8_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_bytes(b"run: {name: \xff}")
     assert "UTF-8" in refusal(capsys, "config", "show", str(tmp_path / "config.yaml"))
+
+
+def test_what_is_no_file_is_named_and_a_pipe_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("directory.yaml").mkdir()
+    Path("link.yaml").symlink_to("nowhere")
+    assert "is a directory without a run.json" in refusal(capsys, "train", "directory.yaml")
+    assert "cannot read the configuration file 'link.yaml'" in refusal(capsys, "train", "link.yaml")
+    assert "does not exist" in refusal(capsys, "train", f"{'x' * 300}.yaml")
+    assert "nor a run" in refusal(capsys, "train", "~nobody-of-this-name/run")
+    os.mkfifo("pipe.yaml")
+    writer = threading.Thread(target=Path("pipe.yaml").write_text, args=("train: {train_iters: 7}",))
+    writer.start()
+    assert main(["config", "show", "pipe.yaml"]) == 0
+    writer.join()
+    assert "train_iters: 7" in capsys.readouterr().out
+
+
+def test_a_long_value_is_shortened_in_every_error() -> None:
+    error = ConfigError(f"train.x={list(range(3_000))} must be one of {['a', 'b']}; set it to 'c'.")
+    assert len(str(error)) < 400
+    assert str(error).endswith("must be one of ['a', 'b']; set it to 'c'.")
+    assert len(str(ConfigError(f"x={[[n, n] for n in range(3_000)]} is {'y' * 5_000}."))) < 600
 
 
 HOSTILE_VALUES: list[Any] = [10**400, -(10**400), 10**5_000, 2**63, -(2**63) - 1, 1e300, [10**400], [[10**5_000]]]

@@ -34,6 +34,12 @@ def configuration(words: list[str], recipe: str | None) -> tuple[ConfigContainer
     Raises:
         ConfigError: for a word that is neither a file nor `key=value`, or an unknown or mistyped key.
     """
+    config, names, _ = configuration_and_keys(words, recipe)
+    return config, names
+
+
+def configuration_and_keys(words: list[str], recipe: str | None) -> tuple[ConfigContainer, list[str], set[str]]:
+    """As `configuration`, with the dotted keys that the file and the words set."""
     files = [word for word in words if "=" not in word]
     words = [f"run.{word}" if word.startswith("fresh=") else word for word in words]
     pairs = [word for word in words if "=" in word and not word.startswith("callbacks=")]
@@ -47,12 +53,11 @@ def configuration(words: list[str], recipe: str | None) -> tuple[ConfigContainer
     if recipe is None:
         recipe = next(reversed(chosen), None)
     if recipe is None:
-        recipe = run.get("recipe") if isinstance(run, dict) else None
+        recipe = run.get("recipe") if isinstance(run, dict) else values.get("run.recipe")
     name = "tiny_gpt" if recipe is None else recipe
     config = get_recipe(name)()
     merge(config, values)
-    apply_overrides(config, pairs)
-    written = {pair.partition("=")[0].strip() for pair in pairs}
+    written = set(_keys_in(apply_overrides(config, pairs)))
     given = {*_keys_in(values), *written}
     fit_seq_length(config, written if written.intersection(SEQ_LENGTHS) else given)
     own = get_recipe(name)()
@@ -64,27 +69,13 @@ def configuration(words: list[str], recipe: str | None) -> tuple[ConfigContainer
         if (value := getattr(config.checkpoint, name)) and (run_dir := _run_dir(value)) is not None:
             setattr(config.checkpoint, name, str(run_dir))
     callbacks = [word.partition("=")[2] for word in words if word.startswith("callbacks=")]
-    return config, [each for text in callbacks for each in _names(text)]
+    return config, [each for text in callbacks for each in _names(text)], given
 
 
 def _keys_in(values: dict[str, Any]) -> list[str]:
-    """The dotted keys that a file sets."""
+    """The dotted keys of values by section or by dotted key."""
     inner = ((key, value if isinstance(value, dict) else {}) for key, value in values.items())
     return [*values, *(f"{key}.{name}" for key, names in inner for name in names)]
-
-
-def sets(words: list[str], section: str, name: str) -> bool:
-    """Whether the file or the overrides among the words of a command line set a key."""
-    for word in words:
-        key, is_override, text = word.partition("=")
-        if not is_override:
-            values = _read(word)
-            of_section = values.get(section)
-            if f"{section}.{name}" in values or (isinstance(of_section, dict) and name in of_section):
-                return True
-        elif key.strip() == f"{section}.{name}" or (key.strip() == section and name in text):
-            return True
-    return False
 
 
 def python_file(path: str) -> Path:
@@ -138,8 +129,13 @@ def load_callback(name: str) -> Any:
     return found() if isinstance(found, type) else found
 
 
+def is_file(path: str) -> bool:
+    """Whether there is something at a path that is read as a file; a pipe is (`<(...)`), a directory is not."""
+    return os.path.lexists(path) and not os.path.isdir(path)
+
+
 def _read(path: str) -> dict[str, Any]:
-    if Path(path).is_file():
+    if is_file(path):
         return load_yaml(path)
     stored = run_record(directory).get("config") if (directory := _run_dir(path)) is not None else None
     if isinstance(stored, dict):
@@ -149,16 +145,18 @@ def _read(path: str) -> dict[str, Any]:
         return stored
     if path in RECIPES:
         raise ConfigError(f"{path!r} is a recipe; write --recipe {path}.")
+    if os.path.isdir(path):
+        raise ConfigError(f"{path!r} is a directory without a run.json; give a configuration file, or a run.")
     if Path(path).suffix in (".yaml", ".yml"):
-        raise ConfigError(f"the configuration file {path!r} does not exist; correct its path.")
+        raise ConfigError(f"the configuration file {shown(path)} does not exist; correct its path.")
     raise ConfigError(
-        f"{path!r} is neither a configuration file nor key=value, nor a run.{not_found(path, run_names(), '')} Write "
-        f"values as optimizer.lr=3e-4; `onstep config defaults` lists the keys."
+        f"{shown(path)} is neither a configuration file nor key=value, nor a run.{not_found(path, run_names(), '')} "
+        f"Write values as optimizer.lr=3e-4; `onstep config defaults` lists the keys."
     )
 
 
 def _run_dir(words: str) -> Path | None:
-    return find_named(words, lambda one: (one / "run.json").is_file())
+    return find_named(words, lambda one: os.path.isfile(one / "run.json"))
 
 
 def _names(text: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -11,9 +12,9 @@ RUNS = Path("runs")
 """Where runs are looked up by name."""
 
 
-def find_named(words: str, is_meant: Callable[[Path], bool] = Path.exists) -> Path | None:
+def find_named(words: str, is_meant: Callable[[Path], bool] = os.path.exists) -> Path | None:
     """The path `words`, else `runs/<words>`, whichever is the first that is meant; None if neither is."""
-    path = Path(words).expanduser()
+    path = Path(os.path.expanduser(words))
     return next((one for one in (path, RUNS / path) if is_meant(one)), None)
 
 

@@ -16,17 +16,26 @@ import typer
 
 from onstep.bounded_reading import integer_from_environment
 from onstep.cli.application import Imports, Recipe
-from onstep.cli.config import configuration, import_file, load_callback, python_file, sets
+from onstep.cli.config import (
+    configuration,
+    configuration_and_keys,
+    import_file,
+    is_file,
+    load_callback,
+    python_file,
+)
 from onstep.cli.exit_codes import ERROR, PREEMPTED
 from onstep.cli.hub import hf_directory
-from onstep.cli.runs import find_named
+from onstep.cli.runs import RUNS, find_named, not_found, run_names
 from onstep.config import ConfigContainer, resolve
 from onstep.config.checks.run import check_finetune, check_run
 from onstep.config.checks.single_values import check_values
+from onstep.config.sequence_lengths import SEQ_LENGTHS
+from onstep.config.suggestions import shown
 from onstep.console.level import Level
 from onstep.console.messages import show_messages
 from onstep.console.style import in_words
-from onstep.errors import ConfigError, DataError
+from onstep.errors import ConfigError, DataError, MissingWeightsError
 from onstep.events import CallbackManager
 from onstep.metrics.memory_estimate import check_memory
 from onstep.recipes import RECIPES, get_recipe
@@ -92,11 +101,11 @@ def train(
     Add your own callbacks with: --import my.py callbacks='[my:MyCallback]'
     """
     words = with_level(words or [], quiet=quiet, verbose=verbose)
-    config, names = configuration(words, "any" if recipe is None and hf_model is not None else recipe)
+    start_from = "any" if recipe is None and hf_model is not None else recipe
+    config, names, keys = configuration_and_keys(words, start_from)
     if hf_model is not None:
         config.checkpoint.pretrained_checkpoint = str(hf_directory(hf_model))
-        is_length_set = any(sets(words, section, "seq_length") for section in ("model", "dataset"))
-        _fit_length(config, is_set=is_length_set)
+        _fit_length(config, is_set=not keys.isdisjoint(SEQ_LENGTHS))
     config.run.control = config.run.control or control
     if without_commands_from is not None:
         config.run.without_commands_from = without_commands_from
@@ -179,7 +188,7 @@ def _set_lora(config: ConfigContainer, words: list[str]) -> None:
 def _finetuned_recipe(words: list[str], lora: bool) -> tuple[str | None, list[str]]:
     """The fine-tuning variant of the recipe among the words, and the other words; a file names its own recipe."""
     named = [word for word in words if "=" not in word]
-    if any(Path(word).is_file() for word in named):
+    if any(map(is_file, named)):
         return None, words
     if len(named) > 1:
         raise ConfigError(f"expected at most one recipe or configuration file, got {', '.join(named)}.")
@@ -192,8 +201,20 @@ def _finetuned_recipe(words: list[str], lora: bool) -> tuple[str | None, list[st
                 f"{named[0]!r} is not a recipe; to fine-tune its weights, write "
                 f"checkpoint.pretrained_checkpoint={named[0]}."
             )
-        get_recipe(name)  # raises, listing the known recipes
+        try:
+            get_recipe(name)  # raises, listing the known recipes
+        except ConfigError as error:
+            raise ConfigError(f"{error} {_nothing_named(named[0])}") from None
     return form, [word for word in words if "=" in word]
+
+
+def _nothing_named(word: str) -> str:
+    """The end of an error: where a file and a run of that name were looked for, and how weights are named."""
+    there = not_found(word, run_names(), "")
+    return (
+        f"There is no configuration file {shown(word)} and no run {shown(str(RUNS / word))} either.{there} Weights to "
+        "start from are given as checkpoint.pretrained_checkpoint=NAME."
+    )
 
 
 def run_to_its_end(
@@ -269,7 +290,14 @@ def _check_start(config: ConfigContainer) -> None:
             check_memory(resolve(config, integer_from_environment("WORLD_SIZE", 1)))
     record = Path(config.run.output_dir) / str(config.run.name) / "run.json"
     if record.exists() and not config.run.fresh:
-        return  # a run that is finished reads no data
+        return  # a run that is finished reads no data, and one that continues needs no weights to start from
+    weights = checkpoint.pretrained_checkpoint
+    if weights is not None and not os.path.exists(os.path.expanduser(weights)):
+        raise MissingWeightsError(
+            f"checkpoint.pretrained_checkpoint={weights} does not exist, and neither does the run "
+            f"{RUNS / weights}; pass a Hugging Face directory, a run or a checkpoint."
+            f"{not_found(weights, run_names(), '')}"
+        )
     for path in data.paths if data.kind == "text" else []:
         if not glob.has_magic(path) and not os.path.exists(os.path.expanduser(path)):
             raise DataError(

@@ -37,13 +37,16 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 def parse_yaml(text: str, source: str = "the text") -> dict[str, Any]:
     """The values of YAML text, by section; `source` names the text in errors. Raises as `load_yaml`."""
+    import yaml
     from omegaconf import OmegaConf
 
     with _yaml_errors(f"{source} is not a YAML configuration", text):
         check_yaml(text, source)
+        root = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        if root is not None and root.tag.rpartition(":")[2] not in ("map", "null"):
+            raise ConfigError(f"{source} must hold a mapping of sections, such as 'train: {{train_iters: 100}}'.")
         values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    if not isinstance(values, dict):
-        raise ConfigError(f"{source} must hold a mapping of sections, such as 'train: {{train_iters: 100}}'.")
+    assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 
 
@@ -57,12 +60,16 @@ def merge(config: ConfigContainer, values: Mapping[str, Any]) -> None:
         ConfigError: an unknown key (with the nearest one) or a value of another type than the field's.
     """
     known = [key for key, _, _ in leaves(config)]
+    _refuse_repetition(config, values)
     for section, name, item, value in list(_assignments(config, values, "", known)):
         setattr(section, name, value if item is None else {**getattr(section, name), item: value})
 
 
-def apply_overrides(config: ConfigContainer, overrides: Sequence[str]) -> None:
+def apply_overrides(config: ConfigContainer, overrides: Sequence[str]) -> dict[str, Any]:
     """Set `section.field=value` items; the value is read as YAML (`3e-4`, `[a, b]`, `null`), or literally for text.
+
+    Returns:
+        The values by their keys.
 
     Raises:
         ConfigError: as `merge`, and for an item without '='.
@@ -77,6 +84,7 @@ def apply_overrides(config: ConfigContainer, overrides: Sequence[str]) -> None:
             )
         values[key.strip()] = _override_value(key.strip(), raw, known)
     merge(config, values)
+    return values
 
 
 def from_dict(values: Mapping[str, Any]) -> ConfigContainer:
@@ -126,6 +134,17 @@ def _assignments(
             raise unknown_key(f"{prefix}{key}", known)
 
 
+def _refuse_repetition(config: ConfigContainer, values: Mapping[str, Any]) -> None:
+    """Refuse a key that is set on its own and within its section, and an entry beside its whole dictionary."""
+    for key in map(str, values):
+        head, dot, rest = key.partition(".")
+        whole = values.get(head) if dot else None
+        if isinstance(whole, Mapping) and (rest in whole or not isinstance(getattr(config, head, None), ConfigSection)):
+            raise ConfigError(
+                f"{shown(key)} is set twice, on its own and by {head}={shown(whole)}; write both in one place."
+            )
+
+
 def unknown_key(key: str, known: list[str]) -> ConfigError:
     """The error for a key that does not exist; it names the nearest one, else the top-level keys."""
     near, heads = nearest_key(key, known), dict.fromkeys(key.partition(".")[0] for key in known)
@@ -156,6 +175,8 @@ def _override_value(key: str, raw: str, known: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _yaml_errors(problem: str, text: str) -> Iterator[None]:
+    from omegaconf.errors import KeyValidationError
+
     try:
         yield
     except ConfigError:
@@ -167,7 +188,10 @@ def _yaml_errors(problem: str, text: str) -> Iterator[None]:
             raise ConfigError(
                 f"{problem}: line {mark.line + 1} is indented with a tab; YAML requires spaces."
             ) from error
-        raise ConfigError(f"{problem}: {str(error)[:1000]}") from error
+        reason = str(error).partition("\n    full_key:")[0][:1000]
+        if isinstance(error, KeyValidationError):
+            reason += "; a key must be text"
+        raise ConfigError(f"{problem}: {reason or type(error).__name__}") from error
 
 
 def _refuse_interpolations(value: Any, where: str) -> None:

@@ -121,7 +121,7 @@ def get_recipe(name: str) -> Recipe:
     if short not in RECIPES:
         hint = nearest(short, list(RECIPES), cutoff=0.6)
         raise ConfigError(
-            f"unknown recipe {name!r}.{hint} Recipes: {', '.join(_PRETRAIN)}; each also with _finetune and "
+            f"unknown recipe {shown(name)}.{hint} Recipes: {', '.join(_PRETRAIN)}; each also with _finetune and "
             f"_finetune_lora, and any_finetune for any model."
         )
     return RECIPES[short]

@@ -10,7 +10,7 @@ from onstep.config.checks.run import check_checkpoints, check_finetune, check_me
 from onstep.config.checks.single_values import check_alone, check_values
 from onstep.config.container import ConfigContainer
 from onstep.config.derived import fill
-from onstep.config.hf.arguments import build_silently
+from onstep.config.hf.conversion import check_trainer
 from onstep.config.keys import own_copy
 from onstep.config.lengths import train_iters, warmup_and_decay
 from onstep.config.section import ConfigSection
@@ -49,7 +49,8 @@ def validate(config: ConfigContainer, world_size: int = 1) -> None:
     check_measuring(config, world_size)
     if config.trainer.get("config_overrides"):
         raise ConfigError("trainer.config_overrides cannot be part of a configuration; set the keys that it names.")
-    build_silently(config.trainer)
+    if config.trainer:
+        check_trainer(config, world_size)
     filled = fill(config, world_size)
     iters = train_iters(filled, world_size=world_size)
     check_steps(filled, iters, world_size)

@@ -8,14 +8,15 @@ from typing import Any
 
 from onstep.config.container import ConfigContainer
 from onstep.config.field_types import accepts_none, field_types
-from onstep.config.hf.argument import KEY_OF, LOG_LEVELS
+from onstep.config.hf.argument import KEY_OF, LOG_LEVELS, argument_of
 from onstep.config.hf.arguments import TrainingArguments, build_silently, is_greater_better
 from onstep.config.hf.optimizers import NATIVE
 from onstep.config.hf.schedules import named_schedule, set_schedule
-from onstep.config.keys import diff
+from onstep.config.keys import KEYS, diff
 from onstep.config.lengths import share_of, steps_of_epochs
 from onstep.config.load import merge
 from onstep.config.sections import DistributedDataParallelConfig
+from onstep.config.suggestions import shown
 from onstep.config.trackers import tracker_list
 from onstep.errors import ConfigError
 
@@ -66,6 +67,9 @@ def args_to_config(
     config.trainer = _without_a_name(args, config, world_size)
     if args.config_overrides:
         merge(config, args.config_overrides)
+        if "trainer" not in args.config_overrides:
+            for name in _held_elsewhere(config, world_size):  # the overrides win
+                del config.trainer[name]
     return config
 
 
@@ -82,6 +86,36 @@ def config_to_args(config: ConfigContainer, *, world_size: int = 1) -> TrainingA
     as_written = _with_overrides({**named, **config.trainer}, config, world_size)
     as_configured = _with_overrides({**config.trainer, **named}, config, world_size)
     return min(as_written, as_configured, key=lambda args: len(args.config_overrides or ()))
+
+
+def check_trainer(config: ConfigContainer, world_size: int) -> None:
+    """Refuse an entry of `config.trainer` whose value another key holds, if it holds another one.
+
+    Raises:
+        ConfigError: naming the entry and the keys, or as `config_to_args`.
+    """
+    for name, keys in _held_elsewhere(config, world_size).items():
+        own = ", ".join(f"{key}={shown(KEYS[key].get(config))}" for key in keys)
+        raise ConfigError(
+            f"trainer.{name}={shown(config.trainer[name])} has no effect, since a key of the configuration has its "
+            f"value: {own}; set that, and drop {name} from trainer."
+        )
+
+
+def _held_elsewhere(config: ConfigContainer, world_size: int) -> dict[str, list[str]]:
+    """The entries of `config.trainer` that other keys contradict, with these keys."""
+    named = _named_arguments(config, world_size)
+
+    def made(entries: dict[str, Any]) -> ConfigContainer:
+        return args_to_config(build_silently({**named, **entries}), world_size=world_size)
+
+    whole, found = made(config.trainer), {}
+    for name in config.trainer:
+        without = made({other: value for other, value in config.trainer.items() if other != name})
+        moved = [key for key, _, value in diff(without, whole) if key in KEYS and value != KEYS[key].get(config)]
+        if name not in whole.trainer and (keys := [key for key in moved if key != "trainer"]):
+            found[name] = [key for key in keys if argument_of(key) == name] or keys
+    return found
 
 
 def _with_overrides(values: dict[str, Any], config: ConfigContainer, world_size: int) -> TrainingArguments:

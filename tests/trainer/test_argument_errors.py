@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from onstep import Trainer, TrainerCallback
 from onstep.errors import AnomalyError, ConfigError, NonFiniteError, OnstepError
+from onstep.trainer.reporting.argument_errors import in_arguments
 from tests.support.small_models import Regression, arguments, quiet, regression_rows
 
 SKIPPED = r"config_overrides\['train\.on_nonfinite'\]"
@@ -64,3 +66,42 @@ def test_an_error_at_the_end_of_a_run_is_recorded_with_its_callback(tmp_path: Pa
     record = json.loads((Path(str(args.output_dir)) / "run.json").read_text())
     assert record["status"] == "failed"
     assert record["error"] == "ValueError: a fault (raised by callback 'Ends' during 'on_run_end')"
+
+
+def test_warnings_of_a_trainer_advise_arguments_and_those_of_others_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows, before = regression_rows(10), logging.getLogRecordFactory()
+    args = arguments(tmp_path, dataloader_drop_last=True, eval_strategy="epoch", num_train_epochs=2)
+    others = logging.getLogger("mine")
+
+    class Says(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            others.warning("train.drop_last=false of mine")
+
+    quiet(Regression(), args, rows, eval_dataset=iter(rows), callbacks=[Says()]).train()
+    assert "dataloader_drop_last=False trains on them" in caplog.text
+    assert "an iterator is read only once; pass a dataset, which starts over" in caplog.text
+    assert "train.drop_last=false of mine" in caplog.text
+    assert logging.getLogRecordFactory() is before
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        (1, {"dataloader_drop_last": True}, "smaller per_device_train_batch_size .* or dataloader_drop_last=False$"),
+        (8, {"max_steps": 10**5000}, r"max_steps=int with more than 4,300 digits"),
+    ],
+)
+def test_errors_name_no_parameters_of_the_other_door(
+    tmp_path: Path, rows: int, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(OnstepError, match=message):
+        quiet(Regression(), arguments(tmp_path, **options), regression_rows(rows)).train()
+
+
+def test_a_word_that_is_no_value_of_its_key_is_not_quoted() -> None:
+    assert in_arguments("train.train_iters=int with more digits", ["train.train_iters"]) == (
+        "config_overrides['train.train_iters']=int with more digits"
+    )
+    assert in_arguments("run.name=mine is taken") == "config_overrides['run.name']='mine' is taken"

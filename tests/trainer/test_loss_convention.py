@@ -188,5 +188,5 @@ def test_the_convention_is_said_once_in_the_log(tmp_path: Path, caplog: pytest.L
     assert said == [
         "loss: Qwen2ForCausalLM returns a share of the step's loss",
         "loss: TokenModel returns means of micro-batches, weighted by their labels if they have any, else by their "
-        "samples (train.loss_weighting)",
+        "samples (config_overrides['train.loss_weighting'])",
     ]

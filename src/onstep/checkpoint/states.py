@@ -18,10 +18,10 @@ from onstep.errors import CheckpointError
 NAMES_SHOWN = 5
 """How many names of each kind an error lists; the remaining ones are counted."""
 _REMEDY = (
-    "Build the model that the checkpoint was saved from: if the configuration builds the model, set model.vocab_size, "
-    "model.hidden_size, model.num_layers and the other sizes (or the tokenizer) to those in `config` of the "
-    "checkpoint's manifest.json. Or load a matching checkpoint (checkpoint.load=PATH, resume_from_checkpoint), or "
-    "start a new run (run.fresh=true, resume_from_checkpoint=False)."
+    "Build the model that the checkpoint was saved from; if the configuration builds it, with the section `model` (or "
+    "the tokenizer) of `config` in the checkpoint's manifest.json. Or load a matching checkpoint "
+    "(checkpoint.load=PATH, resume_from_checkpoint), or start a new run (run.fresh=true, "
+    "resume_from_checkpoint=False)."
 )
 
 

@@ -8,6 +8,8 @@ from pathlib import PurePath
 from traceback import walk_tb
 from typing import Any, TypeVar
 
+from torch.utils.data import Dataset
+
 from onstep.errors import DataError
 
 T = TypeVar("T")
@@ -41,13 +43,19 @@ def items_of(source: Iterable[T]) -> Iterator[T]:
         yield item
 
 
+def has_items(dataset: Any) -> bool:
+    """Whether samples can be read by index: the `__getitem__` of torch's `Dataset` itself only raises an error."""
+    item = getattr(type(dataset), "__getitem__", None)
+    return hasattr(dataset, "__getitem__") and item is not Dataset.__getitem__
+
+
 def started(source: Iterable[T]) -> Iterator[T]:
     """`iter(source)`.
 
     Raises:
         DataError: for an object that cannot be iterated, and for what worker processes cannot be given.
     """
-    if not any(hasattr(source, name) for name in ("__iter__", "__getitem__")):
+    if not hasattr(source, "__iter__") and not has_items(source):
         raise DataError(
             f"a {type(source).__name__} is not a dataset: it must have __getitem__(index) and __len__(), or __iter__()"
         )
@@ -60,8 +68,7 @@ def started(source: Iterable[T]) -> Iterator[T]:
         raise DataError(
             f"the data cannot be handed to worker processes, which are not forked and so receive it pickled: {error}; "
             f"define the dataset, its transforms and the collator at the top level of a module instead of as a lambda "
-            f"or inside a function, or read without workers (dataset.num_workers=0, in TrainingArguments "
-            f"dataloader_num_workers=0)"
+            f"or inside a function, or read without workers (dataset.num_workers=0)"
         ) from error
 
 

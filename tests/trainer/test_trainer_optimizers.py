@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from onstep import CallbackManager
+from onstep import CallbackManager, TrainerCallback
 from onstep.errors import ConfigError
 from onstep.optim import OptimizerParamScheduler
 from tests.support.small_models import Regression, arguments, quiet, regression_rows
@@ -260,3 +260,42 @@ def test_a_scheduler_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(other, 1)
     with pytest.raises(ConfigError, match="StepLR changes the rates of another optimizer"):
         quiet(model, arguments(tmp_path), regression_rows(), optimizers=(used, scheduler)).train()
+
+
+class TestASchedulerSteppedByHand:
+    def test_a_torch_scheduler_is_stepped_and_named_once(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model = Regression()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 100)
+
+        class Steps(TrainerCallback):
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                schedule.step()
+
+        args = arguments(tmp_path, max_steps=4)
+        quiet(model, args, regression_rows(8), optimizers=(optimizer, schedule), callbacks=[Steps()]).train()
+        said = [record.getMessage() for record in caplog.records if "LambdaLR was stepped by other" in record.message]
+        assert len(said) == 1
+        assert "last_epoch was 1 and is 2, so the schedule runs ahead; remove scheduler.step()" in said[0]
+
+    def test_one_that_only_the_loop_steps_is_not_named_after_a_resume_either(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for steps in (2, 4):
+            model = Regression()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 100)
+            args = arguments(tmp_path, max_steps=steps, save_strategy="steps", save_steps=2)
+            quiet(model, args, regression_rows(8), optimizers=(optimizer, schedule)).train()
+        assert schedule.last_epoch == 4
+        assert "was stepped by other code" not in caplog.text
+
+    def test_that_of_the_configuration_refuses_it(self, tmp_path: Path) -> None:
+        class Steps(TrainerCallback):
+            def on_step_end(self, *_: Any, lr_scheduler: Any, **__: Any) -> None:
+                lr_scheduler.step()
+
+        with pytest.raises(ConfigError, match="the training loop steps the scheduler itself after each update"):
+            quiet(Regression(), arguments(tmp_path), regression_rows(8), callbacks=[Steps()]).train()

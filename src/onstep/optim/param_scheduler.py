@@ -228,8 +228,17 @@ class OptimizerParamScheduler:
         self._lr_factor = factor
         self._write()
 
-    def step(self, increment: int) -> None:
-        """Advance by `increment` samples and write the values for the next update."""
+    def step(self, increment: int | None = None) -> None:
+        """Advance by `increment` samples and write the values for the next update.
+
+        Raises:
+            ConfigError: without an increment, as code for a torch scheduler calls it.
+        """
+        if increment is None:
+            raise ConfigError(
+                "scheduler.step() lacks its increment, a number of samples; the training loop steps the scheduler "
+                "itself after each update: remove the call"
+            )
         self.num_steps += increment
         self._last_increment = increment
         self._write()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
 from onstep.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def follows_metric(scheduler: object) -> bool:
@@ -36,6 +39,8 @@ class TorchSchedulerAdapter:
         self.num_steps = 0
         """Number of samples trained on since this adapter was created."""
         self._rates: list[float] = []
+        self._left_at: Any = getattr(torch_scheduler, "last_epoch", None)
+        self._is_told = False
 
     def __getattr__(self, name: str) -> Any:
         if name == "torch_scheduler":  # of a copy that is being made
@@ -45,7 +50,7 @@ class TorchSchedulerAdapter:
     def step(self, increment: int) -> None:
         """Step the torch scheduler once, regardless of the number of samples."""
         self._note_step(increment)
-        self.torch_scheduler.step()
+        self._step()
 
     def rates_before_last_step(self) -> list[float]:
         """The learning rates before the last `step`, by group: those of the last update."""
@@ -72,6 +77,23 @@ class TorchSchedulerAdapter:
                 f"torch's {type(self.torch_scheduler).__name__}; keep the schedule, or start a new run from the weights"
             )
         self.torch_scheduler.load_state_dict(state_dict)
+        self._left_at = getattr(self.torch_scheduler, "last_epoch", None)
+
+    def _step(self, *metric: float) -> None:
+        """Step the torch scheduler, and say so if something else has stepped it since."""
+        scheduler = self.torch_scheduler
+        if not self._is_told and getattr(scheduler, "last_epoch", None) != self._left_at:
+            self._is_told = True
+            logger.warning(
+                "%s was stepped by other code than the training loop, which steps it itself: last_epoch was %s and is "
+                "%s, so the schedule runs ahead; remove scheduler.step() from your callback or loss, or step a "
+                "scheduler that is not passed to the training",
+                type(scheduler).__name__,
+                self._left_at,
+                scheduler.last_epoch,
+            )
+        scheduler.step(*metric)
+        self._left_at = getattr(scheduler, "last_epoch", None)
 
     def _note_step(self, increment: int) -> None:
         self.num_steps += increment
@@ -86,6 +108,8 @@ class MetricSchedulerAdapter(TorchSchedulerAdapter):
         self.torch_scheduler = scheduler
         self.num_steps = 0
         self._rates = []
+        self._left_at = getattr(scheduler, "last_epoch", None)
+        self._is_told = False
 
     def step(self, increment: int) -> None:
         """Leave the learning rates as they are."""
@@ -93,4 +117,4 @@ class MetricSchedulerAdapter(TorchSchedulerAdapter):
 
     def observe(self, metric: float) -> None:
         """Step the scheduler with the metric of an evaluation; the same on all ranks."""
-        self.torch_scheduler.step(metric)
+        self._step(metric)

@@ -37,6 +37,12 @@ REFUSED = [
     ("cat.txt", b"\x89PNG\r\n\x1a\n\0\0", "like an image"),
     ("rows.csv", b"a,b\n1,2\n", "rows.csv is a table, .* dataset.kind=huggingface and dataset.text_key"),
     ("rows.TSV", b"a\tb\n1\t2\n", "rows.TSV is a table"),
+    (
+        "list.json",
+        b' [\n {"text": "a"}]',
+        "list.json is JSON with records, .* dataset.kind=huggingface and dataset.text_",
+    ),
+    ("lines.json", b'{"text": "a"}\r\n{"text": "b"}', "lines.json is JSON with records, .* name it .jsonl"),
 ]
 ACCEPTED = [
     ("a.txt", "grün, weiß und blau\n".encode("latin-1") * 100),

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from onstep.bounded_reading import MAX_JSON_BYTES, parse_json, read_lines
 from onstep.data.corpus.build_cache import Source
 from onstep.data.corpus.file_digests import content_digest
-from onstep.data.corpus.not_text import check_texts
+from onstep.data.corpus.not_text import check_prose, check_texts
 from onstep.data.corpus.reading_bar import reading_bar
 from onstep.errors import DataError
 
@@ -197,6 +197,8 @@ def _files_of(given: str) -> list[Path]:
         raise DataError(
             f"the corpus path {str(special)!r} is not a regular file, and files are read twice; copy it to one"
         )
+    for file in files:
+        check_prose(file)
     for directory in [match for match in matches if match.is_dir()]:
         try:
             files += [file for file in _texts_in(directory) if file.is_file()]

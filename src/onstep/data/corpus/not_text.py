@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,12 @@ _CONTROLS = bytes(set(range(0x20)) - set(b"\t\n\v\f\r\b\x1b")) + b"\x7f"
 _MOST_CONTROLS = 0.02
 """Share of control characters up to which what is not UTF-8 is text, in another encoding."""
 
+_AS_RECORDS = (
+    "read it with dataset.kind=huggingface and dataset.text_key, the key of the texts, or name it .jsonl if each line "
+    "is a record"
+)
+_RECORDS = re.compile(rb"\s*(\[\s*\{|\{[^\n]*\}\s*\n\s*\{)")
+"""How a list of JSON objects begins, and JSON objects that follow each other in lines."""
 _AS_TABLE = "read a table with dataset.kind=huggingface and dataset.text_key, the column of the texts"
 _EXTRACT = "extract its text first, and train on that"
 _UNPACK = "unpack it first"
@@ -60,11 +67,7 @@ def check_texts(files: Iterable[Path]) -> None:
     for path in files:
         if path.suffix.lower() in _TABLE_SUFFIXES:
             raise DataError(f"{path} is a table, whose commas and quotes would be learnt as prose; {_AS_TABLE}")
-        try:
-            with path.open("rb") as file:
-                head = file.read(_HEAD_BYTES)
-        except OSError as error:
-            raise DataError(f"cannot read corpus file {path}: {error.strerror or error}") from error
+        head = _head(path)
         found = _binary_byte(head)
         if found is not None:
             kind, at = found
@@ -72,6 +75,24 @@ def check_texts(files: Iterable[Path]) -> None:
             raise DataError(
                 f"{path} is not text: it looks like {kind.name} (byte 0x{head[at]:02x} at offset {at}); {kind.remedy}"
             )
+
+
+def check_prose(path: Path) -> None:
+    """Check that a file that is named as prose, rather than found in a directory, is not JSON with records.
+
+    Raises:
+        DataError: for a `.json` file that holds a list of records, or one record in each line.
+    """
+    if path.suffix.lower() == ".json" and _RECORDS.match(_head(path).removeprefix(codecs.BOM_UTF8)):
+        raise DataError(f"{path} is JSON with records, whose keys and quotes would be learnt as prose; {_AS_RECORDS}")
+
+
+def _head(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(_HEAD_BYTES)
+    except OSError as error:
+        raise DataError(f"cannot read corpus file {path}: {error.strerror or error}") from error
 
 
 def _binary_byte(head: bytes) -> tuple[_Kind, int] | None:

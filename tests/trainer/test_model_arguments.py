@@ -103,6 +103,12 @@ def test_label_smoothing_is_the_same_for_any_split_into_micro_batches(tmp_path: 
     assert losses_of(split) == pytest.approx(losses_of(whole), rel=1e-5)
 
 
+@pytest.mark.parametrize("factor", [-0.1, 1.5])
+def test_label_smoothing_outside_of_0_to_1_is_refused(tmp_path: Path, factor: float) -> None:
+    with pytest.raises(ConfigError, match=f"label_smoothing_factor={factor} must be from 0 to 1"):
+        ours(qwen_classifier(), classes(), tmp_path, label_smoothing_factor=factor)
+
+
 def test_label_smoothing_requires_class_ids(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="label_smoothing_factor requires labels that are class ids"):
         ours(Regression(), regression_rows(), tmp_path, label_smoothing_factor=0.1)

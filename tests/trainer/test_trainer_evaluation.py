@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from onstep import EarlyStoppingCallback, Trainer, TrainerCallback
-from onstep.errors import UnsupportedStateError
+from onstep.errors import DataError, UnsupportedStateError
 from tests.support.small_models import (
     IGNORE,
     LogitsModel,
@@ -422,3 +422,18 @@ def test_a_metric_that_no_checkpoint_can_hold_is_refused_at_the_first_evaluation
     with pytest.raises(UnsupportedStateError, match="the metric 'eval_kind'"):
         trainer.train()
     assert trainer.state.epoch == 1
+
+
+def test_an_empty_evaluation_set_is_named_before_the_training(tmp_path: Path) -> None:
+    sets, model = {"a": regression_rows(4), "b": []}, Regression()
+    trainer = quiet(model, arguments(tmp_path, eval_strategy="epoch"), regression_rows(8), eval_dataset=sets)
+    for call in (trainer.train, trainer.evaluate):
+        with pytest.raises(DataError, match="the evaluation dataset 'b' is empty: it has 0 samples"):
+            call()
+    assert not (tmp_path / "run/run.json").exists()
+    parts = [TensorDataset(torch.ones(2, 2)), TensorDataset(torch.ones(2, 2))]
+    with pytest.raises(DataError, match="eval_dataset is a list of 2 datasets, not of samples; pass a dict of them"):
+        trainer.evaluate(parts)
+    trainer.train_dataset = parts
+    with pytest.raises(DataError, match=r"train_dataset is a list of 2 datasets.*ConcatDataset"):
+        trainer.train()

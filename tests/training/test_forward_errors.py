@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits as BCE
 from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
 
 from onstep import EarlyStoppingCallback, Trainer, TrainingArguments
 from onstep.data import EvalLoader
@@ -340,6 +341,11 @@ def test_metrics_without_names_or_predictions_are_named(
     assert "not called: preprocess_logits_for_metrics has returned no predictions" in caplog.text
 
 
+class LengthOnly(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+
 NOT_REGISTERED = type("Listed", (nn.Module,), {"forward": lambda self, x: x})
 
 
@@ -351,6 +357,23 @@ NOT_REGISTERED = type("Listed", (nn.Module,), {"forward": lambda self, x: x})
         ({"data_collator": Rows}, "data_collator must be .*, got the class Rows itself; pass an instance"),
         ({"compute_metrics": "accuracy"}, "compute_metrics must be .*, got 'accuracy'; pass a function of an EvalPred"),
         ({"compute_metrics": {"a": 1}}, "compute_metrics must be a function .*, got {'a': 1}"),
+        (
+            {"data_collator": lambda: None},
+            r"data_collator is called with 1 positional argument, got .*<lambda>\(\); pass",
+        ),
+        (
+            {"compute_metrics": lambda logits, labels: {}},
+            r"called with 1 .*\(logits, labels\); pass a function",
+        ),
+        (
+            {"preprocess_logits_for_metrics": lambda logits: logits},
+            r"called with 2 .*\(logits\); pass a function",
+        ),
+        ({"compute_loss_func": lambda outputs: 0}, r"compute_loss_func is called with 2 .*<lambda>\(outputs\); pass"),
+        ({"model": None, "model_init": Classifier()}, "got a model, Classifier; pass it as model"),
+        ({"model": None, "model_init": lambda a, b: None}, r"model_init is called with 0 or 1 .*<lambda>\(a, b\)"),
+        ({"optimizers": ([1, 2], None)}, "must be one object or a factory, got .* several parameter groups"),
+        ({"train_dataset": LengthOnly()}, r"a LengthOnly is not a dataset: it must have __getitem__\(index\)"),
         ({"optimizers": torch.optim.SGD([torch.ones(1)])}, r"must be a pair \(optimizer, scheduler\), got a SGD; pass"),
         ({"optimizers": ("adam", None)}, r"the optimizer in optimizers .* got 'adam'; .*TrainingArguments\(optim="),
         ({"optimizers": (None, torch.optim.SGD([torch.ones(1)]))}, r"in this order, got \(NoneType, SGD\)"),
@@ -607,3 +630,57 @@ def test_other_errors_of_a_forward_step_are_left_as_they_are() -> None:
     with pytest.raises(RuntimeError, match="size mismatch") as failure:
         run(small_state(), step=fails, data=loader())
     assert not isinstance(failure.value, DataError)
+
+
+@pytest.mark.parametrize("place", ["weights", "training"])
+def test_inference_mode_is_named(args: TrainingArguments, place: str) -> None:
+    with torch.inference_mode(place == "weights"):
+        model = Classifier()
+    with torch.inference_mode(place == "training"), pytest.raises(ConfigError, match=r"torch.inference_mode\(\)"):
+        Trainer(model, args, train_dataset=Rows(same)).train()
+
+
+def test_modules_in_a_plain_list_are_named(args: TrainingArguments, caplog: pytest.LogCaptureFixture) -> None:
+    model = Classifier()
+    model.extra = [nn.Linear(2, 2), nn.Linear(2, 2)]  # type: ignore[assignment]
+    model.known = [*model.children()]  # type: ignore[assignment]
+    Trainer(model, args, train_dataset=Rows(same)).train()
+    assert "extra: these attributes are plain lists or dicts of modules, which are not registered" in caplog.text
+    assert "known" not in caplog.text
+
+
+class InPlace(Classifier):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        squashed = torch.tanh(outputs["loss"])
+        squashed += 1
+        return {"loss": squashed}
+
+
+def test_a_backward_pass_without_its_values_names_operations_in_place(args: TrainingArguments) -> None:
+    with pytest.raises(RuntimeError, match="inplace operation") as error:
+        Trainer(InPlace(), args, train_dataset=Rows(same)).train()
+    assert "write x = x + 1 there" in error.value.__notes__[0]
+
+
+def test_a_column_that_forward_lacks_is_named(args: TrainingArguments) -> None:
+    class NoLabels(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x)
+
+    with pytest.raises(DataError, match=r"'labels', which NoLabels.forward does not accept: .*compute_loss_func"):
+        Trainer(NoLabels(3, 2), args, train_dataset=Rows(same)).train()
+
+
+def test_an_error_in_a_users_function_names_it_and_what_it_received(args: TrainingArguments) -> None:
+    args.eval_strategy, args.eval_steps = "steps", 1
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        return {"a": prediction.predictions.argmax(5)}
+
+    for options in ({"compute_metrics": metrics}, {"compute_loss_func": nn.CrossEntropyLoss()}):
+        trainer = Trainer(Classifier(), args, train_dataset=Rows(same), eval_dataset=Rows(same), **options)
+        with pytest.raises((ValueError, TypeError)) as error:
+            trainer.train()
+        notes = " ".join(error.value.__notes__)
+        assert re.search(r"metric function .*, called with float32|compute_loss_func, called with the out", notes)

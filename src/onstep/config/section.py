@@ -27,6 +27,7 @@ BOUNDS = {
     ">= 0": Bound(">= 0", lambda value: value >= 0),
     "> 0 and at most 10,000": Bound("> 0 and at most 10,000", lambda value: 0 < value <= 10_000),
     ">= 0 and at most 1,024": Bound(">= 0 and at most 1,024", lambda value: 0 <= value <= 1024),
+    "from 0 to 1": Bound("from 0 to 1", lambda value: 0 <= value <= 1),
     "at least 0 and below 1": Bound("at least 0 and below 1", lambda value: 0 <= value < 1),
 }
 """The rules that many keys share."""

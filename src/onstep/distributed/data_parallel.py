@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -91,6 +92,11 @@ def check_weights(chunks: Sequence[nn.Module]) -> None:
         if getattr(chunk, "hf_device_map", None) is not None:
             continue
         for name, tensor in chain(chunk.named_parameters(), chunk.named_buffers()):
+            if tensor.is_inference() or torch.is_inference_mode_enabled():
+                raise ConfigError(
+                    f"{name} cannot be trained: {'it was made' if tensor.is_inference() else 'training runs'} under "
+                    f"torch.inference_mode(), which records no gradients; remove it there, or use torch.no_grad()"
+                )
             if tensor.is_meta:
                 raise ConfigError(
                     f"{name} is on the device 'meta', so it has no values; load the model without device 'meta', or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +21,7 @@ from onstep.events import CallbackManager, normalize_callbacks
 from onstep.trainer.computing.attributes import set_attributes
 from onstep.trainer.computing.batch_size_search import Search
 from onstep.trainer.computing.label_smoothing import smoothed_loss
-from onstep.trainer.loss_convention import MAPPING, NUM_ITEMS, accepts_num_items, of_model
+from onstep.trainer.loss_convention import MAPPING, NUM_ITEMS, accepts_num_items, called, of_model
 from onstep.trainer.model_step import function_loss, model_loss
 from onstep.trainer.overrides import check_overrides
 from onstep.trainer.own_arguments import own_arguments
@@ -67,10 +68,12 @@ class BaseTrainer:
         if tokenizer is not None and processing_class not in (None, tokenizer):
             raise ConfigError("Pass the tokenizer as processing_class alone; tokenizer is its name in transformers 4.")
         processing_class = tokenizer if processing_class is None else processing_class
-        _check_callable("data_collator", data_collator, "an instance, such as DataCollatorWithPadding(tokenizer)")
-        _check_callable("compute_metrics", compute_metrics, "a function of an EvalPrediction that returns a dict")
-        _check_callable("preprocess_logits_for_metrics", preprocess_logits_for_metrics, "a function (logits, labels)")
-        _check_callable("compute_loss_func", compute_loss_func, "a function of (outputs, labels)")
+        _check_callable("data_collator", data_collator, "an instance, such as DataCollatorWithPadding(tokenizer)", 1)
+        _check_callable("compute_metrics", compute_metrics, "a function of an EvalPrediction that returns a dict", 1)
+        _check_callable(
+            "preprocess_logits_for_metrics", preprocess_logits_for_metrics, "a function (logits, labels)", 2
+        )
+        _check_callable("compute_loss_func", compute_loss_func, "a function of (outputs, labels)", 2)
         _check_optimizers(optimizers)
         self.args = own_arguments(args)
         self.model = model
@@ -179,10 +182,35 @@ def default_collator(processing_class: Any) -> Collate:
     return default_data_collator
 
 
-def _check_callable(name: str, value: Any, example: str) -> None:
-    if value is not None and (not callable(value) or isinstance(value, type)):
+def _check_callable(name: str, value: Any, example: str, *counts: int) -> None:
+    """Check that a function or callable object accepts one of these `counts` of arguments, as it will be called."""
+    if value is None:
+        return
+    if not callable(value) or isinstance(value, type):
         shown = f"the class {value.__name__} itself" if isinstance(value, type) else repr(value)[:80]
         raise ConfigError(f"{name} must be a function or another callable object, got {shown}; pass {example}")
+    try:
+        signature = inspect.signature(called(value))
+    except (TypeError, ValueError):  # of some builtins
+        return
+    if not any(_accepts(signature, count) for count in counts):
+        author = getattr(value, "__qualname__", type(value).__name__)
+        rule = " or ".join(map(str, counts))
+        raise ConfigError(
+            f"{name} is called with {rule} positional argument{'s' if counts[-1] > 1 else ''}, got {author}"
+            f"{signature}; pass {example}"
+        )
+
+
+def _accepts(signature: inspect.Signature, count: int) -> bool:
+    by_name = {"compute_result", NUM_ITEMS} & signature.parameters.keys()
+    for named in ((), by_name):  # both are passed by name, and may be required
+        try:
+            signature.bind(*range(count), **dict.fromkeys(named))
+        except TypeError:
+            continue
+        return True
+    return False
 
 
 def _check_optimizers(optimizers: Any) -> None:
@@ -199,9 +227,10 @@ def _check_optimizers(optimizers: Any) -> None:
             f"{type(scheduler).__name__})"
         )
     for name, value in (("optimizer", optimizer), ("scheduler", scheduler)):
-        if isinstance(value, str):
+        if value is not None and not hasattr(value, "step") and not callable(value):
             raise ConfigError(
-                f"the {name} in optimizers must be an object or a factory, got {value!r}; select one by its name with "
+                f"the {name} in optimizers must be one object or a factory, got {str(value)[:80]!r}; for several "
+                f"learning rates, give one optimizer several parameter groups; select one by its name with "
                 f"TrainingArguments(optim=...) and lr_scheduler_type=..."
             )
 
@@ -219,6 +248,15 @@ def _check_model(model: Any, model_init: Any) -> None:
         raise ConfigError(f"model must be a torch.nn.Module, got {kind}; pass a function that makes one as model_init.")
     if model_init is not None and not callable(model_init):
         raise ConfigError(f"model_init must be a function that returns a model, got {type(model_init).__name__}.")
+    if isinstance(model_init, nn.Module):
+        raise ConfigError(
+            f"model_init must be a function that returns a model, got a model, {type(model_init).__name__}; pass it as "
+            f"model"
+        )
+    if not isinstance(model_init, type):
+        _check_callable(
+            "model_init", model_init, "a function of no argument, or of a trial, that returns a model", 0, 1
+        )
 
 
 def _with_defaults(callbacks: Any, defaults: list[Any]) -> CallbackManager:

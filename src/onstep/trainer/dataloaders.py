@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from onstep.config import ConfigContainer, TrainingArguments
 from onstep.config.lengths import sizes_of
 from onstep.data import EvalLoader, IterableLoader, StepSource, TrainLoader, is_map_style
-from onstep.data.loaders.collate import samples_in
+from onstep.data.loaders.collate import length_of, samples_in
 from onstep.data.loaders.hf_streams import SplitStreamLoader, check_split, node_split
 from onstep.distributed import World
 from onstep.errors import ConfigError, DataError
@@ -136,6 +136,31 @@ def eval_loader_of(
         return eval_loader(dataset, collate, config, world, is_test=is_test)
     options = users_eval_data(getattr(trainer, method)(dataset), trainer.args, world)
     return eval_loader(collate=collate, config=config, world=world, is_test=is_test, **options)
+
+
+def check_eval_data(given: Any) -> None:
+    """Check what was passed as `eval_dataset`: one dataset, or a dict of them by name.
+
+    Raises:
+        DataError: for an empty dataset, which is named if it is one of several; for a list of datasets.
+    """
+    for name, dataset in given.items() if isinstance(given, Mapping) else [(None, given)]:
+        if length_of(dataset) == 0:
+            shown = "" if name is None else f" {name!r}"
+            raise DataError(
+                f"the evaluation dataset{shown} is empty: it has 0 samples; give it data or disable evaluation"
+            )
+    check_samples("eval_dataset", given, "pass a dict of them by name, eval_dataset={'a': a, 'b': b}")
+
+
+def check_samples(name: str, given: Any, remedy: str) -> None:
+    """Check that what was passed as a dataset is not a list of datasets.
+
+    Raises:
+        DataError: if it is one.
+    """
+    if isinstance(given, (list, tuple)) and given and isinstance(given[0], (Dataset, DataLoader)):
+        raise DataError(f"{name} is a list of {len(given)} datasets, not of samples; {remedy}")
 
 
 def as_eval_loader(

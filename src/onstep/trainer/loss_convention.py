@@ -95,8 +95,14 @@ def _reads_ranks(node: ast.AST, names: set[str]) -> bool:
     )
 
 
+def called(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that has the signature of a call: `forward` of a module, whose `__call__` accepts anything."""
+    return function.forward if isinstance(function, nn.Module) else function
+
+
 def accepts_num_items(function: Callable[..., Any]) -> bool:
     """Whether a function can be called with `num_items_in_batch`."""
+    function = called(function)
     return NUM_ITEMS in inspect.signature(function).parameters or _accepts_keywords(function)
 
 
@@ -121,6 +127,7 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
     """The Python function behind methods, decorators, partials and callable objects."""
     while hasattr(function, "func"):  # partials
         function = function.func
+    function = called(function)
     function = inspect.unwrap(getattr(function, "__func__", function))
     return function if hasattr(function, "__code__") else type(function).__call__
 

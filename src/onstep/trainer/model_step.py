@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from onstep.distributed import World
 from onstep.errors import ConfigError
 from onstep.trainer.loss_convention import MAPPING, NUM_ITEMS, Convention, Labels, accepts_num_items
+from onstep.training.compute.batch_notes import contents
 from onstep.training.compute.losses import ONE_ELEMENT, LossShare, MeanLoss, described, mean_weight
 from onstep.training.compute.step import MicroBatches, to_device
 
@@ -189,7 +190,14 @@ def function_loss(
     elif isinstance(inputs, (list, tuple)) and len(inputs) > 1:
         inputs, labels = inputs[:-1], inputs[-1]
     outputs = call_model(model, inputs)
-    return compute_loss_func(outputs, labels, **further), outputs
+    try:
+        return compute_loss_func(outputs, labels, **further), outputs
+    except Exception as error:
+        error.add_note(
+            f"raised by compute_loss_func, called with the outputs of {type(model).__name__} ({contents(outputs)}) and "
+            f"the labels ({contents(labels)})"
+        )
+        raise
 
 
 def find_loss(outputs: Any) -> Tensor | None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from onstep.data.loaders.iterable_loader import count_samples
 from onstep.distributed import World
-from onstep.errors import ConfigError, warn_once
+from onstep.errors import ConfigError, OnstepError, warn_once
+from onstep.training.compute.batch_notes import contents
 
 logger = logging.getLogger(__name__)
 
@@ -154,18 +155,24 @@ class BatchMetrics:
 
 
 def call_named(function: Callable[..., Any], *values: Any, **named: Any) -> Any:
-    """`function(*values, **named)`, for a user's function of metrics.
+    """`function(*values, **named)`, for a user's function of metrics, which a note on its errors names.
 
     Raises:
         ConfigError: in place of a `StopIteration`, which would pass for the end of what calls it.
     """
+    name = getattr(function, "__qualname__", type(function).__qualname__)
     try:
         return function(*values, **named)
+    except OnstepError:
+        raise
     except StopIteration as error:
-        name = getattr(function, "__qualname__", type(function).__qualname__)
         raise ConfigError(
             f"the metric function {name} raised StopIteration: something in it called next() on an exhausted iterator."
         ) from error
+    except Exception as error:
+        given = values[0] if len(values) == 1 and isinstance(values[0], EvalPrediction) else values
+        error.add_note(f"raised by the metric function {name}, called with {contents(tuple(given))}")
+        raise
 
 
 def logits_of(outputs: Any, ignore_keys: set[str], *, has_loss: bool) -> Any:

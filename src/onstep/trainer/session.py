@@ -31,7 +31,14 @@ from onstep.trainer import loss_convention
 from onstep.trainer.base_trainer import BaseTrainer, Collate
 from onstep.trainer.computing.custom_step import METHODS, CustomStep
 from onstep.trainer.computing.model_options import check_options, compiled, model_options, torch_options
-from onstep.trainer.dataloaders import ColumnFilter, collator, num_samples_of, train_loader
+from onstep.trainer.dataloaders import (
+    ColumnFilter,
+    check_eval_data,
+    check_samples,
+    collator,
+    num_samples_of,
+    train_loader,
+)
 from onstep.trainer.loaders.users_data import UsersData, count_examples, decides_data, users_data, whole_epochs
 from onstep.trainer.loss_convention import Convention, Labels, label_parameters, multiplies_by_ranks, shifts_labels
 from onstep.trainer.methods import TrainerMethods
@@ -134,11 +141,14 @@ def check_training(trainer: TrainerMethods, resume_from_checkpoint: Any = None) 
             f"The train_dataset is a DataLoader with batch_size={dataset.batch_size}, and per_device_train_batch_size="
             f"{args.per_device_train_batch_size} gives the run its length and schedule; make them the same."
         )
+    check_samples("train_dataset", dataset, "join them with torch.utils.data.ConcatDataset")
     asked = {"eval_on_start=True": args.eval_on_start, "eval_on_save=True": args.eval_on_save}
     asked = {f"eval_strategy={args.eval_strategy!r}": args.eval_strategy != "no", **asked}
     if trainer.eval_dataset is None and any(asked.values()):
         name = next(name for name, value in asked.items() if value)
         raise ConfigError(f"{name} requires an eval_dataset; pass one to the constructor.")
+    if any(asked.values()) and not overrides(trainer, "get_eval_dataloader"):
+        check_eval_data(trainer.eval_dataset)
     check_options(args)
     withdraw_optimizers(trainer)
     check_optimizers(trainer)

@@ -15,6 +15,7 @@ from onstep.config.differences import describe
 from onstep.distributed import World, attempt
 from onstep.errors import DataError, OnstepError
 from onstep.events import CallbackManager, Control, Dispatcher
+from onstep.forking import check_imports_are_done
 from onstep.recipes import RECIPES
 from onstep.trackers.report_to import attach_trackers
 from onstep.training.bridge.global_state import GlobalState
@@ -68,6 +69,7 @@ def open_run(
     Raises:
         ConfigError: for a tracker that cannot work, before anything is built.
     """
+    check_imports_are_done()
     callbacks = manager.callbacks if manager is not None else []
     has_trackers = any(hasattr(callback, "tag_loggers") for callback in callbacks)
     manager = attach_trackers(manager, config)

@@ -9,9 +9,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from onstep.data import Batch, IteratorReader, StepBatches, as_step_source
+from onstep.data.loaders.dead_workers import dead_workers_named
 from onstep.data.loaders.step_source import only_iterator
-from onstep.distributed import check_ranks
+from onstep.distributed import check_ranks, check_weights
 from onstep.events import CallbackManager, Dispatcher
+from onstep.forking import check_imports_are_done
 from onstep.optim import ForeignOptimizer, TorchSchedulerAdapter
 from onstep.training.bridge.exits import checkpoint_and_decide_exit, save_checkpoint_and_time
 from onstep.training.bridge.global_state import GlobalState, TrainStepResult
@@ -34,6 +36,7 @@ from onstep.training.stages.job import (
     Evaluation,
     Job,
     drive,
+    warn_of_hidden_modules,
     warn_of_parameters_left_out,
     warn_of_wrapper,
 )
@@ -102,7 +105,9 @@ def train(
             the state was made before the process group of several ranks.
         ShardingError: if parameters are sharded over ranks other than by `fully_shard` over all of them.
     """
+    check_imports_are_done()
     only_chunk(model)
+    check_weights(model)
     check_ranks(model, global_state.world)
     run = global_state
     check_profilers(run.cfg.profiling, callback_manager)
@@ -135,9 +140,11 @@ def train(
             run.world.error_scope(),
             run.features.open((*RUN, *SECTIONS) if run.rank_monitor_client is not None else RUN, run, run.world),
             run.features.open(TRAINING, job, run.world),
+            dead_workers_named(),
             run.world.no_collectives_after_an_error(),
         ):
             warn_of_parameters_left_out(job)
+            warn_of_hidden_modules(job)
             warn_of_wrapper(job)
             Loop(job).train()
     exit_if_preempted(run)

@@ -110,7 +110,9 @@ class Argument:
     choices: tuple[Any, ...] = ()
 
 
-def argument(default: T, *, bound: Literal["> 0", ">= 0"] | None = None, choices: tuple[Any, ...] = ()) -> T:
+def argument(
+    default: T, *, bound: Literal["> 0", ">= 0", "from 0 to 1"] | None = None, choices: tuple[Any, ...] = ()
+) -> T:
     """A field of `TrainingArguments` with Hugging Face's default and rules of its own.
 
     A field with the value of a key and without rules of its own has those of the key.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from onstep.data.loaders.end_of_data import escaped_stop
+from onstep.data.loaders.end_of_data import escaped_stop, has_items
 from onstep.errors import DataError, warn_once
 
 _LOGGER = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ def is_map_style(dataset: Any) -> bool:
     """Whether samples are read by index (`__getitem__` and `__len__`) rather than by iteration."""
     if isinstance(dataset, (IterableDataset, DataLoader)):
         return False
-    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return has_items(dataset) and hasattr(dataset, "__len__")
 
 
 def length_of(dataset: Any) -> int | None:

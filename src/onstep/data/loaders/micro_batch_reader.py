@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from onstep.data.loaders.collate import Collate, as_it_is, fetch_function, pin, should_pin
+from onstep.data.loaders.dead_workers import check_alive
 from onstep.data.loaders.end_of_data import call, escaped_stop, started
 from onstep.data.loaders.sample_order import GlobalMicroBatch
 from onstep.data.loaders.step_batches import StepBatches
@@ -36,6 +37,9 @@ def batches_from_workers(loader: DataLoader[Any]) -> Iterator[Any]:
         for batch in iterator:
             HEARTBEAT.beats += 1
             yield batch
+    except (OSError, EOFError, RuntimeError) as error:
+        check_alive(iterator._workers, error)  # type: ignore[attr-defined]
+        raise
     finally:
         if not loader.persistent_workers:
             end_workers(iterator)

@@ -15,7 +15,7 @@ from torch import nn
 
 from onstep.errors import ConfigError
 from onstep.trainer.base_trainer import BaseTrainer
-from onstep.trainer.dataloaders import as_eval_loader, eval_loader_of
+from onstep.trainer.dataloaders import as_eval_loader, check_eval_data, eval_loader_of
 from onstep.trainer.full_eval import cast_weights
 from onstep.trainer.loss_convention import inner_module, label_parameters
 from onstep.trainer.model_step import call_model, find_loss
@@ -91,6 +91,8 @@ class EvaluatingMethods(BaseTrainer):
         dataset = self.eval_dataset if eval_dataset is None else self._named(eval_dataset)
         if dataset is None and not overrides(self, "get_eval_dataloader"):
             raise ConfigError("Trainer.evaluate requires an eval_dataset; pass one here or to the constructor.")
+        if not overrides(self, "get_eval_dataloader"):
+            check_eval_data(dataset)
         if isinstance(eval_dataset, str):
             metric_key_prefix = f"{metric_key_prefix}_{eval_dataset}"
         with self._evaluation() as session:

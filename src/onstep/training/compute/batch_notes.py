@@ -7,6 +7,7 @@ from itertools import islice
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 _MAX_ENTRIES, _MAX_NAME = 8, 40
@@ -19,7 +20,7 @@ SECOND_BACKWARD = (
 
 _CLASS_IDS = (
     "cross entropy requires one class id for each sample or token: labels (batch,) for logits (batch, classes). "
-    "Convert one-hot labels with .argmax(-1)"
+    "Convert one-hot labels with .argmax(-1), and drop a last dimension of 1 with .squeeze(-1)"
 )
 _HINTS = {
     "leaf Variable": "the forward pass changes a weight in place: do that under torch.no_grad(), or on a copy",
@@ -33,6 +34,9 @@ _HINTS = {
     ),
     "to match target batch_size": _CLASS_IDS,
     "target with class probabilities": _CLASS_IDS,
+    "multi-target not supported": _CLASS_IDS,
+    "must be Tensor, not": "the model requires tensors: does the collator return them, by the names of its parameters?",
+    "more than 1 value per channel": "batch normalization requires more than one sample in each micro-batch",
     "'MicroBatches' object": "data_iterator is an iterator: read the micro-batch by next(data_iterator)",
     "object is not an iterator": "a forward step is called with (data_iterator, model), in this order",
     "0 positional arguments but 1 was given": (
@@ -68,7 +72,7 @@ def contents(batch: object) -> str:
 
 
 def _kind(value: object) -> str:
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, np.ndarray)):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     return type(value).__name__
 

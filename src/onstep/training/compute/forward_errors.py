@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onstep.data.loaders.dead_workers import is_death
 from onstep.errors import ConfigError, DataError, OnstepError
 from onstep.training.compute.batch_notes import beyond_embedding, note_of
 from onstep.training.compute.losses import IGNORE_INDEX, described
 from onstep.training.protocols import ForwardStep
 
+_SURPLUS = re.compile(r"(\w+)\.forward\(\) got an unexpected keyword argument '(\w{1,40})'")
 _MISSING = re.compile(r"(\w+)\.forward\(\) missing .*required.* arguments?: (.*)")
 
 
@@ -49,6 +51,8 @@ def call_forward_step(
             "data_iterator has one micro-batch for each call of the forward step"
         ) from error
     except Exception as error:
+        if is_death(error):  # of a data worker, which torch reports from a signal handler
+            raise
         if batch is None and micro_batches is not None:
             raise DataError(f"{error}: the micro-batch is None; does the collator return it?") from error
         explanation = _explain(error, batch, model) if isinstance(batch, Mapping) else None
@@ -67,6 +71,12 @@ def _explain(error: Exception, batch: Mapping[Any, Any], model: nn.Module) -> st
     if isinstance(error, TypeError):
         missing = _MISSING.search(text)
         names = {type(model).__name__, type(getattr(model, "module", model)).__name__}
+        surplus = _SURPLUS.search(text)
+        if surplus and surplus[1] in names and surplus[2] in batch:
+            return (
+                f"the micro-batch has {surplus[2]!r}, which {surplus[1]}.forward does not accept: give forward that "
+                f"parameter, or drop the column; labels that only a loss function needs go to compute_loss_func"
+            )
         is_of_model = missing is not None and missing[1] in names
         return _lacking(f"{missing[2]}, required by {missing[1]}.forward", batch) if missing and is_of_model else None
     if isinstance(error, IndexError) and "out of range in self" in text:

@@ -136,6 +136,11 @@ class MicroLoss:
         except RuntimeError as error:
             if "backward through the graph a second time" in str(error):
                 raise ConfigError(f"the graph of the loss has no values any more: {SECOND_BACKWARD}") from error
+            if "modified by an inplace operation" in str(error):
+                error.add_note(
+                    "an operation of the forward pass (x += 1, x[0] = 1, relu_()) has overwritten a value that the "
+                    "backward pass requires; write x = x + 1 there, or x = x.clone() before it"
+                )
             raise
 
 

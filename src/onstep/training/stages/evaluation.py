@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from onstep.data import Batch, EvalLoader, IteratorReader, StepBatches
+from onstep.data.loaders.dead_workers import dead_workers_named
 from onstep.data.loaders.step_source import only_iterator
 from onstep.distributed import World, check_ranks
 from onstep.errors import ConfigError
@@ -121,7 +122,7 @@ def score(
     """
     kind = "test" if is_test else "eval"
     forward_step_func = prepare_forward_step_func(forward_step_func, state)
-    with state.features.pause("score"), state.timers("evaluate").measure(barrier=True):
+    with dead_workers_named(), state.features.pause("score"), state.timers("evaluate").measure(barrier=True):
         notify.fire(f"on_{kind}_start")
         started = time.perf_counter()
         totals = _sum_batches(state, forward_step_func, data_iterator, model, notify, kind, verbose)

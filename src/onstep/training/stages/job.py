@@ -109,6 +109,33 @@ def warn_of_parameters_left_out(job: Job) -> None:
         )
 
 
+def warn_of_hidden_modules(job: Job) -> None:
+    """Warn, on rank 0, of trainable modules in plain lists and dicts, which their model does not know."""
+    names = _hidden_modules(job.model) if job.run.world.is_main else []
+    if names:
+        logger.warning(
+            "%s: these attributes are plain lists or dicts of modules, which are not registered: their weights are "
+            "neither trained, saved nor moved to the device; use nn.ModuleList or nn.ModuleDict, or set "
+            "requires_grad=False if that is meant",
+            _first_of(names),
+        )
+
+
+def _hidden_modules(model: list[nn.Module]) -> list[str]:
+    known = {id(parameter) for chunk in model for parameter in chunk.parameters()}
+
+    def is_hidden(one: object) -> bool:
+        return isinstance(one, nn.Module) and any(p.requires_grad and id(p) not in known for p in one.parameters())
+
+    return [
+        f"{path}.{name}".lstrip(".")
+        for chunk in model
+        for path, module in chunk.named_modules()
+        for name, value in vars(module).items()
+        if any(map(is_hidden, value.values() if isinstance(value, dict) else value if type(value) is list else ()))
+    ]
+
+
 def warn_of_wrapper(job: Job) -> None:
     """Warn, on rank 0, of a model that seems to exchange no gradients, or in an order that depends on the process."""
     run = job.run

@@ -55,7 +55,7 @@ class ComputeArguments:
     """Replace layers of a `transformers` model by those of the package liger-kernel."""
     liger_kernel_config: Values | None = None
     """Which of them, as keywords of liger-kernel."""
-    label_smoothing_factor: float = argument(0.0, bound=">= 0")
+    label_smoothing_factor: float = argument(0.0, bound="from 0 to 1")
     """Share of the loss that is spread evenly over all classes; 0 uses the model's own loss."""
     neftune_noise_alpha: float | None = None
     """Size of the noise that is added to embeddings in training (NEFTune); None adds none."""

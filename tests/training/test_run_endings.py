@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,23 @@ def test_a_stopped_run(tiny_config: ConfigContainer, ask: str) -> None:
 def test_a_failed_run(tiny_config: ConfigContainer, event: str, error: type[BaseException]) -> None:
     notified = endings(tiny_config, event, fail(error("broken")), error)
     assert notified == ["on_exception", "on_train_end", "on_run_end failed"]
+
+
+def test_a_failed_run_names_the_threads_that_keep_its_process(
+    tiny_config: ConfigContainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    over = threading.Event()
+    threads = [threading.Thread(target=over.wait, name=name, daemon=name == "theirs") for name in ("mine", "theirs")]
+    for thread in threads:
+        thread.start()
+    try:
+        endings(tiny_config, "on_epoch_start", fail(RuntimeError("broken")), RuntimeError)
+    finally:
+        over.set()
+    said = [text for text in caplog.messages if "process lives until these threads end" in text]
+    assert len(said) == 1
+    assert "mine" in said[0]
+    assert "theirs" not in said[0]
 
 
 def test_a_failure_before_training_has_no_train_end(tiny_config: ConfigContainer) -> None:

@@ -124,6 +124,13 @@ def _refuse_what_never_runs(fn: Callable[..., Any], event: Event) -> None:
         else:
             continue
         raise TypeError(f"{_describe(fn)} for '{event.name}' is {kind} and would never run; make it a plain function.")
+    method = fn.__func__ if inspect.ismethod(fn) and not isinstance(fn.__self__, type) else None
+    first = next(iter(inspect.signature(method).parameters), None) if inspect.isfunction(method) else None
+    if first in _CONTEXT_NAMES.union(_LEADING):
+        raise TypeError(
+            f"{_describe(fn)} for '{event.name}' is a method whose first parameter is {first!r}, which would be the "
+            f"callback itself; put self before it."
+        )
 
 
 def _shape_of(fn: Callable[..., Any]) -> _Shape | None:

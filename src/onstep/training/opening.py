@@ -5,6 +5,7 @@ endings.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -109,6 +110,8 @@ def open_run(
             finally:  # out of memory, undoing fails too
                 if not is_undone:
                     _record_end(run)
+            if not isinstance(error, SystemExit):
+                _name_threads_left()
             raise
         else:
             _record_end(run)
@@ -146,6 +149,18 @@ def _undo_start(run: GlobalState, hold: Hold | None) -> bool:
         return status in FINISHED
     # the record of a process that was killed says that it runs
     return status != "running" and not (status == "failed" and ending.error is not None)
+
+
+def _name_threads_left() -> None:
+    """Name the threads that Python waits for at the end of a process; the error of the run is shown before."""
+    main = threading.main_thread()
+    names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
+    if names:
+        logger.warning(
+            "the run has failed, but its process lives until these threads end, which are not daemon threads: %s; "
+            "start them with daemon=True, or end them in on_run_end",
+            ", ".join(names),
+        )
 
 
 def _name_idle_settings(run: GlobalState, has_trackers: bool) -> None:

@@ -441,3 +441,13 @@ class TestNameThatBothConventionsHave:
 
         mixed = Mixed()
         assert self.heard(mixed, run) is mixed.got
+
+
+@pytest.mark.parametrize("base", [Callback, TrainerCallback])
+def test_a_method_without_self_is_refused_by_name(base):
+    class Forgets(base):
+        def on_step_end(args, state, control, **kwargs):
+            pass
+
+    with pytest.raises(TypeError, match=r"Forgets.on_step_end.* first parameter is 'args'.*; put self before it"):
+        CallbackManager().add(Forgets())

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from onstep import ExportableState, Trainer, TrainerCallback, TrainingArguments
 from onstep.config import args_to_config
-from onstep.errors import ConfigError
+from onstep.errors import ConfigError, DataError
 from onstep.trackers.report_to import reporting_trackers
 from tests.support.forked_processes import Processes
 from tests.support.observed_runs import NotedRegression, arguments, described, observe
@@ -173,7 +173,7 @@ def shows_nan_in_the_log(directory: Path) -> None:
 def shows_unused_columns(directory: Path) -> None:
     rows = [{**row, "name": torch.tensor(number)} for number, row in enumerate(regression_rows(12))]
     observe(directory / "plain", rows=rows)
-    with pytest.raises(TypeError, match="name"):
+    with pytest.raises(DataError, match=r"the micro-batch has 'name', which .* does not accept"):
         observe(directory / "mine", rows=rows, remove_unused_columns=False)
 
 

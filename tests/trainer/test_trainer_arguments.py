@@ -180,7 +180,7 @@ def test_train_refuses_before_the_first_step(tmp_path: Path, options: dict[str, 
         ({"eval_on_save": True}, "eval_on_save=True requires an eval_dataset"),
         (
             {"config_overrides": {"train.global_batch_size": 10}},
-            r"config_overrides\['train.global_batch_size'\]=10 must be a multiple of micro_batch_size "
+            r"config_overrides\['train.global_batch_size'\]=10 must be a multiple of per_device_train_batch_size "
             r"\* ranks = 4 \* 1 = 4; choose 8 or 12",
         ),
         (

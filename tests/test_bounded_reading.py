@@ -2,6 +2,7 @@
 
 import os
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,17 @@ def test_a_large_file_is_refused_unread(tmp_path: Path) -> None:
         file.truncate(1 << 40)
     with pytest.raises(DataError, match=r"sparse has 1,099,511,627,776 bytes, and at most 1,000 are read"):
         read_bytes(path, 1000)
+
+
+def test_a_small_file_takes_no_memory_for_the_limit(tmp_path: Path) -> None:
+    path = tmp_path / "small"
+    path.write_bytes(b"1")
+    tracemalloc.start()
+    try:
+        assert read_bytes(path, 1 << 28) == b"1"
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_device_without_a_size_is_read_up_to_the_limit() -> None:

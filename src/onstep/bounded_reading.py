@@ -54,7 +54,9 @@ def read_bytes(
     """
     with open(path, "rb") if allows_pipe else open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-        content = file.read(limit + 1) if size <= limit else b""
+        content = file.read(size + 1) if size <= limit else b""  # memory is taken for all that is asked for
+        if len(content) > size:  # of a pipe, or of a file that grows
+            content += file.read(limit + 1 - len(content))
     if size > limit or len(content) > limit:
         raise error(
             f"{path} has {max(size, len(content)):,} bytes, and at most {limit:,} are read; it is damaged or not the "

@@ -30,6 +30,10 @@ class ShardingError(ConfigError, RuntimeError):
     """A tensor is not sharded over ranks as a computation requires; also a RuntimeError, as in Megatron Bridge."""
 
 
+class CallbackError(ConfigError, TypeError):
+    """A callback or handler that cannot be called as it is; also a TypeError, as a wrong argument of a function is."""
+
+
 class DataError(OnstepError, ValueError):
     """A corpus, tokenizer or dataset that cannot be used for training."""
 

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from onstep.errors import CallbackError
 from onstep.events import Callback, CallbackContext, CallbackManager, Control, TrainerCallback, TrainerControl
 
 CONTEXT = {
@@ -449,5 +450,5 @@ def test_a_method_without_self_is_refused_by_name(base):
         def on_step_end(args, state, control, **kwargs):
             pass
 
-    with pytest.raises(TypeError, match=r"Forgets.on_step_end.* first parameter is 'args'.*; put self before it"):
+    with pytest.raises(CallbackError, match=r"Forgets.on_step_end.* first parameter is 'args'.*; put self before it"):
         CallbackManager().add(Forgets())

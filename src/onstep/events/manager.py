@@ -98,7 +98,7 @@ class CallbackManager:
         If one callback of a list is invalid, none is registered.
 
         Raises:
-            TypeError: when an object is not a callback, or a method's signature matches no convention.
+            CallbackError: when an object is not a callback, or a method's signature matches no convention.
             ValueError: when `before` or `after` is not registered, or they contradict the existing order.
         """
         registrations = []
@@ -116,7 +116,7 @@ class CallbackManager:
 
         Raises:
             ValueError: for an unknown event, suggesting the nearest name, or `every` < 1.
-            TypeError: when `fn` is not callable or its signature matches no convention.
+            CallbackError: when `fn` is not callable or its signature matches no convention.
         """
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be an integer >= 1, got {every!r}; pass 1 to be called each time.")

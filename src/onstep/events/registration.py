@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from onstep.errors import CallbackError
 from onstep.events.callback import Callback, DefaultFlowCallback, TrainerCallback
 from onstep.events.context import CallbackContext
 from onstep.events.events import HF_EVENTS, VALID_EVENTS, Event, event_named, events_named
@@ -54,7 +55,7 @@ def registration_of(callback: Any, *, in_loop: bool = True) -> Registration:
         in_loop: a loop fires the events; without one, a `DefaultFlowCallback` sets what is due.
 
     Raises:
-        TypeError: when it has no event method at all, or one whose signature matches no convention.
+        CallbackError: when it has no event method at all, or one whose signature matches no convention.
     """
     listeners: dict[str, list[Listener]] = {}
     style = _style_of(callback)
@@ -66,7 +67,7 @@ def registration_of(callback: Any, *, in_loop: bool = True) -> Registration:
                 known.append(_listener(method, event, style or by_name, callback, name))
     misses = _near_misses(callback)
     if not listeners and style is None:
-        raise TypeError(
+        raise CallbackError(
             f"{callback!r} is not a callback: it has no method named after an event, such as on_train_step_end(self, "
             f"context) or on_step_end(self, args, state, control, **kwargs). To register a function, use "
             f"manager.register(event_name, fn) with {ACCEPTED}. {' '.join(misses)}".rstrip()
@@ -127,7 +128,7 @@ def _option(owner: Any, name: str, allowed: tuple[str, ...]) -> str:
     if callable(value) or not (isinstance(value, str) or isinstance(holder, (Callback, TrainerCallback))):
         return allowed[0]  # an unrelated attribute of the same name
     if value not in allowed:
-        raise TypeError(f"{name} of {author_of(owner)} must be {' or '.join(map(repr, allowed))}, got {value!r}.")
+        raise CallbackError(f"{name} of {author_of(owner)} must be {' or '.join(map(repr, allowed))}, got {value!r}.")
     return str(value)
 
 

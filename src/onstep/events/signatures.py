@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any, Literal
 
+from onstep.errors import CallbackError
 from onstep.events.context import CallbackContext
 from onstep.events.events import EVENTS, Event
 
@@ -94,10 +95,10 @@ def as_handler(fn: Callable[..., Any], event: Event, style: Style | None = None)
     `style` is the convention of the base class; without it, or if the signature does not fit it, the signature decides.
 
     Raises:
-        TypeError: when the signature matches no convention; the message lists the accepted forms.
+        CallbackError: when the signature matches no convention; the message lists the accepted forms.
     """
     if not callable(fn):
-        raise TypeError(f"The handler of '{event.name}' must be callable, got {fn!r}. Accepted: {ACCEPTED}.")
+        raise CallbackError(f"The handler of '{event.name}' must be callable, got {fn!r}. Accepted: {ACCEPTED}.")
     _refuse_what_never_runs(fn, event)
     shape = _shape_of(fn)
     if shape is None:
@@ -109,7 +110,7 @@ def as_handler(fn: Callable[..., Any], event: Event, style: Style | None = None)
         return as_hf
     if shape.fits_context():
         return fn
-    raise TypeError(
+    raise CallbackError(
         f"{_describe(fn)} cannot handle '{event.name}': its signature {inspect.signature(fn)} matches no convention. "
         f"Accepted: {ACCEPTED}."
     )
@@ -123,11 +124,13 @@ def _refuse_what_never_runs(fn: Callable[..., Any], event: Event) -> None:
             kind = "a generator"
         else:
             continue
-        raise TypeError(f"{_describe(fn)} for '{event.name}' is {kind} and would never run; make it a plain function.")
+        raise CallbackError(
+            f"{_describe(fn)} for '{event.name}' is {kind} and would never run; make it a plain function."
+        )
     method = fn.__func__ if inspect.ismethod(fn) and not isinstance(fn.__self__, type) else None
     first = next(iter(inspect.signature(method).parameters), None) if inspect.isfunction(method) else None
     if first in _CONTEXT_NAMES.union(_LEADING):
-        raise TypeError(
+        raise CallbackError(
             f"{_describe(fn)} for '{event.name}' is a method whose first parameter is {first!r}, which would be the "
             f"callback itself; put self before it."
         )

@@ -74,3 +74,40 @@ def test_a_directory_in_the_place_of_the_decisions_is_named_on_resume(
     decisions.rmdir()
     (tmp_path / "kept").rename(decisions)
     assert pretrain(tiny_config).train_state.step == 4
+
+
+def flipped(lines: list[bytes], at: int) -> list[bytes]:
+    changed = lines[at].replace(b'"step": ', b'"step": 1', 1)
+    assert changed != lines[at]
+    return [*lines[:at], changed, *lines[at + 1 :]] if at >= 0 else [*lines[:-1], changed]
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda lines: lines, ""),
+        (lambda lines: [*lines, b'{"torn'], ""),
+        (lambda lines: flipped(lines, 1), "line 2 was changed"),
+        (lambda lines: flipped(lines, -1), "was changed"),
+        (lambda lines: [*lines[:-1], lines[-1].replace(b'"digest"', b'"digesT"')], "was changed"),
+        (lambda lines: [lines[0], *lines[2:]], "line 2 was changed, or lines before it are lost"),
+        (lambda lines: [lines[0], *lines], "line 2 was changed, or lines before it are lost, doubled"),
+        (lambda lines: lines[:1], "has lost lines"),
+    ],
+    ids=["none", "torn", "first bit", "last bit", "digest", "lost", "doubled", "cut"],
+)
+def test_a_file_of_decisions_that_is_not_as_it_was_written_is_named_on_resume(
+    tiny_config: ConfigContainer, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Any, said: str
+) -> None:
+    tiny_config.run.name, tiny_config.run.output_dir = "mine", str(tmp_path)
+    tiny_config.train.exit_interval, tiny_config.checkpoint.save_interval = 3, 1
+    pretrain(tiny_config)
+    path = tmp_path / "mine" / "decisions.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert len(lines) >= 3
+    path.write_bytes(b"".join(damage(lines)))
+    caplog.clear()
+    assert pretrain(tiny_config).train_state.step == 6
+    warned = " ".join(one.getMessage() for one in caplog.records if "decisions.jsonl" in one.getMessage())
+    assert said in warned
+    assert bool(warned) is bool(said)

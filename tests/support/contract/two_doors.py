@@ -231,6 +231,7 @@ def _witnessed(config: ConfigContainer, start: Callable[[CallbackManager], Any])
         ]
         for one in outcome.decisions:
             one["details"].pop("position", None)  # in the file: it depends on the length of the paths before it
+            one.pop("digest")  # of the file, with its times and paths
     if (RunDir(run).model / "model.safetensors").is_file():
         outcome.weights = load_file(RunDir(run).model / "model.safetensors")
     for board in {path.parent for path in directory.rglob("*tfevents*")}:

@@ -44,6 +44,7 @@ from onstep.training.runs.steering import (
     Steering,
     captured_now,
     ids_to_repeat,
+    is_cut,
     is_recorded,
     left_behind,
 )
@@ -352,6 +353,13 @@ class RunCheckpoints:
         if info is None or not is_own(state, info):
             return
         captured = info.manifest.extra.get(_DECISIONS)
+        if captured and is_cut(state.run_dir.decisions, captured):
+            logger.warning(
+                "%s has lost lines that the run had written when it saved the checkpoint of step %d; commands that it "
+                "was sent after it may be lost too, and are then not repeated.",
+                state.run_dir.decisions,
+                info.step,
+            )
         if captured and not is_recorded(state.run_dir.decisions, info.step, captured):
             reason = "recorded by the next process: the one that saved it was killed right after it"
             details = {"checkpoint_step": info.step, "path": str(info.path), **captured}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,10 +11,14 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from blake3 import blake3
+
 from onstep.bounded_reading import read_bytes
 from onstep.errors import DataError
 from onstep.events import Request
 from onstep.events.settings import DeclaredSetting
+from onstep.json_values import encode
+from onstep.log_digests import hash_of
 
 REPEATED = ("set", "skip_batch", "rollback")
 """Requests from outside that change what is learned."""
@@ -27,6 +32,9 @@ BRANCH = "branch"
 """Of each decision: the number of rollbacks that the run had done when it was made."""
 POSITION = "position"
 """Of the decision `saved`: the size in bytes of `decisions.jsonl` when the state of the checkpoint was captured."""
+_DIGEST = b', "digest": "'
+"""In each line, before BLAKE3 of the file up to here, by which a start recognizes lines that changed or are lost."""
+_DIGITS = 32
 _TO_REPEAT = "to_repeat"
 """Of `saved` in files without `POSITION`: ids of requests still to be repeated, so that the checkpoint lacks them."""
 _MOST_BYTES = 1 << 28
@@ -63,6 +71,54 @@ class Steering:
     """The configured values of the callbacks' settings that are overridden."""
     last: tuple[int, Request] | None = None
     """The last command that changed what is learned, and the step after which it did; named if the run fails."""
+    written: blake3 = field(default_factory=blake3)
+    """On rank 0, the hash of `decisions.jsonl`, while it has `num_bytes`."""
+    num_bytes: int = 0
+
+
+def append_line(path: Path, entry: dict[str, Any], steering: Steering) -> None:
+    """Append a decision to `decisions.jsonl`, with a digest of the file up to here.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    with path.open("ab+", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        is_torn = size > 0 and file.read(1) != b"\n"  # by an earlier crash
+        if size != steering.num_bytes:
+            steering.written = hash_of(file.fileno(), size)
+        text = b"\n" * is_torn + encode(entry).encode().removesuffix(b"}")
+        steering.written.update(text)
+        end = _DIGEST + steering.written.hexdigest()[:_DIGITS].encode() + b'"}\n'
+        steering.written.update(end)
+        steering.num_bytes = -1  # unknown if the disk is full
+        file.write(text + end)
+        steering.num_bytes = size + len(text) + len(end)
+
+
+def first_change(path: Path) -> int | None:
+    """The number of the first line that is not as it was written, or that follows a lost or doubled one; None if none.
+
+    Lines without a digest are those of earlier versions, or torn by a crash.
+
+    Raises:
+        DataError: if the file cannot be read.
+    """
+    hasher, has_digests, lines = blake3(), False, _content(path).splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        text, mark, end = line.rpartition(_DIGEST)
+        if mark and len(end) == _DIGITS + len('"}\n'):
+            hasher.update(text)
+            if not end.startswith(hasher.hexdigest()[:_DIGITS].encode()):
+                return number
+            hasher.update(mark + end)
+            has_digests = True
+        else:
+            hasher.update(line)
+            if has_digests and number == len(lines) and line.endswith(b"\n"):
+                return number
+    return None
 
 
 def decisions_after(path: Path, step: int, *, since: float = 0.0) -> deque[Sent]:
@@ -99,6 +155,12 @@ def left_behind(path: Path, step: int | None) -> list[Sent]:
 def captured_now(path: Path, steering: Steering) -> dict[str, int]:
     """For the manifest and the line `saved` of a checkpoint: which decisions the current state contains."""
     return {BRANCH: steering.branch, POSITION: path.stat().st_size if path.exists() else 0}
+
+
+def is_cut(path: Path, captured: dict[str, Any]) -> bool:
+    """Whether the file has lost the end of what it had when a checkpoint was captured, as after a power failure."""
+    position = captured.get(POSITION)
+    return isinstance(position, int) and (path.stat().st_size if path.is_file() else 0) < position
 
 
 def is_recorded(path: Path, step: int, captured: dict[str, Any]) -> bool:
@@ -205,18 +267,21 @@ def ids_to_repeat(repeats: Iterable[Sent]) -> list[str]:
     return [one.request.details["command_id"] for one in repeats if one.request.is_steered]
 
 
-def _decisions(path: Path) -> Iterable[dict[str, Any]]:
+def _content(path: Path) -> bytes:
     try:
-        text = read_bytes(path, _MOST_BYTES, error=DataError)
+        return read_bytes(path, _MOST_BYTES, error=DataError)
     except FileNotFoundError:
-        return
+        return b""
     except OSError as error:
         raise DataError(
             f"{path} cannot be read ({error.strerror}), so it is not known what the run was asked for after its "
             f"checkpoint; restore the file, or move what is there away to continue without."
         ) from None
+
+
+def _decisions(path: Path) -> Iterable[dict[str, Any]]:
     position, rollbacks, end = 0, 0, 0
-    for line in text.splitlines(keepends=True):
+    for line in _content(path).splitlines(keepends=True):
         position, end = end, end + len(line)
         try:
             entry = json.loads(line)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import time
 from dataclasses import replace
@@ -12,9 +11,8 @@ from typing import Any
 from onstep.events import Request
 from onstep.events.control import STICKY
 from onstep.events.views import configured_values
-from onstep.json_values import encode
 from onstep.training.run import Run
-from onstep.training.runs.steering import BATCHES_TO_SKIP, BRANCH, Steering, changes_learning
+from onstep.training.runs.steering import BATCHES_TO_SKIP, BRANCH, Steering, append_line, changes_learning
 
 logger = logging.getLogger(__name__)
 
@@ -142,15 +140,10 @@ def append_decision(state: Run, request: Request, step: int | None = None) -> No
     if state.run_dir is None:
         return
     path = state.run_dir.decisions
-    branch = state.features.room(Steering).branch
-    head = {"timestamp": time.time(), "step": state.train_state.step if step is None else step, BRANCH: branch}
-    line = encode({**head, **vars(request)})
+    steering = state.features.room(Steering)
+    head = {"timestamp": time.time(), "step": state.train_state.step if step is None else step, BRANCH: steering.branch}
     try:
-        with path.open("ab+", buffering=0) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 1))
-            is_torn = size > 0 and file.read(1) != b"\n"  # by an earlier crash
-            file.write(b"\n" * is_torn + line.encode() + b"\n")
+        append_line(path, {**head, **vars(request)}, steering)
     except OSError as error:
         logger.warning("a decision (%s) could not be recorded: %s", request, error)
 

@@ -18,6 +18,7 @@ from onstep.training.runs.steering import (
     Steering,
     branch_at,
     decisions_after,
+    first_change,
     ids_to_repeat,
     last_within,
     withdrawable,
@@ -71,12 +72,24 @@ def load_repeats(run: Run) -> None:
         return
     if run.world.is_main and (since := _beginning(run, directory)) is not None:
         step = 0 if checkpoints.start is None else checkpoints.start.step
+        _name_change(directory.decisions)
         _withdraw(run, directory.decisions)
         found = decisions_after(directory.decisions, step, since=since)
         steering.branch = branch_at(directory.decisions, step)
         steering.repeats = deque(one for one in found if _can_be_repeated(run, one))
         steering.last = last_within(directory.decisions, step)
     steering.last = run.world.share(steering.last)
+
+
+def _name_change(decisions: Path) -> None:
+    if (line := first_change(decisions)) is not None:
+        logger.warning(
+            "%s is not what the run had written: line %d was changed, or lines before it are lost, doubled or added. "
+            "It was edited, or its disk has damaged it. What it says that the run was sent after its checkpoint is "
+            "repeated; compare it with a copy if you have one.",
+            decisions,
+            line,
+        )
 
 
 def _beginning(run: Run, directory: RunDir) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -684,3 +685,35 @@ def test_an_error_in_a_users_function_names_it_and_what_it_received(args: Traini
             trainer.train()
         notes = " ".join(error.value.__notes__)
         assert re.search(r"metric function .*, called with float32|compute_loss_func, called with the out", notes)
+
+
+TABLE = {"cat": 0}
+
+
+@pytest.mark.parametrize(
+    ("read", "is_explained"),
+    [
+        (lambda batch: batch["name"], True),
+        (lambda batch: batch.pop("name"), True),
+        (lambda batch: {key: value + 0 for key, value in batch.items()}["name"], False),  # not a variable
+        (lambda batch: dict(batch)["name"], False),
+        (lambda batch: [batch[key] for key in ("labels", "name")], True),
+        (lambda batch: UserDict(batch)["name"], True),
+        (lambda batch: TABLE["name"], False),
+        (lambda batch: TABLE.pop("name"), False),
+        (lambda batch: {"cat": 1}["name"], False),
+        (lambda batch: nn.ModuleDict({"cat": nn.Linear(1, 1)})["name"], False),
+        (lambda batch: [].pop(TABLE["name"]), False),
+    ],
+)
+def test_a_missing_key_is_explained_only_where_it_was_looked_up_in_the_batch(
+    read: Callable[[Any], Any], is_explained: bool
+) -> None:
+    def step(data_iterator: Iterator[Any], model: nn.Module) -> Any:
+        batch = next(data_iterator)
+        read(batch)
+        return model(**batch), lambda loss: loss
+
+    with pytest.raises(DataError if is_explained else KeyError, match="name") as failure:
+        run(small_state(), step=step, data=loader())
+    assert isinstance(failure.value, DataError) is is_explained

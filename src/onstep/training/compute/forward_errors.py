@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from onstep.data.loaders.dead_workers import is_death
 from onstep.errors import ConfigError, DataError, OnstepError
 from onstep.training.compute.batch_notes import beyond_embedding, note_of
+from onstep.training.compute.failed_lookup import is_of_batch
 from onstep.training.compute.losses import IGNORE_INDEX, described
 from onstep.training.protocols import ForwardStep
 
@@ -66,8 +67,7 @@ def _explain(error: Exception, batch: Mapping[Any, Any], model: nn.Module) -> st
     """How the micro-batch has caused an error of the forward step; None if it is not known to have."""
     text = str(error)
     if isinstance(error, KeyError):
-        key = error.args[0] if error.args else None
-        return None if not isinstance(key, str) or key in batch else _lacking(f"the key {key!r}", batch)
+        return _lacking(f"the key {error.args[0]!r}", batch) if is_of_batch(error, batch) else None
     if isinstance(error, TypeError):
         missing = _MISSING.search(text)
         names = {type(model).__name__, type(getattr(model, "module", model)).__name__}

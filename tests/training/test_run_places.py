@@ -23,6 +23,7 @@ from onstep.metrics_log import read_records
 from onstep.training import GlobalState
 from onstep.training.runs import lock as run_lock
 from onstep.training.runs.lock import LEASE, LOCK, RunLock
+from tests.support.small_models import Regression, arguments, quiet, regression_rows
 
 
 @pytest.fixture
@@ -203,3 +204,30 @@ def test_a_disk_without_locks_holds_a_directory_for_one_process_all_the_same(
     lock.release()
     assert not (tmp_path / LEASE).exists()
     RunLock(tmp_path / LOCK).release()
+
+
+@pytest.mark.parametrize("door", ["pretrain", "Trainer"])
+def test_a_change_of_the_working_directory_moves_nothing(
+    door: str,
+    config: ConfigContainer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    manager = at_step(2, "on_step_end", lambda: os.chdir(tmp_path / "there"))
+    if door == "pretrain":
+        config.run.output_dir, config.logger.report_to = "runs", ["tensorboard"]
+        pretrain(config, callbacks=manager)
+    else:
+        args = arguments(Path("runs"), output_dir="runs/mine", max_steps=6, save_steps=2, report_to="tensorboard")
+        quiet(Regression(), args, regression_rows(24), callbacks=manager).train()
+    mine = tmp_path / "here" / "runs" / "mine"
+    assert json.loads((mine / "run.json").read_text())["step"] == 6
+    assert steps_in(mine if door == "Trainer" else mine / "checkpoints") == [2, 4, 6]
+    assert list(mine.rglob("events.out.tfevents.*"))
+    assert len(read_records(mine / "trainer_logs.json")) > 0
+    assert not list((tmp_path / "there").iterdir())
+    assert "moved" not in caplog.text

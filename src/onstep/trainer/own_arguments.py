@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
@@ -92,8 +93,7 @@ def shown_arguments(args: TrainingArguments, directory: str | None) -> TrainingA
     shown = copy.copy(args)
     if directory is not None:
         shown.output_dir = directory
-    if shown.logging_dir is None:
-        shown.logging_dir = shown.output_dir
+    shown.logging_dir = os.path.abspath(shown.logging_dir or str(shown.output_dir))
     return shown
 
 

@@ -5,6 +5,7 @@ endings.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -83,7 +84,7 @@ def open_run(
             run.world, run.control = world, Control(rank=world.rank)
             if claim is not None:
                 run.cfg, run.run_dir = resolve(claim.config, world.size), claim.directory
-                run.run_dir.held = None if hold is None else hold.lock
+                run.run_dir.work_in(None if hold is None else hold.lock)
             notify = Dispatcher(manager, run)
         if claim is not None and claim.is_finished and not accepts_finished:
             yield OpenRun(run, manager, notify, claim)
@@ -127,7 +128,7 @@ def _name_claim(run: GlobalState, claim: Claim) -> None:
     for note in claim.notes if run.world.is_main else ():
         logger.warning("%s", note)
     run.cfg.run.name, run.saving.identity = claim.directory.path.name, claim.identity
-    run.cfg.logger.logging_dir = run.cfg.logger.logging_dir or str(claim.directory.path)
+    run.cfg.logger.logging_dir = os.path.abspath(run.cfg.logger.logging_dir or claim.directory.path)
 
 
 def _undo_start(run: GlobalState, hold: Hold | None) -> bool:

@@ -55,7 +55,7 @@ class RunLock:
     def take(self, path: Path) -> None:
         """Hold this file instead of the one held so far; raises as the constructor does."""
         self.release()
-        self._path = path
+        self._path = path = path.absolute()
         self._acquire(path)
         while not _is_at(path, self._descriptor):  # its holder, whose start had failed, has removed it
             self.release()

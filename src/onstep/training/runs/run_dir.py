@@ -46,6 +46,10 @@ class RunDir:
         self.held: RunLock | None = None
         """The lock that this process holds on it; None on other ranks than 0, and where it is only read."""
 
+    def work_in(self, held: RunLock | None) -> None:
+        """Keep the place, as user code may change the working directory, and the lock, which only rank 0 has."""
+        self._path, self.held = self._path.absolute(), held
+
     @property
     def path(self) -> Path:
         """Where it is now: a process that holds it notices that it was moved."""

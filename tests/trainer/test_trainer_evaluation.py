@@ -43,6 +43,27 @@ def test_the_loss_is_the_mean_over_all_labels_and_perplexity_follows(tmp_path: P
     assert metrics.keys() >= {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "epoch"}
 
 
+@pytest.mark.parametrize("model", [TokenModel(), LogitsModel()])
+def test_the_set_without_a_label_is_named_and_is_never_the_best(
+    model: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = ragged_rows(4)
+    empty = [{**row, "labels": torch.full_like(row["labels"], IGNORE)} for row in rows]
+    options: Any = {"compute_loss_func": summed} if isinstance(model, LogitsModel) else {}
+    trainer = quiet(model, arguments(tmp_path), eval_dataset={"good": rows, "wrong": empty}, **options)
+    metrics = trainer.evaluate()
+    assert math.isnan(metrics["eval_wrong_loss"])
+    assert not math.isnan(metrics["eval_good_loss"])
+    assert "the eval_wrong data has no label to compute a loss from in 4 samples (all are -100)" in caplog.text
+
+
+def summed(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    total = torch.nn.functional.cross_entropy(
+        outputs["logits"].flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+    return total / max(1, int(num_items_in_batch))
+
+
 def test_a_dict_of_sets_is_evaluated_under_its_names(tmp_path: Path) -> None:
     sets = {"first": regression_rows(4), "second": regression_rows(7)}
     trainer = quiet(Regression(), arguments(tmp_path), eval_dataset=sets)

@@ -50,6 +50,15 @@ def test_the_loss_is_the_mean_over_all_labels(step: Any, micro: int) -> None:
     assert metrics["eval_perplexity"] == pytest.approx(math.exp(metrics["eval_loss"]))
 
 
+@pytest.mark.parametrize("step", [sum_step, mean_step])
+def test_the_loss_of_data_without_a_label_is_nan_and_is_warned_of(step: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rows = RaggedRows(5, empty=tuple(range(5)))
+    metrics = of(TinyModel(), EvalLoader(rows, micro_batch_size=2), step)
+    assert math.isnan(metrics["eval_loss"])
+    assert math.isnan(metrics["eval_perplexity"])
+    assert "the eval data has no label to compute a loss from in 5 samples (all are -100)" in caplog.text
+
+
 def test_a_hopeless_perplexity_is_held_at_the_exponent_20() -> None:
     model = TinyModel()
     with torch.no_grad():

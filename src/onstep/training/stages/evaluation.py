@@ -135,7 +135,16 @@ def score(
             kind,
             state.train_state.step,
         )
-    losses = {key: top / bottom.clamp(min=1) for key, (top, bottom) in totals.sums.items()}
+    losses = {
+        key: top / bottom.clamp(min=1) if bottom else top * math.nan for key, (top, bottom) in totals.sums.items()
+    }
+    if "loss" in losses and not totals.sums["loss"][1] and state.world.is_main:
+        logger.warning(
+            "the %s data has no label to compute a loss from in %d samples (all are -100), so its loss is NaN; check "
+            "the labels",
+            prefix or kind,
+            totals.samples,
+        )
     reported = {key: value for key, value in losses.items() if key != "loss"}
     means = reported or ({"lm loss": losses["loss"]} if losses else {})
     metrics = _metrics(prefix or kind, losses, totals, time.perf_counter() - started)

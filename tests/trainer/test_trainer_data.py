@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +210,15 @@ def test_workers_give_the_same_batches(tmp_path: Path) -> None:
     assert there.ids == here.ids
     for one, other in zip(there.seen, here.seen, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_generator_that_ends_before_max_steps_ends_the_training_which_is_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: Any = {"max_steps": 10, "config_overrides": {}}
+    trainer = quiet(Regression(), arguments(tmp_path, **options), (row for row in regression_rows(20)))
+    assert trainer.train().global_step == 5
+    assert trainer.state.epoch == 1
+    assert "exhausted at step 5 of 10, so training ends and is saved there: a generator" in caplog.text
+    assert {"checkpoint-5", "model.safetensors"} <= {path.name for path in (tmp_path / "run").iterdir()}
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "completed"

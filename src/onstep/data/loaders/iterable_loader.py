@@ -300,8 +300,10 @@ class IterableLoader(Unindexed):
     def read(self, num_microbatches: int) -> StepBatches | None:
         """This rank's micro-batches of the next step; None at the end of the epoch.
 
+        A later epoch may be empty: a generator cannot be read twice.
+
         Raises:
-            DataError: if an epoch is shorter than a step or ends before the position.
+            DataError: if the first epoch is shorter than a step, or one ends before the position.
         """
         if num_microbatches < 1:
             raise DataError(f"num_microbatches must be >= 1, got {num_microbatches}")
@@ -366,10 +368,10 @@ class IterableLoader(Unindexed):
         return self._reader.open(self.samples_in_epoch, epoch=self.epoch)
 
     def _end_epoch(self, dropped: list[StepBatches]) -> None:
-        if self.samples_in_epoch == 0:  # otherwise the caller would loop over empty epochs forever
+        if self.epoch == self.samples_in_epoch == 0:
             num_dropped = sum(row.num_samples or 0 for row in dropped)
             raise DataError(
-                f"epoch {self.epoch} of the iterable ended after {num_dropped} samples, less than one step; use more "
-                "data or a smaller global batch, and make __iter__ start over each time it is called"
+                f"the iterable ended after {num_dropped} samples, less than one step; use more data or a smaller "
+                "global batch, and make __iter__ start over each time it is called"
             )
         self.seek(self.epoch + 1, 0)

@@ -171,7 +171,7 @@ def end_epoch(job: Job, has_data: bool) -> None:
     if is_over:
         check_that_there_was_data(job)
     if job.reader.has_epochs and (is_over or run.control.should_epoch_stop):
-        progress.epoch += 1
+        progress.epoch += 0 if run.stage.data_exhausted else 1
         progress.samples_in_epoch = progress.steps_in_epoch = 0
         leave_out_skipped(job)
         job.reader.seek(progress.epoch, 0)
@@ -190,7 +190,12 @@ def check_that_there_was_data(job: Job) -> None:
         raise DataError("The training data ended before its first step; it must yield at least one global batch.")
     run.stage.data_exhausted = not job.reader.has_epochs or progress.steps_in_epoch == 0
     if run.stage.data_exhausted and run.world.is_main:
-        logger.warning("the training data is exhausted at step %d; training ends", progress.step)
+        logger.warning(
+            "the training data is exhausted at step %d%s, so training ends and is saved there: a generator or another "
+            "iterator is read only once; to train on it again, pass a dataset whose __iter__ starts over",
+            progress.step,
+            f" of {run.train_iters}" if run.train_iters else "",
+        )
 
 
 def leave_out_skipped(job: Job) -> None:

@@ -412,6 +412,15 @@ def test_the_defaults_mean_hugging_faces_run() -> None:
     assert {key: flat[key] for key in expected} == expected
 
 
+HALF = {
+    "mixed_precision": "fp16_mixed",
+    "optimizer.initial_loss_scale": 65536.0,
+    "optimizer.loss_scale_window": 2000,
+    "optimizer.hysteresis": 1,
+}
+"""The scale of torch's GradScaler, not Megatron's."""
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -424,8 +433,8 @@ def test_the_defaults_mean_hugging_faces_run() -> None:
         ({"optim": "sgd"}, {"optimizer.optimizer": "sgd", "optimizer.sgd_momentum": 0.0}),
         ({"bf16": True}, {"mixed_precision": "bf16_mixed"}),
         ({"mixed_precision": "bf16"}, {"mixed_precision": "bf16_mixed"}),
-        ({"fp16": True}, {"mixed_precision": "fp16_mixed"}),
-        ({"mixed_precision": "fp16"}, {"mixed_precision": "fp16_mixed"}),
+        ({"fp16": True}, HALF),
+        ({"mixed_precision": "fp16"}, HALF),
         ({"mixed_precision": "no"}, {"mixed_precision": None}),
         ({"logging_strategy": "no"}, {"logger.log_interval": 0, "logger.log_on_each_epoch": False}),
         ({"logging_strategy": "epoch"}, {"logger.log_interval": 0, "logger.log_on_each_epoch": True}),

@@ -261,6 +261,41 @@ def test_a_run_that_loads_its_state_goes_on_with_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("spelling", [{"fp16": True}, {"mixed_precision": "fp16"}], ids=str)
+def test_the_trainers_scale_is_that_of_torch_and_the_first_skipped_step_is_explained(
+    spelling: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Overflows(TinyModel):
+        calls = 0
+
+        def forward(self, tokens: Any, labels: Any) -> Any:
+            self.calls += 1
+            loss = super().forward(tokens, labels, reduction="mean")
+            if self.calls in (2, 3):
+                loss.register_hook(lambda gradient: gradient * math.inf)
+            return {"loss": loss}
+
+    theirs, scales = torch.amp.GradScaler("cpu"), []
+    for is_bad in (False, True, True, False):
+        scales.append(theirs.get_scale())
+        theirs.scale(torch.ones(()))
+        theirs._per_optimizer_states[0]["found_inf_per_device"] = {torch.device("cpu"): torch.tensor(float(is_bad))}
+        theirs.update()
+    args = TrainingArguments(str(tmp_path / "run"), max_steps=4, use_cpu=True, logging_steps=1, **spelling)
+    recorder = Recorder()
+    trainer = Trainer(Overflows(), args, train_dataset=RaggedRows(64), callbacks=[recorder])
+    trainer.train()
+    assert recorder.skipped == [False, True, True, False]
+    assert [scales[0], *[record["loss_scale"] for record in recorder.logs if "loss" in record][:3]] == scales
+    config = trainer.global_state.cfg.optimizer
+    assert (config.loss_scale_window, scales[0]) == (theirs.get_growth_interval(), 65536.0)
+    told = [one.getMessage() for one in caplog.records if "overflow in float16" in one.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith(
+        "step 2 is skipped: its gradients overflow in float16. The loss scale, 32768 for the next"
+    )
+
+
+@pytest.mark.parametrize("spelling", [{"fp16": True}, {"mixed_precision": "fp16"}], ids=str)
 def test_the_trainer_trains_in_float16(spelling: dict[str, Any], tmp_path: Path) -> None:
     class Rows(RaggedRows):
         def __getitem__(self, index: int) -> dict[str, Any]:

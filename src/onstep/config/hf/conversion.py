@@ -187,6 +187,8 @@ def _set_optimizer(args: TrainingArguments, config: ConfigContainer) -> None:
         config.mixed_precision = "bf16_mixed"
     elif args.fp16 or args.mixed_precision == "fp16":
         config.mixed_precision = "fp16_mixed"
+        # those of torch's GradScaler, which Hugging Face uses; Megatron's skip the first 16 steps or so
+        optimizer.initial_loss_scale, optimizer.loss_scale_window, optimizer.hysteresis = 2.0**16, 2000, 1
 
 
 def _set_checkpoints(args: TrainingArguments, config: ConfigContainer) -> None:

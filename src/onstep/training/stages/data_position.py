@@ -104,8 +104,22 @@ def count(job: Job, step: Step) -> None:
     job.accumulator.add(step.total if is_logged else None, step.grad_norm, step.applied, step.num_zeros)
     advance(run, job.samples_of(step.batches) if samples is None else samples)
     run.stage.has_stepped = True
+    if job.tells_of_overflow and job.optimizer.overflowed:
+        tell_of_overflow(job)
     if job.start.is_first:
         job.start.note_first_step(run, step)
+
+
+def tell_of_overflow(job: Job) -> None:
+    """Say once, on rank 0, that a step is skipped while the loss scale of float16 is found."""
+    job.tells_of_overflow = False
+    if job.run.world.is_main and job.scaler is not None:
+        logger.warning(
+            "step %d is skipped: its gradients overflow in float16. The loss scale, %g for the next step, halves until "
+            "they fit, and each step up to then is skipped; `skipped_steps` and `loss_scale` are in the log",
+            job.run.train_state.step,
+            job.scaler.scale,
+        )
 
 
 def advance(run: Run, samples: int) -> None:

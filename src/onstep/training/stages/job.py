@@ -60,6 +60,8 @@ class Job:
         """What the run is asked for while it runs."""
         self.scaler = self.optimizer.scaler
         """The loss scaler of float16; None in any other precision."""
+        self.tells_of_overflow = self.scaler is not None
+        """Whether no step has been skipped for an overflow yet."""
         self.scales_rates = self.scheduler if isinstance(self.scheduler, ScalesRates) else None
         """The schedule, if decisions of the run can scale its rates."""
         options = self.run.cfg.logger

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from onstep.optim.protocol import HasParamGroups
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_DECAY_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 WD_INCR_STYLES = ("constant", "linear", "cosine")
+_NOT_SET = (None, None)
 _LR_STATE = ("max_lr", "lr_warmup_steps", "lr_decay_style", "lr_decay_steps", "min_lr", "init_lr")
 """Megatron-Core's keys and one additional, last key; older checkpoints have neither that one nor those of WSD."""
 _WSD_STATE = ("wsd_decay_steps", "lr_wsd_decay_style")
@@ -168,7 +170,8 @@ class OptimizerParamScheduler:
     Constructing it writes the values at 0 samples. A parameter group may have its own `max_lr`, `min_lr`, `start_wd`
     and `end_wd` (None means the scheduler's), an `lr_mult` that multiplies its learning rate and a `wd_mult` that
     multiplies its weight decay. A group's learning rate that is a tensor (capturable optimizers) is written in place,
-    so that captured graphs see it.
+    so that captured graphs see it. A learning rate that something else writes into a group, such as a callback, lasts
+    until the next `step`, a weight decay until that of the schedule changes; the state has both.
 
     Raises:
         ConfigError: see `LrSchedule` and `WdSchedule`.
@@ -215,6 +218,12 @@ class OptimizerParamScheduler:
         self.num_steps = 0
         """Number of samples trained on."""
         self._last_increment = 0
+        self._decays: list[float | None] = []
+        """The weight decays that were written last, by group."""
+        self._set_elsewhere: list[list[float | None]] = []
+        """The rates and weight decays of a loaded state that something else had set, by group, until the next step."""
+        self._last_rates: list[Any] = []
+        """What the groups had before the last `step`, which a callback may have set."""
         self._lr_factor = 1.0
         self._write()
 
@@ -239,8 +248,11 @@ class OptimizerParamScheduler:
                 "scheduler.step() lacks its increment, a number of samples; the training loop steps the scheduler "
                 "itself after each update: remove the call"
             )
+        self._last_rates = list(map(itemgetter("lr"), self.optimizer.param_groups))
         self.num_steps += increment
         self._last_increment = increment
+        if increment:
+            self._set_elsewhere = []
         self._write()
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
@@ -254,7 +266,9 @@ class OptimizerParamScheduler:
     def rates_before_last_step(self) -> list[float]:
         """The learning rates before the last `step`, by group: those of the last update."""
         before = self.num_steps - self._last_increment
-        return [self._rate(group, before) for group in self.optimizer.param_groups]
+        groups = zip(self.optimizer.param_groups, self._last_rates, strict=False)
+        # a tensor has been overwritten in place
+        return [self._rate(group, before) if isinstance(rate, Tensor) else float(rate) for group, rate in groups]
 
     def get_wd(self, param_group: dict[str, Any] | None = None) -> float:
         """The weight decay at the current count, with the group's `start_wd` and `end_wd` but before its `wd_mult`."""
@@ -266,7 +280,8 @@ class OptimizerParamScheduler:
         names = _LR_STATE + (_WSD_STATE if self.lr_schedule.lr_decay_style == "WSD" else ())
         shape = {name: getattr(self.lr_schedule, name) for name in names}
         shape |= {name: getattr(self.wd_schedule, name) for name in _WD_STATE}
-        return {"num_steps": self.num_steps, **shape}
+        differing = self._differing()
+        return {"num_steps": self.num_steps, **shape, **({"set_elsewhere": differing} if differing else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue a saved schedule: its `num_steps` is added to the current count, as in Megatron-Core.
@@ -284,7 +299,10 @@ class OptimizerParamScheduler:
         lr_schedule = replace(self.lr_schedule, **self._resolve(self.lr_schedule, _LR_STATE + _WSD_STATE, state_dict))
         wd_schedule = replace(self.wd_schedule, **self._resolve(self.wd_schedule, _WD_STATE, state_dict))
         self.lr_schedule, self.wd_schedule = lr_schedule, wd_schedule
+        self._decays = []  # the optimizer may have loaded others
         self.step(state_dict["num_steps"])
+        self._set_elsewhere = state_dict.get("set_elsewhere", [])
+        self._write()
 
     def _resolve(self, own: LrSchedule | WdSchedule, names: tuple[str, ...], saved: dict[str, Any]) -> dict[str, Any]:
         """The saved values to apply to `own`."""
@@ -305,10 +323,14 @@ class OptimizerParamScheduler:
         """Write the values at the current count. In the loop's hot path: the common values are computed once."""
         num_steps, lr_schedule, wd_schedule = self.num_steps, self.lr_schedule, self.wd_schedule
         common_lr, common_wd = learning_rate(num_steps, lr_schedule), weight_decay(num_steps, wd_schedule)
-        for group in self.optimizer.param_groups:
+        groups, decays, elsewhere = self.optimizer.param_groups, self._decays, self._set_elsewhere
+        decays += [None] * (len(groups) - len(decays))
+        for index, group in enumerate(groups):
+            set_lr, set_wd = elsewhere[index] if index < len(elsewhere) else _NOT_SET
             own_lr = self._lr_schedule_of(group)
             lr = (common_lr if own_lr is lr_schedule else learning_rate(num_steps, own_lr)) * self._lr_factor
             lr *= float(group.get("lr_mult", 1.0))
+            lr = lr if set_lr is None else set_lr
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
             else:
@@ -316,7 +338,20 @@ class OptimizerParamScheduler:
             if "weight_decay" in group:
                 own_wd = self._wd_schedule_of(group)
                 wd = common_wd if own_wd is wd_schedule else weight_decay(num_steps, own_wd)
-                group["weight_decay"] = wd * group.get("wd_mult", 1.0)
+                wd *= group.get("wd_mult", 1.0)
+                if wd != decays[index]:  # else it stays as a callback may have set it
+                    group["weight_decay"] = decays[index] = wd
+                if set_wd is not None:
+                    group["weight_decay"] = set_wd
+
+    def _differing(self) -> list[list[float | None]]:
+        """The rate and weight decay of each group where they are not those of the schedule; empty if all are."""
+        found: list[list[float | None]] = []
+        for group, written in zip(self.optimizer.param_groups, self._decays, strict=False):
+            lr, decay, rate = group["lr"], group.get("weight_decay"), self.get_lr(group)
+            rate = float(lr.new_tensor(rate)) if isinstance(lr, Tensor) else rate
+            found.append([float(lr) if float(lr) != rate else None, decay if decay != written else None])
+        return found if any(value is not None for values in found for value in values) else []
 
     def _rate(self, group: dict[str, Any], num_steps: int) -> float:
         rate = learning_rate(num_steps, self._lr_schedule_of(group)) * self._lr_factor

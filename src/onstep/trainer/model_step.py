@@ -53,8 +53,8 @@ class ModelStep:
 
     def __call__(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
         """Run one micro-batch; returns `(loss, loss function)`. The loss is None for a test without labels."""
-        inputs = next(data_iterator)
-        if not model.training:
+        inputs, trains = next(data_iterator), model.training  # which compute_loss may change
+        if not trains:
             self.is_filler = isinstance(data_iterator, MicroBatches) and data_iterator.is_filler()
         measured = self._labels.measure(inputs)
         own_items = measured[0] if self._gives_shares else None
@@ -62,9 +62,9 @@ class ModelStep:
             own_items = self._labels.items(inputs)
         num_items = None if own_items is None else self._num_items(data_iterator, model, own_items)
         loss = self._loss(model, inputs, num_items)
-        if loss is None and model.training:
+        if loss is None and trains:
             raise ConfigError("compute_loss returned None; it must return the loss of the micro-batch.")
-        return self._result(loss, inputs, measured, is_share=own_items is not None and model.training)
+        return self._result(loss, inputs, measured, is_share=own_items is not None and trains)
 
     def _result(
         self, loss: Any, inputs: Any, measured: tuple[Any, bool], *, is_share: bool

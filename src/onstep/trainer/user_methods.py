@@ -14,6 +14,7 @@ from onstep.config.hf.argument import LOG_LEVELS
 from onstep.events import Dispatcher
 from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.overrides import overrides
+from onstep.trainer.reporting.changed_arguments import watched_arguments
 from onstep.trainer.reporting.input_counts import InputCounts
 from onstep.training.run import Run
 
@@ -30,6 +31,7 @@ def user_methods(trainer: TrainerMethods, run: Run, notify: Dispatcher, *, train
         trainer.callback_manager.add(counts)
     if trains:
         trainer.input_counts = counts if kind != "no" else None
+        entry.check_arguments = watched_arguments(args, entry.given_args)
     entry.logs_skipped_losses = not args.logging_nan_inf_filter
     entry.log = _log(trainer) if kind != "no" or overrides(trainer, "log") else None
     entry.store_flos = trainer.store_flos if counts_flops else None

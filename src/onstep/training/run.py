@@ -149,6 +149,8 @@ class EntryPoint:
     """Whether the logged loss contains the steps that an anomaly skipped."""
     log: Callable[[Metrics], None] | None = None
     """The user's own `Trainer.log`, which every record passes through; None if there is none."""
+    check_arguments: Callable[[], None] = lambda: None
+    """Warns of arguments of a `Trainer` that have changed since the start."""
     store_flos: Callable[[], None] | None = None
     """Adds the FLOPs counted by the user's `Trainer`; None: 6 per label and parameter. Collective."""
     save_checkpoint: Callable[[Callable[..., None]], None] | None = None

@@ -26,6 +26,7 @@ def prepare(job: Job) -> None:
     run, stage = job.run, job.run.stage
     for chunk in job.model:
         chunk.train()
+    job.modes.keep(None)
     if not stage.is_resumed:
         run.control.clear_stops()
         run.ending.stopped_by = None

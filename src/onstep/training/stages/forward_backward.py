@@ -23,9 +23,12 @@ ForwardPass = Callable[[MicroBatches, Batch, bool], MicroLoss]
 def forward_of(job: Job) -> ForwardPass:
     """The forward pass of one micro-batch, in the run's precision."""
     run, forward_step_func, model = job.run, job.forward_step_func, only_chunk(job.model)
-    weighting = run.cfg.train.loss_weighting
+    weighting, modes, progress = run.cfg.train.loss_weighting, job.modes, run.train_state
+    module = modes.module
 
     def forward(micro_batches: MicroBatches, batch: Batch, is_filler: bool) -> MicroLoss:
+        if not module.training or modes.epoch != progress.epoch:
+            modes.keep(progress.epoch)
         iterator = micro_batches if micro_batches.batches.has_data else None
         result = call_forward_step(forward_step_func, iterator, batch, model, run.train_state.step)
         return read_loss(result, batch, weighting, is_filler)

@@ -16,6 +16,7 @@ from onstep.events import Dispatcher
 from onstep.optim import ScalesRates, StepOptimizer, as_step_optimizer
 from onstep.optim.param_groups import parameters_left_out, trainable_parameters
 from onstep.training.compute.step import LastStep, Step
+from onstep.training.compute.training_modes import TrainingModes
 from onstep.training.protocols import DataSource, ForwardStep, NonLossFunction, Trained, UserOptimizer, UserScheduler
 from onstep.training.reporting.loss_accumulator import LossAccumulator
 from onstep.training.run import Run
@@ -77,6 +78,7 @@ class Job:
         """Samples of every full step, if constant throughout the run."""
         self.chunks_with_buffers: list[Any] = [one for one in self.model if hasattr(type(one), "zero_grad_buffer")]
         """Chunks that manage their own gradient buffers."""
+        self.modes = TrainingModes(self.model[0])
         self.has_gradients = False
         """Whether this training's first backward passes are known to have given gradients."""
         self.versions_at_start = _versions(self.model)

@@ -48,6 +48,7 @@ def log_step(state: Run, accumulator: LossAccumulator, optimizer: UserOptimizer,
     logs = build_logs(state, report, optimizer, extras=tuple(unread))
     if state.entry_point.trainer is not None:
         logs["learning_rate"] = used_learning_rate(state, optimizer, notify.scheduler)
+        state.entry_point.check_arguments()
     warn_if_all_skipped(state, report)
     warn_if_nothing_is_learned(state, report)
     notify.on_log_step(logs=logs)

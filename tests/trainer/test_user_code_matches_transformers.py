@@ -14,8 +14,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from onstep import Trainer, TrainerCallback
+from onstep import CallbackManager, Trainer, TrainerCallback
 from tests.support.small_models import arguments, regression_rows
+from tests.support.small_runs import TinyModel, run, small_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning", "ignore:.*lr_scheduler.step.*:UserWarning")
 
@@ -329,6 +330,16 @@ def test_a_model_left_in_evaluation_mode_keeps_its_frozen_norms_and_resumes_exac
         assert torch.equal(value, again[name]), name
 
 
+def test_train_goes_on_in_training_mode_after_a_callback_has_left_it() -> None:
+    modes: list[tuple[bool, bool]] = []
+    manager, model = CallbackManager(), TinyModel()
+    manager.register("on_train_start", lambda context: model.embed.eval())
+    manager.register("on_step_begin", lambda context: model.eval() if context.state.train_state.step == 1 else None)
+    manager.register("on_optimizer_step", lambda context: modes.append((model.training, model.embed.training)))
+    run(small_state(train_iters=3), manager, model=model)
+    assert modes == [(True, False)] * 3
+
+
 def recorded_modes(modes: list[tuple[bool, bool]]) -> Any:
     def note(args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
         modes.append((model.training, model.norm.training))
@@ -342,7 +353,7 @@ def recorded_modes(modes: list[tuple[bool, bool]]) -> Any:
         ("max_grad_norm", 0.01, "start another training with it"),
         ("gradient_accumulation_steps", 2, "start another training with it"),
         ("eval_strategy", "epoch", r"set control\.should_evaluate"),
-        ("learning_rate", 0.7, r"set optimizer\.param_groups"),
+        ("learning_rate", 0.7, "set 'lr' in the optimizer's param_groups"),
     ],
 )
 def test_an_argument_that_is_changed_after_it_was_read_is_named(

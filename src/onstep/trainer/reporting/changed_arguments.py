@@ -18,8 +18,8 @@ _READ_AT_THE_START = (
     *("logging_strategy", "logging_steps", "eval_strategy", "eval_steps", "eval_delay", "save_strategy", "save_steps"),
 )
 _INSTEAD = {name: f"state.{name}" for name in ("max_steps", "logging_steps", "eval_steps", "save_steps")} | {
-    "learning_rate": "optimizer.param_groups[...]['lr'] or the scheduler",
-    "weight_decay": "optimizer.param_groups[...]['weight_decay']",
+    "learning_rate": "'lr' in the optimizer's param_groups, or the scheduler",
+    "weight_decay": "'weight_decay' in the optimizer's param_groups",
     "logging_strategy": "control.should_log",
     "eval_strategy": "control.should_evaluate",
     "save_strategy": "control.should_save",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from mmap import mmap
@@ -23,7 +23,7 @@ class Heartbeat:
     are also written to a page of memory that is a file, which outlives even a process that is killed.
     """
 
-    __slots__ = ("_activity", "_callback", "_page", "_step", "beats", "phase", "section")
+    __slots__ = ("_activity", "_callback", "_page", "_step", "beats", "observe", "phase", "section")
 
     def __init__(self) -> None:
         self.beats = 0
@@ -32,6 +32,8 @@ class Heartbeat:
         """setup | training | ended"""
         self.section: str | None = None
         """The open timed section: setup | step | checkpointing."""
+        self.observe: Callable[[Called | None], None] | None = None
+        """Called before `callback` changes, while a watchdog observes the set-up."""
         self._page: mmap | None = None
         self._callback: Called | None = None
         self._activity = "setting up"
@@ -44,6 +46,8 @@ class Heartbeat:
 
     @callback.setter
     def callback(self, called: Called | None) -> None:
+        if self.observe is not None:
+            self.observe(called)
         self._callback = called
         if self._page is not None:
             self._page[_CALLED] = _line("\n".join(called or ()), 256)

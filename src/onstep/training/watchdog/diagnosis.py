@@ -140,17 +140,25 @@ def _diagnose_stalls(
         return None
     fewest = min(one.collectives for one in running.values())
     all_wait = all(one.is_waiting for one in running.values())
+    running = with_uneven(running) if all_wait else running
+    is_uneven = any(one.is_alone_there for one in running.values())
     found = []
     for rank, one in running.items():
-        limit = one.limit_seconds
+        limit = (is_uneven and stopped_seconds) or one.limit_seconds
         if limit is None and stopped_seconds is not None and (one.is_stopped or all_wait):
             limit = stopped_seconds if one.is_stopped else 3 * stopped_seconds  # as until the first step
         idle = min(other.idle for other in running.values()) if all_wait else one.idle
         is_ahead = one.collectives > fewest and (one.is_waiting or on_cuda)
         if limit is not None and idle >= limit and (all_wait or not is_ahead):
             in_callback = all_wait and one.callback is not None
-            found.append((not in_callback, one.collectives, one.is_waiting, -one.idle, rank))
+            found.append((not one.is_alone_there, not in_callback, one.collectives, one.is_waiting, -one.idle, rank))
     return FailureDiagnosis("hung", min(found)[-1]) if found else None
+
+
+def with_uneven(rank_reports: Mapping[int, RankReport]) -> dict[int, RankReport]:
+    """The records; those whose callbacks have entered more collectives in the set-up than others' are marked."""
+    fewest = min(one.entered_in_callbacks for one in rank_reports.values())
+    return {rank: replace(one, is_alone_there=one.entered_in_callbacks > fewest) for rank, one in rank_reports.items()}
 
 
 _RULE = "=" * 100

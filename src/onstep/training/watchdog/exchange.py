@@ -66,6 +66,8 @@ class RankExchange(threading.Thread):
         self._order = 0
         self._tick = 0
         self._wake = threading.Event()
+        self.has_published = threading.Event()
+        """Set once this rank's first record is in the store."""
         self._stopping = False
         shared: Any = dist.distributed_c10d._get_default_store()
         self._store: Any = shared.clone()  # a separate connection: no lock is shared
@@ -87,6 +89,7 @@ class RankExchange(threading.Thread):
                 pass
             else:
                 self.last_answer = time.monotonic()
+                self.has_published.set()
             if is_last:
                 return
             self._wake.wait(_URGENT_SECONDS if self.is_urgent else self.interval)

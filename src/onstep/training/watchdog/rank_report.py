@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from onstep.heartbeat import HEARTBEAT
+from onstep.heartbeat import HEARTBEAT, Called
 from onstep.training.run import Run
 from onstep.training.runs.signals import Interrupts
 from onstep.training.watchdog import stacks as rank_stacks
@@ -60,6 +60,12 @@ class RankReport:
     """Seconds without progress after which the rank counts as hung; None if it is not watched."""
     collectives: int = 0
     """Number of collectives that the rank has entered, over all its process groups."""
+    entered_in_callbacks: int = 0
+    """Those among them that callbacks have entered in the set-up."""
+    entered_by: str = ""
+    """The callback that was the last to do so, and the event."""
+    is_alone_there: bool = False
+    """As seen with the others: its callbacks have entered more collectives than those of another rank."""
     is_waiting: bool = False
     """Its main thread is inside a collective."""
     waits_for_worker: bool = False
@@ -145,7 +151,8 @@ class RankReport:
         if self.callback is not None:
             return f"callback '{self.callback}' is handling '{self.event}'{where}"
         if self.is_waiting:
-            return f"it waits for other ranks in a collective ({self.activity}){where}"
+            waits = f"it waits for other ranks in a collective ({self.activity}){where}"
+            return f"{waits}, after {self.entered_by}, which other ranks did not" if self.is_alone_there else waits
         return f"it is {self.activity}{where}"
 
 
@@ -181,12 +188,24 @@ class RankObserver:
         """This rank's record from the time of its failure or exit."""
         self._beats, self._beat_at = -1, time.monotonic()
         self._limit_before: float | None = None
+        self._entered_before, self._entered_in_callbacks, self._entered_by = 0, 0, ""
+        if has_peers:
+            HEARTBEAT.observe = self._count_in_callbacks
 
     def close(self) -> None:
         """Release the signals and files in use."""
+        HEARTBEAT.observe = None
         if self._interrupts is not None:
             self._interrupts.close()
         self.dump.close()
+
+    def _count_in_callbacks(self, called: Called | None) -> None:
+        """Count the collectives that a callback has entered: where only some ranks do, later ones do not match."""
+        count, before = _collectives(), HEARTBEAT.callback
+        if before is not None and count > self._entered_before:
+            self._entered_in_callbacks += count - self._entered_before
+            self._entered_by = f"callback '{before[1]}' entered a collective while handling '{before[0]}'"
+        self._entered_before = count
 
     def forgive(self, seconds: float) -> None:
         """Measure the time without progress from a time later by this much."""
@@ -238,6 +257,8 @@ class RankObserver:
             idle_seconds=idle,
             limit_seconds=limit,
             collectives=_collectives() if self._has_peers else 0,
+            entered_in_callbacks=self._entered_in_callbacks,
+            entered_by=self._entered_by,
             is_waiting=self._has_peers and rank_stacks.waits_in_collective(places),
             waits_for_worker=rank_stacks.waits_for_worker(places),
             is_debugged=self.base.is_debugged or rank_stacks.is_in_debugger(places),

@@ -27,6 +27,7 @@ from onstep.training.run import Run
 from onstep.training.watchdog import stacks as rank_stacks
 from onstep.training.watchdog.diagnosis import (
     ANSWER_SECONDS,
+    CONSEQUENCE_SECONDS,
     FailureDiagnosis,
     Kind,
     Suspicion,
@@ -36,6 +37,7 @@ from onstep.training.watchdog.diagnosis import (
     report,
     suspecting_rank,
     suspicion_of,
+    with_uneven,
 )
 from onstep.training.watchdog.exchange import LEAVING_SECONDS, LINGER_SECONDS, RankExchange
 from onstep.training.watchdog.publication import announcing_end, publish, record_failure
@@ -104,6 +106,7 @@ class Watching(Feature[Run]):
         if self._rank_exchange is not None:
             self._rank_exchange.record = self._record()
             self._rank_exchange.start()
+            self._rank_exchange.has_published.wait(REPORT_SECONDS)  # before any callback can end this process
         self._thread.start()
         try:
             yield
@@ -126,6 +129,7 @@ class Watching(Feature[Run]):
 
     def ready(self) -> None:
         HEARTBEAT.beats += 1
+        HEARTBEAT.observe = None
         HEARTBEAT.step = self.host.train_state.step
         HEARTBEAT.activity, HEARTBEAT.phase = "beginning to train", "training"
         self._has_news = True
@@ -251,13 +255,17 @@ class Watching(Feature[Run]):
     def _diagnose(self, exchange: RankExchange, own_rank: int) -> None:
         if self._me.is_held():
             return
-        rank_reports, now = exchange.rank_reports(), time.monotonic()
+        rank_reports, now = with_uneven(exchange.rank_reports()), time.monotonic()
         if self._first_failure_at is None and any(one.failure is not None for one in rank_reports.values()):
             self._first_failure_at = now
+        since = 0.0 if self._first_failure_at is None else now - self._first_failure_at
+        if not exchange.knows_all and since < CONSEQUENCE_SECONDS:
+            exchange.hurry()  # a rank that is gone has published that it was there
+            return
         diagnosis = diagnose(
             rank_reports,
             interval=self._interval,
-            since_first_failure=0.0 if self._first_failure_at is None else now - self._first_failure_at,
+            since_first_failure=since,
             stopped_seconds=self._seconds,
             on_cuda=self.host.world.device.type == "cuda",
         )
@@ -277,7 +285,7 @@ class Watching(Feature[Run]):
         if self._stacks is None or self._stacks[0] != record.beats:
             self._stacks = record.beats, self._own_stacks()
         if HEARTBEAT.beats == record.beats:
-            one = placed(record, self._stacks[1])
+            one = placed(with_uneven({**exchange.rank_reports(), record.rank: record})[record.rank], self._stacks[1])
             exchange.proposal = decide_on(FailureDiagnosis("hung", record.rank), one, leader)
         exchange.hurry()
 

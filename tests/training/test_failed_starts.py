@@ -137,7 +137,10 @@ def test_a_restart_that_fails_replaces_the_error_of_the_failure_before(
     with pytest.raises(RuntimeError, match="broken"):
         failing_callback(tiny_config)
     record = json.loads(content(tmp_path / "mine")["run.json"])
-    assert (record["status"], record["error"]) == ("failed", "RuntimeError: broken")
+    assert (record["status"], record["error"]) == (
+        "failed",
+        "RuntimeError: broken (raised by callback 'Fails' during 'on_init_end')",
+    )
 
 
 def _at_step_two(context: Any) -> None:

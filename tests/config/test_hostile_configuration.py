@@ -178,6 +178,19 @@ def test_a_number_that_no_field_can_hold_is_refused_for_every_key(value: Any) ->
         assert len(str(caught.value)) < 1_000
 
 
+PATHS = ("run.name", "run.output_dir", "checkpoint.save", "checkpoint.load", "checkpoint.pretrained_checkpoint", "dataset.paths", "dataset.cache_dir", "tokenizer.tokenizer_model", "logger.logging_dir", "logger.tensorboard_dir", "logger.wandb_save_dir", "profiling.memory_snapshot_path")  # fmt: skip  # noqa: E501
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_a_path_that_no_file_system_holds_is_refused_before_anything_starts(
+    key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in ("x" * 256, "x/" * 2_500, "''", "~nobody-of-this-name/x"):
+        said = refusal(capsys, "train", f"{key}={path}")
+        assert f"{key}=" in said
+        assert "must be a path of at most 3,000 bytes, with names of at most 255" in said
+
+
 def test_the_range_of_integers_is_in_the_message(capsys: pytest.CaptureFixture[str]) -> None:
     rule = "integers from -2**63 to 2**63 - 1"
     assert rule in refusal(capsys, "config", "show", f"train.train_iters={10**200}")

@@ -46,7 +46,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 TRIED: tuple[Any, ...] = (7, 0.5, True, "another", "cpu", ["model"], [7], [0.5], {"a": "b"}, [{"match": "a"}])
 """Values to try for a key whose default does not show its type."""
 
-FORBIDDEN: tuple[Any, ...] = (-7, -0.5, 1.5, 0, 1e6, 1_000_000, "none of them")
+FORBIDDEN: tuple[Any, ...] = (-7, -0.5, 1.5, 0, 1e6, 1_000_000, "none of them", "")
 """Values of which a bound forbids at least one that the type allows."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -35,6 +36,27 @@ YEAR_SECONDS, YEAR_MINUTES = 365 * 86_400, 365 * 1_440
 """What a time may be at most: clocks and timers overflow far beyond it."""
 SECONDS = Bound(f"> 0 and at most {YEAR_SECONDS:,}, a year", lambda value: 0 < value <= YEAR_SECONDS)
 MINUTES = Bound(f"> 0 and at most {YEAR_MINUTES:,}, a year", lambda value: 0 < value <= YEAR_MINUTES)
+MAX_PATH_BYTES, MAX_NAME_BYTES = 3_000, 255
+"""What file systems accept (4,095 bytes), less room for the files of a run below a path; and each name in it."""
+
+
+def _is_path(value: str | list[str]) -> bool:
+    return all(map(_is_possible, [value] if isinstance(value, str) else value))
+
+
+def _is_possible(path: str) -> bool:
+    is_of_nobody = path.startswith("~") and os.path.expanduser(path) == path
+    names = os.fsencode(path).split(b"/")
+    fits = len(os.fsencode(path)) <= MAX_PATH_BYTES and max(map(len, names)) <= MAX_NAME_BYTES
+    return path != "" and fits and not is_of_nobody
+
+
+PATH = Bound(
+    f"a path of at most {MAX_PATH_BYTES:,} bytes, with names of at most {MAX_NAME_BYTES}; not empty, and not of an "
+    "unknown ~user",
+    _is_path,
+)
+"""The rule of keys with a path, or several."""
 
 
 class ChangeClass(StrEnum):

@@ -21,7 +21,7 @@ def check_arguments(args: Any) -> None:
             hint = nearest(value, [choice for choice in rule.choices if choice]) if isinstance(value, str) else ""
             spelled = ", ".join(repr(choice) for choice in rule.choices)
             raise ConfigError(f"TrainingArguments.{name}={value!r} is not supported; use one of {spelled}.{hint}")
-        if rule.bound and value is not None and not (rule.bound.holds(value) and value < math.inf):
+        if rule.bound and value is not None and not (rule.bound.holds(value) and value != math.inf):
             raise ConfigError(f"TrainingArguments.{name}={value} must be {rule.bound.text} and finite.")
     check_optimizer(args)
     if args.max_steps <= 0 and not 0 < args.num_train_epochs < math.inf:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onstep.config.section import INITIAL_ONLY, SAFE, TRAJECTORY, Bound, ConfigSection, option
+from onstep.config.section import INITIAL_ONLY, PATH, SAFE, TRAJECTORY, Bound, ConfigSection, option
 
 COMPONENTS = ("model", "optimizer", "scheduler", "trainer", "dataset", "rng", "callbacks")
 """What `checkpoint.components` selects from."""
@@ -19,6 +19,7 @@ class CheckpointConfig(ConfigSection):
     save: str | None = option(
         None,
         SAFE,
+        bound=PATH,
         common=True,
         help=(
             "Directory of the checkpoints; None is `<run>/checkpoints`, or no checkpoints for a run without a "
@@ -64,6 +65,7 @@ class CheckpointConfig(ConfigSection):
     load: str | None = option(
         None,
         SAFE,
+        bound=PATH,
         common=True,
         known_as=("resume_from_checkpoint",),
         help="A checkpoint, or a directory of checkpoints, to start from; None is the run's own directory.",
@@ -74,6 +76,7 @@ class CheckpointConfig(ConfigSection):
     pretrained_checkpoint: str | None = option(
         None,
         TRAJECTORY,
+        bound=PATH,
         effect=INITIAL_ONLY,
         common=True,
         known_as=("model_name_or_path",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onstep.config.section import INCOMPATIBLE, NEW_DATA, NEW_ORDER, SAFE, TRAJECTORY, ConfigSection, option
+from onstep.config.section import INCOMPATIBLE, NEW_DATA, NEW_ORDER, PATH, SAFE, TRAJECTORY, ConfigSection, option
 
 
 @dataclass
@@ -23,6 +23,7 @@ class DatasetConfig(ConfigSection):
     paths: list[str] = option(
         [],
         TRAJECTORY,
+        bound=PATH,
         effect=NEW_DATA,
         common=True,
         help="Sources of the data. For `text`: files, directories, globs or JSONL files; empty is the source code of "
@@ -121,7 +122,10 @@ class DatasetConfig(ConfigSection):
         help="Tokens per training sequence, those of `model.seq_length`; set either, and the other follows.",
     )
     cache_dir: str | None = option(
-        None, SAFE, help="Where token files are cached; None is `$ONSTEP_CACHE` or the user's cache directory."
+        None,
+        SAFE,
+        bound=PATH,
+        help="Where token files are cached; None is `$ONSTEP_CACHE` or the user's cache directory.",
     )
     shuffle: bool = option(
         True, TRAJECTORY, effect=NEW_ORDER, help="Shuffle each epoch, as a pure function of seed and epoch."
@@ -169,7 +173,7 @@ class TokenizerConfig(ConfigSection):
         "`tokenizer.json`) | huggingface (a local `transformers` tokenizer directory).",
     )
     tokenizer_model: str | None = option(
-        None, TRAJECTORY, common=True, help="Path of the tokenizer's file or directory."
+        None, TRAJECTORY, bound=PATH, common=True, help="Path of the tokenizer's file or directory."
     )
     vocab_size: int | None = option(
         None,

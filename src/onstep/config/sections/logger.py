@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onstep.config.section import SAFE, Bound, ConfigSection, option
+from onstep.config.section import PATH, SAFE, Bound, ConfigSection, option
 from onstep.config.trackers import ALL, NAMES, TRACKERS
 
 _TIMING_LEVEL = Bound(
@@ -39,7 +39,11 @@ class LoggerConfig(ConfigSection):
         None, SAFE, bound=">= 0", help="Level of the `onstep` logger; None leaves it unchanged."
     )
     logging_dir: str | None = option(
-        None, SAFE, hf="logging_dir", help="Where the metrics log and trackers write; None is the run's directory."
+        None,
+        SAFE,
+        bound=PATH,
+        hf="logging_dir",
+        help="Where the metrics log and trackers write; None is the run's directory.",
     )
     log_progress: bool = option(
         False, SAFE, help="Append starts and saves to `progress.txt` in the directory of the checkpoints."
@@ -86,6 +90,7 @@ class LoggerConfig(ConfigSection):
     tensorboard_dir: str | None = option(
         None,
         SAFE,
+        bound=PATH,
         help="TensorBoard's directory; without `report_to` it enables TensorBoard, with Megatron Bridge's tags.",
     )
     tensorboard_log_interval: int = option(
@@ -120,7 +125,9 @@ class LoggerConfig(ConfigSection):
         None, SAFE, help="W&B project; without `report_to` it enables W&B, with Megatron Bridge's tags."
     )
     wandb_exp_name: str | None = option(None, SAFE, help="Name of the W&B run; None is the run's.")
-    wandb_save_dir: str | None = option(None, SAFE, help="Where W&B keeps its files; None is the run's directory.")
+    wandb_save_dir: str | None = option(
+        None, SAFE, bound=PATH, help="Where W&B keeps its files; None is the run's directory."
+    )
     wandb_entity: str | None = option(None, SAFE, help="W&B user or team.")
     mlflow_experiment: str | None = option(
         None, SAFE, help="MLflow experiment; without `report_to` it enables MLflow, with Megatron Bridge's tags."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onstep.config.section import SAFE, ConfigSection, option
+from onstep.config.section import PATH, SAFE, ConfigSection, option
 
 
 @dataclass
@@ -32,7 +32,7 @@ class ProfilingConfig(ConfigSection):
         False, SAFE, help="Record CUDA's allocations, for a snapshot at `profile_step_end` and when memory runs out."
     )
     memory_snapshot_path: str = option(
-        "snapshot.pickle", SAFE, help="Path of memory snapshots; the rank is inserted before the suffix."
+        "snapshot.pickle", SAFE, bound=PATH, help="Path of memory snapshots; the rank is inserted before the suffix."
     )
     profile_step_end: int = option(
         12, SAFE, bound="> 0", help="Step after which a profile ends and the memory snapshot is written."

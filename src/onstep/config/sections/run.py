@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from onstep.config.section import MINUTES, SAFE, TRAJECTORY, Bound, ConfigSection, option
+from onstep.config.section import MINUTES, PATH, SAFE, TRAJECTORY, Bound, ConfigSection, option
 
 _DEVICE = Bound(
     "cpu, cuda, cuda:<n>, or null for CUDA where there is one",
@@ -20,13 +20,14 @@ class RunConfig(ConfigSection):
     name: str | None = option(
         None,
         SAFE,
+        bound=PATH,
         common=True,
         known_as=("run_name",),
         help="Name of the run, which is its directory in `output_dir`. None keeps no directory; `onstep train` fills "
         "in "
         "the recipe's name.",
     )
-    output_dir: str = option("runs", SAFE, common=True, help="Where run directories are created.")
+    output_dir: str = option("runs", SAFE, bound=PATH, common=True, help="Where run directories are created.")
     recipe: str | None = option(None, SAFE, help="Name of the recipe that this configuration is based on.")
     fresh: bool = option(False, SAFE, help="Start a new run `<name>-2` if a run of this name exists.")
     default_callbacks: bool = option(

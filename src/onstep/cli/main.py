@@ -8,6 +8,7 @@ import sys
 from importlib.metadata import version
 
 from onstep.cli.exit_codes import BROKEN_PIPE, ERROR, INTERRUPTED, OK
+from onstep.cli.streams import lead_nowhere
 from onstep.errors import OnstepError
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -67,12 +68,12 @@ def main(argv: list[str] | None = None) -> int:
         code = _main(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        _discard_output()
+        lead_nowhere(sys.stdout.fileno())
         return BROKEN_PIPE
     except OSError as error:
         if not _is_of_output(error):
             raise
-        _discard_output()
+        lead_nowhere(sys.stdout.fileno())
         print(f"error: cannot write to standard output: {error.strerror}", file=sys.stderr)
         return ERROR
     return code
@@ -87,11 +88,6 @@ def _is_of_output(error: OSError) -> bool:
     except OSError:
         return True
     return False
-
-
-def _discard_output() -> None:
-    """Send standard output nowhere, so that Python's exit does not fail at it again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _main(arguments: list[str]) -> int:

@@ -27,6 +27,7 @@ from onstep.cli.config import (
 from onstep.cli.exit_codes import ERROR, PREEMPTED
 from onstep.cli.hub import hf_directory
 from onstep.cli.runs import RUNS, find_named, not_found, run_names
+from onstep.cli.streams import outliving_readers
 from onstep.config import ConfigContainer, resolve
 from onstep.config.checks.run import check_finetune, check_run
 from onstep.config.checks.single_values import check_values
@@ -242,7 +243,8 @@ def run_to_its_end(
 
     manager = _callbacks(config, names)
     try:
-        state = start(config, callbacks=manager)
+        with outliving_readers():
+            state = start(config, callbacks=manager)
     except Preempted as preempted:
         if _is_main():
             print(f"{preempted}.", flush=True)

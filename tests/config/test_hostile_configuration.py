@@ -83,6 +83,7 @@ def test_a_hostile_file_is_refused_with_the_limit(
     ("text", "message"),
     [
         ("trainer: {learning_rate: 3}", "has its value: optimizer.lr=0.003; set that, and drop learning_rate from"),
+        ("trainer: {mixed_precision: bf16}", "has its value: mixed_precision=None; set that"),
         ("trainer: {max_steps: 3}", "has its value: train.train_iters=1500; set that"),
         ("run.recipe: nope", "unknown recipe 'nope'"),
         ("run.recipe: " + "x " * 3_000, "characters)"),

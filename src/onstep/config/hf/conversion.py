@@ -113,7 +113,7 @@ def _held_elsewhere(config: ConfigContainer, world_size: int) -> dict[str, list[
     for name in config.trainer:
         without = made({other: value for other, value in config.trainer.items() if other != name})
         moved = [key for key, _, value in diff(without, whole) if key in KEYS and value != KEYS[key].get(config)]
-        if name not in whole.trainer and (keys := [key for key in moved if key != "trainer"]):
+        if (name not in whole.trainer or name in moved) and (keys := [key for key in moved if key != "trainer"]):
             found[name] = [key for key in keys if argument_of(key) == name] or keys
     return found
 

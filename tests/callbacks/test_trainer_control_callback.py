@@ -207,11 +207,22 @@ def test_what_cannot_be_done_after_the_last_step_is_not_answered_as_applied(stee
     sends = SendsAt(4, *sent, ("graceful_stop", {}))
     directory = steered(None, callbacks=[sends], steps=4)
     outcomes = {command: one["status"] for command, one in sends.tickets.items()}
-    assert outcomes == dict.fromkeys(outcomes, "applied") | dict.fromkeys(("pause", "profile", "skip_batch"), "refused")
+    assert outcomes == dict.fromkeys(outcomes, "applied") | dict.fromkeys(
+        ("pause", "profile", "set", "skip_batch"), "refused"
+    )
     assert "the run ends after this step" in sends.tickets["pause"]["message"]
     refused = [one["details"]["refused"] for one in decisions(directory) if one["flag"] == "refused"]
-    assert sorted(refused) == ["pause", "skip_batch"]
-    assert not {"pause", "skip_batch"} & {one["flag"] for one in decisions(directory)}
+    assert sorted(refused) == ["pause", "set", "skip_batch"]
+    assert not {"pause", "set", "skip_batch"} & {one["flag"] for one in decisions(directory)}
+
+
+def test_a_value_is_set_at_the_last_step_of_a_run_that_is_lengthened_there(steered: Any) -> None:
+    longer = ("set", {"key": "train_iters", "value": 5})
+    sends = SendsAt(4, ("set", {"key": "lr_factor", "value": 0.5}), longer)
+    directory = steered(None, callbacks=[sends], steps=4)
+    sets = [one["details"]["key"] for one in decisions(directory) if one["flag"] == "set"]
+    assert sets == ["train_iters", "lr_factor"]
+    assert [one["status"] for one in sends.tickets.values()] == ["applied"]  # `set` twice: the last ticket
 
 
 def test_a_pause_that_is_taken_back_in_its_step_is_applied(steered: Any) -> None:

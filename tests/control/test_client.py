@@ -171,6 +171,9 @@ def test_a_command_that_does_not_exist_or_fit_is_an_unsuccessful_response(job: S
         refused = onstep.control.send_command("job_a", "rollback", data)  # type: ignore[arg-type]
         assert (refused.success, "data must be an object" in refused.message) == (False, True)
     assert not job.applied
+    for wait in ("x", -1, float("nan"), True):
+        refused = onstep.control.send_command("job_a", "pause", wait=wait)  # type: ignore[arg-type]
+        assert refused.message == f"wait must be a number of seconds >= 0, or None, got {wait!r}."
     assert onstep.control.send_command("job_a", "celebrate", wait=60).success
     with pytest.raises(ConfigError, match="must be JSON"):
         onstep.control.set_value("job_a", "lr_factor", math.nan)

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from onstep.analysis.text_tables import printable
-from onstep.config.suggestions import listed, nearest
+from onstep.config.suggestions import listed, nearest, shown
 from onstep.control.client.connection import TIMEOUT_SECONDS, Connection, ControlError, field_of
 from onstep.control.client.event_stream import follow
 from onstep.control.client.interface import ControlResponse, TrainerControlClient
@@ -61,6 +61,9 @@ class HTTPTrainerControlClient(TrainerControlClient):
     def send_command(
         self, job_id: str, command: str, data: dict[str, Any] | None = None, wait: float | None = None
     ) -> ControlResponse:
+        is_number = isinstance(wait, int | float) and not isinstance(wait, bool)
+        if wait is not None and not (is_number and wait >= 0):
+            return ControlResponse(False, f"wait must be a number of seconds >= 0, or None, got {shown(wait)}.")
         body: dict[str, Any] = {"command": command, "data": {} if data is None else data}
         seconds = 0.0 if wait is None else min(wait, _MOST_WAIT_SECONDS)
         if wait is not None:

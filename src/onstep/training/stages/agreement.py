@@ -57,11 +57,12 @@ def record(state: Run, requests: list[Request]) -> None:
     is recorded once callbacks have carried it out, a pause once the run waits.
     """
     is_training = state.ending.train_started and not state.ending.train_ended
-    for request in sorted(requests, key=lambda one: one.flag == "skip_batch"):  # last: do any steps follow?
+    for request in sorted(requests, key=_needs_a_step):  # last: do any steps follow?
         if request.flag in STICKY and state.ending.stopped_by is None and is_training:
             state.ending.stopped_by = request
-        if request.flag == "skip_batch" and is_training and _has_ended(state):
-            refuse(state, request, "the run ends after this step, so there is no batch to skip")
+        if _needs_a_step(request) and is_training and _has_ended(state):
+            what = "batch to skip" if request.flag == "skip_batch" else "step that the value could change"
+            refuse(state, request, f"the run ends after this step, so there is no {what}")
             continue
         _take_note(state, request)
         if request.is_steered and request.flag != "rollback" and changes_learning(request):
@@ -70,6 +71,12 @@ def record(state: Run, requests: list[Request]) -> None:
             write_decision(state, request)
         if request.flag == "rollback" and request.is_steered and state.control.rollback_request is not request:
             refuse(state, request, "another rollback was requested in the same step")
+
+
+def _needs_a_step(request: Request) -> bool:
+    """Whether it acts on the steps that follow; the length of a run decides whether any do."""
+    is_set = request.flag == "set" and request.is_steered
+    return request.flag == "skip_batch" or (is_set and request.details.get("key") != "train_iters")
 
 
 def _has_ended(run: Run) -> bool:

@@ -116,8 +116,8 @@ def test_a_trainer_names_settings_of_a_model_that_it_does_not_build(
         Trainer(Regression(), args, train_dataset=regression_rows(), default_callbacks=False).train()
     lines = [record.message for record in caplog.records if LINE in record.message]
     assert [line.removeprefix(LINE).partition(" (")[0] for line in lines] == [
-        "anomaly.spike_window=5",
-        "model.num_layers=12, dataset.paths=['text']",
+        "config_overrides['anomaly.spike_window']=5",
+        "config_overrides['model.num_layers']=12, config_overrides['dataset.paths']=['text']",
     ]
 
 
@@ -126,3 +126,13 @@ def test_the_best_model_of_a_run_without_validation_is_refused(tiny_config: Conf
     apply_overrides(tiny_config, [*words, f"run.output_dir={tmp_path}"])
     with pytest.raises(ConfigError, match=r"dataset.split='100' has no share for validation; give it one"):
         pretrain(tiny_config)
+
+
+def test_a_value_is_shown_without_escapes_and_without_a_long_end() -> None:
+    config = config_with()
+    for backend, ending in (("\x1b[31mred\n", r"'\x1b[31mred\n' ("), ("x" * 5000, "... (5,002 characters) (")):
+        config.train.torch_compile_backend = backend
+        line = idle_line(idle_settings(config))
+        assert line is not None
+        assert line.isprintable()
+        assert ending in line

@@ -57,6 +57,9 @@ IMPOSSIBLE_SIZES = [
     Refused("nvrx_straggler.report_time_interval=1e18", "report_time_interval=1e+18", "31,536,000, a year", ""),
     Refused("train.data_timeout=1e18", "train.data_timeout=1e+18", "at most 31,536,000, a year", ""),
     Refused("train.exit_duration_in_mins=1e18", "train.exit_duration_in_mins=1e+18", "at most 525,600, a year", ""),
+    Refused("ddp.bucket_cap_mb=1e20", "ddp.bucket_cap_mb=1e+20", "at most 1,000,000", ""),
+    Refused("dist.device=cuda:99999999999999999999", "cuda:99999999999999999999", "n up to 127", ""),
+    Refused("train.exit_signal=0", "train.exit_signal has '0'", "is not known", "Known: SIGHUP"),
     Refused("dist.distributed_timeout_minutes=1e18", "timeout_minutes=1e+18", "at most 525,600, a year", ""),
     Refused("peft.dropout=1.0", "peft.dropout=1.0", "below 1", ""),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -169,6 +170,18 @@ def test_a_broken_environment_is_refused_with_help(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=says):
         open_world(CPU)
+
+
+def test_a_rank_that_waits_in_vain_names_the_key_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        ConfigError, match=r"rank 0 has not met .*dist\.distributed_timeout_minutes=0\.0005: .*start all"
+    ):
+        open_world(DistributedInitConfig(device="cpu", distributed_timeout_minutes=0.0005))
 
 
 def test_the_number_of_ranks_is_known_before_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from numbers import Integral, Real
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -70,12 +70,34 @@ def coerce(value: Any, annotation: Any, name: str) -> Any:
     try:
         return _converted(value, annotation)
     except (TypeError, ValueError, OverflowError) as error:
+        inner = _first_refused(value, annotation, name)
+        if inner is not None:
+            raise inner from None
         rule = f"{type_name(annotation)}, got {type(value).__name__}"
+        if accepts_text(annotation) and is_number(value):
+            rule += "; write it in quotes"
         if isinstance(error, OverflowError):
             rule = f"{type_name(annotation)}, with integers from -2**63 to 2**63 - 1 and floats below 1.8e308"
         elif isinstance(error, _TextError):
             rule = "text that a file name can hold, without NUL and unpaired surrogates"
         raise ConfigError(f"{name}={shown(value)} must be {rule}.") from None
+
+
+def _first_refused(value: Any, annotation: Any, name: str) -> ConfigError | None:
+    """The error for the first entry of a dictionary or list that is not as required; None for any other value."""
+    for member in _members(annotation):
+        origin, arguments = get_origin(member), get_args(member)
+        entries: Iterable[tuple[Any, Any]] = ()
+        if origin is dict and isinstance(value, Mapping):
+            entries = value.items()
+        elif origin is list and isinstance(value, list | tuple):
+            entries = enumerate(value)
+        for key, entry in entries:
+            try:
+                coerce(entry, arguments[-1], f"{name}.{key}" if origin is dict else f"{name}[{key}]")
+            except ConfigError as error:
+                return error
+    return None
 
 
 class _TextError(ValueError):

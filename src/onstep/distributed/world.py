@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -248,11 +249,20 @@ def _init_group(config: DistributedInitConfig, size: int, rank: int, device: tor
     if not 0 < integer_from_environment("MASTER_PORT", 0) < 2**16:
         raise ConfigError(f"$MASTER_PORT must be from 1 to 65535, got {os.environ['MASTER_PORT']}; use torchrun.")
     # torchrun keeps the store of a failed attempt, with its keys; without a prefix a restart would find those
-    store = _joined_store(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, size, _timeout(config))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # likewise, a process's second group would find the addresses of the first, whose ranks no longer listen there
-    store = PrefixStore(f"onstep/attempt_{attempt}/group_{next(_groups_made)}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_timeout(config))
+    try:
+        store = _joined_store(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, size, _timeout(config))
+        # likewise, a process's second group would find the addresses of the first, whose ranks no longer listen there
+        store = PrefixStore(f"onstep/attempt_{attempt}/group_{next(_groups_made)}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_timeout(config))
+    except (dist.DistError, RuntimeError) as error:
+        if not re.search("timed? ?out", str(error), re.IGNORECASE):
+            raise
+        raise ConfigError(
+            f"rank {rank} has not met the other ranks of {size} within "
+            f"dist.distributed_timeout_minutes={config.distributed_timeout_minutes:g}: {str(error).splitlines()[0]}; "
+            f"start all ranks with the same $MASTER_ADDR and $MASTER_PORT, or allow more time."
+        ) from None
 
 
 @cache

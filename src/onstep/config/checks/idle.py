@@ -18,6 +18,7 @@ from onstep.config.hf.argument import STYLES
 from onstep.config.hf.optimizers import NATIVE
 from onstep.config.keys import KEYS
 from onstep.config.sections import ModelConfig
+from onstep.config.suggestions import WIDTH, shown
 from onstep.config.trackers import ALL, BRIDGE_FIELDS, TRACKERS, name_list, tracker_list
 
 
@@ -230,7 +231,7 @@ IDLE = (
     ),
     Idle(
         _keys("anomaly", "spike_metrics spike_threshold spike_window spike_warmup"),
-        "an anomaly.on_spike other than ignore",
+        "anomaly.on_spike other than ignore",
         lambda config: config.anomaly.on_spike != "ignore",
     ),
     Idle(
@@ -304,7 +305,7 @@ def idle_settings(
         settings = [(key, value) for key, value in _changed(config, row.keys, recipe) if key not in seen]
         seen.update(key for key, _ in settings)
         if settings:
-            found.append((row.need, [f"{key}={value}" for key, value in settings]))
+            found.append((row.need, [_setting(key, value) for key, value in settings]))
     return found
 
 
@@ -314,7 +315,7 @@ def idle_without_trainer(config: ConfigContainer) -> list[tuple[str, list[str]]]
     names += ["optim"] if config.trainer.get("optim", "sgd") not in NATIVE else []
     schedule = config.trainer.get("lr_scheduler_type")
     names += ["lr_scheduler_type"] if schedule and STYLES.get(schedule) != config.scheduler.lr_decay_style else []
-    found = [f"trainer.{name}={config.trainer[name]}" for name in names]
+    found = [_setting(f"trainer.{name}", config.trainer[name]) for name in names]
     return [("onstep.Trainer, which alone reads them", found)] if found else []
 
 
@@ -322,7 +323,7 @@ def idle_in_trainer(config: ConfigContainer, model: ModelConfig | None) -> list[
     """The settings of model, data and tokenizer, which a Trainer is given; unless the given `model` has the same."""
     built = {} if model is None else {f"model.{name}": getattr(model, name) for name in model.field_names()}
     changed = _changed(config, _GIVEN_TO_TRAINER)
-    found = [f"{key}={value}" for key, value in changed if key not in built or built[key] != value]
+    found = [_setting(key, value) for key, value in changed if key not in built or built[key] != value]
     return [("onstep.pretrain; a Trainer uses the model and the datasets that it is given", found)] if found else []
 
 
@@ -330,6 +331,12 @@ def idle_line(found: Sequence[tuple[str, Sequence[str]]]) -> str | None:
     """One line that names the settings of `idle_settings`; None for none."""
     parts = [f"{', '.join(settings)} (requires {need})" for need, settings in found]
     return f"settings without effect: {'; '.join(parts)}" if parts else None
+
+
+def _setting(key: str, value: Any) -> str:
+    """A key with its value, which is quoted where it would not be read as one word, and cut where it is long."""
+    text = str(value)
+    return f"{key}={text if text.isprintable() and len(text) <= WIDTH else shown(value)}"
 
 
 def _changed(

@@ -53,7 +53,8 @@ def check_checkpoints(config: ConfigContainer) -> None:
         _check_chosen("anomaly.spike_metrics", anomaly.spike_metrics, SPIKE_METRICS, "anomaly.on_spike=ignore for none")
     if train.exit_signal_handler:
         known = [one.name for one in signal.Signals if one.name not in NO_REQUEST]
-        _check_chosen("train.exit_signals", train.exit_signals, known, "train.exit_signal_handler=false for none")
+        key = "train.exit_signals" if train.exit_signal is None else "train.exit_signal"
+        _check_chosen(key, train.exit_signals, known, "train.exit_signal_handler=false for none")
     if checkpoint.certify and "trainer" not in components:
         raise ConfigError(
             "checkpoint.certify keeps its chain with the component trainer; add it to checkpoint.components."
@@ -69,7 +70,7 @@ def _check_chosen(key: str, chosen: Sequence[str], known: Sequence[str], instead
     for name in chosen:
         if name not in known:
             rule = NO_REQUEST.get(name, "is not known")
-            hint = nearest(name, list(known)) or f" Known: {', '.join(known)}."
+            hint = ("" if name in NO_REQUEST else nearest(name, list(known))) or f" Known: {', '.join(known)}."
             raise ConfigError(f"{key} has {shown(name)}, which {rule}; drop or correct it.{hint}")
 
 

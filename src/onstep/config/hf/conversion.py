@@ -111,7 +111,10 @@ def _held_elsewhere(config: ConfigContainer, world_size: int) -> dict[str, list[
 
     whole, found = made(config.trainer), {}
     for name in config.trainer:
-        without = made({other: value for other, value in config.trainer.items() if other != name})
+        try:
+            without = made({other: value for other, value in config.trainer.items() if other != name})
+        except ConfigError:  # the others depend on it, as the keywords of a schedule on its name
+            continue
         moved = [key for key, _, value in diff(without, whole) if key in KEYS and value != KEYS[key].get(config)]
         if (name not in whole.trainer or name in moved) and (keys := [key for key in moved if key != "trainer"]):
             found[name] = [key for key in keys if argument_of(key) == name] or keys

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from onstep.config.section import MINUTES, PATH, SAFE, TRAJECTORY, Bound, ConfigSection, option
 
 _DEVICE = Bound(
-    "cpu, cuda, cuda:<n>, or null for CUDA where there is one",
-    lambda device: re.fullmatch(r"cpu|cuda(:\d+)?", device) is not None,
+    "cpu, cuda, cuda:<n> with n up to 127, or null for CUDA where there is one",
+    lambda device: re.fullmatch(r"cpu|cuda(:(\d|[1-9]\d|1[01]\d|12[0-7]))?", device, re.ASCII) is not None,
 )
 
 
@@ -77,7 +77,12 @@ class DistributedInitConfig(ConfigSection):
 class DistributedDataParallelConfig(ConfigSection):
     """Plain data parallelism (torch's DistributedDataParallel)."""
 
-    bucket_cap_mb: float = option(25.0, SAFE, bound="> 0", help="Size of a gradient bucket in MiB.")
+    bucket_cap_mb: float = option(
+        25.0,
+        SAFE,
+        bound=Bound("> 0 and at most 1,000,000, a terabyte", lambda size: 0 < size <= 1_000_000),
+        help="Size of a gradient bucket in MiB.",
+    )
     find_unused_parameters: bool = option(False, SAFE, help="Search for parameters that a step does not use.")
     broadcast_buffers: bool = option(False, TRAJECTORY, help="Broadcast buffers from rank 0 at each forward pass.")
     gradient_as_bucket_view: bool = option(True, SAFE, help="Make gradients views of the buckets.")

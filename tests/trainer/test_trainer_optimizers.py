@@ -237,6 +237,62 @@ def test_frozen_parameters_are_not_missed(tmp_path: Path, caplog: pytest.LogCapt
     assert "not in the optimizer" not in caplog.text
 
 
+def unfreeze(model: Regression) -> None:
+    model.layer.bias.requires_grad_(True)
+
+
+def replace_layer(model: Regression) -> None:
+    model.layer = torch.nn.Linear(3, 1)
+
+
+def replace_weight(model: Regression) -> None:
+    model.layer.weight = torch.nn.Parameter(torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (unfreeze, "1 trainable parameters are not in the optimizer and are not trained: layer.bias;"),
+        (replace_layer, "2 trainable parameters are not in the optimizer and are not trained: layer.weight, layer."),
+        (replace_weight, "1 trainable parameters are not in the optimizer and are not trained: layer.weight;"),
+    ],
+)
+def test_parameters_that_the_optimizer_lacks_from_mid_training_on_are_named_once(
+    change: Any, names: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Changes(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                change(model)
+
+    model = Regression()
+    model.layer.bias.requires_grad_(change is not unfreeze)
+    quiet(model, arguments(tmp_path, logging_steps=1), regression_rows(), callbacks=[Changes()]).train()
+    named = [record.message for record in caplog.records if "not in the optimizer" in record.message]
+    assert len(named) == 1
+    assert names in named[0]
+    assert "freeze it in on_train_begin" in named[0]
+
+
+def test_parameters_that_a_callback_adds_to_the_optimizer_are_not_missed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unfreezes(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                unfreeze(model)
+                optimizer.add_param_group({"params": [model.layer.bias]})
+
+    model = Regression()
+    optimizer = torch.optim.SGD([model.layer.weight], lr=0.1)
+    model.layer.bias.requires_grad_(False)
+    rows, schedule = regression_rows(), torch.optim.lr_scheduler.ConstantLR(optimizer)
+    given = {"optimizers": (optimizer, schedule), "callbacks": [Unfreezes()]}
+    quiet(model, arguments(tmp_path, logging_steps=1), rows, **given).train()
+    assert model.layer.bias.grad is not None
+    assert "not in the optimizer" not in caplog.text
+
+
 class Spare(Regression):
     """Has a layer that no loss depends on."""
 

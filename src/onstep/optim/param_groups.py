@@ -148,14 +148,9 @@ def trainable_parameters(
 
 
 def parameters_left_out(model_chunks: list[nn.Module], groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of trainable parameters that are in none of an optimizer's groups.
-
-    Empty for an optimizer that has none of the model's parameters: it updates copies.
-    """
+    """Names of trainable parameters that are in none of an optimizer's groups."""
     updated = {id(param) for group in groups for param in group["params"]}
-    roles = trainable_parameters(model_chunks)
-    names = [role.name for param, role in roles.items() if id(param) not in updated]
-    return names if len(names) < len(roles) else []
+    return [role.name for param, role in trainable_parameters(model_chunks).items() if id(param) not in updated]
 
 
 def _embeddings_and_outputs(model: nn.Module) -> Iterator[Tensor]:

@@ -29,7 +29,7 @@ from onstep.training.stages.exits import (
     random_state_before,
     restore_random_state,
 )
-from onstep.training.stages.job import Job, warn_of_missing_gradients
+from onstep.training.stages.job import Job, warn_of_missing_gradients, warn_of_parameters_left_out
 from onstep.training.stages.record import log_step, publish
 from onstep.training.stages.steering import apply_overrides, fire_commands, repeat_decisions
 
@@ -132,6 +132,7 @@ def carry_out(job: Job) -> bool:
         on.before_log()
         log_step(run, job.accumulator, job.optimizer, job.notify)
         warn_of_missing_gradients(job)
+        warn_of_parameters_left_out(job)
         run.saving.is_unsaved = True
         agree(run)
     if control.should_evaluate and not run.leaves:

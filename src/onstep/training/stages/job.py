@@ -14,13 +14,14 @@ from onstep.distributed import has_fixed_buckets, is_bare
 from onstep.errors import ConfigError
 from onstep.events import Dispatcher
 from onstep.optim import ScalesRates, StepOptimizer, as_step_optimizer
-from onstep.optim.param_groups import parameters_left_out, trainable_parameters
+from onstep.optim.param_groups import trainable_parameters
 from onstep.training.compute.step import LastStep, Step
 from onstep.training.compute.training_modes import TrainingModes
 from onstep.training.protocols import DataSource, ForwardStep, NonLossFunction, Trained, UserOptimizer, UserScheduler
 from onstep.training.reporting.loss_accumulator import LossAccumulator
 from onstep.training.run import Run
 from onstep.training.runs.steering import Steering
+from onstep.training.stages.left_out import LeftOut, first_of
 from onstep.training.stages.record import RunStart
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class Job:
         self.chunks_with_buffers: list[Any] = [one for one in self.model if hasattr(type(one), "zero_grad_buffer")]
         """Chunks that manage their own gradient buffers."""
         self.modes = TrainingModes(self.model[0])
+        self.left_out = LeftOut(self.model)
         self.has_gradients = False
         """Whether this training's first backward passes are known to have given gradients."""
         self.versions_at_start = _versions(self.model)
@@ -102,15 +104,8 @@ class Job:
 
 
 def warn_of_parameters_left_out(job: Job) -> None:
-    """Warn, on rank 0, of trainable parameters that the optimizer does not have: they keep their initial values."""
-    names = parameters_left_out(job.model, job.optimizer.param_groups) if job.run.world.is_main else []
-    if names:
-        logger.warning(
-            "%d trainable parameters are not in the optimizer and are not trained: %s; add them to it, or set "
-            "requires_grad=False",
-            len(names),
-            _first_of(names),
-        )
+    """Warn, on rank 0, of trainable parameters that the optimizer does not have; again when others are missing."""
+    job.left_out.warn(job.optimizer.param_groups, is_main=job.run.world.is_main)
 
 
 def warn_of_hidden_modules(job: Job) -> None:
@@ -121,7 +116,7 @@ def warn_of_hidden_modules(job: Job) -> None:
             "%s: these attributes are plain lists or dicts of modules, which are not registered: their weights are "
             "neither trained, saved nor moved to the device; use nn.ModuleList or nn.ModuleDict, or set "
             "requires_grad=False if that is meant",
-            _first_of(names),
+            first_of(names),
         )
 
 
@@ -177,7 +172,7 @@ def warn_of_missing_gradients(job: Job) -> None:
             "forward, or set requires_grad=False",
             len(names),
             job.run.train_state.step,
-            _first_of(names),
+            first_of(names),
         )
 
 
@@ -212,10 +207,6 @@ def _has_gradient(parameter: nn.Parameter) -> bool:
 def _versions(model: list[nn.Module]) -> list[int]:
     """Torch's counts of the in-place changes of weights."""
     return [parameter._version for chunk in model for parameter in chunk.parameters()]
-
-
-def _first_of(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def drive(optimizer: Any, model: list[nn.Module], run: Run) -> StepOptimizer:

@@ -1,0 +1,66 @@
+"""Warns of trainable parameters that the optimizer does not have, also of those that appear during the training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from onstep.metrics.norms.named_parameters import reshard
+from onstep.optim.param_groups import parameters_left_out, trainable_parameters
+
+logger = logging.getLogger(__name__)
+
+_REMEDY = "add them to it, or set requires_grad=False"
+_REMEDY_LATER = (
+    "have a parameter that is to be trained later in the model, and trainable, when the training starts, and freeze it "
+    "in on_train_begin (on several ranks with find_unused_parameters=True), or set requires_grad=False"
+)
+
+
+class LeftOut:
+    """The trainable parameters that are in none of the optimizer's groups; `warn()` names them when they change."""
+
+    def __init__(self, model: list[nn.Module]) -> None:
+        self._model = model
+        self._modules: list[nn.Module] = []
+        self._seen: list[int] | None = None
+        self._names: list[str] = []
+        self._has_copies = False
+        """Whether the optimizer had no parameter of the model at the start: it updates copies."""
+
+    def warn(self, groups: Sequence[Mapping[str, Any]], *, is_main: bool) -> None:
+        """Warn, on rank 0, of parameters that are new among them: they keep their values. Every rank calls it.
+
+        Looks for them only if modules, parameters, `requires_grad` or groups have changed since the last call.
+        """
+        if self._has_copies or self._state(groups) == self._seen:
+            return
+        reshard(self._model)
+        names, before, is_start = parameters_left_out(self._model, groups), self._names, self._seen is None
+        self._has_copies = is_start and len(names) == len(trainable_parameters(self._model))
+        self._modules = [module for chunk in self._model for module in chunk.modules()]
+        self._seen, self._names = self._state(groups), names
+        if is_main and not self._has_copies and not set(names) <= set(before):
+            logger.warning(
+                "%d trainable parameters are not in the optimizer and are not trained: %s; %s",
+                len(names),
+                first_of(names),
+                _REMEDY if is_start else _REMEDY_LATER,
+            )
+
+    def _state(self, groups: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Changes with the set of trainable parameters, without a walk through the tree of modules."""
+        modules = self._modules
+        return [
+            *(len(group["params"]) for group in groups),
+            *(id(child) for module in modules for child in module._modules.values()),
+            *(id(p) for module in modules for p in module._parameters.values() if p is not None and p.requires_grad),
+        ]
+
+
+def first_of(names: list[str]) -> str:
+    """The first three names, as a list in a sentence."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -311,6 +311,26 @@ def test_the_learning_rate_goes_on_where_the_schedule_was_not_saved(make: Make, 
     assert len(rates) == 5
 
 
+@pytest.mark.parametrize(
+    ("words", "lacking", "remedy"),
+    [
+        ("checkpoint.components=[optimizer,scheduler,trainer,dataset,rng]", "model", "start again: run.fresh=true"),
+        ("checkpoint.components=[model,optimizer]", "trainer", "its weights: run.fresh=true checkpoint.finetune=true"),
+        ("checkpoint.components=[model]", "optimizer, trainer", "its weights: run.fresh=true"),
+        ("checkpoint.components=[model,trainer]", "optimizer", "checkpoint.load_optim=false"),
+        ("checkpoint.save_optim=false", "optimizer", "checkpoint.load_optim=false"),
+    ],
+)
+def test_a_run_does_not_continue_from_checkpoints_that_lack_its_progress(
+    make: Make, words: str, lacking: str, remedy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    without_chain = "checkpoint.certify=false"
+    pretrain(make("less", words, without_chain, "train.exit_interval=2"))
+    assert f"cannot continue from its checkpoints: they have no {lacking} (checkpoint." in caplog.text
+    with pytest.raises(CheckpointError, match=f"checkpoint-2 has no {lacking}; .*{remedy}"):
+        pretrain(make("less", words, without_chain))
+
+
 def test_a_run_that_an_anomaly_stopped_is_not_finished(make: Make, tmp_path: Path) -> None:
     def poisoned(context: Any) -> None:
         if context.state.train_state.step == 4:

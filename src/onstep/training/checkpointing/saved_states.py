@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 COMPONENTS = ("model", "optimizer", "scheduler", "trainer", "dataset", "rng", "callbacks")
 """The groups that `checkpoint.components` selects from."""
 
+_LESS = ("components", "save_optim")
+"""The settings that leave components out of checkpoints."""
+
 _OF_TRAINER = ("loop", "rank")
 """The states in `trainer`: those of the loop between steps, common to all ranks and per rank."""
 
@@ -48,10 +51,11 @@ class RunComponents:
 
     def progress(self, trained: Trained, loads: bool = False) -> list[StateComponent]:
         """The components that are loaded before data is opened."""
-        config, selected = self.state.cfg.checkpoint, self.state.cfg.checkpoint.components is None
+        config = self.state.cfg.checkpoint
+        is_required = loads or config.components is None
 
         def compared(key: str, part: Stateful) -> StateComponent:
-            return _replicated(key, part, required=selected, validate_replication=config.validate_replication)
+            return _replicated(key, part, required=is_required, validate_replication=config.validate_replication)
 
         parts = [compared("model", ModelState(trained.model))]
         run_dir = self.state.run_dir
@@ -61,7 +65,7 @@ class RunComponents:
             parts.append(compared("optimizer", trained.optimizer))
             if trained.scheduler is not None:
                 parts.append(self.scheduler(trained.scheduler))
-        parts.append(_replicated("trainer", RunProgress(self.state), required=selected))
+        parts.append(_replicated("trainer", RunProgress(self.state), required=is_required))
         return [*parts, _of_the_rank("callbacks", self.callbacks), *self._of_the_user()]
 
     def features(self) -> list[StateComponent]:
@@ -105,6 +109,17 @@ class RunComponents:
             check_encodable(self.callbacks.state_dict(), "callbacks")
         if trained.scheduler is not None and config.save_optim:
             check_encodable(SchedulerPosition(trained.scheduler).state_dict(), "scheduler")
+        saved = {one.key for one in self.selected(self.progress(trained))}
+        lacking = [one.key for one in self.progress(trained, loads=True) if one.required and one.key not in saved]
+        if lacking and config.resume and self.state.world.is_main:
+            settings = ", ".join(
+                f"checkpoint.{name}={value}" for name, value in config.changed().items() if name in _LESS
+            )
+            logger.warning(
+                "if this run is interrupted, it cannot continue from its checkpoints: they have no %s (%s)",
+                ", ".join(lacking),
+                settings,
+            )
 
     def _of_the_user(self) -> list[StateComponent]:
         """The user's components: a forward step with a state, and the `state_components()` of callbacks."""

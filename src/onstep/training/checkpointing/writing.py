@@ -388,18 +388,31 @@ class RunCheckpoints:
         lacking = [one.key for one in components if one.key not in known]
         required = [one.key for one in components if one.key not in known and one.required]
         if required:
-            without = f"checkpoint.load={info.path} with checkpoint.load_optim=false"
-            if self.state.trainer is not None:
-                option = "config_overrides={'checkpoint.load_optim': False}"
-                without = f"resume_from_checkpoint={str(info.path)!r} with {option}"
             raise CheckpointError(
-                f"{info.path} has no {', '.join(required)}; continue from another checkpoint, or continue without: "
-                f"{without}."
+                f"{info.path} has no {', '.join(required)}; continue from another checkpoint, or "
+                f"{self._ways_without(info, required)}."
             )
         if lacking and self.state.world.is_main:
             logger.warning("%s has no %s; keeping their current state", info.path, ", ".join(lacking))
         self.manager.load(info, there, skip=known - {one.key for one in there})
         self._loaded |= {one.key for one in there}
+
+    def _ways_without(self, info: CheckpointInfo, required: list[str]) -> str:
+        """What to do with a checkpoint that lacks the `required` components, as an error says it."""
+        for_trainer = self.state.trainer is not None
+        if required == ["optimizer"]:
+            load = f"checkpoint.load={info.path} with checkpoint.load_optim=false"
+            option = "config_overrides={'checkpoint.load_optim': False}"
+            return "continue without: " + (
+                f"resume_from_checkpoint={str(info.path)!r} with {option}" if for_trainer else load
+            )
+        fresh = "resume_from_checkpoint=False" if for_trainer else "run.fresh=true"
+        if "model" in required:
+            return f"start again: {fresh}"
+        weights = f"checkpoint.finetune=true checkpoint.pretrained_checkpoint={info.path}"
+        return f"start again from its weights: {fresh} " + (
+            f"and a model that is loaded from {info.path}" if for_trainer else weights
+        )
 
     def _notify_durable(self, saved: SavedCheckpoint) -> None:
         if self.state.cfg.checkpoint.async_save and self.state.cfg.logger.log_progress:

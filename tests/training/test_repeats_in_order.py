@@ -30,12 +30,12 @@ class Sends(Callback):
 
     def on_step_end(self, context: Any) -> None:
         self.done += 1
-        if context.step == self.own:
-            self.own = None
-            context.control.rollback("again", to_step=4)
         for flag, details in self.plan.get(self.done, []):
             sent = {"command_id": uuid4().hex, **details}
             context.control.add_request(Request(flag, "someone", "", "", 0, sent))
+        if context.step == self.own:
+            self.own = None
+            context.control.rollback("again", to_step=4)
 
 
 def rate(value: float) -> tuple[str, dict[str, Any]]:
@@ -93,6 +93,17 @@ def test_what_followed_a_rollback_is_repeated_after_it(make: Make, plan: Plan, o
     assert left_by(directory(killed))["weights"] == left_by(directory(whole))["weights"]
     count = sum(flag == "rollback" for one in plan.values() for flag, _ in one)
     assert len(flags(killed, "refused")) == len(flags(whole, "refused")) == (count - 1 if 12 in plan else 0)
+
+
+@pytest.mark.parametrize("with_it", [[], [back(4, 0.5)]])
+def test_each_start_waits_once_for_the_rollback_that_a_callback_requests_again(make: Make, with_it: Any) -> None:
+    whole, killed = make("whole"), make("killed")
+    expected = train(whole, {9: with_it, 10: [rate(0.5)], 12: [rate(0.1)]}, own=9)
+    train(killed, {9: with_it, 10: [rate(0.5)]}, 11, own=9)
+    train(killed, {8: [rate(0.1)]}, 9, own=9)  # after the steps 5 to 9 and 5 to 7
+    assert train(killed, {}, own=9) == expected
+    assert left_by(directory(killed))["weights"] == left_by(directory(whole))["weights"]
+    assert flags(killed, "refused") == [(9, False)] * len(with_it) * 2  # the callback's
 
 
 def test_what_is_sent_while_a_rollback_is_still_to_be_repeated_comes_before_it(make: Make) -> None:

@@ -248,7 +248,7 @@ def _in_order(lines: list[dict[str, Any]], found: Iterable[dict[str, Any]]) -> d
 
     A rollback is done after everything else that was sent in its step, and goes again where it went; what was sent
     after it is of the next branch. A rollback that a callback requested keeps its place, since the callback requests it
-    again.
+    again; one that was sent in the same step comes before it.
     """
     rolled_back = [one for one in lines if one.get("flag") == "rolled_back" and _id(one) is not None]
     to_steps = {_id(one): one["details"].get("to_step") for one in rolled_back}
@@ -259,7 +259,11 @@ def _in_order(lines: list[dict[str, Any]], found: Iterable[dict[str, Any]]) -> d
         for one in found
         if (_is_command(one) and _id(one) not in refused) or _is_rollback_of_callback(one)
     ]
-    return deque(sorted(sent, key=lambda one: (one.branch, one.step, one.request.flag == "rollback")))
+    return deque(sorted(sent, key=_place))
+
+
+def _place(one: Sent) -> tuple[int, int, bool, bool]:
+    return one.branch, one.step, one.request.flag == "rollback", not one.request.is_steered
 
 
 def ids_to_repeat(repeats: Iterable[Sent]) -> list[str]:

@@ -69,7 +69,7 @@ def record(state: Run, requests: list[Request]) -> None:
             state.features.room(Steering).last = (state.train_state.step, request)
         if request.flag not in ("command", "pause"):
             write_decision(state, request)
-        if request.flag == "rollback" and request.is_steered and state.control.rollback_request is not request:
+        if request.flag == "rollback" and state.control.rollback_request is not request:
             refuse(state, request, "another rollback was requested in the same step")
 
 
@@ -88,7 +88,7 @@ def _has_ended(run: Run) -> bool:
 
 
 def refuse(run: Run, request: Request, why: str, step: int | None = None) -> None:
-    """Record that a request from outside is not met, and why. `step` is the one that it concerns, if not the last."""
+    """Record that a request is not met, and why. `step` is the one that it concerns, if not the last."""
     details = request.details | {"refused": request.flag, "why": why}
     write_decision(run, replace(request, flag="refused", details=details), step)
 

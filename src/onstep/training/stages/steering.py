@@ -142,10 +142,11 @@ def _can_be_repeated(run: Run, sent: Sent) -> bool:
 def repeat_decisions(job: Job) -> bool:
     """Request again what the run was asked for after this step, before it was interrupted; whether there was anything.
 
-    It comes before what the run is asked for now. What followed a rollback waits until the rollback is done.
+    It comes before what the run is asked for now. What followed a rollback waits until the rollback is done. A
+    callback's rollback that several processes recorded, or that another one preceded, is waited for once.
     """
     steering, step, requests = job.steering, job.run.train_state.step, []
-    while job.run.control.rollback_request is None and steering.repeats and steering.repeats[0].step <= step:
+    while job.run.control.rollback_request is None and (one := _next_repeat(steering)) and one.step <= step:
         _, request, branch = steering.repeats.popleft()
         steering.branch = max(steering.branch, branch)
         if request.is_steered:
@@ -154,6 +155,17 @@ def repeat_decisions(job: Job) -> bool:
             break
     job.run.control.requests[:0] = requests
     return bool(requests)
+
+
+def _next_repeat(steering: Steering) -> Sent | None:
+    while steering.repeats and _is_over(steering.repeats[0], steering.branch):
+        steering.repeats.popleft()
+    return steering.repeats[0] if steering.repeats else None
+
+
+def _is_over(sent: Sent, branch: int) -> bool:
+    """Whether it is a callback's rollback from a branch that a rollback has ended since."""
+    return sent.branch < branch and not sent.request.is_steered
 
 
 def blame_command(run: Run, error: BaseException | None) -> None:

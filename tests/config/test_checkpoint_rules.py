@@ -72,6 +72,7 @@ def config_with(overrides: str = "") -> ConfigContainer:
             "requires evaluations, got validation.eval_iters=0",
         ),
         ("validation.eval_on_save=true validation.eval_iters=0", "requires evaluations, got validation.eval_iters=0"),
+        ("validation.skip_train=true validation.eval_iters=0", "skip_train=True evaluates .*; set either of them"),
         (
             "checkpoint.load_best_model_at_end=true checkpoint.save_interval=10 validation.eval_interval=5 "
             "checkpoint.components=[optimizer]",

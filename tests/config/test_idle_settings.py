@@ -41,6 +41,26 @@ def config_with(words: str = "") -> ConfigContainer:
         ("scheduler.lr_wsd_decay_iters=5", "WSD", "scheduler.lr_decay_style=WSD"),
         ("scheduler.lr_warmup_init=1e-4", "warm-up", "scheduler.lr_warmup_iters=5"),
         ("validation.eval_interval=5 dataset.split=100", "validation share", "dataset.split=95,5"),
+        *(
+            (f"validation.eval_iters=0 {setting}", "validation.eval_iters=null or > 0", "validation.eval_iters=2")
+            for setting in (
+                "validation.eval_interval=1",
+                "validation.eval_on_start=true",
+                "validation.eval_each_epoch=true",
+                "validation.eval_global_batch_size=8",
+                "validation.metric_for_best_model=loss",
+                "checkpoint.save_on_best=true",
+                "checkpoint.keep_best_n=2 checkpoint.most_recent_k=1",
+            )
+        ),
+        ("checkpoint.keep_every_n=3", "checkpoint.most_recent_k > 0", "checkpoint.most_recent_k=2"),
+        ("checkpoint.keep_best_n=2", "checkpoint.most_recent_k > 0", "checkpoint.most_recent_k=2"),
+        ("dataset.num_workers=0 dataset.prefetch_factor=4", "dataset.num_workers > 0", "dataset.num_workers=1"),
+        (
+            "logger.timing_log_level=-1 logger.timing_log_option=all",
+            "logger.timing_log_level >= 0",
+            "logger.timing_log_level=0",
+        ),
         ("validation.start_eval_at_iter=5", "eval_interval", "validation.eval_interval=5"),
         ("logger.log_runtime_to_tensorboard=true", "report_names=[bridge]", "logger.tensorboard_dir=here"),
         ("logger.wandb_entity=us", "[wandb] or logger.wandb_project", "logger.report_to=all"),
@@ -68,7 +88,12 @@ def test_defaults_name_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["", "run.name=a dataset.split=100 optimizer.optimizer=sgd scheduler.lr_decay_style=constant"]
+    "words",
+    [
+        "",
+        "run.name=a dataset.split=100 optimizer.optimizer=sgd scheduler.lr_decay_style=constant",
+        "run.name=a validation.eval_iters=0 validation.eval_interval=1",
+    ],
 )
 def test_values_of_the_recipe_itself_are_not_named(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from onstep.config import ConfigContainer, resolve
 from onstep.config.checks import idle_line, idle_settings, idle_without_trainer
 from onstep.config.differences import describe
+from onstep.config.short_runs import fit_short_run
 from onstep.distributed import World, attempt
 from onstep.errors import DataError, OnstepError
 from onstep.events import CallbackManager, Control, Dispatcher
@@ -166,8 +167,12 @@ def _name_threads_left() -> None:
 
 def _name_idle_settings(run: GlobalState, has_trackers: bool) -> None:
     """Say in one line which settings have no effect in this run, whose user may have trackers of their own."""
-    recipe = RECIPES.get(run.cfg.run.recipe or "")
-    found = idle_settings(run.cfg, None if recipe is None else recipe(), has_trackers=has_trackers)
+    make = RECIPES.get(run.cfg.run.recipe or "")
+    recipes = [] if make is None else [make(), make()]
+    for fitted in recipes[1:]:
+        fitted.train.train_iters = run.cfg.train.train_iters
+        fit_short_run(fitted, recipes[0], ())
+    found = idle_settings(run.cfg, recipes, has_trackers=has_trackers)
     if run.entry_point.trainer is None:
         found += idle_without_trainer(run.cfg)
     line = idle_line(found)

@@ -143,6 +143,13 @@ IDLE = (
     ),
     Idle(("scheduler.lr_warmup_init",), "a warm-up (scheduler.lr_warmup_iters)", _warms_up),
     Idle(
+        _keys("validation", "eval_interval eval_each_epoch eval_on_start eval_global_batch_size")
+        + _keys("validation", "start_eval_at_iter start_eval_at_epoch metric_for_best_model greater_is_better")
+        + _keys("checkpoint", "save_on_best keep_best_n"),
+        "evaluations: validation.eval_iters=null or > 0",
+        lambda config: config.validation.eval_iters != 0,
+    ),
+    Idle(
         _keys("validation", "eval_interval eval_each_epoch eval_on_start eval_on_save")
         + _keys("checkpoint", "save_on_best keep_best_n"),
         "a validation share in dataset.split",
@@ -162,6 +169,21 @@ IDLE = (
         ("validation.greater_is_better",),
         "validation.metric_for_best_model",
         lambda config: config.validation.metric_for_best_model is not None,
+    ),
+    Idle(
+        _keys("checkpoint", "keep_every_n keep_best_n"),
+        "checkpoint.most_recent_k > 0; -1 keeps every checkpoint",
+        lambda config: config.checkpoint.most_recent_k != -1,
+    ),
+    Idle(
+        _keys("dataset", "prefetch_factor multiprocessing_context"),
+        "dataset.num_workers > 0",
+        lambda config: config.dataset.num_workers > 0,
+    ),
+    Idle(
+        ("logger.timing_log_option",),
+        "logger.timing_log_level >= 0",
+        lambda config: config.logger.timing_log_level >= 0,
     ),
     Idle(("logger.report_names",), "logger.report_to", lambda config: bool(_trackers(config))),
     Idle(
@@ -284,17 +306,20 @@ _GIVEN_TO_TRAINER = tuple(
     key for key in KEYS if key.startswith(("model.", "dataset.", "tokenizer.")) and key not in _READ_BY_TRAINER
 )
 
-_ZERO_IS_UNSET = ("optimizer.min_lr",)
-"""Keys whose derived value 0 is that of an unset one."""
+_DERIVED: dict[str, Callable[[ConfigContainer], float | None]] = {
+    "optimizer.min_lr": lambda config: 0,
+    "validation.eval_global_batch_size": lambda config: config.train.global_batch_size,
+}
+"""What `resolve` fills in where these keys are unset."""
 
 
 def idle_settings(
-    config: ConfigContainer, recipe: ConfigContainer | None = None, *, has_trackers: bool = False
+    config: ConfigContainer, recipes: Sequence[ConfigContainer] = (), *, has_trackers: bool = False
 ) -> list[tuple[str, list[str]]]:
     """What is set and has no effect, as pairs of the unmet condition and `key=value`, each key once.
 
     Args:
-        recipe: the recipe that `config` was made from, whose own values nobody has set.
+        recipes: the recipe that `config` was made from, as it is and for a run of this length: nobody has set these.
         has_trackers: whether a callback has trackers of its own, which may use any key of `logger`.
     """
     seen: set[str] = set()
@@ -302,7 +327,7 @@ def idle_settings(
     for row in IDLE:
         if row.acts(config) or (has_trackers and row.keys[0].startswith("logger.")):
             continue
-        settings = [(key, value) for key, value in _changed(config, row.keys, recipe) if key not in seen]
+        settings = [(key, value) for key, value in _changed(config, row.keys, recipes) if key not in seen]
         seen.update(key for key, _ in settings)
         if settings:
             found.append((row.need, [_setting(key, value) for key, value in settings]))
@@ -340,10 +365,10 @@ def _setting(key: str, value: Any) -> str:
 
 
 def _changed(
-    config: ConfigContainer, keys: tuple[str, ...], recipe: ConfigContainer | None = None
+    config: ConfigContainer, keys: tuple[str, ...], recipes: Sequence[ConfigContainer] = ()
 ) -> Iterator[tuple[str, Any]]:
     for key in keys:
         value, default = KEYS[key].get(config), KEYS[key].default
-        is_unset = value == default or (value == 0 and key in _ZERO_IS_UNSET)
-        if not is_unset and (recipe is None or value != KEYS[key].get(recipe)):
+        is_unset = value == default or (key in _DERIVED and value == _DERIVED[key](config))
+        if not is_unset and all(value != KEYS[key].get(recipe) for recipe in recipes):
             yield key, value

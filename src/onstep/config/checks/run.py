@@ -61,6 +61,11 @@ def check_checkpoints(config: ConfigContainer) -> None:
         )
     if not config.validation.skip_train:
         _check_best(config, components)
+    elif config.validation.eval_iters == 0:
+        raise ConfigError(
+            "validation.skip_train=True evaluates without training, and validation.eval_iters=0 evaluates nothing; set "
+            "either of them otherwise (eval_iters=null is the whole split)."
+        )
     _check_rollback(config, components)
 
 

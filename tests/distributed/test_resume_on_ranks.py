@@ -105,6 +105,19 @@ def test_on_more_than_two_ranks_a_killed_run_ends_with_the_same_bits(ranks: Rank
     check_same(ranks.finish(f"{door}-killed", door, ranks=size, **BEYOND_A_BUCKET[door]), whole)
 
 
+def test_a_change_that_was_accepted_holds_though_the_process_dies_before_a_save(ranks: Ranks) -> None:
+    words = ["train.train_iters=4", "scheduler.lr_warmup_iters=0", "checkpoint.certify=false"]
+    changed = [*words, "train.train_iters=6", "optimizer.adam_beta1=0.5"]
+    accepted = [*changed, "checkpoint.on_config_change=apply"]
+    for name in ("change", "change-whole"):
+        ranks.finish(name, words=words)
+    expected = ranks.finish("change-whole", words=accepted)
+    dies = {"rank": 1, "signal": "SIGKILL", "event": "on_step_end", "number": 1}
+    for again in (accepted, changed):
+        assert 0 not in ranks.start("change", words=again, strikes=[dies])
+    check_same(ranks.finish("change", words=changed), expected)
+
+
 @pytest.mark.parametrize("data", ["stream", "stateful"])
 def test_iterable_data_goes_on_where_it_stood(ranks: Ranks, data: str) -> None:
     expected = ranks.finish(f"whole-{data}", "trainer", ranks=1, data=data)

@@ -100,6 +100,13 @@ def test_more_steps_continue_with_resume_true(tmp_path: Path) -> None:
     assert steps(tmp_path / "run") == [1, 2, 3, 4, 5]
 
 
+def test_more_rows_of_an_epoch_lengthen_the_schedule(tmp_path: Path) -> None:
+    interrupted(tmp_path)
+    rows = regression_rows(24)
+    assert trained(tmp_path, rows, resume=True).state.global_step == 6
+    assert trained(tmp_path, regression_rows(36), resume=True).state.global_step == 6, "its one epoch is over"
+
+
 def test_a_finished_run_goes_back_to_the_checkpoint_that_is_named(tmp_path: Path) -> None:
     first = trained(tmp_path)
     for _ in range(2):

@@ -227,6 +227,15 @@ def test_a_completed_run_can_be_trained_longer(runs: Ranks) -> None:
     assert (found["step"], found["weights"]) == (21, expected["weights"])
 
 
+def test_a_changed_run_that_dies_before_its_next_save_continues_with_the_change(runs: Ranks) -> None:
+    changed: dict[str, Any] = {"arguments": {"num_train_epochs": 3, "adam_beta1": 0.5}, "resume": True}
+    for name in ("changed-whole", "changed-killed"):
+        runs.finish(name, "train", ranks=1)
+    expected = runs.finish("changed-whole", "train", ranks=1, **changed)
+    kill(runs, "changed-killed", "on_step_end", 1, **changed)
+    check_same(runs.finish("changed-killed", "train", ranks=1, **changed), expected)
+
+
 def test_two_ranks_decide_together(runs: Ranks) -> None:
     expected = runs.finish("two-whole", "train")
     strikes = [{**KILLED, "event": "on_step_end", "number": 5, "rank": 1}]

@@ -135,11 +135,7 @@ def decide(found: Sequence[Change], current: ConfigContainer, policy: str, world
     """
     if policy not in POLICIES:
         raise not_a_choice("checkpoint.on_config_change", policy, POLICIES)
-    unfit, moved = of_kind(found, ChangeClass.INCOMPATIBLE), of_kind(found, ChangeClass.TRAJECTORY)
-    scheduler, of_the_schedule = current.scheduler, []
-    if scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler:
-        of_the_schedule = [one for one in moved if _is_of_schedule(one)]
-        moved = [one for one in moved if not _is_of_schedule(one)]
+    unfit, moved = of_kind(found, ChangeClass.INCOMPATIBLE), left_to_policy(found, current)
     if unfit:
         raise ConfigError(
             f"{_listed(unfit)}, and the stored state does not fit the change; restore the stored "
@@ -152,8 +148,9 @@ def decide(found: Sequence[Change], current: ConfigContainer, policy: str, world
             f"--on-config-change apply, or with the stored ones by --on-config-change keep."
         )
     config = typed_copy(current)
-    put_back = [*of_the_schedule] if scheduler.use_checkpoint_opt_param_scheduler else []
-    put_back += moved if policy == "keep" else []
+    put_back = moved if policy == "keep" else []
+    if current.scheduler.use_checkpoint_opt_param_scheduler:
+        put_back = [*filter(_is_of_schedule, of_kind(found, ChangeClass.TRAJECTORY)), *put_back]
     for one in put_back:
         section, _, name = one.key.partition(".")
         if one.old is ABSENT:  # an entry of a dictionary
@@ -163,6 +160,14 @@ def decide(found: Sequence[Change], current: ConfigContainer, policy: str, world
     if put_back:
         validate(config, world_size)
     return config
+
+
+def left_to_policy(found: Sequence[Change], current: ConfigContainer) -> list[Change]:
+    """The changes of the trajectory for which `checkpoint.on_config_change` decides."""
+    moved, scheduler = of_kind(found, ChangeClass.TRAJECTORY), current.scheduler
+    if scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler:
+        moved = [one for one in moved if not _is_of_schedule(one)]
+    return moved
 
 
 def configured_schedule_holds(config: ConfigContainer) -> bool:

@@ -315,7 +315,8 @@ class OptimizerParamScheduler:
             if value != getattr(own, name):
                 raise ConfigError(
                     f"{name} must be {value!r}, as in the checkpoint, got {getattr(own, name)!r}; set "
-                    "override_opt_param_scheduler to keep this or use_checkpoint_opt_param_scheduler to use the saved"
+                    "scheduler.override_opt_param_scheduler=true to keep this, or "
+                    "scheduler.use_checkpoint_opt_param_scheduler=true to use the saved"
                 )
         return {}
 

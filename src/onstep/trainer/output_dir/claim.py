@@ -214,7 +214,8 @@ class _Arrival:
                 self.directory.path,
                 steps,
             )
-            return Claim(self.directory, config, is_finished=True, identity=stored.get("identity", {}))
+            identity = self.wish.owned or self.identity
+            return Claim(self.directory, config, is_finished=True, identity=identity.digests)
         if is_finished and "started_from" in stored:
             self.directory.write({key: value for key, value in stored.items() if key != "started_from"})
         return self._go_on(config, [f"{self.directory.path}: {note}" for note in notes])

@@ -10,7 +10,7 @@ from onstep.config import ConfigContainer
 from onstep.distributed import attempt
 from onstep.errors import CheckpointError
 from onstep.training.run import Run
-from onstep.training.runs.identity import Identity, compare, ways_to_continue
+from onstep.training.runs.identity import Identity, compare, trains_on_others, ways_to_continue
 from onstep.training.runs.steering import steps_without, withdrawable
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,8 @@ def newest_start(state: Run, manager: CheckpointManager) -> CheckpointInfo | Non
 def compare_identity(state: Run, start: CheckpointInfo | None, root: Path) -> None:
     """Compare the current files with those that the checkpoint was trained on, unless the run directory already has.
 
-    Sets `state.saving.identity`. A run without a directory records its files beside its checkpoints. Collective.
+    Sets `state.saving.identity`. A run without a directory records its files beside its checkpoints. Where other
+    training data is accepted, the schedule that its length gives is too. Collective.
 
     Args:
         state: the run.
@@ -70,15 +71,16 @@ def compare_identity(state: Run, start: CheckpointInfo | None, root: Path) -> No
         CheckpointError: for a difference that `checkpoint.on_config_change` does not allow; on all ranks alike.
     """
     identify = state.entry_point.identify
-    if identify is None or (state.run_dir is not None and (start is None or is_own(state, start))):
-        return
-    found, error = (
-        attempt(lambda: _compared(state, start, root, identify(state.cfg))) if state.world.is_main else (None, None)
-    )
-    found, error = state.world.share((found, error))
-    if error is not None:
-        raise error
-    state.saving.identity = found
+    if identify is not None and (state.run_dir is None or (start is not None and not is_own(state, start))):
+        found, error = (
+            attempt(lambda: _compared(state, start, root, identify(state.cfg))) if state.world.is_main else (None, None)
+        )
+        found, error = state.world.share((found, error))
+        if error is not None:
+            raise error
+        state.saving.identity = found
+    if start is not None and trains_on_others(start.manifest.extra.get("identity"), state.saving.identity):
+        state.cfg.checkpoint.on_config_change = "apply"
 
 
 def is_own(state: Run, info: CheckpointInfo) -> bool:

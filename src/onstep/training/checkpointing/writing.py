@@ -24,9 +24,9 @@ from onstep.checkpoint import (
     resolve,
 )
 from onstep.checkpoint.catalog.discovery import named_dirs
-from onstep.config import ChangeClass, ConfigContainer
+from onstep.config import ConfigContainer
 from onstep.config.derived import fill
-from onstep.config.differences import changes, decide, describe, of_kind
+from onstep.config.differences import changes, decide, describe, left_to_policy
 from onstep.data import StepSource
 from onstep.distributed import attempt
 from onstep.errors import CheckpointError, ConfigError
@@ -301,13 +301,16 @@ class RunCheckpoints:
         return outcome
 
     def _compare_configuration(self, info: CheckpointInfo) -> None:
-        """Compare the checkpoint's configuration with the current one, unless the run directory has already done so.
+        """Compare the checkpoint's configuration with the current one.
+
+        The differences of the run's own checkpoint have been accepted with its directory, perhaps by a process that
+        died before it saved: the current values apply.
 
         Raises:
             CheckpointError: for a difference that `checkpoint.on_config_change` does not allow.
         """
-        state = self.state
-        if is_own(state, info) or not info.manifest.config:
+        state, own = self.state, is_own(self.state, info)
+        if not info.manifest.config:
             return
         policy = state.cfg.checkpoint.on_config_change
         current = fill(state.cfg, state.world.size)
@@ -316,15 +319,15 @@ class RunCheckpoints:
         try:
             # how a run starts is not compared
             found = [one for one in changes(info.manifest.config, current) if not one.key.startswith("checkpoint.")]
-            if state.trainer is not None and policy == "error" and of_kind(found, ChangeClass.TRAJECTORY):
-                policy = current.checkpoint.on_config_change = "apply"  # as in Hugging Face: the user has named it
-                state.cfg.checkpoint.on_config_change = "apply"
+            is_accepted = own or (state.trainer is not None and policy == "error")  # as in Hugging Face: it is named
+            if is_accepted and left_to_policy(found, current):
+                policy = current.checkpoint.on_config_change = state.cfg.checkpoint.on_config_change = "apply"
             decided = decide(found, current, policy, state.world.size)
         except ConfigError as error:
             raise CheckpointError(f"{info.path} was saved with a different configuration: {error}") from None
         if policy == "keep":
             state.cfg = decided
-        if found and state.world.is_main:
+        if found and not own and state.world.is_main:
             logger.info("the configuration differs from that of %s:\n%s", info.path, describe(found))
 
     def _check_not_all_damaged(self) -> None:

@@ -142,6 +142,12 @@ def compare(recorded: object, current: Identity, *directories: Path, without: Co
     return Comparison(current, "; ".join(changed), unknown if missing else "")
 
 
+def trains_on_others(recorded: object, current: Mapping[str, str]) -> bool:
+    """Whether these digests are of other training data than the recorded ones; False without a record of it."""
+    before = _digests(recorded)
+    return any(name in before and before[name] != current.get(name) for name in ("data", "train_data"))
+
+
 def changed_tokenizer(config: TokenizerConfig, recorded: object) -> str:
     """A note for those who use weights with the tokenizer that a run names, if its files are not those of the run.
 

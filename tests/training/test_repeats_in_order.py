@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -180,6 +181,33 @@ def test_a_refused_rollback_is_not_repeated(make: Make) -> None:
     train(config, {2: [SAVE]})
     assert flags(config, "rolled_back") == []
     assert flags(config, "refused") == [(3, False)]
+
+
+@pytest.mark.parametrize("ends", [("command", {"command": "boom", "data": {}}), ("should_abort_without_save", {})])
+def test_a_rollback_that_the_end_of_the_run_prevents_is_refused_and_not_repeated(make: Make, ends: Any) -> None:
+    def raises(context: Any) -> None:
+        raise RuntimeError("mine")
+
+    config, manager = make("ended"), CallbackManager()
+    manager.add([JsonLogger(), Sends({9: [back(4, 0.5), ends]})])
+    manager.register("on_command", raises)
+    with pytest.raises(RuntimeError, match="mine") if ends[0] == "command" else nullcontext():
+        pretrain(config, callbacks=manager)
+    refused = [one["details"] for one in decisions(directory(config)) if one["flag"] == "refused"]
+    assert [one["why"] for one in refused if one["refused"] == "command"] == ["RuntimeError: mine"] * len(refused[1:])
+    assert refused[-1]["why"] == "training ended before this was done; send it again"
+    config = make("ended")
+    config.train.train_iters, config.checkpoint.on_config_change = 17, "apply"
+    assert train(config, {}) == {}
+    assert flags(config, "rolled_back") == []
+
+
+def test_a_length_that_was_set_can_be_unset_after_a_kill_where_epochs_are_configured(make: Make) -> None:
+    config = make("epochs")
+    config.train.train_iters, config.train.num_epochs = None, 1
+    train(config, {5: [("set", {"key": "train_iters", "value": 10})]}, 10)
+    assert train(config, {1: [("set", {"key": "train_iters", "value": None})]}) == {}
+    assert (directory(config) / "checkpoints" / "latest").read_text() == "checkpoint-25\n"
 
 
 def test_a_repeated_rollback_goes_to_a_checkpoint_that_was_set_aside_since(make: Make) -> None:

@@ -347,9 +347,7 @@ class Run:
         train, progress = self.cfg.train, self.train_state
         if train.num_epochs is not None and progress.epoch >= train.num_epochs:
             return True
-        limit = progress.overrides.get("train_iters", train.train_iters)
-        limit = limit if limit is not None else self.info.max_steps or None
-        return limit is not None and progress.step >= limit
+        return (limit := self.train_iters) is not None and progress.step >= limit
 
     @property
     def is_over(self) -> bool:

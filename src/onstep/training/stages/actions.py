@@ -119,12 +119,10 @@ def carry_out(job: Job) -> bool:
     if job.steering.commands:
         fire_commands(job)
     request = control.rollback_request
-    if request is not None:
-        control.rollback_request = None
-        if roll_back(job, request):
-            if control.should_save:  # before the stop that was requested with it
-                save_and_decide_exit(job)
-            return True
+    if request is not None and roll_back(job, request):
+        if control.should_save:  # before the stop that was requested with it
+            save_and_decide_exit(job)
+        return True
     on.after_agreement()
     if control.should_log:
         control.clear("should_log")
@@ -300,6 +298,7 @@ def roll_back(job: Job, request: Request) -> bool:
     rollback = RollBack.at(progress, request, run.cfg.anomaly.rollback_lr_factor)
     info = None if rollback.is_too_fast else _checkpoint_to_load(run, rollback)
     if info is None and request.is_steered:
+        run.control.rollback_request = None
         refuse(run, request, rollback.lacking)
         return False
     if checkpoints is None or info is None:
@@ -317,6 +316,7 @@ def roll_back(job: Job, request: Request) -> bool:
         checkpoints.restore(info, job.trained)
     rollback.carry_over(progress)
     job.steering.branch += 1
+    run.control.rollback_request = None
     write_decision(run, rollback.record(progress.step))
     run.features.rolled_back()
     leave_out_skipped(job)

@@ -34,7 +34,7 @@ def prepare(job: Job) -> None:
         run.sums.loss_sum, run.sums.loss_steps = 0.0, 0
         stage.final_metrics_logged = stage.epoch_is_open = False
     run.ending.was_stopped = stage.data_exhausted = stage.has_stepped = run.saving.saves_at_end = False
-    run.info.max_steps = run.train_iters or 0
+    run.info.max_steps = run.cfg.train.train_iters or run.info.max_steps
     run.sums.flops_at_start = run.train_state.floating_point_operations_so_far
     run.exits.start(run.cfg.train.exit_duration_in_mins, run.start_time)
     run.features.of_the_loop = {"meter": job.accumulator}

@@ -16,7 +16,7 @@ from onstep.training.stages.agreement import write_decision
 from onstep.training.stages.exits import announce_exit, save_checkpoint_and_time
 from onstep.training.stages.job import Job
 from onstep.training.stages.record import advance_tokens, final_metrics, first_and_last_loss, publish
-from onstep.training.stages.steering import blame_command
+from onstep.training.stages.steering import blame_command, refuse_undone
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ def conclude(job: Job) -> None:
     """Log why training ended and its final metrics, and save; an aborted run logs and saves nothing more."""
     run, control, ending = job.run, job.run.control, job.run.ending
     run.features.settle()
+    refuse_undone(run)
     stopped_before_the_end = control.should_training_stop and not run.has_all_steps
     ending.was_stopped = run.leaves or control.should_abort_without_save or stopped_before_the_end
     if run.leaves and not run.exits.exit_announced:  # decided before the first step

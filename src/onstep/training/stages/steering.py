@@ -61,8 +61,19 @@ def fire_commands(job: Job) -> None:
     """Let callbacks carry out the commands that ranks have agreed on, and record each with its result."""
     commands, job.steering.commands = job.steering.commands, []
     for request in commands:
-        job.notify.on_command(request=request)
+        try:
+            job.notify.on_command(request=request)
+        except Exception as error:
+            refuse(job.run, request, f"{type(error).__name__}: {error}")
+            raise
         write_decision(job.run, request)
+
+
+def refuse_undone(run: Run) -> None:
+    """Refuse the agreed rollback that the end of the training has prevented, so that no later start repeats it."""
+    request, run.control.rollback_request = run.control.rollback_request, None
+    if request is not None and request.is_steered:
+        refuse(run, request, "training ended before this was done; send it again")
 
 
 def load_repeats(run: Run) -> None:

@@ -31,8 +31,12 @@ HOSTILE_YAML = {
     "a long hexadecimal integer": ("train: {train_iters: 0x" + "f" * 5_000 + "}", "at most 300"),
     "a long sexagesimal integer": ("train: {train_iters: 1" + ":1" * 500 + "}", "at most 300"),
     "a long tagged integer": ("train: {train_iters: !!int '" + "9" * 5_000 + "'}", "at most 300"),
-    "a wrong tagged integer": ("train: {train_iters: !!int 'abc'}", "not a YAML configuration"),
-    "a wrong tagged float": ("optimizer: {lr: !!float 'abc'}", "not a YAML configuration"),
+    "a wrong tagged integer": (
+        "train: {train_iters: !!int 'abc'}",
+        "has 'abc' in line 1, which is not of its tag !!int",
+    ),
+    "a wrong tagged float": ("optimizer: {lr: !!float 'abc'}", "not of its tag !!float; correct it"),
+    "a wrong tagged truth value": ("\nvalidation: {eval_on_start: !!bool maybe}", "'maybe' in line 2"),
     "a date": ("run: {name: !!timestamp '2020-99-99'}", "the tag"),
     "bytes": ("trainer: {label_names: !!binary aGVsbG8=}", "the tag"),
     "a set": ("trainer: {label_names: !!set {a}}", "the tag"),
@@ -108,7 +112,10 @@ def test_bytes_that_are_not_utf_8_are_named(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_what_is_no_file_is_named_and_a_pipe_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("directory.yaml").mkdir()
@@ -118,11 +125,35 @@ def test_what_is_no_file_is_named_and_a_pipe_is_read(
     assert "does not exist" in refusal(capsys, "train", f"{'x' * 300}.yaml")
     assert "nor a run" in refusal(capsys, "train", "~nobody-of-this-name/run")
     os.mkfifo("pipe.yaml")
-    writer = threading.Thread(target=Path("pipe.yaml").write_text, args=("train: {train_iters: 7}",))
+    writer = threading.Timer(1.3, Path("pipe.yaml").write_text, ("train: {train_iters: 7}",))
     writer.start()
     assert main(["config", "show", "pipe.yaml"]) == 0
     writer.join()
     assert "train_iters: 7" in capsys.readouterr().out
+    assert "waiting for what another process writes to pipe.yaml" in caplog.text
+
+
+def test_an_empty_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text("# nothing yet\n", encoding="utf-8")
+    assert main(["config", "show", str(path)]) == 0
+    assert f"{path} is empty; this is the recipe tiny_gpt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run: {name: " + "x" * 400 + "}", "run.name='xxx"),
+        ("run: {name: ' '}", "run.name=' ' must be the name of a directory"),
+        ('run: {name: "CON\\n"}', "characters that cannot be printed"),
+        ("validation: {metric_for_best_model: ''}", "must be the name of a metric, or null"),
+    ],
+)
+def test_a_name_that_names_nothing_is_refused(text: str, message: str) -> None:
+    config = get_recipe("tiny_gpt")()
+    merge(config, parse_yaml(text))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        validate(config)
 
 
 def test_a_long_value_is_shortened_in_every_error() -> None:

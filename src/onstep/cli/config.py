@@ -61,7 +61,8 @@ def configuration_and_keys(words: list[str], recipe: str | None) -> tuple[Config
     given = {*_keys_in(values), *written}
     fit_seq_length(config, written if written.intersection(SEQ_LENGTHS) else given)
     own = get_recipe(name)()
-    notes = [fit_short_run(config, own, given), fit_min_lr(config, own, given)]
+    empty = f"{files[0]} is empty; this is the recipe {name}" if files and not values else None
+    notes = [empty, fit_short_run(config, own, given), fit_min_lr(config, own, given)]
     if os.environ.get("RANK", "0") == "0" and config.logger.console != "quiet":
         for note in filter(None, notes):
             print(in_words(note, sys.stderr), file=sys.stderr)

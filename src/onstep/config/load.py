@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,11 @@ from onstep.config.suggestions import shown
 from onstep.config.yaml_bounds import MAX_YAML_BYTES, check_yaml
 from onstep.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
+_SILENT_SECONDS = 1.0
+"""How long a pipe is waited for without a word."""
+
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
     """The values of a YAML file, by section.
@@ -24,6 +31,9 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         ConfigError: no such file, not YAML, a key given twice, not a mapping, a `${...}` interpolation, or beyond the
             limits of `check_yaml`.
     """
+    waiting = threading.Timer(_SILENT_SECONDS, logger.warning, ("waiting for what another process writes to %s", path))
+    waiting.daemon = True
+    waiting.start()
     try:
         text = read_bytes(path, MAX_YAML_BYTES, error=ConfigError, allows_pipe=True).decode("utf-8")
     except OSError as error:
@@ -32,6 +42,8 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(
             f"the configuration file {str(path)!r} is not UTF-8 text ({error}); save it as UTF-8."
         ) from None
+    finally:
+        waiting.cancel()
     return parse_yaml(text, source=str(path))
 
 

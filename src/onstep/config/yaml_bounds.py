@@ -17,7 +17,8 @@ MAX_LEVELS = 32
 """Limit for the nesting of lists and mappings."""
 _CORE = "tag:yaml.org,2002:"
 _TAGS = {None, "!", *(f"{_CORE}{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map"))}
-_NUMBER = re.compile(r"[-+0-9a-fA-FoxOX_:.]+")
+_SCALARS = {f"{_CORE}{name}" for name in ("int", "float", "bool")}
+_NUMBER = re.compile(r"[-+]?\.?[0-9_][-+0-9a-fA-FoxOX_:.]*")
 
 
 def check_yaml(text: str, source: str) -> None:
@@ -65,6 +66,8 @@ def check_yaml(text: str, source: str) -> None:
 
 
 def _check_scalar(event: Any, source: str) -> None:
+    import yaml
+
     _check_tag(event.tag, source)
     value: str = event.value
     if "${" in value:
@@ -74,6 +77,12 @@ def _check_scalar(event: Any, source: str) -> None:
     is_text = event.tag in ("!", f"{_CORE}str") or (event.tag is None and event.style)
     if len(value) > MAX_DIGITS and not is_text and _NUMBER.fullmatch(value):
         _refuse(source, f"has a number of {len(value):,} characters; at most {MAX_DIGITS} are allowed")
+    if event.tag in _SCALARS:
+        try:
+            yaml.SafeLoader("").construct_object(yaml.ScalarNode(event.tag, value))
+        except (ValueError, LookupError):
+            kind, line = event.tag.removeprefix(_CORE), event.start_mark.line + 1
+            _refuse(source, f"has {shown(value)} in line {line}, which is not of its tag !!{kind}; correct it")
 
 
 def _check_tag(tag: str | None, source: str) -> None:

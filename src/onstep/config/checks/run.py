@@ -32,8 +32,12 @@ ROLLBACK_NEEDS = ("model", "optimizer", "scheduler", "trainer", "dataset", "rng"
 def check_run(config: ConfigContainer) -> None:
     """Refuse names that cannot be a directory's or a variable's, and a backend without its device."""
     name = config.run.name
-    if name is not None and (not name or "/" in name or "\\" in name or name in (".", "..")):
+    if name is not None and (not name.strip() or "/" in name or "\\" in name or name in (".", "..")):
         raise ConfigError(f"run.name={shown(name)} must be the name of a directory; put its path into run.output_dir.")
+    if name is not None and not name.isprintable():
+        raise ConfigError(
+            f"run.name={shown(name)} has characters that cannot be printed, such as line ends; drop them."
+        )
     for name in config.env_vars:
         if not name or "=" in name:
             raise ConfigError(

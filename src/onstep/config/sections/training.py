@@ -233,6 +233,7 @@ class ValidationConfig(ConfigSection):
     metric_for_best_model: str | None = option(
         None,
         TRAJECTORY,
+        bound=Bound("the name of a metric, or null", lambda name: bool(name.strip())),
         effect="the current metric is followed from the next evaluation on",
         hf="metric_for_best_model",
         common=True,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 import torch
 import transformers
@@ -132,6 +133,21 @@ def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.1)
 
 
+class Lazy(Regression):
+    """Its layer has no shape before the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: Any = torch.nn.LazyLinear(1)
+
+
+class NeedsOption(TrainerCallback):
+    """Cannot be passed as a class."""
+
+    def __init__(self, option: int) -> None:
+        self.option = option
+
+
 def constant(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.ConstantLR(optimizer)
 
@@ -147,6 +163,12 @@ def constant(optimizer: torch.optim.Optimizer) -> Any:
             {"train_dataset": [{"text": "a", "labels": 1}]},
             r"No column of the dataset \(text, labels\).*forward \(labels, x\)",
         ),
+        (
+            {"train_dataset": pandas.DataFrame({"x": [[1.0]] * 4, "labels": [1.0] * 4})},
+            r"the DataFrame has no sample 0; .* frame\.to_dict\('records'\)",
+        ),
+        ({"model": Lazy()}, r"layer\.weight has no shape yet, .*call the model once with a batch"),
+        ({"callbacks": [NeedsOption]}, r"NeedsOption cannot be .* 'option'; pass an instance, NeedsOption\(\.\.\.\)"),
         ({"optimizers": (adam(Regression()), None)}, "no parameter of Regression.*would train nothing"),
         ({"optimizers": (None, constant(adam(Regression())))}, "scheduler object belongs to an optimizer"),
         ({"optimizers": (adam, None), "optimizer_cls_and_kwargs": (torch.optim.Adam, {})}, "not both"),
@@ -168,8 +190,17 @@ def test_train_refuses_before_the_first_step(tmp_path: Path, options: dict[str, 
     if given is not None and given[0] is adam:
         options = {**options, "optimizers": (lambda parameters: torch.optim.Adam(parameters), None)}
     with pytest.raises((ConfigError, DataError), match=message):
-        make(tmp_path, callbacks=[Steps], **options).train()
+        make(tmp_path, **{"callbacks": [Steps], **options}).train()
     assert steps == []
+
+
+def test_a_trainer_whose_init_calls_no_super_is_refused() -> None:
+    class Forgets(Trainer):
+        def __init__(self) -> None:
+            pass
+
+    with pytest.raises(ConfigError, match=r"Forgets\.__init__ does not call super\(\)\.__init__"):
+        Forgets().train()
 
 
 @pytest.mark.parametrize(

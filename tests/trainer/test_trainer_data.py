@@ -10,8 +10,10 @@ import datasets
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from onstep import Callback
+from onstep.errors import DataError
 from tests.support.small_models import Regression, Stream, TokenModel, arguments, quiet, ragged_rows, regression_rows
 
 
@@ -97,6 +99,26 @@ def test_a_dataset_without_a_usable_column_is_refused_before_training(tmp_path: 
         batches_of(tmp_path, Regression(), datasets.Dataset.from_dict({"text": ["a", "b"]}))
     with pytest.raises(ValueError, match=r"no column that Regression.forward accepts"):
         batches_of(tmp_path, Regression(), Stream([{"text": "a"}]), options={"max_steps": 1})
+
+
+class NoIterator(IterableDataset[Any]):
+    """Its `__iter__` forgets to yield."""
+
+    def __iter__(self) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({2 * n: row for n, row in enumerate(regression_rows(4))}, "the dict has no sample .*: pass a list"),
+        ([{**row, "x": row["x"].to("meta")} for row in regression_rows(4)], "cannot be moved to cpu: .*'meta'"),
+        (NoIterator(), r"NoIterator\.__iter__ returned an object that is not an iterator .*yield the samples"),
+    ],
+)
+def test_samples_that_cannot_be_read_are_named(tmp_path: Path, rows: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        quiet(Regression(), arguments(tmp_path, max_steps=2), rows).train()
 
 
 def test_a_tokenizer_pads_the_samples(tmp_path: Path) -> None:

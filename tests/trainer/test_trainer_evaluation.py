@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from onstep import EarlyStoppingCallback, Trainer, TrainerCallback
-from onstep.errors import DataError, UnsupportedStateError
+from onstep.errors import ConfigError, DataError, UnsupportedStateError
 from tests.support.small_models import (
     IGNORE,
     LogitsModel,
@@ -300,6 +300,30 @@ def test_there_must_be_something_to_evaluate(tmp_path: Path) -> None:
         quiet(Regression(), arguments(tmp_path)).evaluate()
     with pytest.raises(ValueError, match="evaluation dataset is empty"):
         quiet(Regression(), arguments(tmp_path)).evaluate([])
+
+
+def test_an_evaluation_that_a_callback_requests_without_data_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Requests(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_evaluate = True
+
+    quiet(Regression(), arguments(tmp_path, max_steps=3), regression_rows(12), callbacks=[Requests()]).train()
+    assert caplog.text.count("no evaluation is run, although one is due or requested: pass an eval_dataset") == 1
+
+
+@pytest.mark.parametrize("options", [{"metric_for_best_model": "loss"}, {"lr_scheduler_type": "reduce_lr_on_plateau"}])
+def test_an_overridden_evaluate_must_return_the_metrics_where_the_best_or_the_schedule_depends_on_one(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    class Forgets(Trainer):
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            super().evaluate(*args, **kwargs)
+
+    args, rows = arguments(tmp_path, eval_strategy="steps", eval_steps=1, **options), regression_rows(4)
+    with pytest.raises(ConfigError, match=r"Forgets\.evaluate returned None .*; return super\(\)\.evaluate"):
+        Forgets(Regression(), args, train_dataset=regression_rows(12), eval_dataset=rows).train()
 
 
 def test_a_compute_loss_that_pops_the_labels_takes_them_from_nobody_else(tmp_path: Path) -> None:

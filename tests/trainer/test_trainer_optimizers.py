@@ -105,17 +105,17 @@ def test_a_scheduler_of_ours_is_stepped_by_samples(tmp_path: Path) -> None:
             wd_incr_style="constant",
         )
 
-    seen = rates(tmp_path, Regression(), (torch.optim.SGD, ours))
+    seen = rates(tmp_path, Regression(), (lambda parameters: torch.optim.SGD(parameters), ours))
     assert [rate for (rate,) in seen] == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6, 0.5])
 
 
-def groups_of(directory: Path, keywords: dict[str, Any]) -> list[tuple[int, float]]:
+def groups_of(directory: Path, **optimizer: Any) -> list[tuple[int, float]]:
     seen: list[Any] = []
     quiet(
         Regression(),
-        arguments(directory, max_steps=1, weight_decay=0.5),
+        arguments(directory, max_steps=1, weight_decay=0.5, learning_rate=0.3),
         regression_rows(4),
-        optimizer_cls_and_kwargs=(torch.optim.AdamW, keywords),
+        **optimizer,
         callbacks=watched(
             lambda groups: seen.extend((g["params"][0].ndim, g["weight_decay"], g["lr"]) for g in groups)
         ),
@@ -124,8 +124,10 @@ def groups_of(directory: Path, keywords: dict[str, Any]) -> list[tuple[int, floa
 
 
 def test_a_class_with_keywords_decays_matrices_as_the_arguments_say_unless_it_says_itself(tmp_path: Path) -> None:
-    assert groups_of(tmp_path / "a", {"lr": 0.2}) == [(2, 0.5, 0.2), (1, 0.0, 0.2)]
-    assert groups_of(tmp_path / "b", {"lr": 0.2, "weight_decay": 0.1}) == [(2, 0.1, 0.2)]
+    adamw, ours, own = torch.optim.AdamW, {"lr": 0.2}, {"lr": 0.2, "weight_decay": 0.1}
+    assert groups_of(tmp_path / "a", optimizer_cls_and_kwargs=(adamw, ours)) == [(2, 0.5, 0.2), (1, 0.0, 0.2)]
+    assert groups_of(tmp_path / "b", optimizer_cls_and_kwargs=(adamw, own)) == [(2, 0.1, 0.2)]
+    assert groups_of(tmp_path / "c", optimizers=(adamw, None)) == [(2, 0.5, 0.3), (1, 0.0, 0.3)]
 
 
 def test_without_an_optimizer_the_arguments_say_which(tmp_path: Path) -> None:

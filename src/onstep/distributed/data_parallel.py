@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from onstep.config import DistributedDataParallelConfig
 from onstep.distributed.shards import as_dtensor, world_size
@@ -92,6 +93,11 @@ def check_weights(chunks: Sequence[nn.Module]) -> None:
         if getattr(chunk, "hf_device_map", None) is not None:
             continue
         for name, tensor in chain(chunk.named_parameters(), chunk.named_buffers()):
+            if is_lazy(tensor):
+                raise ConfigError(
+                    f"{name} has no shape yet, since it belongs to a lazy module (such as nn.LazyLinear); call the "
+                    f"model once with a batch before training, which gives its parameters their shapes."
+                )
             if tensor.is_inference() or torch.is_inference_mode_enabled():
                 raise ConfigError(
                     f"{name} cannot be trained: {'it was made' if tensor.is_inference() else 'training runs'} under "

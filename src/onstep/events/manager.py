@@ -10,7 +10,7 @@ from inspect import ismethod
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
-from onstep.errors import of_exhausted_iterator
+from onstep.errors import CallbackError, of_exhausted_iterator
 from onstep.events.callback_timer import CallbackTimer
 from onstep.events.context import CallbackContext
 from onstep.events.control import Control
@@ -332,7 +332,18 @@ def _instances(callback: Any) -> Iterator[Any]:
         for one in callback:
             yield from _instances(one)
     else:
-        yield callback() if isinstance(callback, type) else callback
+        yield _instance(callback) if isinstance(callback, type) else callback
+
+
+def _instance(callback: type) -> Any:
+    try:
+        return callback()
+    except TypeError as error:
+        name = callback.__name__
+        raise CallbackError(
+            f"The callback class {name} cannot be instantiated without arguments: {error}; pass an instance, "
+            f"{name}(...)."
+        ) from error
 
 
 def normalize_callbacks(callbacks: Any) -> CallbackManager | None:

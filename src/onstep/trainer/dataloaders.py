@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from onstep.config import ConfigContainer, TrainingArguments
 from onstep.config.lengths import sizes_of
 from onstep.data import EvalLoader, IterableLoader, StepSource, TrainLoader, is_map_style
-from onstep.data.loaders.collate import length_of, samples_in
+from onstep.data.loaders.collate import check_lookup, length_of, samples_in
 from onstep.data.loaders.hf_streams import SplitStreamLoader, check_split, node_split
 from onstep.distributed import World
 from onstep.errors import ConfigError, DataError
@@ -296,5 +296,9 @@ def _columns_of(dataset: Any) -> list[str] | None:
         return names
     if not is_map_style(dataset) or len(dataset) == 0:
         return None
-    first = dataset[0]
+    try:
+        first = dataset[0]
+    except KeyError as error:
+        check_lookup(dataset, 0, error)
+        raise
     return list(first) if isinstance(first, Mapping) else None

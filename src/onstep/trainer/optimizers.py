@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from onstep.config import ConfigContainer, merge
@@ -66,17 +68,21 @@ def check_optimizers(trainer: BaseTrainer) -> None:
 def own_optimizer(trainer: BaseTrainer, module: nn.Module | None) -> Any:
     """A new torch optimizer for `module`: of the user's factory or class, or of the arguments.
 
-    A factory is called with the trainable parameters; a class in `optimizer_cls_and_kwargs` with two groups, so that
-    `weight_decay` applies to the parameters of `get_decay_parameter_names`, unless its keywords set it.
+    A factory is called with the trainable parameters; a class, in `optimizers` with the learning rate of the arguments
+    or in `optimizer_cls_and_kwargs`, with two groups, so that `weight_decay` applies to the parameters of
+    `get_decay_parameter_names`, unless its keywords set it.
     """
     if module is None:
         raise ConfigError("Trainer has no model yet: model_init runs when training starts; call train().")
-    if trainer.optimizer is not None:
+    given = trainer.optimizer_cls_and_kwargs
+    if isinstance(trainer.optimizer, type) and issubclass(trainer.optimizer, torch.optim.Optimizer):
+        given = trainer.optimizer, {"lr": _config(trainer).optimizer.lr}
+    elif trainer.optimizer is not None:
         return trainer.optimizer(_trainable(module))
     methods: Any = trainer
     decayed = methods.get_decay_parameter_names(module)
-    if trainer.optimizer_cls_and_kwargs is not None:
-        cls, keywords = trainer.optimizer_cls_and_kwargs
+    if given is not None:
+        cls, keywords = given
         if "weight_decay" in keywords:
             return construct(cls, keywords, module, [{"params": _trainable(module)}])
     elif is_native(trainer.args) and not overrides(trainer, "get_optimizer_cls_and_kwargs"):
@@ -168,6 +174,7 @@ def step_on_metric(trainer: BaseTrainer, scheduler: Any, metrics: dict[str, Any]
     """
     if not isinstance(scheduler, MetricSchedulerAdapter):
         return
+    check_metrics(trainer, metrics)
     name = trainer.args.metric_for_best_model or "loss"
     key = name if name.startswith("eval_") else f"eval_{name}"
     if key not in metrics:
@@ -176,6 +183,15 @@ def step_on_metric(trainer: BaseTrainer, scheduler: Any, metrics: dict[str, Any]
             f"has no {key}; it has {', '.join(sorted(metrics))}."
         )
     scheduler.observe(metrics[key])
+
+
+def check_metrics(trainer: BaseTrainer, metrics: Any) -> None:
+    """Refuse (ConfigError) what an overridden `evaluate` returns instead of metrics, where one of them is followed."""
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(
+            f"{type(trainer).__name__}.evaluate returned {metrics!r} instead of the dict of metrics, which contains "
+            f"the one that the best model or the schedule depends on; return super().evaluate(...)."
+        )
 
 
 class OptimizerModes(TrainerCallback):

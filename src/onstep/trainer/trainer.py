@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+from onstep.errors import ConfigError
 from onstep.trainer.computing.batch_size_search import with_largest_batch
 from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.output_dir.claim import unfinished_batch_size
@@ -55,6 +56,9 @@ class Trainer(TrainerMethods):
             NonFiniteError: if a loss or gradient norm is NaN or infinite.
         """
         check_overrides(type(self), vars(self))
+        if not hasattr(self, "callback_manager"):
+            name = type(self).__name__
+            raise ConfigError(f"{name}.__init__ does not call super().__init__(...); call it before it returns.")
         if not self.args.auto_find_batch_size:
             return self._train_once(resume_from_checkpoint, ignore_keys_for_eval)
         resume = resume_from_checkpoint

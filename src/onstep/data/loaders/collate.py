@@ -126,6 +126,19 @@ def _none(where: str = "") -> DataError:
     )
 
 
+def check_lookup(dataset: Any, index: int, error: Exception) -> None:
+    """Check that an error of `dataset[index]` does not come from a lookup by other keys than 0, 1, ...
+
+    Raises:
+        DataError: if it does.
+    """
+    if isinstance(error, KeyError) and error.args == (index,):
+        raise DataError(
+            f"the {type(dataset).__name__} has no sample {index}; a dataset must have those from 0 to its length - 1: "
+            f"pass a list (list(samples.values()) for a dict, frame.to_dict('records') for a DataFrame)"
+        ) from error
+
+
 def _place(dataset: Any, index: int) -> str:
     length = length_of(dataset)
     of = "" if length is None else f", whose length is {length:,}"
@@ -200,6 +213,7 @@ def fetch_function(dataset: Any, collate_fn: Collate | None) -> Fetch:
                     samples.append(dataset[index])
                 except Exception as error:
                     error.add_note(_place(dataset, index))
+                    check_lookup(dataset, index, error)
                     raise
         else:
             samples = read_samples(ids)

@@ -62,6 +62,11 @@ def started(source: Iterable[T]) -> Iterator[T]:
     try:
         return iter(source)
     except Exception as error:
+        if isinstance(error, TypeError) and str(error).startswith("iter() returned non-iterator"):
+            raise DataError(
+                f"{type(source).__name__}.__iter__ returned an object that is not an iterator ({error}); yield the "
+                f"samples in it, or return iter(...)"
+            ) from error
         files = [PurePath(frame.f_code.co_filename).parts[-2:] for frame, _ in walk_tb(error.__traceback__)]
         if ("multiprocessing", "reduction.py") not in files:
             raise

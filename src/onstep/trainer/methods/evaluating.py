@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from onstep.errors import ConfigError
+from onstep.errors import ConfigError, warn_once
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.dataloaders import as_eval_loader, check_eval_data, eval_loader_of
 from onstep.trainer.full_eval import cast_weights
 from onstep.trainer.loss_convention import inner_module, label_parameters
 from onstep.trainer.model_step import call_model, find_loss
-from onstep.trainer.optimizers import step_on_metric
+from onstep.trainer.optimizers import check_metrics, step_on_metric
 from onstep.trainer.overrides import overrides
 from onstep.trainer.predictions import (
     BatchMetrics,
@@ -254,13 +254,19 @@ class EvaluatingMethods(BaseTrainer):
         """The evaluation of a run, and what follows from its metrics. Collective."""
         state = self.session.state
         has_data = self.eval_dataset is not None or overrides(self, "get_eval_dataloader")
-        if not has_data or state.cfg.validation.eval_iters == 0:
+        if state.cfg.validation.eval_iters == 0:
+            return
+        if not has_data:
+            if state.world.is_main:
+                warn_once(logger, "no evaluation is run, although one is due or requested: pass an eval_dataset")
             return
         is_first = state.train_state.step == 0  # of eval_on_start, whose weights are not a result of the training
         metrics = (
             self._evaluate(None, ignore_keys, skip_scheduler=True) if is_first else self._evaluate(None, ignore_keys)
         )
         metrics = state.world.share(metrics)  # a script may add some on the first rank only
+        if state.cfg.validation.metric_for_best_model is not None:
+            check_metrics(self, metrics)
         record_evaluation(state, metrics)
         if not is_first and self._determine_best_metric(metrics=metrics, trial=None):
             save_best(state)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from onstep.data import Batch, StepBatches
 from onstep.data.loaders.collate import mapping_like
+from onstep.errors import DataError
 from onstep.heartbeat import HEARTBEAT
 from onstep.training.compute.losses import MicroLoss, Scalar, StepLoss, as_scalar, at_least_one, local_sums
 
@@ -42,7 +43,13 @@ class MicroBatches(Iterator[Batch]):
     def stage(self, index: int) -> Batch:
         """Move micro-batch `index` to the device; the next `next()` returns it."""
         HEARTBEAT.beats += 1
-        batch = to_device(self.batches.micro_batches[index], self.device)
+        try:
+            batch = to_device(self.batches.micro_batches[index], self.device)
+        except NotImplementedError as error:  # torch: Cannot copy out of meta tensor
+            raise DataError(
+                f"a micro-batch cannot be moved to {self.device}: {error} Tensors on the device 'meta' have no values; "
+                f"make the samples without it (torch.device('meta'), torch.set_default_device)"
+            ) from error
         self._staged, self._staged_index, self._next = batch, index, index
         return batch
 

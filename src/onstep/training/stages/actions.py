@@ -10,7 +10,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 
 from onstep.checkpoint import CheckpointInfo
-from onstep.errors import AnomalyError
+from onstep.errors import AnomalyError, warn_once
 from onstep.events import Request
 from onstep.events.control import FLAGS, STICKY
 from onstep.events.settings import MOST_LR_FACTOR
@@ -204,6 +204,8 @@ def run_evaluation(job: Job) -> None:
             )
             if note_best_metric(run, run.evaluated.last_metrics):
                 save_best(run)
+        elif run.world.is_main:
+            warn_once(logger, "no evaluation is run, although one is due or requested: there is no validation data")
     run.evaluated.at_step = run.train_state.step
 
 

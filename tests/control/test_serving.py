@@ -90,6 +90,8 @@ def test_unknown_commands_bad_data_and_refusals_say_why(job: Served) -> None:
         (b"{", 400),
         (b"[]", 400),
         (b"", 400),
+        (b'{"command": "own", "data": {"a": [NaN]}}', 400),
+        (b'{"command": "own", "data": {"a": 1e400}}', 400),
         (b'{"command": "status", "wait": 61}', 400),
         (b'{"command": "status", "wait": -1}', 400),
         (b'{"command": "status", "wait": true}', 400),

@@ -69,12 +69,16 @@ def test_a_run_that_a_command_has_ended_says_so_and_continues_without_it(make: M
     assert left_by(directory)["weights"] == left_by(directory.parent / "whole")["weights"]
 
 
-def test_a_command_that_the_newest_checkpoint_contains_is_withdrawn_with_it(make: Make) -> None:
+def test_a_command_that_the_newest_checkpoint_contains_is_withdrawn_with_it(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     expected = trained(make("whole"), {5: PLAN[5]})
     config, plan = make("withdrawn"), {5: PLAN[5], 6: PLAN[6], 9: ("rollback", {"to_step": None, "lr_factor": 3.0})}
     trained(config, plan, 13)
     config.run.without_commands_from = 6
     assert trained(config, {})["weights"] == expected["weights"]
+    pretrain(config)
+    assert "run.without_commands_from=6 had no effect: a finished run continues" in capsys.readouterr().out
     config = make("too-early")
     trained(config, {2: ("set", {"key": "lr_factor", "value": 3.0}), 5: PLAN[5]}, 7)
     config.run.without_commands_from = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -170,7 +171,7 @@ def check_command(command: Any, data: Any, own: Mapping[str, str] | None = None)
     Args:
         command: its name.
         data: its parameters; None means none.
-        own: commands that the run's callbacks declare, with their help; their data is not checked.
+        own: commands that the run's callbacks declare, with their help; their data may be any JSON.
 
     Raises:
         CommandError: naming the command or the parameter, and the rule.
@@ -183,6 +184,7 @@ def check_command(command: Any, data: Any, own: Mapping[str, str] | None = None)
         raise CommandError(f"{command}: data must be an object, got {_shown(data)}.")
     given: dict[str, Any] = data or {}
     if command not in COMMANDS:
+        _check_json(command, given)
         return given
     parameters = {one.name: one for one in COMMANDS[command].parameters}
     for name in given.keys() - parameters:
@@ -194,6 +196,15 @@ def check_command(command: Any, data: Any, own: Mapping[str, str] | None = None)
     return {
         name: one.checked(command, given[name]) if name in given else one.default for name, one in parameters.items()
     }
+
+
+def _check_json(command: str, data: dict[str, Any]) -> None:
+    try:
+        json.dumps(data, allow_nan=False)
+    except ValueError:
+        raise CommandError(
+            f"{command}: data must be JSON, which has neither NaN nor infinity; send null or a text instead."
+        ) from None
 
 
 def _shown(value: Any) -> str:

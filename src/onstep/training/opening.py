@@ -26,7 +26,7 @@ from onstep.training.checkpointing.writing import open_checkpoints
 from onstep.training.features import RUN, SECTIONS, SETUP
 from onstep.training.reporting.bridge_trackers import check_trackers
 from onstep.training.run import EntryPoint
-from onstep.training.runs.claims import Claim, acquire_run_dir
+from onstep.training.runs.claims import Claim, acquire_run_dir, without_effect
 from onstep.training.runs.hold import Hold, abandoned_on_error
 from onstep.training.runs.identity import Identify, Identity, remembered
 from onstep.training.runs.run_dir import FINISHED, Status
@@ -273,7 +273,7 @@ def already_finished(claim: Claim) -> str:
     """The message for a finished run that is started again."""
     directory, content = claim.directory, claim.directory.read()
     how = "is finished" if content.get("status") == "completed" else "was stopped"
-    notes = "".join(f"Note: {note}.\n" for note in claim.notes)
+    notes = "".join(f"Note: {note}.\n" for note in (*claim.notes, without_effect(claim.config)) if note)
     return (
         f"{directory.path} {how}: {content.get('step', 0)} steps, nothing left to do.\n{notes}"
         f"To extend it: more train.train_iters (or num_epochs) with --on-config-change apply. To train a new run "

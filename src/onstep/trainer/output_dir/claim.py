@@ -28,7 +28,7 @@ from onstep.trainer.computing.batch_size_search import Search
 from onstep.trainer.output_dir.identity import trainer_identity
 from onstep.training.opening import claim_for_all
 from onstep.training.protocols import StateDict
-from onstep.training.runs.claims import Claim, go_on, hold_and_claim, named_dir, start
+from onstep.training.runs.claims import Claim, go_on, hold_and_claim, named_dir, start, without_effect
 from onstep.training.runs.fingerprints import is_arrow_dataset
 from onstep.training.runs.hold import Hold
 from onstep.training.runs.hub import hub_revisions
@@ -210,9 +210,10 @@ class _Arrival:
             steps = stored.get("step", 0)
             logger.warning(
                 "%s is finished: %d steps, nothing left to do. To train longer, raise max_steps or num_train_epochs; "
-                "to train again from the given weights, drop resume_from_checkpoint.",
+                "to train again from the given weights, drop resume_from_checkpoint.%s",
                 self.directory.path,
                 steps,
+                f" {note}." if (note := without_effect(self.config)) else "",
             )
             identity = self.wish.owned or self.identity
             return Claim(self.directory, config, is_finished=True, identity=identity.digests)

@@ -253,6 +253,16 @@ def _inspect(directory: RunDir, config: ConfigContainer, identify: Identify | No
     return claim, inputs.current
 
 
+def without_effect(config: ConfigContainer) -> str:
+    """A note about options that choose where a run continues, for a run that is finished; empty if none is set."""
+    options = {
+        "run.without_commands_from": config.run.without_commands_from,
+        "checkpoint.ckpt_step": config.checkpoint.ckpt_step,
+    }
+    given = " and ".join(f"{key}={value}" for key, value in options.items() if value is not None)
+    return given and f"{given} had no effect: a finished run continues from there only if it is extended"
+
+
 def _ways_out(directory: RunDir) -> str:
     return (
         f"choose another name (run.name={directory.path.name}-new), start {directory.path.name}-2 beside it "

@@ -115,6 +115,16 @@ def test_a_finished_run_goes_back_to_the_checkpoint_that_is_named(tmp_path: Path
     assert steps(tmp_path / "run" / "aside" / "branch-2") == [3]
 
 
+def test_a_named_checkpoint_that_does_not_fit_the_model_moves_nothing(tmp_path: Path) -> None:
+    trained(tmp_path)
+    wider = Regression()
+    wider.layer = nn.Linear(3, 2)
+    with pytest.raises(CheckpointError, match=r"size mismatch|shape"):
+        trained(tmp_path, model=wider, resume=str(tmp_path / "run" / "checkpoint-2"))
+    assert steps(tmp_path / "run") == [1, 2, 3]
+    assert not (tmp_path / "run" / "aside").exists()
+
+
 def test_a_checkpoint_of_another_run_is_a_start_with_other_arguments(tmp_path: Path) -> None:
     trained(tmp_path / "other")
     start = str(tmp_path / "other" / "run" / "checkpoint-3")

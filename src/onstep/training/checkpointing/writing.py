@@ -94,8 +94,6 @@ class RunCheckpoints:
     def find(self) -> CheckpointInfo | None:
         """The checkpoint to continue from: the requested one, else the run's newest verified one. Collective.
 
-        Checkpoints newer than the requested one belong to a branch that the run abandons; they are set aside.
-
         Raises:
             CheckpointError: if a requested checkpoint does not exist.
             RunExistsError: if another live run saves in the same directory.
@@ -112,14 +110,8 @@ class RunCheckpoints:
         if self.start is not None:
             self._compare_configuration(self.start)
         compare_identity(state, self.start, self.root)
-        if self.start is not None:
-            self._leave_branch(self.start)
-            if state.stage.is_chosen_start:
-                self._leave_commands(self.start)
-        if asked is not None and directory is not None and state.world.is_main:
-            directory.note_start(
-                asked
-            )  # after setting the branch aside: until then a restart must request the same start
+        if self.start is None:
+            self._record_start()
         return self.start
 
     def check_states(self, trained: Trained) -> None:
@@ -152,9 +144,16 @@ class RunCheckpoints:
         self.notify.on_checkpoint_load(checkpoint_step=info.step, checkpoint_path=str(info.path))
 
     def load_features(self) -> None:
-        """Load the states of the loop and its features, such as the log interval and the trackers' runs. Collective."""
+        """Load the states of the loop and its features, such as the log interval and the trackers' runs. Collective.
+
+        Checkpoints newer than a requested one belong to a branch that the run abandons; they are then set aside.
+        """
         if self.start is not None:
             self._load(self.start, self.components.features())
+            self._leave_branch(self.start)
+            if self.state.stage.is_chosen_start:
+                self._leave_commands(self.start)
+            self._record_start()
 
     def load_position(self, reader: StepSource, scheduler: UserScheduler | None = None) -> None:
         """Load the data position and the random generators. Collective."""
@@ -340,6 +339,12 @@ class RunCheckpoints:
                 f"would hide that. Restore one of them, or start a new run with "
                 f"{instead if self.state.trainer is None else 'resume_from_checkpoint=False or another output_dir'}."
             )
+
+    def _record_start(self) -> None:
+        """Record that the run has started from what was requested: until then, a restart must request the same."""
+        asked, directory = asked_start(self.state.cfg), self.state.run_dir
+        if asked is not None and directory is not None and self.state.world.is_main:
+            directory.note_start(asked)
 
     def _leave_branch(self, info: CheckpointInfo) -> None:
         """Set aside newer checkpoints of this run: it continues from an older one."""

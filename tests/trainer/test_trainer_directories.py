@@ -84,6 +84,24 @@ def test_a_cell_without_checkpoints_is_run_twice(tmp_path: Path, caplog: pytest.
     assert not (tmp_path / "run" / "checkpoints-1").exists()
 
 
+def test_weights_from_before_a_run_are_moved_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory, saved = tmp_path / "run", {"save_strategy": "no", "config_overrides": {}}
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    written = b"a base model"
+    (directory / "model.safetensors").write_bytes(written)
+    for number in (1, 2):
+        trained(tmp_path, **saved, learning_rate=0.1 * number)
+        aside = directory / f"model-{number}"
+        assert (aside / "model.safetensors").read_bytes() == written != (directory / "model.safetensors").read_bytes()
+        assert (aside / "config.json").read_text() == "{}"
+        assert f"{directory} held weights from before this run, which are now in {aside}" in warned(caplog)
+        written = (directory / "model.safetensors").read_bytes()
+    for steps_in_all in (3, 5):
+        trained(tmp_path / "longer", config_overrides={}, max_steps=steps_in_all, resume=steps_in_all == 5 or None)
+    assert not (tmp_path / "longer" / "run" / "model-1").exists(), "its own"
+
+
 def test_other_arguments_start_a_new_run(tmp_path: Path) -> None:
     trained(tmp_path)
     assert trained(tmp_path, learning_rate=0.5).state.global_step == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from onstep.events.context import unwrap
 from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.methods.saving import write_arguments
 from onstep.training.run import Run
-from onstep.training.runs.run_dir import RunDir
+from onstep.training.runs.run_dir import RunDir, next_free
 
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
+_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "adapter_model*", "pytorch_model*")
+_BESIDE_WEIGHTS = ("*config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*")
 
 
 def files_of_checkpoint(trainer: TrainerMethods) -> Callable[[Path], None]:
@@ -59,11 +62,28 @@ def recall_history(run: Run) -> None:
 
 
 def write_final_files(trainer: TrainerMethods, directory: RunDir) -> None:
-    """Write the final weights, and what belongs to them, to the run's directory."""
+    """Write the final weights, and what belongs to them, to the run's directory; weights from before it are moved."""
+    if directory.layout == "hugging_face":
+        _set_weights_aside(directory)
     trainer.save_model(str(directory.model))
     if directory.layout == "hugging_face":
         assert trainer.global_state is not None
         _write_records(trainer, trainer.global_state.trainer_state.to_json_string(), directory.model)
+
+
+def _set_weights_aside(directory: RunDir) -> None:
+    """Move weights that are older than the run to `model-<n>`, with copies of the files that loading them requires."""
+    path, started_at = directory.model, directory.read().get("started_at", 0)
+    earlier = [one for name in _WEIGHTS for one in path.glob(name) if one.lstat().st_mtime < started_at]
+    if not earlier:
+        return
+    aside = next_free(path / "model", 1)
+    aside.mkdir()
+    for one in (one for name in _BESIDE_WEIGHTS for one in path.glob(name) if one.is_file()):
+        shutil.copy2(one, aside)
+    for one in earlier:
+        one.rename(aside / one.name)
+    logger.warning("%s held weights from before this run, which are now in %s", path, aside)
 
 
 def _write_records(trainer: TrainerMethods, state: str, directory: Path) -> None:

@@ -129,7 +129,7 @@ def test_a_configuration_file_is_read_and_never_imports_code(shell: Shell) -> No
         (["callbacks=[nowhere:Thing]"], "nowhere"),
         (["callbacks=["], "callbacks='[' lacks a bracket"),
         (["--recipe", ""], "a recipe is named by text such as tiny_gpt, got ''"),
-        (["run.name=''"], "run.name='' must be the name of a directory"),
+        (["run.name=''"], "run.name='' must be a path of at most"),
         (["dist.distributed_backend=nccl", "dist.device=null"], "requires GPUs and NCCL"),
         (["train.torch_compile=true", "train.torch_compile_backend=nope"], "torch_compile_backend='nope' is not known"),
         (["dataset.seq_length=9000000", "model.seq_length=9000000"], "9000000"),

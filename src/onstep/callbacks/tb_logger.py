@@ -129,8 +129,10 @@ class TBLogger(TrainerCallback):
         if self.experiment_info:
             info = self.experiment_info
             texts["experiment"] = info if isinstance(info, str) else self.mapping_as_markdown(info)
+        place = str(getattr(args, "logging_dir", None) or "")
         for tag, text in sorted(texts.items()):
-            digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+            lasting = text.replace(place, "") if place else text  # a run that is moved is described only once
+            digest = hashlib.blake2b(lasting.encode(), digest_size=8).hexdigest()
             if self._described.get(tag) != digest:
                 self._described[tag] = digest
                 self._text(tag, text, state.global_step + 1 if state.global_step > 0 else 0)

@@ -11,6 +11,14 @@ class OnstepError(Exception):
         super().__init__(*(abridged(one) if isinstance(one, str) else one for one in args))
 
 
+def text_of(error: BaseException) -> str:
+    """The text of any exception, or the name of its class if that has a `__str__` that fails itself."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - it is the code of whoever wrote the class
+        return type(error).__name__
+
+
 class ConfigError(OnstepError, ValueError):
     """An invalid configuration value, key or combination; raised before any work starts."""
 

@@ -354,15 +354,23 @@ def test_nobody_is_the_author_after_an_exception(notify):
     assert control.author == "the loop"
 
 
-def test_warn_goes_on_and_tells_again(notify):
+class Unprintable(ValueError):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"), [(ValueError("disk full"), "ValueError: disk full"), (Unprintable(), "Unprintable: Unprintable")]
+)
+def test_warn_goes_on_and_tells_again(error, text, notify):
     class Warns(Fails):
         on_error = "warn"
 
-    warns, manager, seen = Warns(), CallbackManager(), []
+    warns, manager, seen = Warns(error), CallbackManager(), []
     manager.add(warns)
     manager.register("on_train_step_end", lambda: seen.append("after"))
     for _ in range(2):
-        with pytest.warns(RuntimeWarning, match=r"'Warns' raised ValueError: disk full during 'on_train_step_end'"):
+        with pytest.warns(RuntimeWarning, match=rf"'Warns' raised {text} during 'on_train_step_end'"):
             notify(manager, "on_train_step_end")
 
     assert warns.calls == 2

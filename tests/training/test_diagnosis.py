@@ -114,6 +114,7 @@ def test_the_same_error_everywhere_needs_no_report() -> None:
 def test_a_lost_connection_points_to_the_rank_that_is_silent(since: float) -> None:
     lost = rank(failure=failure(1, consequence=True))
     assert diagnosis_of(lost, rank(silence=2.5), since=since) == FailureDiagnosis("died", 1)
+    assert diagnosis_of(lost, rank(silence=0.1, gone=True), since=since) == FailureDiagnosis("died", 1)
 
 
 def test_of_several_silent_ranks_the_one_silent_longest_was_first() -> None:

@@ -143,6 +143,22 @@ def test_a_restart_that_fails_replaces_the_error_of_the_failure_before(
     )
 
 
+def test_an_error_without_a_text_is_recorded_with_its_callback(tiny_config: ConfigContainer, tmp_path: Path) -> None:
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    class AtStepEnd(Callback):
+        def on_step_end(self, context: Any) -> None:
+            raise Unprintable
+
+    tiny_config.run.name, tiny_config.run.output_dir = "mine", str(tmp_path)
+    with pytest.raises(Unprintable):
+        pretrain(tiny_config, callbacks=[AtStepEnd()])
+    record = json.loads(content(tmp_path / "mine")["run.json"])
+    assert record["error"] == "Unprintable: Unprintable (raised by callback 'AtStepEnd' during 'on_step_end')"
+
+
 def _at_step_two(context: Any) -> None:
     if context.state.train_state.step == 2:
         raise ValueError("the first failure")

@@ -15,7 +15,7 @@ from onstep.analysis.logs.samples_log import FILE_NAME, TextSample, append_sampl
 from onstep.bounded_reading import read_bytes
 from onstep.config.field_types import is_integer_from
 from onstep.config.hf.checks import evaluates
-from onstep.errors import ConfigError, require
+from onstep.errors import ConfigError, require, text_of
 from onstep.events import Setting, TrainerCallback
 from onstep.metrics.json_log_writer import logging_dir_of
 from onstep.models.generation.prompts import (
@@ -156,7 +156,7 @@ class TextgenCallback(TrainerCallback):
         except Exception as error:  # models and writers can raise anything; a failed sample must not end the run
             if self.on_generation_error == "raise":
                 raise
-            what, trace = f"{type(error).__name__}: {error}", None if self._has_traced else error
+            what, trace = f"{type(error).__name__}: {text_of(error)}", None if self._has_traced else error
             logger.warning("no text was generated at step %d: %s", state.global_step, what, exc_info=trace)
             self._has_traced = True
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from onstep.control.commands import CommandRefusedError
+from onstep.errors import text_of
 
 Status = Literal["queued", "applied", "refused"]
 Check = Callable[[str, dict[str, Any]], None]
@@ -147,7 +148,7 @@ class Inbox:
         try:
             self.settle(ticket, "applied", result=self._at_once[ticket.command]())
         except Exception as error:  # noqa: BLE001 - whoever waits gets an answer, whatever goes wrong in this thread
-            self.settle(ticket, "refused", message=f"{type(error).__name__}: {error}")
+            self.settle(ticket, "refused", message=f"{type(error).__name__}: {text_of(error)}")
 
     def _remember(self, ticket: Ticket) -> None:
         self._known[ticket.id] = ticket

@@ -10,7 +10,7 @@ from inspect import ismethod
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
-from onstep.errors import CallbackError, of_exhausted_iterator
+from onstep.errors import CallbackError, of_exhausted_iterator, text_of
 from onstep.events.callback_timer import CallbackTimer
 from onstep.events.context import CallbackContext
 from onstep.events.control import Control
@@ -247,7 +247,7 @@ class CallbackManager:
                 if first is None:
                     first = error
                 else:
-                    first.add_note(f"then '{listener.author}' raised {type(error).__name__}: {error}")
+                    first.add_note(f"then '{listener.author}' raised {type(error).__name__}: {text_of(error)}")
         if first is not None:
             raise first
 
@@ -277,7 +277,7 @@ class CallbackManager:
             self._disabled[id(listener.owner)] = listener.owner
             consequence = "it will not be called again"
         warnings.warn(
-            f"callback '{author}' raised {type(error).__name__}: {error} during '{event}'; {consequence}",
+            f"callback '{author}' raised {type(error).__name__}: {text_of(error)} during '{event}'; {consequence}",
             RuntimeWarning,
             stacklevel=3,
         )

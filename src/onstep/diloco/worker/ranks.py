@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onstep.distributed.world import World
-from onstep.errors import OnstepError
+from onstep.errors import OnstepError, text_of
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ def on_main(world: World, work: Callable[[], T]) -> T:
     try:
         value = work()
     except Exception as error:
-        world.share((None, f"{type(error).__name__}: {error}"))
+        world.share((None, f"{type(error).__name__}: {text_of(error)}"))
         raise
     world.share((value, None))
     return value

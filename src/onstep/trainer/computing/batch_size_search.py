@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from onstep.errors import text_of
 from onstep.training.profiling.instruments import empty_unused_memory
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ def with_largest_batch(trainer: Any, train: Callable[[bool], T], start: int | No
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether an error says that a device's memory did not suffice."""
-    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in _SIGNS)
+    return isinstance(error, torch.OutOfMemoryError) or any(sign in text_of(error) for sign in _SIGNS)
 
 
 def _release(trainer: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from onstep.checkpoint import ModelState, RngState, SharingPattern, StateComponent, Stateful, check_encodable
 from onstep.checkpoint.components import make_durable
 from onstep.data import StepSource
-from onstep.errors import CheckpointError
+from onstep.errors import CheckpointError, text_of
 from onstep.events import CallbackManager, Dispatcher
 from onstep.events.exportable_state import is_exportable
 from onstep.heartbeat import HEARTBEAT
@@ -260,7 +260,8 @@ class CallbackStates:
             except Exception as error:
                 raise CheckpointError(
                     f"callback {_listed([key], callbacks)} cannot load its state from the checkpoint: "
-                    f"{type(error).__name__}: {error}. Remove the callback, or continue with the version that saved it."
+                    f"{type(error).__name__}: {text_of(error)}. Remove the callback, or continue with the version that "
+                    f"saved it."
                 ) from error
         without = [key for key in callbacks if key not in pairs]
         if without:

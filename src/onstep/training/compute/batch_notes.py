@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from onstep.errors import text_of
+
 _MAX_ENTRIES, _MAX_NAME = 8, 40
 
 SECOND_BACKWARD = (
@@ -51,7 +53,7 @@ _HINTS = {
 def note_of(error: Exception, batch: object, step: int, is_training: bool) -> str:
     """Where a forward step failed, on what, and what helps if that is known."""
     where = f"in step {step + 1}" if is_training else f"in an evaluation after step {step}"
-    text = str(error)
+    text = text_of(error)
     hint = next((hint for part, hint in _HINTS.items() if part in text), None)
     if hint is None and ("shape" in text or "size" in text):
         hint = "the shapes and the sizes of the model's layers must fit"

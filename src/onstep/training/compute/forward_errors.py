@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from onstep.data.loaders.dead_workers import is_death
-from onstep.errors import ConfigError, DataError, OnstepError
+from onstep.errors import ConfigError, DataError, OnstepError, text_of
 from onstep.training.compute.batch_notes import beyond_embedding, note_of
 from onstep.training.compute.failed_lookup import is_of_batch
 from onstep.training.compute.losses import IGNORE_INDEX, described
@@ -55,7 +55,7 @@ def call_forward_step(
         if is_death(error):  # of a data worker, which torch reports from a signal handler
             raise
         if batch is None and micro_batches is not None:
-            raise DataError(f"{error}: the micro-batch is None; does the collator return it?") from error
+            raise DataError(f"{text_of(error)}: the micro-batch is None; does the collator return it?") from error
         explanation = _explain(error, batch, model) if isinstance(batch, Mapping) else None
         if explanation is None:
             error.add_note(note_of(error, batch, step, torch.is_grad_enabled()))
@@ -65,7 +65,7 @@ def call_forward_step(
 
 def _explain(error: Exception, batch: Mapping[Any, Any], model: nn.Module) -> str | None:
     """How the micro-batch has caused an error of the forward step; None if it is not known to have."""
-    text = str(error)
+    text = text_of(error)
     if isinstance(error, KeyError):
         return _lacking(f"the key {error.args[0]!r}", batch) if is_of_batch(error, batch) else None
     if isinstance(error, TypeError):

@@ -29,7 +29,7 @@ from torch.overrides import has_torch_function_unary
 
 from onstep.data.loaders.iterable_loader import count_samples
 from onstep.distributed import World
-from onstep.errors import ConfigError
+from onstep.errors import ConfigError, text_of
 from onstep.training.compute.batch_notes import SECOND_BACKWARD
 
 Scalar = Tensor | float
@@ -134,9 +134,9 @@ class MicroLoss:
                 gradient = as_scalar(start, loss.dtype, loss.device)
             loss.backward(gradient.reshape(loss.shape))  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            if "backward through the graph a second time" in str(error):
+            if "backward through the graph a second time" in text_of(error):
                 raise ConfigError(f"the graph of the loss has no values any more: {SECOND_BACKWARD}") from error
-            if "modified by an inplace operation" in str(error):
+            if "modified by an inplace operation" in text_of(error):
                 error.add_note(
                     "an operation of the forward pass (x += 1, x[0] = 1, relu_()) has overwritten a value that the "
                     "backward pass requires; write x = x + 1 there, or x = x.clone() before it"

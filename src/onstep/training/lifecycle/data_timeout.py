@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
-from onstep.errors import OnstepError
+from onstep.errors import OnstepError, text_of
 from onstep.training.runs.signals import DistributedSignalHandler
 
 T = TypeVar("T")
@@ -70,8 +70,8 @@ class DataWait(Generic[T]):
                 why = f"the data workers ended with {handler.signal_name}"
             raise DataTimeout(why) from None
         except (RuntimeError, OSError, EOFError) as error:
-            if handler.received and ("DataLoader worker" in str(error) or _are_workers_lost(handler)):
-                raise DataTimeout(f"the data workers ended with {handler.signal_name}: {error}") from error
+            if handler.received and ("DataLoader worker" in text_of(error) or _are_workers_lost(handler)):
+                raise DataTimeout(f"the data workers ended with {handler.signal_name}: {text_of(error)}") from error
             raise
         finally:
             handler.on_first_signal, handler.on_lost_worker = before

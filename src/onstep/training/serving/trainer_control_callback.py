@@ -20,7 +20,7 @@ from onstep.control.inbox import Inbox
 from onstep.control.job_server import Address, JobServer, absolute, generated_id, missing_packages
 from onstep.control.live_status import LiveStatus
 from onstep.control.registry import check_job_id
-from onstep.errors import ConfigError, MissingExtraError
+from onstep.errors import ConfigError, MissingExtraError, text_of
 from onstep.events import CallbackContext, CallbackManager, RunView, TrainerCallback
 from onstep.events.settings import check_setting
 from onstep.metrics.json_log_writer import logging_dir_of
@@ -250,7 +250,7 @@ class TrainerControlCallback(TrainerCallback):
                 tokenizer = _tokenizer_of(context.state)
                 texts = continue_prompts(self._model, tokenizer, prompts, _SAMPLING, max_new_tokens, seed=context.step)
         except Exception as error:  # noqa: BLE001 - models can raise anything; a failed sample must not end the run
-            return [{"error": f"{type(error).__name__}: {error}"}]
+            return [{"error": f"{type(error).__name__}: {text_of(error)}"}]
         if self._samples_path is not None:
             samples = [TextSample(time.time(), context.step, prompt, text) for prompt, text in texts]
             with self._explained("keep the texts"):
@@ -381,7 +381,7 @@ def _frozen(status: dict[str, Any]) -> Callable[[], dict[str, Any]]:
 
 
 def _described(error: BaseException | None) -> str | None:
-    return None if error is None else f"{type(error).__name__}: {error}"
+    return None if error is None else f"{type(error).__name__}: {text_of(error)}"
 
 
 def _resident_bytes() -> int:

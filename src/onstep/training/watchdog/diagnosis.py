@@ -117,8 +117,9 @@ def diagnose(
         return (
             FailureDiagnosis("raised", causes[0]) if since_first_failure >= ALIKE_SECONDS or have_all_failed else None
         )
-    if silent:
-        return FailureDiagnosis("died", silent[0])
+    gone = [rank for rank, one in running.items() if one.is_gone]  # known before its silence is long
+    if silent or gone:
+        return FailureDiagnosis("died", (silent or gone)[0])
     return FailureDiagnosis("raised", in_order[0]) if since_first_failure >= CONSEQUENCE_SECONDS else None
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from onstep.errors import text_of
 from onstep.heartbeat import HEARTBEAT, Called
 from onstep.training.run import Run
 from onstep.training.runs.signals import Interrupts
@@ -219,7 +220,7 @@ class RankObserver:
     def fail(self, error: BaseException) -> None:
         """Record where this rank is and why it fails."""
         text = "".join(traceback.format_exception(error))
-        failure = Failure(0, type(error).__name__, str(error), text, is_consequence(error))
+        failure = Failure(0, type(error).__name__, text_of(error), text, is_consequence(error))
         self._last = replace(self._at(error), failure=failure)
 
     def leave(self, leaving: SystemExit) -> None:
@@ -293,7 +294,7 @@ def is_consequence(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     inner = frames[-1].filename if frames else ""
     is_inside = any(part in inner for part in ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/"))
-    return is_inside and any(word in str(error) for word in _LOST)
+    return is_inside and any(word in text_of(error) for word in _LOST)
 
 
 def _collectives() -> int:

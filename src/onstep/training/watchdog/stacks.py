@@ -23,6 +23,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from onstep.errors import text_of
 from onstep.heartbeat import HEARTBEAT, PAGE_BYTES, Called, read_page
 
 State = Literal["runs", "stopped", "gone", "unknown"]
@@ -106,7 +107,7 @@ def place_of_error(error: BaseException) -> str:
     """The same for the line that raised an error, even in a data worker."""
     frames: list[Place] = [(one.filename, one.lineno, one.name) for one in traceback.extract_tb(error.__traceback__)]
     if frames and frames[-1][0] == f"{_TORCH}/_utils.py" and frames[-1][2] == "reraise":
-        listed = re.findall(r'(?m)^ *File "([^"\n]+)", line (\d+), in (\S+)', str(error))
+        listed = re.findall(r'(?m)^ *File "([^"\n]+)", line (\d+), in (\S+)', text_of(error))
         frames = [(name, int(line), function) for name, line, function in listed] or frames
     return place_of(frames[::-1])
 

@@ -92,7 +92,12 @@ _LONG_VALUE = re.compile(r"\[(?:[^][]|\[[^][]*\]){600,}\]|\S{600,}")
 
 def abridged(message: str) -> str:
     """The message with the first 200 characters of each long value."""
-    return _LONG_VALUE.sub(lambda found: f"{found[0][:200]}... ({len(found[0]):,} characters)", message)
+    return _LONG_VALUE.sub(_beginning, message)
+
+
+def _beginning(found: re.Match[str]) -> str:
+    end = found[0][-1] if found[0][-1] in ";,:." else ""
+    return f"{found[0][:200]}... ({len(found[0]) - len(end):,} characters){end}"
 
 
 def require(holds: bool, name: str, rule: str, value: object, remedy: str = ".") -> None:

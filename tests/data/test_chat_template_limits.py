@@ -55,7 +55,11 @@ def template_of(directory: Path, text: Any) -> TokenizerTemplate:
         pytest.param("{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}", "RecursionError", id="recursion"),
         pytest.param("{{ 'x' * 10 ** 10 }}", MEMORY, id="a long string"),
         pytest.param("{{ ('x' * 10 ** 7) }}", SIZE, id="long output"),
-        pytest.param("{{ raise_exception('x' * 10 ** 7) }}", r"rejects the messages: x{900,1000}$", id="long error"),
+        pytest.param(
+            "{{ raise_exception('x' * 10 ** 7) }}",
+            r"rejects the messages: x{200}\.\.\. \(10,000,000 characters\); fix",
+            id="long error",
+        ),
         pytest.param("{{ [0] * 10 ** 10 }}", MEMORY, id="a long list"),
         pytest.param("{{ 'x' | center(10 ** 10) }}", MEMORY, id="center"),
         pytest.param("{{ '%1000000000d' % 1 }}", MEMORY, id="width of %"),

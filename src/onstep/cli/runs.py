@@ -28,3 +28,9 @@ def not_found(words: str, known: Iterable[str], otherwise: str) -> str:
 def run_names(parent: Path = RUNS) -> list[str]:
     """The names of the runs in a directory."""
     return [record.parent.name for record in parent.glob("*/run.json")]
+
+
+def near(path: Path) -> Path:
+    """A path as it is typed here: relative to the working directory if it is below it."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path

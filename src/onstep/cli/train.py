@@ -26,7 +26,7 @@ from onstep.cli.config import (
 )
 from onstep.cli.exit_codes import ERROR, PREEMPTED
 from onstep.cli.hub import hf_directory
-from onstep.cli.runs import RUNS, find_named, not_found, run_names
+from onstep.cli.runs import RUNS, find_named, near, not_found, run_names
 from onstep.cli.streams import outliving_readers
 from onstep.config import ConfigContainer, resolve
 from onstep.config.checks.run import check_finetune, check_run
@@ -343,10 +343,10 @@ def _say_where(state: GlobalState) -> None:
     }
     if is_drawn:
         files["loss plot"] = directory.plot
-    print(f"\nFinished at step {state.train_state.step}. Files in {directory.path}:")
+    print(f"\nFinished at step {state.train_state.step}. Files in {near(directory.path)}:")
     for what, path in files.items():
         if path.exists():
-            print(f"  {what:<11} {path}")
+            print(f"  {what:<11} {near(path)}")
 
 
 def _suggest(state: GlobalState) -> None:
@@ -355,7 +355,7 @@ def _suggest(state: GlobalState) -> None:
     if directory is None or state.train_state.step == 0 or state.cfg.logger.console == "quiet":
         return
     if directory.model.exists() and _is_main():
-        print(f"Try it: {try_it(directory.path, state.cfg.dataset.kind)}")
+        print(f"Try it: {try_it(near(directory.path), state.cfg.dataset.kind)}")
 
 
 def try_it(path: Path, kind: str) -> str:

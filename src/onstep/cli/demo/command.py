@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from onstep.cli.config import configuration
+from onstep.cli.runs import near
 from onstep.cli.train import Quiet, Verbose, announce, run_to_its_end, with_level
 
 SAMPLES = "onstep.cli.demo.samples:DemoSamples"
@@ -33,4 +34,4 @@ def demo(
     if state.run_dir is not None and state.world.is_main:
         from onstep.cli.demo.ending import show_end
 
-        show_end(state.run_dir.path)
+        show_end(near(state.run_dir.path))

@@ -110,7 +110,9 @@ def _held_elsewhere(config: ConfigContainer, world_size: int) -> dict[str, list[
         return args_to_config(build_silently({**named, **entries}), world_size=world_size)
 
     whole, found = made(config.trainer), {}
-    for name in config.trainer:
+    for name, given in config.trainer.items():
+        if name in (*SHARES, "warmup_steps") and isinstance(given, float) and 0 < given < 1:
+            continue  # a share: the steps that it makes depend on the length of the run
         try:
             without = made({other: value for other, value in config.trainer.items() if other != name})
         except ConfigError:  # the others depend on it, as the keywords of a schedule on its name

@@ -74,9 +74,9 @@ def compare_checkpoints(whole: Path, killed: Path) -> set[str]:
     for path in other:
         assert not path.startswith(EXACT), f"{path} of {killed} is another one"
         assert path.endswith(".json"), f"{path} of {killed} is another one"
-        documents = [json.loads((directory / path).read_text()) for directory in (whole, killed)]
+        documents = [_document(directory, path) for directory in (whole, killed)]
         found |= wall_clock_fields(list(differences(*documents)), f"{path} of {killed}")
-    manifests = [json.loads((directory / "manifest.json").read_text()) for directory in (whole, killed)]
+    manifests = [_document(directory, "manifest.json") for directory in (whole, killed)]
     places = list(differences(*manifests))
     found |= wall_clock_fields([place for place in places if place[0] == "metrics"], f"the manifest of {killed}")
     for place in places:
@@ -87,6 +87,11 @@ def compare_checkpoints(whole: Path, killed: Path) -> set[str]:
             f"the manifest of {killed} differs at {place}"
         )
     return found
+
+
+def _document(checkpoint: Path, path: str) -> Any:
+    """A JSON file of a checkpoint, in which the directory of its run is named alike for every run."""
+    return json.loads((checkpoint / path).read_text().replace(str(checkpoint.parents[1]), "run"))
 
 
 def _is_of(component: str, paths: list[str]) -> bool:

@@ -265,7 +265,7 @@ class EvaluatingMethods(BaseTrainer):
             self._evaluate(None, ignore_keys, skip_scheduler=True) if is_first else self._evaluate(None, ignore_keys)
         )
         metrics = state.world.share(metrics)  # a script may add some on the first rank only
-        if state.cfg.validation.metric_for_best_model is not None:
+        if self.args.metric_for_best_model is not None:
             check_metrics(self, metrics)
         record_evaluation(state, metrics)
         if not is_first and self._determine_best_metric(metrics=metrics, trial=None):

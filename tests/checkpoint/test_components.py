@@ -96,7 +96,7 @@ def test_weights_that_do_not_fit_are_named_and_nothing_is_loaded(change: Any, na
 def test_weights_that_do_not_fit_are_answered_with_the_ways_out() -> None:
     with pytest.raises(CheckpointError, match="shape") as raised:
         ModelState([nn.Linear(2, 2)]).load_state_dict(nn.Linear(3, 2).state_dict())
-    for way in ("model.vocab_size", "model.hidden_size", "manifest.json", "checkpoint.load=", "run.fresh=true"):
+    for way in ("section `model`", "the tokenizer", "manifest.json", "checkpoint.load=", "run.fresh=true"):
         assert way in str(raised.value)
 
 

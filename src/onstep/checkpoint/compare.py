@@ -289,8 +289,8 @@ def _kind(value: Any) -> str:
 
 def _own_dirs(info: CheckpointInfo) -> list[str]:
     """Possible prefixes of paths inside the run directory of the checkpoint."""
-    run = info.manifest.config.get("run")
-    named = [Path(str(run.get("output_dir")), str(run.get("name")))] if isinstance(run, dict) else []
+    run = info.manifest.config_section("run")
+    named = [Path(str(run.get("output_dir")), str(run.get("name")))] if run else []
     there = [info.path.parents[1]] if len(info.path.parents) > 1 else []
     directories = {str(directory) for directory in (*named, *there, *(one.absolute() for one in (*named, *there)))}
     return sorted((directory for directory in directories if len(directory) > 1), key=len, reverse=True)

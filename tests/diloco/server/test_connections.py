@@ -21,6 +21,7 @@ from onstep.diloco.protocol.wire import to_json
 from onstep.diloco.server import DiLoCoServer
 from onstep.diloco.server.serving import thread
 from onstep.diloco.wire.http import MESSAGE_HEADER
+from tests.support.control_server import received
 from tests.support.diloco.raw_worker import RawWorker
 from tests.support.diloco.tls import make_tls_files
 
@@ -208,7 +209,7 @@ def test_strangers_that_send_nothing_more_are_cut_off(
     stranger.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     assert answer_on(stranger)[0] == 200
     stranger.sendall(b"G")
-    assert stranger.recv(1) == b""
+    assert received(stranger) == b""
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True], ids=["http", "https"])

@@ -78,6 +78,11 @@ class Manifest:
         """Total bytes of all files except the manifest."""
         return sum(digest.size for digest in self.files.values())
 
+    def config_section(self, name: str) -> dict[str, Any]:
+        """A section of the stored configuration, unchecked; empty if there is none, or something else in its place."""
+        section = self.config.get(name)
+        return section if isinstance(section, dict) else {}
+
     def to_bytes(self) -> bytes:
         """The file's content: JSON whose last entry is the BLAKE3 hash of all bytes before it.
 

@@ -95,8 +95,7 @@ def dir_of(words: str) -> Path:
 
 def retention_of(infos: list[CheckpointInfo]) -> Retention:
     """The metric by which the run ranks its checkpoints, read from the newest one."""
-    validation = infos[0].manifest.config.get("validation") if infos else None
-    stored = validation if isinstance(validation, dict) else {}
+    stored = infos[0].manifest.config_section("validation") if infos else {}
     metric, greater = stored.get("metric_for_best_model"), stored.get("greater_is_better")
     return Retention(
         metric=metric if isinstance(metric, str) and metric else "loss",

@@ -35,7 +35,7 @@ def current_values(state: Run, info: CheckpointInfo, optimizer: UserOptimizer | 
         group.update(values)
     if not applies:
         return
-    stored = info.manifest.config.get("validation", {}).get("metric_for_best_model")
+    stored = info.manifest.config_section("validation").get("metric_for_best_model")
     if stored != state.cfg.validation.metric_for_best_model:
         state.train_state.best_metric = state.train_state.best_step = None
         state.train_state.best_model_checkpoint = None

@@ -314,7 +314,7 @@ class RunCheckpoints:
         policy = state.cfg.checkpoint.on_config_change
         current = fill(state.cfg, state.world.size)
         if current.model.vocab_size is None:  # set from the tokenizer, which is not open yet
-            current.model.vocab_size = info.manifest.config.get("model", {}).get("vocab_size")
+            current.model.vocab_size = info.manifest.config_section("model").get("vocab_size")
         try:
             # how a run starts is not compared
             found = [one for one in changes(info.manifest.config, current) if not one.key.startswith("checkpoint.")]

@@ -63,10 +63,18 @@ def replace_durably(path: Path, content: str | bytes, *, mode: int = 0o666) -> N
         raise
 
 
-def try_to_sync(path: Path) -> bool:
-    """Do as `sync_file`; a refusal is logged. Returns whether the file is durable."""
+def try_to_sync(path: Path, descriptor: int | None = None) -> bool:
+    """Do as `sync_file`; a refusal is logged. Returns whether the file is durable.
+
+    Args:
+        path: the file.
+        descriptor: of the open file, which is synced if it is no longer there: its directory was renamed.
+    """
     try:
-        sync_file(path)
+        if descriptor is None or path.exists():
+            sync_file(path)
+        else:
+            os.fsync(descriptor)
     except OSError as error:
         logger.warning(
             "%s could not be made durable (%s); until that works, a power failure can cost its newest entries. Check "

@@ -114,7 +114,12 @@ _warned_of: set[str] = set()
 
 
 def warn_once(logger: logging.Logger, text: str) -> None:
-    """Log a warning, once in this process."""
+    """Log a warning, once in this process or, from its start, once in a training."""
     if text not in _warned_of:
         _warned_of.add(text)
         logger.warning("%s", text)
+
+
+def forget_warnings() -> None:
+    """Let `warn_once` repeat its warnings: another training starts."""
+    _warned_of.clear()

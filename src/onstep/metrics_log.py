@@ -18,7 +18,7 @@ from typing import Any
 
 from filelock import lock_descriptor
 
-from onstep.durability import replace_durably
+from onstep.durability import replace_durably, try_to_sync
 from onstep.errors import OnstepError
 from onstep.forking import release_in_forked_children
 from onstep.json_values import encode
@@ -192,6 +192,10 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self._hasher.update(line)
         self._tail += len(line)
         self._separator = b",\n"
+
+    def sync(self) -> bool:
+        """Make the file durable, wherever its directory was renamed to; a refusal is logged. Returns whether it is."""
+        return try_to_sync(self.path, self._descriptor)
 
     def close(self) -> None:
         """Fsync and close the file, even if the fsync fails; idempotent."""

@@ -12,6 +12,7 @@ import pytest
 
 from onstep.config import ConfigContainer
 from onstep.data import find_files
+from onstep.data.corpus.corpus import iter_documents
 from onstep.errors import DataError
 from onstep.training import pretrain
 
@@ -36,6 +37,9 @@ REFUSED = [
     ("a.md", "text".encode("utf-16"), "like UTF-16 text .* convert it to UTF-8"),
     ("cat.txt", b"\x89PNG\r\n\x1a\n\0\0", "like an image"),
     ("rows.csv", b"a,b\n1,2\n", "rows.csv is a table, .* dataset.kind=huggingface and dataset.text_key"),
+    ("notes.ipynb", b'{"cells": []}', "notes.ipynb is a notebook, .* jupyter nbconvert"),
+    ("a.txt", rb"{\rtf1\ansi text}", "like a document of an office program"),
+    ("figure.eps", b"%!PS-Adobe-3.0 EPSF-3.0", "like PostScript .* extract its text"),
     ("rows.TSV", b"a\tb\n1\t2\n", "rows.TSV is a table"),
     (
         "list.json",
@@ -70,6 +74,14 @@ def test_a_file_that_is_not_text_is_refused_by_name(tmp_path: Path, name: str, c
 def test_text_of_any_encoding_and_odd_bytes_are_text(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     assert find_files([tmp_path]) == [tmp_path / name]
+
+
+def test_binary_data_behind_text_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "late.txt").write_bytes(b"good text here. " * 1000 + NOISE)
+    (tmp_path / "good.txt").write_text("good text")
+    list(iter_documents(find_files([tmp_path]), "text"))
+    assert f"late.txt has {NOISE.count(0)} NUL bytes, the first at offset {16_000 + NOISE.index(0)}" in caplog.text
+    assert "good.txt" not in caplog.text
 
 
 def test_tables_in_a_directory_are_left_out(tmp_path: Path) -> None:

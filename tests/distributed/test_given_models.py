@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,22 @@ def test_a_model_that_is_not_data_parallel_is_refused_by_name(
     found = processes.results(JOBS, "train", tmp_path, {"how": how, "door": door}, ranks=ranks)
     assert all(said in one["error"] for one in found), found
     assert all(f"not data parallelism over all {ranks} ranks" in one["error"] for one in found), found
+
+
+@pytest.mark.parametrize("door", ["train", "train_step", "evaluate"])
+@pytest.mark.parametrize(
+    ("how", "alone", "said"),
+    [
+        ("ddp", True, "averages gradients over 2 ranks, .* is trained as one of 1"),
+        ("fsdp", True, "is a DTensor on .* not data parallelism over all 1 ranks"),
+        ("ddp of one", False, "averages gradients over 1 ranks, .* is trained as one of 2"),
+    ],
+)
+def test_a_model_that_exchanges_gradients_with_other_ranks_than_the_training_is_refused(
+    processes: Processes, tmp_path: Path, door: str, how: str, alone: bool, said: str
+) -> None:
+    found = processes.results(JOBS, "train", tmp_path, {"how": how, "door": door, "alone": alone})
+    assert all(re.search(said, one["error"]) for one in found), found
 
 
 @pytest.mark.parametrize(

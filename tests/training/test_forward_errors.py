@@ -265,7 +265,7 @@ OF_DATA: list[tuple[str, nn.Module, Callable[[dict[str, Any]], Any], type[Except
         Classifier(),
         lambda row: {**row, "labels": "cat"},
         ConfigError,
-        "no loss .*strings are dropped",
+        "'loss' is None.*strings are dropped",
     ),
     ("no return", Classifier(), lambda row: None, DataError, "a sample is None"),
     ("objects", Classifier(), lambda row: (object(),), DataError, "samples of type tuple cannot be collated"),
@@ -296,7 +296,7 @@ def test_a_mistake_in_samples_or_the_loss_of_a_trainer_is_explained(
     trainer = Trainer(model, args, train_dataset=Rows(change), eval_dataset=Rows(change))
     with pytest.raises(kind, match=message):
         trainer.train()
-    if "names" not in message and "no loss" not in message:
+    if "names" not in message and "'loss' is None" not in message:
         with pytest.raises(kind, match=message):
             trainer.evaluate()
 
@@ -618,10 +618,37 @@ def test_a_collator_that_returns_nothing_is_named(args: TrainingArguments) -> No
         Trainer(Classifier(), args, train_dataset=Rows(same), data_collator=collate).train()
 
 
-def test_strings_that_are_dropped_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    loader = EvalLoader(Rows(lambda row: {**row, "a title": "x"}), micro_batch_size=4)
+@pytest.mark.parametrize(("value", "what"), [("x", "strings"), (None, "only None")])
+def test_a_column_that_is_dropped_is_named_in_each_training(
+    args: TrainingArguments, caplog: pytest.LogCaptureFixture, value: str | None, what: str
+) -> None:
+    class Titled(Classifier):
+        def forward(self, x: Tensor, title: Any = None, labels: Any = None) -> dict[str, Any]:  # type: ignore[override]
+            return super().forward(x, labels)
+
+    rows = Rows(lambda row: {**row, "title": value})
+    loader = EvalLoader(rows, micro_batch_size=4)
     assert [sorted(batch) for batch in loader] == [["labels", "x"]] * 2
-    assert caplog.text.count("'a title' of the samples holds strings, which the default collator drops") == 1
+    for number in (1, 2, 3):
+        assert caplog.text.count(f"'title' of the samples holds {what}, which the default collator drops") == number
+        Trainer(Titled(), args, train_dataset=rows).train(resume_from_checkpoint=False)
+
+
+@pytest.mark.parametrize("wrap", [tuple, list, lambda entries: entries[0]], ids=["tuple", "list", "tensor"])
+def test_inputs_of_another_dtype_in_a_tuple_or_alone_are_explained(wrap: Callable[[Any], Any]) -> None:
+    def forward(data_iterator: Any, model: Any) -> Any:
+        batch = next(data_iterator)
+        return model(batch if isinstance(batch, Tensor) else batch[0]).mean(), lambda loss: loss
+
+    batches = iter([wrap([torch.ones(24, 3, dtype=torch.float64), torch.ones(24, dtype=torch.long)])])
+    expected = r"in the micro-batch (element 0|the tensor) is torch.float64, the weights are torch.float32; convert it"
+    with pytest.raises(DataError, match=expected):
+        run(small_state(), step=forward, data=batches, model=nn.Linear(3, 2))
+
+
+def test_a_loss_that_a_model_leaves_none_is_named(args: TrainingArguments) -> None:
+    with pytest.raises(ConfigError, match=r"returned a mapping with loss, logits whose 'loss' is None\. It received x"):
+        Trainer(Classifier(lambda logits, labels: None), args, train_dataset=Rows(same)).train()
 
 
 def test_other_errors_of_a_forward_step_are_left_as_they_are() -> None:

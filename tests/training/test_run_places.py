@@ -82,6 +82,7 @@ def test_a_run_goes_on_in_its_directory_when_that_is_renamed(
     with caplog.at_level(logging.WARNING):
         state = pretrain(config, callbacks=at_step(3, event, rename))
     assert "was moved to" in caplog.text
+    assert "could not be made durable" not in caplog.text
     assert state.run_dir is not None
     assert state.run_dir.path == runs / "kept"
     is_complete(runs / "kept")

@@ -229,7 +229,7 @@ def check_free_space(root: Path, tensor_bytes: int) -> None:
     if needed > free:
         raise CheckpointError(
             f"{root} has {free} bytes free, but the checkpoint needs {needed}; free up space or keep fewer checkpoints "
-            f"(checkpoint.most_recent_k, save_total_limit)."
+            f"(checkpoint.most_recent_k)."
         )
 
 

@@ -114,8 +114,8 @@ def check_ranks(chunks: Sequence[nn.Module], world: World) -> None:
     """Check that each rank of `world` may get samples of its own, as all ranks do, and that the weights have values.
 
     Raises:
-        ConfigError: for a world of one rank that was assumed before there was a process group of several; for weights
-            on the device `meta`.
+        ConfigError: for a world of one rank that was assumed before there was a process group of several; for a model
+            in DistributedDataParallel over other ranks than those of `world`; for weights on the device `meta`.
         ShardingError: for a parameter that is sharded over ranks that must get the same samples (tensor parallelism),
             or over some of the ranks only.
     """
@@ -125,8 +125,15 @@ def check_ranks(chunks: Sequence[nn.Module], world: World) -> None:
             f"the state was made before the process group of {world_size()} ranks, so its world is this rank alone; "
             f"make GlobalState after the group, or pass world=World() if each rank is to train by itself."
         )
-    if world.size == 1:
+    if world_size() == 1:
         return
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, DistributedDataParallel) and (ranks := module.process_group.size()) != world.size:
+            raise ConfigError(
+                f"the model averages gradients over {ranks} ranks, those of the group of its DistributedDataParallel, "
+                f"but is trained as one of {world.size}: losses and norms would be wrong. Wrap it over the same ranks, "
+                f"with onstep.distributed.data_parallel, or pass it without a wrapper if each rank trains by itself."
+            )
     meshes = {place: mesh for chunk in chunks for place, mesh in _data_meshes(chunk)}
     for chunk in chunks:
         for prefix, module in chunk.named_modules():

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from onstep.durability import try_to_sync
 from onstep.errors import ConfigError
 from onstep.json_values import encode
 from onstep.log_gaps import MISSING, describe_gap
@@ -144,10 +143,10 @@ class JsonLogWriter:
 
     def make_durable(self) -> None:
         """Fsync the file; may be called from another thread. If that fails, later states contain the records."""
-        path, newest = self.path, self._newest
-        if path is not None and self.is_open:
+        metrics_log, newest = self.metrics_log, self._newest
+        if metrics_log is not None:
             num_records = newest.num_records
-            newest.note_sync(try_to_sync(path), num_records)
+            newest.note_sync(metrics_log.sync(), num_records)
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint: the file's path, the number of its records, digests of the first and last one and

@@ -168,8 +168,10 @@ def model_loss(model: nn.Module, inputs: Any, further: dict[str, Any]) -> tuple[
         if found is not None:
             raise ConfigError(f"The loss that {type(model).__name__} returned is {described(found)}; {ONE_ELEMENT}.")
         given = f" It received {', '.join(inputs)}." if isinstance(inputs, MAPPING) else ""
+        is_none = isinstance(outputs, MAPPING) and "loss" in outputs
+        what = f"{described(outputs)} whose 'loss' is None" if is_none else f"no loss but {described(outputs)}"
         raise ConfigError(
-            f"{type(model).__name__} returned no loss but {described(outputs)}.{given} Return a dict with a 0-d "
+            f"{type(model).__name__} returned {what}.{given} Return a dict with a 0-d "
             f"'loss' or a tuple that starts with it, pass the labels that the model needs, as numbers (strings "
             f"are dropped), or use compute_loss_func(outputs, labels)."
         )

@@ -16,7 +16,7 @@ from onstep.config.checks import idle_line, idle_settings, idle_without_trainer
 from onstep.config.differences import describe
 from onstep.config.short_runs import fit_short_run
 from onstep.distributed import World, attempt
-from onstep.errors import DataError, OnstepError
+from onstep.errors import DataError, OnstepError, forget_warnings
 from onstep.events import CallbackManager, Control, Dispatcher
 from onstep.forking import check_imports_are_done
 from onstep.recipes import RECIPES
@@ -73,6 +73,7 @@ def open_run(
         ConfigError: for a tracker that cannot work, before anything is built.
     """
     check_imports_are_done()
+    forget_warnings()
     callbacks = manager.callbacks if manager is not None else []
     has_trackers = any(hasattr(callback, "tag_loggers") for callback in callbacks)
     manager = attach_trackers(manager, config)
@@ -207,7 +208,7 @@ def _record_end(run: GlobalState) -> None:
     if status == "stopped" and left_early:  # also by a callback's own sys.exit
         status = "paused"
     if status in FINISHED and run.saving.failure is not None:  # the same command continues it, and saves its end
-        status, error = "failed", f"its end is not saved: {run.saving.failure}"
+        status, error = "failed", f"the end of the run is not saved: {str(run.saving.failure).rstrip('.')}."
         logger.error("%s Once it can be written, run the same command again: it continues from there.", error)
     try:
         run.run_dir.finish(status, run.train_state.step, error)

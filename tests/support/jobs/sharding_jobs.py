@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from onstep import Callback, CallbackManager, Trainer, TrainingArguments, pretrain
 from onstep.config import ConfigContainer
 from onstep.data import TrainLoader
+from onstep.distributed import World
 from onstep.errors import ConfigError
 from onstep.metrics_log import read_records
 from onstep.training import GlobalState, evaluate, train, train_step
@@ -64,6 +65,9 @@ def wrapped(how: str, model: nn.Module) -> nn.Module:
         return model
     if how == "ddp":
         return DistributedDataParallel(model)
+    if how == "ddp of one":
+        groups = [dist.new_group([rank]) for rank in range(size)]
+        return DistributedDataParallel(model, process_group=groups[dist.get_rank()])
     if how == "fsdp":
         fully_shard(model.out)
         return fully_shard(model)
@@ -95,6 +99,8 @@ def job_train(settings: dict[str, Any]) -> dict[str, Any]:
     model = wrapped(settings["how"], TinyModel()) if ranks > 1 else TinyModel()
     run_dir = RunDir(Path("run")) if config.checkpoint.certify else None
     state = GlobalState(cfg=config, num_microbatches=BATCH // (MICRO * ranks), run_dir=run_dir)
+    if settings.get("alone"):
+        state.world = World()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     sizes = {"micro_batch_size": MICRO, "global_batch_size": BATCH, "rank": rank, "world_size": ranks}
     said: list[str] = []

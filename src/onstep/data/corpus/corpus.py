@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from onstep.bounded_reading import MAX_JSON_BYTES, parse_json, read_lines
 from onstep.data.corpus.build_cache import Source
 from onstep.data.corpus.file_digests import content_digest
-from onstep.data.corpus.not_text import check_prose, check_texts
+from onstep.data.corpus.not_text import check_prose, check_texts, warn_of_nul
 from onstep.data.corpus.reading_bar import reading_bar
 from onstep.errors import DataError
 
@@ -150,7 +150,9 @@ def iter_file_documents(path: Path, text_key: str) -> Iterator[Document]:
     """
     try:
         if not is_jsonl(path):
-            yield Document(path.read_bytes(), path)
+            content = path.read_bytes()
+            warn_of_nul(path, content)
+            yield Document(content, path)
             return
         with path.open("rb") as lines:
             for number, line in read_lines(lines, MAX_RECORD_BYTES):

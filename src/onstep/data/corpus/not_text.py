@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import codecs
+import logging
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from onstep.errors import DataError
+from onstep.errors import DataError, warn_once
+
+_LOGGER = logging.getLogger(__name__)
 
 _HEAD_BYTES = 8192
 """Bytes of each file that are looked at; git looks at as many to tell binary files from text."""
@@ -25,7 +28,11 @@ _RECORDS = re.compile(rb"\s*(\[\s*\{|\{[^\n]*\}\s*\n\s*\{)")
 _AS_TABLE = "read a table with dataset.kind=huggingface and dataset.text_key, the column of the texts"
 _EXTRACT = "extract its text first, and train on that"
 _UNPACK = "unpack it first"
-_TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
+_NOT_PROSE = {
+    ".csv": f"is a table, whose commas and quotes would be learnt as prose; {_AS_TABLE}",
+    ".tsv": f"is a table, whose tabs would be learnt as prose; {_AS_TABLE}",
+    ".ipynb": "is a notebook, whose JSON would be learnt as prose; convert it, for example with jupyter nbconvert",
+}
 
 
 @dataclass(frozen=True)
@@ -39,8 +46,12 @@ class _Kind:
 _KINDS = (
     _Kind("a spreadsheet", f"export it as csv; {_AS_TABLE}", (".xlsx", ".xls", ".ods")),
     _Kind(
-        "a document of an office program", _EXTRACT, (".docx", ".doc", ".odt", ".pptx", ".epub"), (b"\xd0\xcf\x11\xe0",)
+        "a document of an office program",
+        _EXTRACT,
+        (".docx", ".doc", ".odt", ".pptx", ".epub"),
+        (b"\xd0\xcf\x11\xe0", b"{\\rtf"),
     ),
+    _Kind("PostScript", "extract its text first, for example with ps2ascii", (".ps", ".eps"), (b"%!PS",)),
     _Kind("a PDF", "extract its text first, for example with pdftotext, and train on that", (".pdf",), (b"%PDF-",)),
     _Kind("a table", _AS_TABLE, (".parquet", ".arrow", ".feather"), (b"PAR1\x15", b"ARROW1\0\0")),
     _Kind("a database", "export its texts as JSONL", (".db", ".sqlite"), (b"SQLite format 3\0",)),
@@ -65,8 +76,8 @@ def check_texts(files: Iterable[Path]) -> None:
         DataError: for a file that is not text, or a table, with what it looks like.
     """
     for path in files:
-        if path.suffix.lower() in _TABLE_SUFFIXES:
-            raise DataError(f"{path} is a table, whose commas and quotes would be learnt as prose; {_AS_TABLE}")
+        if path.suffix.lower() in _NOT_PROSE:
+            raise DataError(f"{path} {_NOT_PROSE[path.suffix.lower()]}")
         head = _head(path)
         found = _binary_byte(head)
         if found is not None:
@@ -75,6 +86,17 @@ def check_texts(files: Iterable[Path]) -> None:
             raise DataError(
                 f"{path} is not text: it looks like {kind.name} (byte 0x{head[at]:02x} at offset {at}); {kind.remedy}"
             )
+
+
+def warn_of_nul(path: Path, content: bytes) -> None:
+    """Warn of binary data that follow a head that is text."""
+    if (count := content.count(b"\0")) > 0:
+        at = content.index(b"\0")
+        warn_once(
+            _LOGGER,
+            f"{path} has {count} NUL byte{'s' * (count > 1)}, the first at offset {at}: text has none, so part of it "
+            f"may be damaged or binary, and it is trained on; remove that part, or leave out the file",
+        )
 
 
 def check_prose(path: Path) -> None:

@@ -23,8 +23,8 @@ def default_data_collator(features: Sequence[Any]) -> Any:
     """Collate samples into a micro-batch like the collator of the same name in `transformers`.
 
     Mappings of tensors, arrays, lists and numbers become a dict of tensors ``(batch, ...)``; `label` and `label_ids`
-    become `labels`; strings and None are dropped, because models do not accept them; a warning names the column of
-    strings. Tensors, tuples and numbers are passed to torch's `default_collate`.
+    become `labels`; strings and None are dropped, because models do not accept them; a warning names the column.
+    Tensors, tuples and numbers are passed to torch's `default_collate`.
 
     Raises:
         DataError: if a value differs in shape between samples, or is missing from some of them; for a sample that is
@@ -52,8 +52,8 @@ def default_data_collator(features: Sequence[Any]) -> Any:
         if value is None or isinstance(value, (str, bytes)):
             if value is None and any(feature.get(key) is not None for feature in features):
                 raise DataError(f"key {key!r} is None in some samples of a micro-batch; give it a value in all or none")
-            if value is not None:
-                warn_once(_LOGGER, f"{key!r} of the samples holds strings, which the default collator drops")
+            what = "strings" if value is not None else "only None"
+            warn_once(_LOGGER, f"{key!r} of the samples holds {what}, which the default collator drops")
             continue
         name = "labels" if key in ("label", "label_ids") else key
         if name in batch:

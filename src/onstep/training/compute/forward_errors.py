@@ -18,6 +18,7 @@ from onstep.training.protocols import ForwardStep
 
 _SURPLUS = re.compile(r"(\w+)\.forward\(\) got an unexpected keyword argument '(\w{1,40})'")
 _MISSING = re.compile(r"(\w+)\.forward\(\) missing .*required.* arguments?: (.*)")
+_LABELS = repr("labels")
 
 
 def call_forward_step(
@@ -56,7 +57,8 @@ def call_forward_step(
             raise
         if batch is None and micro_batches is not None:
             raise DataError(f"{text_of(error)}: the micro-batch is None; does the collator return it?") from error
-        explanation = _explain(error, batch, model) if isinstance(batch, Mapping) else None
+        explain = _explain if isinstance(batch, Mapping) else _unlike_weights
+        explanation = explain(error, batch, model)
         if explanation is None:
             error.add_note(note_of(error, batch, step, torch.is_grad_enabled()))
             raise
@@ -94,7 +96,7 @@ def _explain(error: Exception, batch: Mapping[Any, Any], model: nn.Module) -> st
             f"{text} The labels of this micro-batch are {int(known.min())} to {int(known.max())}; they must be class "
             f"ids from 0 to the number of the model's outputs - 1, or {IGNORE_INDEX}, which is not trained on"
         )
-    return _unlike_weights(text, batch, model) if "dtype" in text or "scalar type" in text else None
+    return _unlike_weights(error, batch, model)
 
 
 def _lacking(what: str, batch: Mapping[Any, Any]) -> str:
@@ -104,14 +106,27 @@ def _lacking(what: str, batch: Mapping[Any, Any]) -> str:
     )
 
 
-def _unlike_weights(text: str, batch: Mapping[Any, Any], model: nn.Module) -> str | None:
+def _unlike_weights(error: Exception, batch: object, model: nn.Module) -> str | None:
+    text = text_of(error)
+    if "dtype" not in text and "scalar type" not in text:
+        return None
     weights = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
-    tensors = {key: value.dtype for key, value in batch.items() if isinstance(value, Tensor)}
-    labels = tensors.get("labels", torch.long)
+    tensors = {name: value.dtype for name, value in _named(batch).items() if isinstance(value, Tensor)}
+    labels = tensors.pop(_LABELS, torch.long)
     if "Long" in text and "indices" not in text and labels != torch.long:  # of a loss's targets
-        return f"{text}: in the micro-batch 'labels' is {labels}; convert class ids with .long()"
-    unlike = {key: dtype for key, dtype in tensors.items() if dtype != weights and key != "labels"}
+        return f"{text}: in the micro-batch {_LABELS} is {labels}; convert class ids with .long()"
+    unlike = [f"{name} is {dtype}" for name, dtype in tensors.items() if dtype != weights]
     if unlike:
-        shown = ", ".join(f"{key!r} is {dtype}" for key, dtype in unlike.items())
-        return f"{text}: in the micro-batch {shown}, the weights are {weights}; convert it, with .to({weights})"
+        listed = ", ".join(unlike)
+        return f"{text}: in the micro-batch {listed}, the weights are {weights}; convert it, with .to({weights})"
     return None
+
+
+def _named(batch: object) -> dict[str, object]:
+    """The entries of a micro-batch; the last of several in a tuple or list are the labels."""
+    if isinstance(batch, Mapping):
+        return {repr(key): value for key, value in batch.items()}
+    if not isinstance(batch, (tuple, list)):
+        return {"the tensor": batch}
+    names = [f"element {index}" for index in range(len(batch))]
+    return dict(zip([*names[:-1], _LABELS] if len(names) > 1 else names, batch, strict=True))

@@ -196,11 +196,12 @@ def blame_command(run: Run, error: BaseException | None) -> None:
         return
     text = f"the last command that changes what is learned was applied after step {step}: {request}."
     if run.run_dir is not None:
-        text += (
-            f" If it is the cause, continue without it and what was sent later: `onstep train {run.run_dir.path} "
-            f"--without-commands-from {step}`, or run.without_commands_from={step} in the configuration"
+        text += " If it is the cause, continue without it and what was sent later: " + (
+            f"`onstep train {run.run_dir.path} --without-commands-from {step}`, or "
+            f"run.without_commands_from={step} in the configuration."
+            if run.trainer is None
+            else f"config_overrides={{'run.without_commands_from': {step}}} in TrainingArguments."
         )
-        text += f" (config_overrides={{'run.without_commands_from': {step}}})." if run.trainer is not None else "."
     if error is not None:
         error.add_note(text)
     elif run.world.is_main:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from onstep.checkpoint import RngState
 from onstep.checkpoint.format.tensor_file import bytes_of
 from onstep.distributed.shards import local_part
-from onstep.durability import try_to_sync
 from onstep.metrics_log import MetricsLog, Record, align, leading_records, read_records, without_wall_clock
 from onstep.training.compute.step import Step
 from onstep.training.feature import Feature
@@ -101,7 +100,7 @@ class HashChain:
     def make_durable(self) -> None:
         """Fsync the file."""
         if self._metrics_log is not None:
-            try_to_sync(self._metrics_log.path)
+            self._metrics_log.sync()
 
     def close(self) -> None:
         """Close the file; calling it twice is harmless."""

@@ -44,6 +44,15 @@ def run_on(config: ConfigContainer, *paths: Path) -> None:
     pretrain(config)
 
 
+@pytest.mark.parametrize("pattern", ["", "*.txt"])
+def test_so_many_files_of_each_path_are_found_as_are_asked_for(tmp_path: Path, pattern: str) -> None:
+    for name in ("a/1.txt", "a/2.txt", "b/1.txt", "b/2.txt", "b/3.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    found = find_files([tmp_path / "a" / pattern, tmp_path / "b" / pattern], at_most=2)
+    assert sorted(file.parent.name for file in found) == ["a", "a", "b", "b"]
+
+
 def test_a_file_that_is_named_twice_is_read_once_and_named(
     tiny_config: ConfigContainer, corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -84,6 +84,21 @@ def test_binary_data_behind_text_are_named(tmp_path: Path, caplog: pytest.LogCap
     assert "good.txt" not in caplog.text
 
 
+def test_a_file_that_was_text_is_looked_at_again_when_it_has_changed(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    assert find_files([tmp_path]) == find_files([tmp_path]) == [tmp_path / "a.txt"]
+    (tmp_path / "a.txt").write_bytes(b"%PDF-1.4")
+    with pytest.raises(DataError, match="like a PDF"):
+        find_files([tmp_path])
+
+
+def test_a_file_is_read_once_to_see_that_it_is_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    found = find_files([tmp_path])
+    monkeypatch.delattr(Path, "open")
+    assert find_files([tmp_path]) == found
+
+
 def test_tables_in_a_directory_are_left_out(tmp_path: Path) -> None:
     for name in ("a.txt", "b.csv", "c.tsv"):
         (tmp_path / name).write_text("x")

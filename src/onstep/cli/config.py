@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import os
 import sys
+from importlib.abc import InspectLoader
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -105,18 +107,43 @@ def import_file(path: str) -> None:
     spec.loader.exec_module(module)
 
 
+def check_callback_name(name: str) -> None:
+    """Refuse a name that is not `module:attribute`, without importing anything.
+
+    Raises:
+        ConfigError: with the whole name of a built-in callback that was named without its module.
+    """
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        remedy = f"; write callbacks=[onstep.callbacks:{name}]" if name in _built_in_callbacks() else ""
+        raise ConfigError(f"A callback is named module:Class, got {name!r}{remedy}.")
+
+
+def _built_in_callbacks() -> list[str]:
+    """`onstep.callbacks.__all__` as its source has it, since importing the package imports torch."""
+    spec = importlib.util.find_spec("onstep.callbacks")
+    assert spec is not None
+    assert isinstance(spec.loader, InspectLoader)
+    for node in ast.parse(spec.loader.get_source(spec.name) or "").body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__":
+            return [str(name) for name in ast.literal_eval(node.value)]
+    return []
+
+
+def can_be_imported(module: str) -> bool:
+    """Whether the package of a module can be found, without importing it."""
+    package = module.partition(".")[0]
+    return package in sys.modules or importlib.util.find_spec(package) is not None
+
+
 def load_callback(name: str) -> Any:
     """The callback that `module:attribute` names; a class is called without arguments.
 
     Raises:
         ConfigError: if the module or the attribute does not exist.
     """
-    module_name, colon, attribute = name.partition(":")
-    if not colon or not attribute:
-        from onstep import callbacks
-
-        remedy = f"; write callbacks=[onstep.callbacks:{name}]" if name in callbacks.__all__ else ""
-        raise ConfigError(f"A callback is named module:Class, got {name!r}{remedy}.")
+    check_callback_name(name)
+    module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

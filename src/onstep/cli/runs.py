@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from onstep.config.suggestions import nearest
@@ -28,6 +29,15 @@ def not_found(words: str, known: Iterable[str], otherwise: str) -> str:
 def run_names(parent: Path = RUNS) -> list[str]:
     """The names of the runs in a directory."""
     return [record.parent.name for record in parent.glob("*/run.json")]
+
+
+def names_beside(words: str) -> list[str]:
+    """The names of the directories beside the path `words`, and beside `runs/<words>`."""
+    names: list[str] = []
+    for parent in {Path(words).parent, (RUNS / words).parent}:
+        with suppress(OSError):  # it is not a directory, or cannot be listed
+            names += [one.name for one in parent.iterdir() if one.is_dir() and not one.name.startswith(".")]
+    return names
 
 
 def near(path: Path) -> Path:

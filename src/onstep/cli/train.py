@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import glob
 import logging
-import os
 import shlex
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from onstep.bounded_reading import integer_from_environment
 from onstep.cli.application import Imports, Recipe
 from onstep.cli.config import (
     configuration,
@@ -22,23 +18,20 @@ from onstep.cli.config import (
     import_file,
     is_file,
     load_callback,
-    python_file,
 )
 from onstep.cli.exit_codes import ERROR, PREEMPTED
+from onstep.cli.first_checks import check_start, is_main
 from onstep.cli.hub import hf_directory
 from onstep.cli.runs import RUNS, find_named, near, not_found, run_names
 from onstep.cli.streams import outliving_readers
-from onstep.config import ConfigContainer, resolve
-from onstep.config.checks.run import check_finetune, check_run
-from onstep.config.checks.single_values import check_values
+from onstep.config import ConfigContainer
 from onstep.config.sequence_lengths import SEQ_LENGTHS
 from onstep.config.suggestions import shown
 from onstep.console.level import Level
 from onstep.console.messages import show_messages
 from onstep.console.style import in_words
-from onstep.errors import ConfigError, DataError, MissingWeightsError
+from onstep.errors import ConfigError, DataError
 from onstep.events import CallbackManager
-from onstep.metrics.memory_estimate import check_memory
 from onstep.recipes import RECIPES, get_recipe
 from onstep.recipes.finetuning import LORA_LR
 
@@ -107,13 +100,22 @@ def train(
     if hf_model is not None:
         config.checkpoint.pretrained_checkpoint = str(hf_directory(hf_model))
         _fit_length(config, is_set=not keys.isdisjoint(SEQ_LENGTHS))
+    _apply(config, control, without_commands_from, on_config_change)
+    announce(config, names, imports or [])
+    from onstep.training import pretrain
+
+    _suggest(run_to_its_end(pretrain, config, names, imports or []))
+
+
+def _apply(
+    config: ConfigContainer, control: bool, without_commands_from: int | None, on_config_change: str | None
+) -> None:
+    """Set the options of a command in its configuration, in place."""
     config.run.control = config.run.control or control
     if without_commands_from is not None:
         config.run.without_commands_from = without_commands_from
-    announce(config, imports or [])
-    from onstep.training import pretrain
-
-    _suggest(run_to_its_end(pretrain, config, names, imports or [], on_config_change))
+    if on_config_change is not None:
+        config.checkpoint.on_config_change = on_config_change
 
 
 def _fit_length(config: ConfigContainer, *, is_set: bool) -> None:
@@ -133,7 +135,7 @@ def _fit_length(config: ConfigContainer, *, is_set: bool) -> None:
             f"model.seq_length={length} is more than the model's max_position_embeddings={limit}; it has not learned "
             f"the positions beyond"
         )
-    if note is not None and _is_main():
+    if note is not None and is_main():
         print(in_words(f"--hf-model: {note}", sys.stderr), file=sys.stderr)
 
 
@@ -162,13 +164,11 @@ def finetune(
     if lora:
         _set_lora(config, words)
     config.checkpoint.finetune = True
-    config.run.control = config.run.control or control
-    if without_commands_from is not None:
-        config.run.without_commands_from = without_commands_from
-    announce(config, imports or [])
+    _apply(config, control, without_commands_from, on_config_change)
+    announce(config, names, imports or [])
     from onstep.training import finetune as start
 
-    _suggest(run_to_its_end(start, config, names, imports or [], on_config_change))
+    _suggest(run_to_its_end(start, config, names, imports or []))
 
 
 def _set_lora(config: ConfigContainer, words: list[str]) -> None:
@@ -223,7 +223,6 @@ def run_to_its_end(
     config: ConfigContainer,
     names: list[str],
     imports: list[str],
-    on_config_change: str | None,
 ) -> GlobalState:
     """Start a run with the callbacks named in `names`, report how it ended, and return its state.
 
@@ -232,11 +231,8 @@ def run_to_its_end(
         config: modified in place: a run without a name gets that of its recipe.
         names: callbacks as `module:attribute`.
         imports: files to import first.
-        on_config_change: policy for changed values; None uses the configuration's.
     """
-    show_messages(cast(Level, config.logger.console), is_main=_is_main())
-    if on_config_change is not None:
-        config.checkpoint.on_config_change = on_config_change
+    show_messages(cast(Level, config.logger.console), is_main=is_main())
     for path in imports:
         import_file(path)
     from onstep.training.runs.signals import Preempted
@@ -246,10 +242,10 @@ def run_to_its_end(
         with outliving_readers():
             state = start(config, callbacks=manager)
     except Preempted as preempted:
-        if _is_main():
+        if is_main():
             print(f"{preempted}.", flush=True)
         raise typer.Exit(PREEMPTED) from None
-    if _is_main() and state.train_state.step > 0:
+    if is_main() and state.train_state.step > 0:
         _say_where(state)
     if state.ending.by_anomaly or state.saving.failure is not None:
         raise typer.Exit(ERROR)
@@ -263,48 +259,23 @@ def with_level(words: list[str], *, quiet: bool, verbose: bool) -> list[str]:
     return [*words, f"logger.console={'quiet' if quiet else 'verbose'}"] if quiet or verbose else words
 
 
-def announce(config: ConfigContainer, imports: Sequence[str] = ()) -> None:
-    """Check the configuration, name the run, and say what is being started, before seconds of importing torch."""
-    for path in imports:
-        python_file(path)
-    check_values(config)
-    if config.run.name is None:
-        config.run.name = config.run.recipe or "run"
-    check_run(config)
-    _check_start(config)
-    if not _is_main() or config.logger.console == "quiet":
+def announce(config: ConfigContainer, callbacks: Sequence[str] = (), imports: Sequence[str] = ()) -> None:
+    """Check what can be checked, name the run, and say what is being started, before seconds of importing torch.
+
+    Args:
+        config: modified in place: a run without a name gets that of its recipe.
+        callbacks: as `module:attribute`.
+        imports: files to import first.
+    """
+    check_start(config, callbacks, imports)
+    if not is_main() or config.logger.console == "quiet":
         return
-    train, place = config.train, Path(config.run.output_dir) / config.run.name
+    train, place = config.train, Path(config.run.output_dir) / str(config.run.name)
     unit = "step" if train.train_iters == 1 else "steps"
     length = f"{train.train_iters:,} {unit}" if train.train_iters is not None else "training"
     length = f"{train.num_epochs:g} epochs" if train.num_epochs is not None else length
     size = f" of {train.global_batch_size} x {config.model.seq_length} tokens" if train.global_batch_size else ""
     print(f"{config.run.recipe or config.run.name}: {length}{size} into {place}; loading PyTorch ...", flush=True)
-
-
-def _check_start(config: ConfigContainer) -> None:
-    """Refuse what can be refused without torch; the model of pretrained weights is not known yet."""
-    checkpoint, data = config.checkpoint, config.dataset
-    check_finetune(config)
-    if checkpoint.pretrained_checkpoint is None and not checkpoint.finetune:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run gives them
-            check_memory(resolve(config, integer_from_environment("WORLD_SIZE", 1)))
-    record = Path(config.run.output_dir) / str(config.run.name) / "run.json"
-    if record.exists() and not config.run.fresh:
-        return  # a run that is finished reads no data, and one that continues needs no weights to start from
-    weights = checkpoint.pretrained_checkpoint
-    if weights is not None and not os.path.exists(os.path.expanduser(weights)):
-        raise MissingWeightsError(
-            f"checkpoint.pretrained_checkpoint={weights} does not exist, and neither does the run "
-            f"{RUNS / weights}; pass a Hugging Face directory, a run or a checkpoint."
-            f"{not_found(weights, run_names(), '')}"
-        )
-    for path in data.paths if data.kind == "text" else []:
-        if not glob.has_magic(path) and not os.path.exists(os.path.expanduser(path)):
-            raise DataError(
-                f"the corpus path {path!r} does not exist (working directory: {Path.cwd()}); check dataset.paths"
-            )
 
 
 def _callbacks(config: ConfigContainer, names: list[str]) -> CallbackManager:
@@ -354,7 +325,7 @@ def _suggest(state: GlobalState) -> None:
     directory = state.run_dir
     if directory is None or state.train_state.step == 0 or state.cfg.logger.console == "quiet":
         return
-    if directory.model.exists() and _is_main():
+    if directory.model.exists() and is_main():
         print(f"Try it: {try_it(near(directory.path), state.cfg.dataset.kind)}")
 
 
@@ -378,7 +349,3 @@ def _is_drawn(directory: RunDir) -> bool:
         logger.warning("cannot plot the loss: %s: %s", type(error).__name__, error)
         return False
     return True
-
-
-def _is_main() -> bool:
-    return os.environ.get("RANK", "0") == "0"

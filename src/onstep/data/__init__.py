@@ -6,35 +6,102 @@ with a loss on the answers (`build_chat_file`, `PackedDataset`). Loaders pass th
 `StepBatches`: `TrainLoader` for map-style datasets, `ListedLoader` for those in the order of a torch sampler,
 `IterableLoader` for iterable ones, `IteratorReader` for a raw iterator, `EvalLoader` for evaluation; `as_step_source`
 adapts whatever a user passes to a `StepSource`.
+
+Names are loaded on first use: the files of a corpus can be found without torch.
 """
 
-from onstep.data.chat.dataset import ChatDataset, ChatFile, PackedDataset, build_chat_file
-from onstep.data.chat.records import ChatFiles, ChatKeys, ChatRows, ChatSource
-from onstep.data.chat.template import ChatTemplate, EncodedChat, PlainTemplate, TokenizerTemplate, template_for
-from onstep.data.corpus.bpe import learn_bpe
-from onstep.data.corpus.build_cache import default_cache_dir
-from onstep.data.corpus.corpus import DocumentSource, default_corpus_files, find_files, iter_documents
-from onstep.data.corpus.indexed_file import IndexedFile, write_indexed_dataset
-from onstep.data.corpus.token_file import TokenFile, build_token_file
-from onstep.data.corpus.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer, tokenizer_in_run
-from onstep.data.datasets import build_datasets, split_documents, split_tokens, tokenizer_source
-from onstep.data.loaders.collate import PaddingCollator, default_data_collator, is_map_style
-from onstep.data.loaders.epoch_orders import (
-    EpochBatches,
-    EpochOrders,
-    OrderedBatches,
-    OrderedSamples,
-    OrderRandomness,
-    ShuffledSampler,
-)
-from onstep.data.loaders.eval_loader import EvalLoader
-from onstep.data.loaders.iterable_loader import IterableLoader
-from onstep.data.loaders.listed_loader import ListedLoader
-from onstep.data.loaders.loader import TrainLoader
-from onstep.data.loaders.sample_order import MicroBatchLayout, SampleOrder
-from onstep.data.loaders.step_batches import Batch, StepBatches, StepSource
-from onstep.data.loaders.step_source import ForeignReader, IteratorReader, as_step_source
-from onstep.data.token_dataset import BlendedDataset, Boundaries, TokenDataset
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from onstep.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from onstep.data.chat.dataset import ChatDataset, ChatFile, PackedDataset, build_chat_file
+    from onstep.data.chat.records import ChatFiles, ChatKeys, ChatRows, ChatSource
+    from onstep.data.chat.template import ChatTemplate, EncodedChat, PlainTemplate, TokenizerTemplate, template_for
+    from onstep.data.corpus.bpe import learn_bpe
+    from onstep.data.corpus.build_cache import default_cache_dir
+    from onstep.data.corpus.corpus import DocumentSource, default_corpus_files, find_files, iter_documents
+    from onstep.data.corpus.indexed_file import IndexedFile, write_indexed_dataset
+    from onstep.data.corpus.token_file import TokenFile, build_token_file
+    from onstep.data.corpus.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer, tokenizer_in_run
+    from onstep.data.datasets import build_datasets, split_documents, split_tokens, tokenizer_source
+    from onstep.data.loaders.collate import PaddingCollator, default_data_collator, is_map_style
+    from onstep.data.loaders.epoch_orders import (
+        EpochBatches,
+        EpochOrders,
+        OrderedBatches,
+        OrderedSamples,
+        OrderRandomness,
+        ShuffledSampler,
+    )
+    from onstep.data.loaders.eval_loader import EvalLoader
+    from onstep.data.loaders.iterable_loader import IterableLoader
+    from onstep.data.loaders.listed_loader import ListedLoader
+    from onstep.data.loaders.loader import TrainLoader
+    from onstep.data.loaders.sample_order import MicroBatchLayout, SampleOrder
+    from onstep.data.loaders.step_batches import Batch, StepBatches, StepSource
+    from onstep.data.loaders.step_source import ForeignReader, IteratorReader, as_step_source
+    from onstep.data.token_dataset import BlendedDataset, Boundaries, TokenDataset
+
+_HOMES = {
+    "Batch": "onstep.data.loaders.step_batches",
+    "BlendedDataset": "onstep.data.token_dataset",
+    "Boundaries": "onstep.data.token_dataset",
+    "ByteTokenizer": "onstep.data.corpus.tokenizers",
+    "ChatDataset": "onstep.data.chat.dataset",
+    "ChatFile": "onstep.data.chat.dataset",
+    "ChatFiles": "onstep.data.chat.records",
+    "ChatKeys": "onstep.data.chat.records",
+    "ChatRows": "onstep.data.chat.records",
+    "ChatSource": "onstep.data.chat.records",
+    "ChatTemplate": "onstep.data.chat.template",
+    "DocumentSource": "onstep.data.corpus.corpus",
+    "EncodedChat": "onstep.data.chat.template",
+    "EpochBatches": "onstep.data.loaders.epoch_orders",
+    "EpochOrders": "onstep.data.loaders.epoch_orders",
+    "EvalLoader": "onstep.data.loaders.eval_loader",
+    "ForeignReader": "onstep.data.loaders.step_source",
+    "IndexedFile": "onstep.data.corpus.indexed_file",
+    "IterableLoader": "onstep.data.loaders.iterable_loader",
+    "IteratorReader": "onstep.data.loaders.step_source",
+    "ListedLoader": "onstep.data.loaders.listed_loader",
+    "MicroBatchLayout": "onstep.data.loaders.sample_order",
+    "OrderRandomness": "onstep.data.loaders.epoch_orders",
+    "OrderedBatches": "onstep.data.loaders.epoch_orders",
+    "OrderedSamples": "onstep.data.loaders.epoch_orders",
+    "PackedDataset": "onstep.data.chat.dataset",
+    "PaddingCollator": "onstep.data.loaders.collate",
+    "PlainTemplate": "onstep.data.chat.template",
+    "SampleOrder": "onstep.data.loaders.sample_order",
+    "ShuffledSampler": "onstep.data.loaders.epoch_orders",
+    "StepBatches": "onstep.data.loaders.step_batches",
+    "StepSource": "onstep.data.loaders.step_batches",
+    "TokenDataset": "onstep.data.token_dataset",
+    "TokenFile": "onstep.data.corpus.token_file",
+    "Tokenizer": "onstep.data.corpus.tokenizers",
+    "TokenizerTemplate": "onstep.data.chat.template",
+    "TrainLoader": "onstep.data.loaders.loader",
+    "as_step_source": "onstep.data.loaders.step_source",
+    "build_chat_file": "onstep.data.chat.dataset",
+    "build_datasets": "onstep.data.datasets",
+    "build_token_file": "onstep.data.corpus.token_file",
+    "build_tokenizer": "onstep.data.corpus.tokenizers",
+    "default_cache_dir": "onstep.data.corpus.build_cache",
+    "default_corpus_files": "onstep.data.corpus.corpus",
+    "default_data_collator": "onstep.data.loaders.collate",
+    "find_files": "onstep.data.corpus.corpus",
+    "is_map_style": "onstep.data.loaders.collate",
+    "iter_documents": "onstep.data.corpus.corpus",
+    "learn_bpe": "onstep.data.corpus.bpe",
+    "split_documents": "onstep.data.datasets",
+    "split_tokens": "onstep.data.datasets",
+    "template_for": "onstep.data.chat.template",
+    "tokenizer_in_run": "onstep.data.corpus.tokenizers",
+    "tokenizer_source": "onstep.data.datasets",
+    "write_indexed_dataset": "onstep.data.corpus.indexed_file",
+}
 
 __all__ = [
     "Batch",
@@ -93,3 +160,5 @@ __all__ = [
     "tokenizer_source",
     "write_indexed_dataset",
 ]
+
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -11,7 +11,7 @@ from onstep.checkpoint import CheckpointInfo, Retention, checkpoints, resolve, v
 from onstep.checkpoint.catalog.discovery import inventory
 from onstep.checkpoint.catalog.retention import best_verified
 from onstep.checkpoint.storage.manifest import MANIFEST
-from onstep.cli.runs import RUNS, find_named, not_found
+from onstep.cli.runs import find_named, names_beside, not_found
 from onstep.errors import CheckpointError
 
 BEST = "best"
@@ -107,11 +107,7 @@ def _existing(path: str) -> Path:
     found = find_named(path)
     if found is not None:
         return found
-    siblings = [
-        one for parent in {Path(path).parent, (RUNS / path).parent} if parent.is_dir() for one in parent.iterdir()
-    ]
-    names = [one.name for one in siblings if one.is_dir() and not one.name.startswith(".")]
-    raise CheckpointError(f"{path} does not exist.{not_found(path, names, '')}")
+    raise CheckpointError(f"{path} does not exist.{not_found(path, names_beside(path), '')}")
 
 
 def _root_of(directory: Path) -> Path:

@@ -27,10 +27,10 @@ def demo(
     """
     config, names = configuration(with_level(words or [], quiet=quiet, verbose=verbose), "demo")
     config.run.name = config.run.name or "demo"
-    announce(config)
+    announce(config, names)
     from onstep.training import pretrain  # after the first line: this imports torch
 
-    state = run_to_its_end(pretrain, config, [SAMPLES, *names], [], None)
+    state = run_to_its_end(pretrain, config, [SAMPLES, *names], [])
     if state.run_dir is not None and state.world.is_main:
         from onstep.cli.demo.ending import show_end
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from onstep.data.corpus.build_cache import build_cached, write_text
-from onstep.data.corpus.corpus import DocumentSource, not_utf8
+from onstep.data.corpus.corpus import DocumentSource, no_text, not_utf8
 from onstep.data.corpus.tokenizers import TokenizersTokenizer
 from onstep.errors import DataError, MissingExtraError
 
@@ -102,7 +102,7 @@ def _learn(source: DocumentSource, size: int, label: str | None) -> str:
     # disabled explicitly, the library warns in each such process.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not num_letters:
-        raise DataError(f"the corpus is empty: no text in {source.name}; give files with text")
+        raise DataError(no_text(source.name))
     return json.dumps(json.loads(tokenizer.to_str()), indent=1, ensure_ascii=False)
 
 

@@ -50,11 +50,15 @@ class Document:
         return str(self.path) if self.line is None else f"{self.path}:{self.line}"
 
 
-def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
+def find_files(paths: Iterable[str | os.PathLike[str]], *, at_most: int | None = None) -> list[Path]:
     """All files denoted by the files, directories and globs in `paths`, sorted and without duplicates.
 
     Directories are searched recursively for `TEXT_SUFFIXES`, skipping hidden files and directories, and the directories
     of runs in them, whose logs and records change while they are trained.
+
+    Args:
+        paths: files, directories and globs.
+        at_most: only look for so many files of each directory or glob; None looks for all.
 
     Raises:
         DataError: if `paths` is a single string, or one of its items matches no file, or one that is not text.
@@ -63,7 +67,7 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
         raise DataError(f"paths must be a list of files, directories or globs, got {str(paths)!r}; put it in a list")
     found: set[Path] = set()
     for given in paths:
-        found.update(_files_of(os.fspath(given)))
+        found.update(_files_of(os.fspath(given), at_most))
     if not found:
         raise DataError("the corpus is empty: paths names no files; give text files, directories, globs or JSONL files")
     files = sorted(found)
@@ -162,6 +166,11 @@ def iter_file_documents(path: Path, text_key: str) -> Iterator[Document]:
         raise DataError(f"cannot read corpus file {path}: {error.strerror or error}") from error
 
 
+def no_text(name: str) -> str:
+    """The error message for a source of documents that are all empty."""
+    return f"the corpus is empty: no text in {name}; give files with text"
+
+
 def not_utf8(document: Document, error: UnicodeDecodeError) -> DataError:
     """The error for a document that is not UTF-8 when the tokenizer requires it."""
     data, at = document.data, error.start
@@ -182,13 +191,13 @@ def is_jsonl(path: Path) -> bool:
     return path.suffix.lower() in JSONL_SUFFIXES
 
 
-def _files_of(given: str) -> list[Path]:
+def _files_of(given: str, at_most: int | None) -> list[Path]:
     path = Path(os.path.expanduser(given))
-    if path.exists():
+    if os.path.exists(path):
         matches = [path]
         rule = f"the corpus directory {given!r} has no text files; name the files or give a glob"
     elif glob.has_magic(given):
-        matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
+        matches = [Path(match) for match in itertools.islice(glob.iglob(str(path), recursive=True), at_most)]
         rule = f"the corpus glob {given!r} matches no files; check the pattern and the working directory"
     else:
         raise DataError(
@@ -203,7 +212,8 @@ def _files_of(given: str) -> list[Path]:
         check_prose(file)
     for directory in [match for match in matches if match.is_dir()]:
         try:
-            files += [file for file in _texts_in(directory) if file.is_file()]
+            texts = (file for file in _texts_in(directory) if file.is_file())
+            files += itertools.islice(texts, None if at_most is None else at_most - len(files))
         except OSError as error:
             raise DataError(
                 f"cannot read {error.filename} in the corpus directory {given!r}: {error.strerror}; check its "
@@ -243,8 +253,8 @@ def _texts_in(directory: Path) -> Iterator[Path]:
             subdirectories.clear()
             continue
         subdirectories[:] = [name for name in subdirectories if not name.startswith(".")]
-        visible = (Path(parent, name) for name in names if not name.startswith("."))
-        yield from (file for file in visible if file.suffix.lower() in TEXT_SUFFIXES)
+        visible = (name for name in names if not name.startswith("."))
+        yield from (Path(parent, name) for name in visible if os.path.splitext(name)[1].lower() in TEXT_SUFFIXES)
 
 
 def is_visible(path: Path, directory: Path) -> bool:

@@ -10,15 +10,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onstep.config import DatasetConfig, TokenizerConfig
-from onstep.data.corpus.corpus import default_corpus_files, find_files, find_records, is_jsonl
+from onstep.data.corpus.corpus import (
+    FileSource,
+    default_corpus_files,
+    find_files,
+    find_records,
+    is_jsonl,
+    no_text,
+)
 from onstep.data.corpus.file_digests import content_digest, sampled_digest
 from onstep.data.corpus.hf_datasets import files_of, is_rows
 from onstep.data.corpus.indexed_file import paths_of
+from onstep.data.corpus.not_text import has_content
 from onstep.data.corpus.tokenizers import FILES
 from onstep.errors import DataError
 
 _SAMPLED_BLOCK_BYTES = 256 * 1024
 """Of a file that training does not read from end to end, 64 such blocks are hashed: all of it up to 16 MiB."""
+
+
+_FIRST_FILES = 1000
+"""Of each directory or glob, so many files are looked at before anything else is done."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,26 @@ def dataset_files(config: DatasetConfig) -> InputFiles | None:
         return _whole(find_records(config.paths), config.paths)
     files = find_files(config.paths) if config.paths else default_corpus_files()
     return _whole(files, config.paths or [os.path.commonpath(files)])
+
+
+def check_first_files(config: DatasetConfig) -> None:
+    """Refuse texts and conversations that cannot be trained on, after a look at the first of them, which is quick.
+
+    Raises:
+        DataError: as `find_files`, and for texts that are all empty.
+    """
+    if config.kind not in ("text", "chat") or not config.paths:
+        return
+    try:
+        files = find_files(config.paths, at_most=_FIRST_FILES)
+    except DataError:
+        if config.kind == "chat" and any(map(is_rows, config.paths)):  # which the `datasets` library reads
+            return
+        raise
+    if config.kind == "text" and not any(map(has_content, files)):
+        files = find_files(config.paths)
+        if not any(map(has_content, files)):
+            raise DataError(no_text(FileSource(files, config.text_key).name))
 
 
 def tokenizer_files(config: TokenizerConfig) -> InputFiles | None:

@@ -69,6 +69,11 @@ _KINDS = (
 _BINARY = _Kind("binary data", "name text files, or extract the text first", ())
 
 
+_SEEN: dict[Path, tuple[int, ...]] = {}
+"""Files that this process has seen to be text, as they were then: the first of a corpus are checked several times."""
+_MOST_SEEN = 10_000
+
+
 def check_texts(files: Iterable[Path]) -> None:
     """Check the suffix and the first bytes of each file of a corpus of prose. Other encodings than UTF-8 are text.
 
@@ -76,6 +81,9 @@ def check_texts(files: Iterable[Path]) -> None:
         DataError: for a file that is not text, or a table, with what it looks like.
     """
     for path in files:
+        stamp = _stamp(path) if path in _SEEN or len(_SEEN) < _MOST_SEEN else None
+        if stamp is not None and _SEEN.get(path) == stamp:
+            continue
         if path.suffix.lower() in _NOT_PROSE:
             raise DataError(f"{path} {_NOT_PROSE[path.suffix.lower()]}")
         head = _head(path)
@@ -86,6 +94,27 @@ def check_texts(files: Iterable[Path]) -> None:
             raise DataError(
                 f"{path} is not text: it looks like {kind.name} (byte 0x{head[at]:02x} at offset {at}); {kind.remedy}"
             )
+        if stamp is not None:
+            _SEEN[path] = stamp
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """What changes with the content of a file; None if the system does not say."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def has_content(path: Path) -> bool:
+    """Whether a file has a byte; the size of one that the system makes up, as in /proc, is 0.
+
+    Raises:
+        DataError: if it cannot be read.
+    """
+    stamp = _stamp(path)
+    return (stamp is not None and stamp[2] > 0) or bool(_head(path))
 
 
 def warn_of_nul(path: Path, content: bytes) -> None:

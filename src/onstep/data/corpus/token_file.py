@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from onstep.bounded_reading import read_json
 from onstep.data.corpus.build_cache import build_cached, write_text
-from onstep.data.corpus.corpus import Document, DocumentSource, FileSource, not_utf8
+from onstep.data.corpus.corpus import Document, DocumentSource, FileSource, no_text, not_utf8
 from onstep.data.corpus.coverage import Coverage
 from onstep.data.corpus.file_digests import sampled_digest
 from onstep.data.corpus.tokenizers import Tokenizer
@@ -211,9 +211,8 @@ def tokens_of(
             _encoded(tokenizer, document, coverage)
             for document in source.documents("Tokenizing" if show_progress else None)
         )
-        empty = f"the corpus is empty: no text in {source.name}; give files with text"
         dtype = token_dtype(tokenizer.vocab_size)
-        written = write_tokens(path, dtype, documents, path.stem, empty, end_id=tokenizer.eos_id)
+        written = write_tokens(path, dtype, documents, path.stem, no_text(source.name), end_id=tokenizer.eos_id)
         coverage.warn(source.name)
         return written
 

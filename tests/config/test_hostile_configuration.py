@@ -27,7 +27,7 @@ HOSTILE_YAML = {
     "a cycle": ("a: &a [*a]", "contains itself"),
     "deep lists": ("dataset: {paths: " + "[" * 50_000 + "]" * 50_000 + "}", "at most 32 levels"),
     "deep mappings": ("{a: " * 40 + "1" + "}" * 40, "at most 32 levels"),
-    "a long integer": ("train: {train_iters: " + "9" * 5_000 + "}", "5,000 characters; at most 300"),
+    "a long integer": ("train: {train_iters: " + "9" * 5_000 + "}", "5,000 characters in line 1; at most 300"),
     "a long hexadecimal integer": ("train: {train_iters: 0x" + "f" * 5_000 + "}", "at most 300"),
     "a long sexagesimal integer": ("train: {train_iters: 1" + ":1" * 500 + "}", "at most 300"),
     "a long tagged integer": ("train: {train_iters: !!int '" + "9" * 5_000 + "'}", "at most 300"),

@@ -137,6 +137,9 @@ def test_an_unknown_flag_is_kept_and_seen_later():
         ("should_stop", "'should_epoch_stop' or 'should_training_stop'"),
         ("should_eval", "'should_evaluate'"),
         ("should_train_stop", "'should_training_stop'"),
+        ("should_stop_training", "'should_training_stop'"),
+        ("stop_training", "'should_training_stop'"),
+        ("should_save_model", "'should_save'"),
     ],
 )
 def test_an_attribute_that_is_almost_a_flag_is_named_once(name, meant):

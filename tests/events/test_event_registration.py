@@ -320,6 +320,14 @@ def test_a_mistyped_method_warns_and_names_the_nearest_event():
         CallbackManager().add(Typo())
 
 
+def test_an_event_of_another_library_is_answered_with_ours():
+    class OfKeras(Callback):
+        def on_batch_end(self, batch, logs=None): ...
+
+    with pytest.warns(UserWarning, match=r"OfKeras\.on_batch_end is not an event .*did you mean 'on_step_end'"):
+        CallbackManager().add(OfKeras())
+
+
 def test_the_warning_points_at_the_line_that_adds():
     class Typo(Callback):
         def on_train_step_ends(self, context): ...

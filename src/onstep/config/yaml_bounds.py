@@ -76,7 +76,8 @@ def _check_scalar(event: Any, source: str) -> None:
         )
     is_text = event.tag in ("!", f"{_CORE}str") or (event.tag is None and event.style)
     if len(value) > MAX_DIGITS and not is_text and _NUMBER.fullmatch(value):
-        _refuse(source, f"has a number of {len(value):,} characters; at most {MAX_DIGITS} are allowed")
+        line = event.start_mark.line + 1
+        _refuse(source, f"has a number of {len(value):,} characters in line {line}; at most {MAX_DIGITS} are allowed")
     if event.tag in _SCALARS:
         try:
             yaml.SafeLoader("").construct_object(yaml.ScalarNode(event.tag, value))

@@ -139,7 +139,7 @@ class Control(TrainerControl):
                     self._note(name)
                 else:  # withdrawn by a later callback before the loop acted on it
                     self.requests = [request for request in self.requests if request.flag != name]
-        elif name.startswith("should_") and name not in self.__dict__:
+        elif name not in self.__dict__ and (name.startswith("should_") or "stop" in name):
             _name_misspelling(name)
         object.__setattr__(self, name, value)
 
@@ -328,10 +328,17 @@ def _added_to(control: object) -> dict[str, Any]:
     return {name: value for name, value in vars(control).items() if name not in _FIELDS}
 
 
+def _of_the_same_words(name: str) -> list[str]:
+    """The flags that have the words of a name in another order, or, after `should`, some of them."""
+    words = set(name.split("_")) - {"should"}
+    flags = {flag: set(flag.split("_")) - {"should"} for flag in FLAGS}
+    return [flag for flag, own in flags.items() if own == words or (name.startswith("should_") and own <= words)]
+
+
 def _name_misspelling(name: str) -> None:
     """Warn of a new attribute whose name is almost that of a flag."""
     shortened = [flag for flag in FLAGS if flag.startswith(name) or flag.endswith(name.removeprefix("should"))]
-    near = shortened or get_close_matches(name, FLAGS, n=1, cutoff=0.9)
+    near = shortened or get_close_matches(name, FLAGS, n=1, cutoff=0.9) or _of_the_same_words(name)
     if near:
         warnings.warn(
             f"control has no flag {name!r}, so setting it does nothing but keep the value for other callbacks; did you "

@@ -18,6 +18,17 @@ from onstep.events.events import HF_EVENTS, VALID_EVENTS, Event, event_named, ev
 from onstep.events.signatures import ACCEPTED, Handler, Style, as_handler, call_with_keywords, takes_context
 
 _EVENT_NAMES = sorted(VALID_EVENTS | HF_EVENTS)
+_ELSEWHERE = {
+    "on_batch_begin": "on_step_begin",
+    "on_batch_start": "on_step_begin",
+    "on_batch_end": "on_step_end",
+    "on_fit_start": "on_train_begin",
+    "on_fit_end": "on_train_end",
+    "on_validation_end": "on_evaluate",
+    "on_before_optimizer_step": "on_pre_optimizer_step",
+    "on_save_checkpoint": "on_save",
+}
+"""Events of Keras, Composer and Lightning whose names resemble none of ours, and ours."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +217,9 @@ def _near_misses(callback: Any) -> list[str]:
     for name in dir(callback):
         if not name.startswith("on_") or name in known:
             continue
-        near = difflib.get_close_matches(name, _EVENT_NAMES, n=1, cutoff=0.8)
+        near = (
+            [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, _EVENT_NAMES, n=1, cutoff=0.8)
+        )
         method = getattr(callback, name, None) if near else None
         if callable(method) and not _left_empty(callback, name, method):
             rule = "is not an event and is never called by the loop"

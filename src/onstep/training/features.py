@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from onstep.training.anomalies.finite_weights import FiniteWeights
 from onstep.training.anomalies.gate import AnomalyGate
 from onstep.training.bridge.bridge_log import BridgeLog
 from onstep.training.bridge.model_parallel import ForwardPreHooks, ModelParallelAgreement
@@ -66,6 +67,7 @@ TRAINING: tuple[type[Feature[Job]], ...] = (
     NvrxStragglers,
     ForwardPreHooks,  # off around everything that reads weights
     AnomalyGate,  # keeps the buffers once, before the first of several runs of a step
+    FiniteWeights,  # reads weights: after what brings them up to date
     RerunMachine,  # inside it: may recompute the step, or exit
     Experts,  # inside it: every run of the step restarts the counts
     AttentionLogits,

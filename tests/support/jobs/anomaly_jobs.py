@@ -161,3 +161,33 @@ def job_scenarios(settings: dict[str, Any]) -> dict[str, Any]:
         return scenarios(world)
     finally:
         world.close()
+
+
+class Overflow(Callback):
+    """Makes a weight of rank 1 infinite after step 3."""
+
+    def on_step_end(self, context: Any) -> None:
+        if context.step == 3 and RANK == 1:
+            next(context.model[0].parameters()).data[0] = math.inf
+            context.control.stop("overflown")
+
+
+def job_overflow(settings: dict[str, Any]) -> str:
+    """The error of a training that ends with an infinite weight on one rank."""
+    config = ConfigContainer()
+    config.train.micro_batch_size, config.train.global_batch_size, config.train.train_iters = 2, 8, 6
+    config.logger.log_interval, config.validation.eval_iters = 0, None
+    world = open_world(DistributedInitConfig(device="cpu"))
+    try:
+        model = data_parallel([nn.Linear(4, 4)], world, config.ddp)
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.01)
+        data = TrainLoader(Rows(""), micro_batch_size=2, global_batch_size=8, rank=world.rank, world_size=world.size)
+        state = GlobalState(cfg=config, world=world)
+        manager = CallbackManager()
+        manager.add(Overflow())
+        train(step, model, optimizer, None, data, None, state, callback_manager=manager)
+    except OnstepError as error:
+        return str(error)
+    finally:
+        world.close()
+    return ""

@@ -42,6 +42,10 @@ class CallbackError(ConfigError, TypeError):
     """A callback or handler that cannot be called as it is; also a TypeError, as a wrong argument of a function is."""
 
 
+class LossError(ConfigError, TypeError):
+    """The result of a loss function that has none of the documented forms; also a TypeError."""
+
+
 class DataError(OnstepError, ValueError):
     """A corpus, tokenizer or dataset that cannot be used for training."""
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from onstep.data import StepBatches
-from onstep.errors import ConfigError
+from onstep.errors import ConfigError, LossError
 from onstep.optim import TrainingOptimizer
 from onstep.training import LossShare, MeanLoss, train_step
-from tests.support.small_runs import RaggedRows, TinyModel, mean_step, small_state, split, sum_step
+from tests.support.small_runs import RaggedRows, TinyModel, mean_step, run, small_state, split, sum_step
 
 SPLITS = [[12], [6, 6], [3, 3, 3, 3], [1] * 12, [5, 4, 3], [1, 11]]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}  # float32: sums of other orders, a few units of 1e-7 each
@@ -161,7 +161,7 @@ def test_a_report_may_be_a_pair_of_plain_numbers() -> None:
 
 
 def test_a_report_of_another_size_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Invalid value shape: \(3,\) for key odd"):
+    with pytest.raises(ConfigError, match=r"Invalid value shape: \(3,\) for key odd"):
         one_step(reporting(lambda loss, count: {"odd": torch.zeros(3)}), split(RaggedRows(), [6, 6]))
 
 
@@ -172,7 +172,7 @@ def test_a_report_that_some_micro_batches_lack_is_refused() -> None:
         calls.append(1)
         return {"rare": torch.ones(())} if len(calls) == 1 else {}
 
-    with pytest.raises(ValueError, match="'rare' is reported for only some"):
+    with pytest.raises(ConfigError, match="'rare' is reported for only some"):
         one_step(reporting(once), split(RaggedRows(), [6, 6]))
 
 
@@ -183,7 +183,7 @@ def test_shares_do_not_mix_with_other_losses() -> None:
         calls.append(1)
         return (share_step if len(calls) == 1 else sum_step)(data_iterator, model)
 
-    with pytest.raises(TypeError, match="LossShare for some"):
+    with pytest.raises(LossError, match="LossShare for some"):
         one_step(step, split(RaggedRows(), [6, 6]))
 
 
@@ -191,5 +191,48 @@ def test_what_is_no_loss_is_refused_with_the_documented_forms() -> None:
     def step(data_iterator: Any, model: Any) -> Any:
         return model(**next(data_iterator)), lambda loss: {"loss": loss}
 
-    with pytest.raises(TypeError, match=r"returned a mapping with loss; .*\(loss_sum, num_tokens, report\)"):
+    with pytest.raises(LossError, match=r"returned a mapping with loss; .*\(loss_sum, num_tokens, report\)"):
         one_step(step, split(RaggedRows(), [12]))
+
+
+def counting(count: Any) -> Any:
+    def step(data_iterator: Any, model: Any) -> Any:
+        batch = next(data_iterator)
+        return model(**batch), lambda loss: (loss, count(batch), {})
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        (lambda batch: torch.tensor(-5), r"num_tokens=-5; it must be one number >= 0, .*labels\.ne\(-100\)\.sum\(\)"),
+        (lambda batch: -5, "num_tokens=-5"),
+        (lambda batch: None, "num_tokens=None"),
+        (lambda batch: batch["labels"].ne(-100).sum(-1), r"a Tensor of shape \(6,\) and torch.int64 as num_tokens; "),
+    ],
+)
+def test_what_is_no_count_of_labels_is_refused(count: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        one_step(counting(count), split(RaggedRows(), [6, 6]))
+
+
+class Unread(torch.Tensor):
+    """A count that is not read at once, like one on an accelerator."""
+
+
+@pytest.mark.parametrize("interval", [2, 0])
+def test_a_negative_count_on_an_accelerator_is_refused_where_it_is_read(interval: int) -> None:
+    state = small_state(train_iters=4)
+    state.cfg.logger.log_interval = interval
+    step = counting(lambda batch: torch.tensor(-5).as_subclass(Unread))
+    with pytest.raises(ConfigError, match=r"that the loss function returned add up to -\d0; num_tokens: it must be"):
+        run(state, step=step)
+    assert state.train_state.step == (interval or 4)
+
+
+def test_a_count_of_one_row_is_that_of_its_batch() -> None:
+    step = counting(lambda batch: batch["labels"].ne(-100).sum(-1))
+    losses, gradients, _ = one_step(step, split(RaggedRows(), [1] * 12))
+    loss, expected = of_one_big_batch(torch.float64)
+    assert_close([losses["lm loss"], *gradients], [loss, *expected], 1e-12)

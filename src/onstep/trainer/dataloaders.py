@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader, Dataset
 from onstep.config import ConfigContainer, TrainingArguments
 from onstep.config.lengths import sizes_of
 from onstep.data import EvalLoader, IterableLoader, StepSource, TrainLoader, is_map_style
-from onstep.data.loaders.collate import check_lookup, length_of, samples_in
+from onstep.data.loaders.collate import length_of, name_sample, samples_in
 from onstep.data.loaders.hf_streams import SplitStreamLoader, check_split, node_split
 from onstep.distributed import World
 from onstep.errors import ConfigError, DataError
 from onstep.trainer.base_trainer import BaseTrainer, Collate
-from onstep.trainer.loaders.users_data import users_eval_data
+from onstep.trainer.loaders.users_data import check_lengths, users_eval_data
 from onstep.trainer.loss_convention import inner_module
 from onstep.trainer.overrides import overrides
 
@@ -78,6 +78,7 @@ def train_loader(dataset: Any, collate: Collate, config: ConfigContainer, world:
         check_split(dataset, world.rank, world.size)
         if world.size > 1 and node_split(dataset) is not None:
             return _split_stream(dataset, world, common)
+        check_lengths(num_samples_of(dataset), config, world)
         return IterableLoader(dataset, already_batched=isinstance(dataset, DataLoader), **common)
     persistent = options.persistent_workers and options.num_workers > 0
     return SetEpochLoader(dataset, shuffle=options.shuffle, persistent_workers=persistent, **common)
@@ -144,6 +145,8 @@ def check_eval_data(given: Any) -> None:
     Raises:
         DataError: for an empty dataset, which is named if it is one of several; for a list of datasets.
     """
+    if isinstance(given, Mapping) and not given:
+        raise DataError("eval_dataset={} has no dataset; pass {name: dataset, ...} or None")
     for name, dataset in given.items() if isinstance(given, Mapping) else [(None, given)]:
         if length_of(dataset) == 0:
             shown = "" if name is None else f" {name!r}"
@@ -298,7 +301,7 @@ def _columns_of(dataset: Any) -> list[str] | None:
         return None
     try:
         first = dataset[0]
-    except KeyError as error:
-        check_lookup(dataset, 0, error)
+    except Exception as error:
+        name_sample(dataset, 0, error)
         raise
     return list(first) if isinstance(first, Mapping) else None

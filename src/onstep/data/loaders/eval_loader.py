@@ -11,7 +11,7 @@ from onstep.data.loaders.epoch_orders import EpochBatches
 from onstep.data.loaders.iterable_loader import StreamReader
 from onstep.data.loaders.micro_batch_reader import MicroBatchReader
 from onstep.data.loaders.sample_order import MicroBatchLayout, SampleOrder, micro_batches_of_epoch
-from onstep.data.loaders.step_batches import StepBatches, step_of
+from onstep.data.loaders.step_batches import Compared, StepBatches, step_of
 from onstep.errors import DataError
 
 
@@ -67,6 +67,13 @@ class EvalLoader:
             )
         if length_of(dataset) == 0 or (listed is not None and not listed.ends.size):
             raise DataError("the evaluation dataset is empty: it has 0 samples; give it data or disable evaluation")
+
+    @property
+    def compared_by(self) -> Compared:
+        """See `Compared`."""
+        if isinstance(self._reader, MicroBatchReader):
+            return None
+        return "micro-batches" if self._already_batched else "samples"
 
     @property
     def dataset(self) -> Any:

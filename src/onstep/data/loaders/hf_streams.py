@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from onstep.data.loaders.iterable_loader import IterableLoader, Unindexed
-from onstep.data.loaders.step_batches import StepBatches
+from onstep.data.loaders.step_batches import Compared, StepBatches
 from onstep.errors import DataError
 
 
@@ -46,6 +46,7 @@ class SplitStreamLoader(Unindexed):
     """
 
     has_epochs = True
+    compared_by: Compared = None  # `read` compares the parts itself
 
     def __init__(
         self,

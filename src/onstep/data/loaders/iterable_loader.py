@@ -18,7 +18,7 @@ from onstep.data.loaders.collate import Collate, as_it_is, default_data_collator
 from onstep.data.loaders.end_of_data import call, items_of
 from onstep.data.loaders.micro_batch_reader import batches_from_workers, outlive_the_group, seed_globals, seeded_aside
 from onstep.data.loaders.sample_order import MicroBatchLayout
-from onstep.data.loaders.step_batches import StepBatches, step_of
+from onstep.data.loaders.step_batches import Compared, StepBatches, step_of
 from onstep.errors import DataError
 from onstep.heartbeat import HEARTBEAT
 
@@ -228,9 +228,10 @@ class Unindexed:
 class IterableLoader(Unindexed):
     """Reads the steps of an iterable, epoch after epoch, with the interface of `TrainLoader`.
 
-    Samples are batched here, in rows as in `TrainLoader`: every rank reads the whole stream and keeps its share. With
-    ``already_batched=True`` each item is used unchanged as a micro-batch of this rank; the iterable must then give each
-    rank different samples, and training ends an epoch with the shortest (`is_own_stream`).
+    Samples are batched here, in rows as in `TrainLoader`: every rank reads the whole stream, which must be the same on
+    all, and keeps its share. With ``already_batched=True`` each item is used unchanged as a micro-batch of this rank;
+    the iterable must then give each rank different samples. Training ends an epoch with the rank whose stream ends
+    first (`compared_by`).
 
     If the iterable has `state_dict` and `load_state_dict`, its state is the position, saved in this loader's state
     under "stream" (per rank, for ready-made batches). Any other iterable, and a stream of `datasets` that shuffles in a
@@ -267,7 +268,8 @@ class IterableLoader(Unindexed):
             self._layout.check_global_batch(global_batch_size)
         self._source: Any = source
         self._has_state = restores_exactly(source)
-        self._already_batched = self.is_own_stream = already_batched
+        self._already_batched = already_batched
+        self.compared_by: Compared = "micro-batches" if already_batched else "samples"
         self._drop_last = drop_last
         self._reader = StreamReader(
             source,

@@ -12,7 +12,7 @@ from onstep.data.loaders.collate import Collate
 from onstep.data.loaders.epoch_orders import EpochBatches, EpochOrders
 from onstep.data.loaders.micro_batch_reader import MicroBatchReader
 from onstep.data.loaders.sample_order import ids_in_force
-from onstep.data.loaders.step_batches import StepBatches, step_of
+from onstep.data.loaders.step_batches import Compared, StepBatches, step_of
 from onstep.errors import DataError
 
 
@@ -34,6 +34,7 @@ class ListedLoader:
     """
 
     has_epochs = True
+    compared_by: Compared = None
 
     def __init__(
         self,

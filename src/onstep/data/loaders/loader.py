@@ -16,7 +16,7 @@ from onstep.data.loaders.sample_order import (
     ids_in_force,
     micro_batches_of_epoch,
 )
-from onstep.data.loaders.step_batches import StepBatches, step_of
+from onstep.data.loaders.step_batches import Compared, StepBatches, step_of
 from onstep.errors import DataError
 
 
@@ -43,6 +43,7 @@ class TrainLoader:
     """
 
     has_epochs = True
+    compared_by: Compared = None
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from onstep.data.loaders.collate import pin
 
@@ -13,6 +13,11 @@ T = TypeVar("T")
 
 Batch: TypeAlias = Any
 """A micro-batch: whatever the collator or the user's loader produces from samples."""
+
+Compared: TypeAlias = Literal["micro-batches", "samples"] | None
+"""What the ranks compare of each step, as only reading reveals where the data of each ends: its micro-batches where
+each rank reads data of its own, its samples over all ranks where each reads the whole and keeps its share; None where
+all know the end."""
 
 
 @dataclass
@@ -65,6 +70,9 @@ def _joined(parts: list[list[T] | None]) -> list[T] | None:
 class StepSource(Protocol):
     """The loader interface of the training loop, implemented by `TrainLoader`, `IterableLoader`, `IteratorReader` and
     the adapters of `as_step_source`.
+
+    A source that ends at the same step on all ranks, whatever it reads, may say so by an attribute `compared_by` of
+    None; of any other, the ranks compare each step (see `Compared`).
     """
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 
 from onstep.data.loaders.end_of_data import check_end, items_of
 from onstep.data.loaders.iterable_loader import Unindexed, count_samples, is_stateful
-from onstep.data.loaders.step_batches import Batch, StepBatches, StepSource
+from onstep.data.loaders.step_batches import Batch, Compared, StepBatches, StepSource
 from onstep.errors import DataError
 from onstep.heartbeat import HEARTBEAT
 
@@ -19,7 +19,7 @@ _LOGGER = logging.getLogger(__name__)
 class IteratorReader(Unindexed):
     """Reads the steps of an iterator whose items are this rank's micro-batches. It has a single epoch, 0.
 
-    Each rank reads an iterator of its own, which may end before those of others (`is_own_stream`).
+    Each rank reads an iterator of its own, which may end before those of others (`compared_by`).
 
     Without an iterator it never ends, for a forward step that needs no data.
 
@@ -31,7 +31,6 @@ class IteratorReader(Unindexed):
     epoch = 0
     num_samples = None
     has_epochs = False
-    is_own_stream = True
 
     def __init__(self, iterator: Iterator[Any] | None, *, world_size: int = 1) -> None:
         if iterator is not None and not hasattr(iterator, "__next__"):
@@ -39,6 +38,7 @@ class IteratorReader(Unindexed):
                 f"expected an iterator of micro-batches, got {type(iterator).__name__}; pass iter(...) instead"
             )
         self._has_data = iterator is not None
+        self.compared_by: Compared = "micro-batches" if self._has_data else None
         self._iterator: Any = repeat(None) if iterator is None else iterator
         self._world_size = world_size
         self._items_taken = 0
@@ -165,10 +165,9 @@ class ForeignReader:
     If `seek`, `state_dict` or `load_state_dict` is missing, calling it raises a DataError.
     """
 
-    is_own_stream = True
-
     def __init__(self, source: Any) -> None:
         self._source = source
+        self.compared_by: Compared = getattr(source, "compared_by", "micro-batches")
         self.has_epochs = bool(getattr(source, "has_epochs", True))
         self.read: Callable[[int], StepBatches | None] = source.read
         self.has_next: Callable[[int], bool] = getattr(source, "has_next", lambda num_microbatches: True)

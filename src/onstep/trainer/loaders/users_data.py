@@ -195,6 +195,7 @@ class _ReadyLoader(IterableLoader):
 def _open_ready(
     loader: Any, args: TrainingArguments, num_samples: int | None, config: ConfigContainer, world: World
 ) -> StepSource:
+    check_lengths(num_samples, config, world)
     return _ReadyLoader(
         loader,
         num_samples,
@@ -203,6 +204,22 @@ def _open_ready(
         world_size=world.size,
         seed=config.rng.seed if config.rng.data_seed is None else config.rng.data_seed,
     )
+
+
+def check_lengths(num_samples: int | None, config: ConfigContainer, world: World) -> None:
+    """Check that the ranks plan runs of equal length, for data of which each rank finds the length itself. Collective.
+
+    Raises:
+        DataError: on all ranks, if the run's length in steps follows from lengths that differ.
+    """
+    if config.train.train_iters is not None or config.train.train_samples is not None:
+        return
+    lengths = world.gather(num_samples)
+    if len(set(lengths)) > 1:
+        raise DataError(
+            f"the training data has {', '.join(map(str, lengths))} samples on the ranks (by its __len__), so that they "
+            "would train for different numbers of steps; give it the same length on all ranks, or set max_steps"
+        )
 
 
 def users_eval_data(loader: Any, args: TrainingArguments, world: World) -> dict[str, Any]:

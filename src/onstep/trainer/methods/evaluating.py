@@ -130,7 +130,8 @@ class EvaluatingMethods(BaseTrainer):
         """Run the model over the batches of a loader; the metrics are returned, and nothing is logged. Collective.
 
         Args:
-            dataloader: of `get_eval_dataloader`, or any iterable of batches of this rank; all ranks have equally many.
+            dataloader: of `get_eval_dataloader`, or any iterable of batches of this rank, with at least one for each;
+                the evaluation continues until the longest ends.
             description: "Prediction" for data that may have no labels; such data is read completely.
             prediction_loss_only: keep no predictions; None is `args.prediction_loss_only`.
         """

@@ -21,7 +21,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Literal, NamedTuple
+from numbers import Real
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from torch.overrides import has_torch_function_unary
 
 from onstep.data.loaders.iterable_loader import count_samples
 from onstep.distributed import World
-from onstep.errors import ConfigError, text_of
+from onstep.errors import ConfigError, LossError, text_of
 from onstep.training.compute.batch_notes import SECOND_BACKWARD
 
 Scalar = Tensor | float
@@ -37,6 +38,7 @@ Kind = Literal["sum", "mean", "share"]
 IGNORE_INDEX = -100
 """Labels with this value are not trained on."""
 
+_READ_AT_ONCE = torch.device("cpu"), (torch.int64, torch.int32, torch.float32, torch.float64)
 _PLAIN = Tensor.backward, torch.autograd.backward
 _HAS_ENGINE = hasattr(torch.autograd, "_engine_run_backward")
 _ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
@@ -49,6 +51,7 @@ ONE_ELEMENT = (
 """What a loss must be, for errors."""
 
 
+_A_COUNT = "it must be one number >= 0, of the labels that the loss is computed from: labels.ne(-100).sum()"
 _REPORT = "a dict of means, or of (sum, count), by name"
 
 
@@ -162,31 +165,66 @@ def read_loss(result: object, batch: object, weighting: str, is_filler: bool) ->
     """Interpret the return value of a loss function.
 
     Raises:
-        TypeError: if it has none of the documented forms.
+        LossError: if it has none of the documented forms.
+        ConfigError: if a count is not one number >= 0, as far as that is known without reading an accelerator.
     """
     if isinstance(result, LossShare):
-        items = 0 if is_filler else result.num_items
-        return MicroLoss(result.loss, 1.0 if items is None else items, "share", result.report, items)
+        items = None if result.num_items is None else counted("num_items", result.num_items)
+        weight = 0 if is_filler else 1.0 if items is None else items
+        return MicroLoss(result.loss, weight, "share", result.report, _trained(items, is_filler))
     if isinstance(result, MeanLoss):
         loss, weight, tokens, report = result
-        return MicroLoss(loss, 0 if is_filler else weight, "mean", report, 0 if is_filler else tokens)
+        weight = counted("weight", weight)
+        return MicroLoss(loss, 0 if is_filler else weight, "mean", report, _trained(tokens, is_filler))
     if isinstance(result, tuple) and len(result) == 3:
         loss, num_tokens, report = result
-        weight = 0 if is_filler else num_tokens
+        weight = counted("num_tokens", num_tokens)
+        weight = 0 if is_filler else weight
         return MicroLoss(loss, weight, "sum", report, weight)
     if isinstance(result, Tensor):
         result = (result, {})
     if isinstance(result, tuple) and len(result) == 2:
         loss, report = result
+        tokens = _trained(count_labels(batch), is_filler)
         if is_filler:
-            return MicroLoss(loss, 0, "mean", report, 0)
-        tokens = count_labels(batch)
+            return MicroLoss(loss, 0, "mean", report, tokens)
         weight = mean_weight(batch, tokens, weighting) if tokens is None or weighting != "auto" else tokens
         return MicroLoss(loss, weight, "mean", report, tokens)
-    raise TypeError(
+    raise LossError(
         f"The loss function returned {described(result)}; it must return (loss_sum, num_tokens, report), "
         f"(mean_loss, report) or a mean loss."
     )
+
+
+def _trained(tokens: Scalar | None, is_filler: bool) -> Scalar | None:
+    """The labels that a micro-batch is trained on; None, unknown, on all ranks or on none, whichever has a filler."""
+    return 0 if is_filler and tokens is not None else tokens
+
+
+def counted(name: str, count: Any) -> Scalar:
+    """A count that a loss function returns, a tensor as one of no dimension.
+
+    Raises:
+        ConfigError: if it is not one number, or known to be negative: a tensor on an accelerator is not read here, but
+            `check_tokens` reads the sum.
+    """
+    if not isinstance(count, Tensor):
+        if isinstance(count, Real) and not count < 0:
+            return count  # type: ignore[return-value]
+        raise ConfigError(f"the loss function returned {name}={count!r}; {_A_COUNT}")
+    if count.numel() != 1:
+        raise ConfigError(f"the loss function returned {described(count)} as {name}; {_A_COUNT}: add up one per row")
+    device, dtypes = _READ_AT_ONCE
+    is_readable = count.device == device and type(count) is Tensor and count.dtype in dtypes
+    if is_readable and not count.requires_grad and count.numpy() < 0:  # without an operator, nor anything to wait for
+        raise ConfigError(f"the loss function returned {name}={count.numpy().item()}; {_A_COUNT}")
+    return count.reshape(()) if count.ndim else count
+
+
+def check_tokens(num_tokens: int) -> None:
+    """Refuse (ConfigError) a negative sum of counts, now that it is read: the gradients have been divided by it."""
+    if num_tokens < 0:
+        raise ConfigError(f"the counts that the loss function returned add up to {num_tokens}; num_tokens: {_A_COUNT}")
 
 
 def described(value: object) -> str:
@@ -236,15 +274,15 @@ def reduce_step(micros: list[MicroLoss], world: World) -> StepLoss:
     """Sum over micro-batches and ranks. Collective with several ranks: one SUM of a small vector.
 
     Raises:
-        TypeError: if the micro-batches' losses cannot be combined.
-        ConfigError: for a report that is not a dict of numbers.
-        ValueError: for a report that is neither a mean nor sum and count, or that some micro-batches lack.
+        LossError: if the micro-batches' losses cannot be combined.
+        ConfigError: for a report that is not a dict of numbers, is neither a mean nor sum and count, or that some
+            micro-batches lack.
     """
     first = micros[0]
     if len(micros) == 1 and world.size == 1 and not first.report:
         return StepLoss(_counted(first), first.weight if first.kind == "sum" else 1.0, first.tokens)
     if len({micro.kind == "share" for micro in micros}) > 1:
-        raise TypeError(
+        raise LossError(
             "The loss function returned a LossShare for some micro-batches of a step and something else for others; "
             "return the same type for all."
         )
@@ -318,7 +356,7 @@ def _local_report(micros: list[MicroLoss], key: str) -> tuple[Scalar, Scalar]:
         if not isinstance(micro.report, Mapping):
             raise ConfigError(f"the report of a loss function must be {_REPORT}, got {described(micro.report)}")
         if key not in micro.report:
-            raise ValueError(f"{key!r} is reported for only some micro-batches of a step; report it for all of them.")
+            raise ConfigError(f"{key!r} is reported for only some micro-batches of a step; report it for all of them.")
         value = micro.report[key]
         try:
             parts: Iterable[Scalar] = value if isinstance(value, tuple) else torch.as_tensor(value).flatten()
@@ -329,7 +367,7 @@ def _local_report(micros: list[MicroLoss], key: str) -> tuple[Scalar, Scalar]:
         pair = [part.detach() if isinstance(part, Tensor) else part for part in parts]
         if len(pair) not in (1, 2):
             shape = tuple(value.shape) if isinstance(value, Tensor) else (len(pair),)
-            raise ValueError(
+            raise ConfigError(
                 f"Invalid value shape: {shape} for key {key}; report a mean (1 element), or sum and count (2)."
             )
         if is_known(micro.weight, 0):

@@ -2,5 +2,5 @@
 the actions that are due (roll back, log, evaluate, save, exit), the end.
 
 `job.Job` is what they work with; `actions.act` is what follows a step, `record` a logged step; `evaluation`
-evaluates, `best_metric` follows its metric; `exits` decides saves and exits.
+evaluates what `evaluation_batches` reads, `best_metric` follows its metric; `exits` decides saves and exits.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from onstep.data import StepBatches
+from onstep.distributed import World
 from onstep.errors import DataError
 from onstep.optim import ForeignOptimizer
 from onstep.training.compute.step import Step
@@ -16,6 +17,14 @@ from onstep.training.stages.progress_log import log_job_start, pending_flops
 from onstep.training.stages.steering import apply_overrides, load_repeats, repeat_decisions
 
 logger = logging.getLogger(__name__)
+
+_FAILED = -1
+"""In place of an amount of data: the rank cannot read."""
+_REMEDIES = {
+    "micro-batches": "give each rank equally many micro-batches",
+    "samples": "each rank reads the whole stream and keeps its share, so the stream must be the same on all ranks; "
+    "to give each rank samples of its own, return a DataLoader over them from get_train_dataloader",
+}
 
 
 def prepare(job: Job) -> None:
@@ -67,27 +76,58 @@ def go_to(job: Job) -> None:
 def read(job: Job) -> StepBatches | None:
     """The micro-batches of the next step; None at the end of the data. Collective.
 
-    Where each rank reads a stream of its own, the shortest ends the epoch of all, and a step that one rank cannot fill
-    as the others do is dropped: the ranks would wait for each other forever.
+    Where only reading reveals the end, the rank whose data ends first ends the epoch of all, and a step that it cannot
+    fill as the others do is dropped: the ranks would wait for each other forever.
+
+    Raises:
+        DataError: on all ranks, if one of them raises it.
     """
-    run = job.run
-    batches = job.reader.read(run.num_microbatches)
-    if run.world.size == 1 or not getattr(job.reader, "is_own_stream", False):
-        return batches
-    own = 0 if batches is None else len(batches.micro_batches)
-    counts = [int(row[0]) for row in run.world.gather_numbers([float(own)])]
-    if len(set(counts)) == 1:
+    run, compared_by = job.run, getattr(job.reader, "compared_by", "micro-batches")
+    if run.world.size == 1 or compared_by is None:
+        return job.reader.read(run.num_microbatches)
+    batches: StepBatches | None = None
+    error: DataError | None = None
+    try:
+        batches = job.reader.read(run.num_microbatches)
+    except DataError as found:
+        error = found
+    own = _FAILED if error is not None else _amount(batches, compared_by)
+    amounts = [int(row[0]) for row in run.world.gather_numbers([float(own)])]
+    if _FAILED in amounts:
+        _raise_on_all_ranks(run.world, error)
+    if len(set(amounts)) == 1:
         return batches
     if run.world.is_main:
-        shortest = ", ".join(str(rank) for rank, count in enumerate(counts) if count == min(counts))
-        logger.warning(
-            "the data of rank %s ends after step %d, and that of other ranks does not (micro-batches for the next "
-            "step, by rank: %s); that step is dropped on all ranks; give each rank equally many micro-batches",
-            shortest,
-            run.train_state.step,
-            counts,
-        )
+        _tell_of_the_first_end(run, amounts, compared_by)
     return None
+
+
+def _amount(batches: StepBatches | None, compared_by: str) -> int:
+    """What the ranks compare of a step, 0 at the end of the data."""
+    if batches is None:
+        return 0
+    return len(batches.micro_batches) if compared_by == "micro-batches" else batches.num_samples or 0
+
+
+def _raise_on_all_ranks(world: World, error: DataError | None) -> None:
+    """Raise the error on the ranks that have one, and one that names them on the others. Collective."""
+    texts = world.gather(None if error is None else str(error))
+    if error is not None:
+        raise error
+    raise DataError("; ".join(f"rank {rank} cannot read: {text}" for rank, text in enumerate(texts) if text))
+
+
+def _tell_of_the_first_end(run: Run, amounts: list[int], compared_by: str) -> None:
+    """Name the ranks whose data ends first, and the remedy."""
+    logger.warning(
+        "the data of rank %s ends after step %d, and that of other ranks does not (%s for the next step, by rank: %s); "
+        "that step is dropped on all ranks; %s",
+        ", ".join(str(rank) for rank, amount in enumerate(amounts) if amount == min(amounts)),
+        run.train_state.step,
+        compared_by,
+        amounts,
+        _REMEDIES[compared_by],
+    )
 
 
 def update_batch_size(run: Run) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import time
@@ -14,20 +13,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from onstep.data import Batch, EvalLoader, IteratorReader, StepBatches
+from onstep.data import Batch, StepBatches
 from onstep.data.loaders.dead_workers import dead_workers_named
-from onstep.data.loaders.step_source import only_iterator
 from onstep.distributed import World, check_ranks
-from onstep.errors import ConfigError
 from onstep.events import CallbackManager, Dispatcher
 from onstep.models.generation.generate import preserve_modes
 from onstep.training.compute.forward_errors import call_forward_step
-from onstep.training.compute.losses import MicroLoss, evaluation_sums, read_loss
+from onstep.training.compute.losses import MicroLoss, evaluation_sums, is_known, read_loss
 from onstep.training.compute.step import MicroBatches
 from onstep.training.protocols import DataSource, ForwardStep, Metrics, NonLossFunction
 from onstep.training.reporting.bridge_tags import TENSORBOARD, evaluation_tags, write_tags
 from onstep.training.run import Run
 from onstep.training.stages.agreement import agree
+from onstep.training.stages.evaluation_batches import eval_batches
 from onstep.training.stages.exits import EvaluationInterrupted, exit_if_decided
 from onstep.training.stages.forward_step import only_chunk, prepare_forward_step_func
 
@@ -51,7 +49,8 @@ def evaluate(
 
     Args:
         data_iterator: an `EvalLoader`, read from its start, or an iterator of micro-batches, of which the next
-            `validation.eval_iters` steps are read (None: all of them).
+            `validation.eval_iters` steps are read (None: all of them). Ranks with iterators of their own are evaluated
+            until the longest ends.
         process_non_loss_data_func: if given without `non_loss_data_func`, the first batch is passed through the model
             once more, and its loss functions, called with `non_loss_data=True`, return the collected data.
         config: the model's configuration; kept for Megatron Bridge.
@@ -65,6 +64,7 @@ def evaluate(
 
     Raises:
         ConfigError: if the model has several chunks, or there are neither data nor `validation.eval_iters`.
+        DataError: on all ranks, for data that is not the same where each keeps its share of it (see `eval_batches`).
         EvaluationInterrupted: if a signal ended it or, inside the training loop, a time limit: the loop saves the state
             from before it.
     """
@@ -198,7 +198,9 @@ class _Totals:
 
     def add(self, micros: list[MicroLoss], world: World) -> None:
         """Add one global batch. Collective."""
-        self.counts_tokens = micros[0].tokens is not None
+        counted = [micro for micro in micros if not is_known(micro.weight, 0)]  # of a filler the tokens are always 0
+        if counted or not self.batches:
+            self.counts_tokens = (counted or micros)[0].tokens is not None
         for key, (top, bottom) in evaluation_sums(micros, world).items():
             before = self.sums.get(key)
             self.sums[key] = (top, bottom) if before is None else (before[0] + top, before[1] + bottom)
@@ -272,22 +274,6 @@ def _collect_non_loss_data(
         return []
     with torch.no_grad():
         return [result for _, result in _results(state, forward_step_func, step, model, non_loss_data=True)]
-
-
-def eval_batches(state: Run, data_iterator: DataSource) -> Iterator[StepBatches]:
-    """The global batches of one evaluation, at most `validation.eval_iters`."""
-    limit = state.cfg.validation.eval_iters
-    if isinstance(data_iterator, EvalLoader):
-        yield from data_iterator.batches(limit)
-        return
-    if data_iterator is None and limit is None:
-        raise ConfigError("validation.eval_iters=None has no end for an evaluation without data; set it.")
-    source = only_iterator(data_iterator)
-    for _ in itertools.count() if limit is None else range(limit):
-        step = IteratorReader(source, world_size=state.world.size).read(state.num_eval_microbatches)
-        if step is None:
-            return
-        yield step
 
 
 def _results(

@@ -17,7 +17,7 @@ from onstep.events import Dispatcher
 from onstep.events.manager import Listeners
 from onstep.optim import RecallsRates
 from onstep.train_state import TrainState
-from onstep.training.compute.losses import Scalar
+from onstep.training.compute.losses import Scalar, check_tokens
 from onstep.training.compute.step import LastStep, Step
 from onstep.training.protocols import Metrics, UserOptimizer
 from onstep.training.reporting.loss_accumulator import IntervalReport, LossAccumulator
@@ -168,8 +168,13 @@ def _logs_evaluations(callback: object) -> bool:
 
 
 def advance_tokens(state: Run, report: IntervalReport) -> None:
-    """Update the counters of tokens and FLOPs, and the mean loss. Collective if the user counts FLOPs."""
+    """Update the counters of tokens and FLOPs, and the mean loss. Collective if the user counts FLOPs.
+
+    Raises:
+        ConfigError: if the loss function has counted fewer than 0 labels.
+    """
     tokens = report.tokens or 0
+    check_tokens(tokens)
     state.train_state.consumed_tokens += tokens
     if report.num_losses:
         state.sums.loss_sum += report.loss * report.num_losses

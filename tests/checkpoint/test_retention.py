@@ -20,8 +20,8 @@ def info(step: int, **changes: Any) -> CheckpointInfo:
     return CheckpointInfo(Path(f"checkpoint-{step}"), step, make_manifest(step, **changes))
 
 
-def deleted(infos: list[CheckpointInfo], retention: Retention, *protected: int, **more: Any) -> list[int]:
-    return [info.step for info in to_delete(infos, retention, protected, **more)]
+def deleted(infos: list[CheckpointInfo], retention: Retention, **more: Any) -> list[int]:
+    return [info.step for info in to_delete(infos, retention, **more)]
 
 
 def with_losses(losses: dict[int, float]) -> list[CheckpointInfo]:
@@ -110,9 +110,20 @@ def test_refused_newer_ones_neither_count_nor_go() -> None:
     assert deleted(infos, Retention(most_recent_k=2), newest=20) == []
 
 
-def test_protected_steps_and_other_runs_stay() -> None:
+def test_the_newest_up_to_each_step_that_the_run_goes_back_to_stays() -> None:
+    infos = [info(10), info(20), info(30, persistent=False), info(40), info(50, persistent=False)]
+    for steps, gone in [
+        ([], [10, 20, 30]),
+        ([10], [20, 30]),
+        ([9], [10, 20, 30]),
+        ([29, 30], [10]),
+        ([60], [10, 20, 30]),
+    ]:
+        assert deleted(infos, Retention(most_recent_k=1, steps_to_keep=lambda steps=steps: steps)) == gone
+
+
+def test_other_runs_stay() -> None:
     infos = [info(10), info(20), info(30, run_id="other"), info(1000, run_id="other")]
-    assert deleted(infos, Retention(most_recent_k=1), 10, run_id="run") == []
     assert deleted(infos, Retention(most_recent_k=1), run_id="run") == [10]
 
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from onstep import Trainer
+from onstep import Trainer, TrainerCallback
 from onstep.checkpoint import checkpoints
 from onstep.errors import CheckpointError, ConfigError, RunExistsError
+from onstep.events import Request
 from onstep.trainer.output_dir.identity import trainer_identity
 from onstep.training.runs.lock import RunLock
 from tests.support.small_models import Regression, arguments, regression_rows
@@ -53,9 +54,9 @@ def fail_at(step: int) -> Callable[..., None]:
     return Fails  # type: ignore[return-value]
 
 
-def interrupted(tmp_path: Path, **options: Any) -> None:
+def interrupted(tmp_path: Path, *, step: int = 2, **options: Any) -> None:
     with pytest.raises(RuntimeError, match="tracker"):
-        trained(tmp_path, callbacks=[fail_at(2)], **options)
+        trained(tmp_path, callbacks=[fail_at(step)], **options)
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> str:
@@ -116,6 +117,26 @@ def test_more_steps_continue_with_resume_true(tmp_path: Path) -> None:
     longer = trained(tmp_path, model=Regression(seed=9), max_steps=5, resume=True, **constant)
     assert (longer.state.global_step, weights(longer)) == (5, weights(expected))
     assert steps(tmp_path / "run") == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("flag", "details"), [("should_training_stop", {}), ("set", {"key": "train_iters", "value": 2})]
+)
+@pytest.mark.parametrize("is_steered", [True, False])
+def test_what_ended_a_run_is_lifted_by_more_steps_and_named_before(
+    tmp_path: Path, flag: str, details: Any, is_steered: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Ends(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                sent = details | ({"command_id": "1"} if is_steered else {})
+                control.add_request(Request(flag, "someone", "", "", 0, sent))
+
+    assert trained(tmp_path, callbacks=[Ends()]).state.global_step == 2
+    assert trained(tmp_path, resume=True).state.global_step == 2
+    assert ("ended there because after step 2 it was asked to " in warned(caplog)) is is_steered
+    interrupted(tmp_path, resume=True, max_steps=5, step=3)
+    assert trained(tmp_path, resume=True, max_steps=5).state.global_step == 5
 
 
 def test_more_rows_of_an_epoch_lengthen_the_schedule(tmp_path: Path) -> None:

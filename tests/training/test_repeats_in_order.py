@@ -175,6 +175,40 @@ def test_a_repeated_rollback_whose_checkpoint_is_gone_says_so(make: Make, caplog
     )
 
 
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("deaths", [[2], []])
+def test_the_checkpoint_that_a_repeated_rollback_goes_to_is_kept(make: Make, deaths: list[int], is_async: bool) -> None:
+    def limited(name: str, most_recent_k: int = 2) -> ConfigContainer:
+        config = make(name)
+        config.checkpoint.most_recent_k, config.checkpoint.async_save = most_recent_k, is_async
+        return config
+
+    plan: Plan = {9: [back(4, 0.5)]}
+    train(limited("whole"), plan)
+    train(limited("killed"), plan, 10)
+    train(limited("killed"), {2: [SAVE]}, 5)  # after the steps 6 and 8
+    for death in deaths:
+        train(limited("killed", 1), {}, death)
+    train(limited("killed", 1), {})
+    found = limited("killed")
+    assert flags(found, "rolled_back") == [(4, False)] + [(4, True)] * (1 + len(deaths))
+    assert left_by(directory(found))["weights"] == left_by(directory(make("whole")))["weights"]
+    assert sorted(path.name for path in (directory(found) / "checkpoints").glob("checkpoint-*")) == ["checkpoint-14"]
+
+
+def test_a_repeated_rollback_that_cannot_be_done_any_more_says_so(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    config = make("lost")
+    train(config, {9: [back(4, 0.5)]}, 10)
+    train(config, {}, 5)
+    shutil.rmtree(directory(config) / "checkpoints" / "checkpoint-4")
+    train(config, {})
+    assert flags(config, "rolled_back") == [(4, False)]
+    assert (
+        "the rollback after step 9, which is repeated, went to step 4; it is not done, because no verified checkpoint "
+        "of step 4 or earlier exists, so the run differs from" in caplog.text
+    )
+
+
 def test_a_refused_rollback_is_not_repeated(make: Make) -> None:
     config = make("refused")
     train(config, {3: [back()]}, 4)

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-from onstep.config import ConfigContainer, resolve
+from onstep.config import ChangeClass, ConfigContainer, resolve
 from onstep.config.checks import idle_line, idle_settings, idle_without_trainer
-from onstep.config.differences import describe
+from onstep.config.differences import describe, of_kind
 from onstep.config.short_runs import fit_short_run
 from onstep.distributed import World, attempt
-from onstep.errors import DataError, OnstepError, forget_warnings
+from onstep.errors import ConfigError, DataError, MissingExtraError, OnstepError, RunExistsError, forget_warnings
 from onstep.events import CallbackManager, Control, Dispatcher
 from onstep.forking import check_imports_are_done
 from onstep.recipes import RECIPES
@@ -30,6 +30,8 @@ from onstep.training.runs.claims import Claim, acquire_run_dir, without_effect
 from onstep.training.runs.hold import Hold, abandoned_on_error
 from onstep.training.runs.identity import Identify, Identity, remembered
 from onstep.training.runs.run_dir import FINISHED, Status
+from onstep.training.runs.steering import what_ended
+from onstep.training.watchdog.stacks import callback_of_error
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +111,7 @@ def open_run(
         except BaseException as error:
             is_undone = False
             try:
-                is_undone = not isinstance(error, SystemExit) and _undo_start(run, hold)
+                is_undone = not isinstance(error, SystemExit) and _undo_start(run, hold, error)
             finally:  # out of memory, undoing fails too
                 if not is_undone:
                     _record_end(run)
@@ -129,16 +131,19 @@ def _name_claim(run: GlobalState, claim: Claim) -> None:
         logger.info("the configuration has changed since this run started:\n%s", describe(list(claim.changes)))
     for note in claim.notes if run.world.is_main else ():
         logger.warning("%s", note)
+    if run.cfg.checkpoint.on_config_change == "apply":
+        run.ending.changes = tuple(of_kind(claim.changes, ChangeClass.TRAJECTORY))
     run.cfg.run.name, run.saving.identity = claim.directory.path.name, claim.identity
     run.cfg.logger.logging_dir = os.path.abspath(run.cfg.logger.logging_dir or claim.directory.path)
 
 
-def _undo_start(run: GlobalState, hold: Hold | None) -> bool:
+def _undo_start(run: GlobalState, hold: Hold | None, error: BaseException) -> bool:
     """Restore the run's directory if an error ended the run before it took a step; whether that was done.
 
-    From `on_train_start` on, an earlier run's metrics log may have been cut to its checkpoint, which is not undone, and
-    its record, unless it was finished, says that it failed. The record of a failure that one rank caused is kept, and
-    it replaces that of an earlier failure.
+    From `on_train_start` on, an earlier run's metrics log may have been cut to its checkpoint, which is not undone. Its
+    record, unless it was finished, then says that it failed, and so it does where the start was not refused but failed,
+    in a callback or while it loaded. The record of a failure that one rank caused is kept, and it replaces that of an
+    earlier failure.
     """
     if hold is None or run.run_dir is None or (run.ending.train_started and run.stage.has_stepped):
         return False
@@ -148,10 +153,18 @@ def _undo_start(run: GlobalState, hold: Hold | None) -> bool:
     if not (hold.undo_records() if ending.train_started else hold.undo()):
         return False
     status = run.run_dir.read().get("status")
-    if ending.train_started or has_culprit:
+    if ending.train_started or has_culprit or not _is_refusal(error):
         return status in FINISHED
     # the record of a process that was killed says that it runs
     return status != "running" and not (status == "failed" and ending.error is not None)
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether a start was refused, or given up by Ctrl-C, rather than failed in a callback or while it loaded."""
+    if isinstance(error, KeyboardInterrupt):
+        return True
+    is_refused = isinstance(error, (ConfigError, DataError, RunExistsError, MissingExtraError))
+    return is_refused and callback_of_error(error) == (None, None)
 
 
 def _name_threads_left() -> None:
@@ -274,7 +287,8 @@ def already_finished(claim: Claim) -> str:
     """The message for a finished run that is started again."""
     directory, content = claim.directory, claim.directory.read()
     how = "is finished" if content.get("status") == "completed" else "was stopped"
-    notes = "".join(f"Note: {note}.\n" for note in (*claim.notes, without_effect(claim.config)) if note)
+    ended = what_ended(directory.decisions, content.get("step", 0))
+    notes = "".join(f"Note: {note}.\n" for note in (ended, *claim.notes, without_effect(claim.config)) if note)
     return (
         f"{directory.path} {how}: {content.get('step', 0)} steps, nothing left to do.\n{notes}"
         f"To extend it: more train.train_iters (or num_epochs) with --on-config-change apply. To train a new run "

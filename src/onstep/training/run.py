@@ -16,6 +16,7 @@ from torch import nn
 
 from onstep.checkpoint import CheckpointInfo, CheckpointManager
 from onstep.config import ConfigContainer, config_to_args
+from onstep.config.differences import Change
 from onstep.config.lengths import batch_sizes
 from onstep.data import StepSource
 from onstep.distributed import World, existing_world
@@ -55,6 +56,9 @@ class RunEnding:
     """Whether a callback ended the run early."""
     stopped_by: Request | None = None
     """Who requested the stop that is decided, or that ended the training."""
+    changes: tuple[Change, ...] = ()
+    """The settings of what is learned with which the user continues the run, if they are others than its checkpoint's;
+    what would have ended it is lifted."""
     by_anomaly: bool = False
     """The anomaly gate's policy `stop` ended the run; the command line exits with code 1."""
     ended: Reason | None = None

@@ -31,6 +31,7 @@ _WHAT = {
     "command": "command",
     "refused": "refused",
     "set": "value set",
+    "changed": "commands replaced by changed settings",
     "saved": "checkpoint saved",
     "withdrawn": "commands withdrawn",
     "failed_after": "failed after a command",

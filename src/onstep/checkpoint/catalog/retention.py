@@ -40,6 +40,8 @@ class Retention:
     """With or without its `eval_` prefix; a value from evaluation has priority over one from training."""
     greater_is_better: bool | None = None
     """None means False for names ending in `loss` or `perplexity`, else True."""
+    steps_to_keep: Callable[[], Collection[int]] = tuple
+    """Gives the steps that the run will go back to: the newest checkpoint up to each is kept."""
 
     def __post_init__(self) -> None:
         if self.most_recent_k < -1:
@@ -53,7 +55,6 @@ class Retention:
 def to_delete(
     infos: Iterable[CheckpointInfo],
     retention: Retention,
-    protected: Collection[int] = (),
     *,
     newest: int | None = None,
     run_id: str | None = None,
@@ -67,7 +68,6 @@ def to_delete(
     Args:
         infos: the existing checkpoints.
         retention: the rules.
-        protected: steps to keep regardless of the rules.
         newest: step of the newest verified checkpoint; None means the newest of all.
         run_id: ignore checkpoints of other runs; None means all belong to one run.
     """
@@ -76,7 +76,8 @@ def to_delete(
     if not own:
         return []
     newest_temporary = [info.step for info in own if not info.manifest.persistent][-1:]
-    kept = {own[-1].step, *protected, *_kept_persistent(own, retention), *newest_temporary}
+    asked = {max((info.step for info in own if info.step <= step), default=step) for step in retention.steps_to_keep()}
+    kept = {own[-1].step, *asked, *_kept_persistent(own, retention), *newest_temporary}
     return [info for info in own if info.step not in kept]
 
 

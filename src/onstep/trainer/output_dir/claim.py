@@ -34,6 +34,7 @@ from onstep.training.runs.hold import Hold
 from onstep.training.runs.hub import hub_revisions
 from onstep.training.runs.identity import Identify, Identity, compare
 from onstep.training.runs.run_dir import FINISHED, RunDir
+from onstep.training.runs.steering import what_ended
 
 logger = logging.getLogger(__name__)
 
@@ -208,12 +209,13 @@ class _Arrival:
         notes += compare(stored.get("identity"), self.identity, self.directory.path, without=("weights",)).notes
         if is_finished and not moved and self._is_at_end():
             steps = stored.get("step", 0)
+            more = (what_ended(self.directory.decisions, steps), without_effect(self.config))
             logger.warning(
                 "%s is finished: %d steps, nothing left to do. To train longer, raise max_steps or num_train_epochs; "
                 "to train again from the given weights, drop resume_from_checkpoint.%s",
                 self.directory.path,
                 steps,
-                f" {note}." if (note := without_effect(self.config)) else "",
+                "".join(f" Note: {note}." for note in more if note),
             )
             identity = self.wish.owned or self.identity
             return Claim(self.directory, config, is_finished=True, identity=identity.digests)

@@ -46,7 +46,7 @@ class RunProgress:
             try_to_sync(run_dir.decisions)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore everything; a decided stop stays decided."""
+        """Restore everything; a decided stop stays decided, unless `lift_end` follows."""
         state = self._state
         state.train_state.load_state_dict(state_dict["train_state"])
         for flag, value in state_dict["flags"].items():

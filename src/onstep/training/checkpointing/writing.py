@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from onstep.checkpoint import (
     resolve,
 )
 from onstep.checkpoint.catalog.discovery import named_dirs
-from onstep.config import ConfigContainer
+from onstep.config import ChangeClass, ConfigContainer
 from onstep.config.derived import fill
-from onstep.config.differences import changes, decide, describe, left_to_policy
+from onstep.config.differences import changes, decide, describe, left_to_policy, of_kind
 from onstep.data import StepSource
 from onstep.distributed import attempt
 from onstep.errors import CheckpointError, ConfigError
@@ -43,14 +44,17 @@ from onstep.training.runs.steering import (
     WITHDRAWN,
     Steering,
     captured_now,
+    everything_sent,
     ids_to_repeat,
     is_cut,
     is_recorded,
     left_behind,
+    steps_to_keep,
 )
 from onstep.training.stages.agreement import append_decision, write_decision
 from onstep.training.stages.best_metric import note_best_checkpoint
 from onstep.training.stages.progress_log import log_async_checkpoint_saved
+from onstep.training.stages.steering import lift_end
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +78,13 @@ class RunCheckpoints:
         self.start: CheckpointInfo | None = None
         """The checkpoint from which the run continues."""
         self._loaded: set[str] = set()
+        self._to_keep: tuple[int, ...] = ()
+        """The steps that the run goes back to if it continues from its newest checkpoint; on rank 0."""
         self.manager = CheckpointManager(
             root,
             state.world,
             run_id=state.run_dir.run_id if state.run_dir is not None else "",
-            retention=retention_of(state.cfg),
+            retention=replace(retention_of(state.cfg), steps_to_keep=lambda: self._to_keep),
             async_save=config.async_save,
             on_durable=self._notify_durable,
             on_save_error="continue" if config.on_save_error == "continue" else "stop",
@@ -105,6 +111,8 @@ class RunCheckpoints:
         if asked is not None and not (directory is not None and directory.has_started_from(asked)):
             self.start, state.stage.is_chosen_start = self._resolve(), True
         elif state.cfg.checkpoint.resume:
+            if directory is not None and state.world.is_main:
+                self._to_keep = steps_to_keep(everything_sent(directory.decisions))
             self.start = newest_start(state, self.manager)
             self._check_not_all_damaged()
         if self.start is not None:
@@ -130,9 +138,11 @@ class RunCheckpoints:
         """
         info, scheduler = self.start, trained.scheduler
         if info is None:
+            lift_end(self.state)
             return
         with current_values(self.state, info, trained.optimizer):
             self._load(info, self.components.progress(trained, loads=True))
+        lift_end(self.state)
         if isinstance(scheduler, OptimizerParamScheduler):
             scheduler.step(0)  # uses the groups' current values
             if "scheduler" not in self._loaded:
@@ -245,6 +255,7 @@ class RunCheckpoints:
         """Save where the directory is now. Collective."""
         self.finish()
         self._follow()
+        self._to_keep = steps_to_keep(self.state.features.room(Steering).repeats)
         if not self._following(lambda: self.manager.save(request)):
             self.manager.save(request)
 
@@ -326,6 +337,8 @@ class RunCheckpoints:
             raise CheckpointError(f"{info.path} was saved with a different configuration: {error}") from None
         if policy == "keep":
             state.cfg = decided
+        elif policy == "apply" and (moved := of_kind(found, ChangeClass.TRAJECTORY)):
+            state.ending.changes = tuple(moved)
         if found and not own and state.world.is_main:
             logger.info("the configuration differs from that of %s:\n%s", info.path, describe(found))
 

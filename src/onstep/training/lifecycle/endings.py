@@ -56,8 +56,6 @@ def run_scope(run: Run, fire: Callable[..., None]) -> Iterator[None]:
             try:
                 yield
             except BaseException as error:
-                if not isinstance(error, SystemExit):
-                    run.features.failing(error)
                 fire_endings(run, fire, error, is_outermost=True)
                 raise
             fire_endings(run, fire, None, is_outermost=True)
@@ -88,6 +86,8 @@ def fire_endings(run: Run, fire: Callable[..., None], error: BaseException | Non
     """
     ending = run.ending
     decided = error is None or isinstance(error, SystemExit)
+    if error is not None and not decided:
+        run.features.failing(error)
     endings: list[tuple[str, dict[str, object]]] = []
     if not decided and not ending.exception_notified:
         ending.exception_notified = True

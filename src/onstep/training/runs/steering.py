@@ -16,14 +16,19 @@ from blake3 import blake3
 from onstep.bounded_reading import read_bytes
 from onstep.errors import DataError
 from onstep.events import Request
+from onstep.events.control import STICKY
 from onstep.events.settings import DeclaredSetting
 from onstep.json_values import encode
 from onstep.log_digests import hash_of
 
-REPEATED = ("set", "skip_batch", "rollback")
+LEARNED = ("set", "skip_batch", "rollback")
 """Requests from outside that change what is learned."""
+REPEATED = (*LEARNED, *STICKY)
+"""Requests from outside that a run repeats which was interrupted after them."""
 WITHDRAWN = "withdrawn"
 """The decision of a start with `run.without_commands_from`: which commands are not repeated any more."""
+CHANGED = "changed"
+"""The decision of a start with other settings than those of its checkpoint: which commands they replace."""
 FAILED_AFTER = "failed_after"
 """The decision of a run that ended with an error: the command that may be the cause."""
 BATCHES_TO_SKIP = "batches_to_skip"
@@ -62,9 +67,9 @@ class Steering:
     commands: list[Request] = field(default_factory=list)
     """Commands for callbacks that ranks have agreed on."""
     repeats: deque[Sent] = field(default_factory=deque)
-    """On rank 0, decisions to repeat, each after its step: those made between the checkpoint and an interruption."""
+    """Decisions to repeat, each after its step: those made between the checkpoint and an interruption."""
     branch: int = 0
-    """On rank 0, the number of rollbacks that the run has done."""
+    """The number of rollbacks that the run has done."""
     applied: dict[str, Any] = field(default_factory=dict)
     """The overrides that are in force."""
     configured: dict[str, tuple[DeclaredSetting, Any]] = field(default_factory=dict)
@@ -188,9 +193,7 @@ def withdrawable(path: Path, from_step: int) -> list[Sent]:
     blamed = [one["details"].get("command_step") for one in since if one.get("flag") == FAILED_AFTER]
     if withdrawn_at and not any(isinstance(step, int) and step >= from_step for step in blamed):
         return []
-    lines = _commands_and_saves(path)
-    sent = (one for one in _in_order(lines, lines) if one.request.is_steered)
-    return list(dropwhile(lambda one: one.step < from_step, sent))
+    return list(dropwhile(lambda one: one.step < from_step, everything_sent(path)))
 
 
 def steps_without(path: Path, commands: Iterable[Sent]) -> list[int]:
@@ -210,7 +213,45 @@ def last_within(path: Path, step: int) -> tuple[int, Request] | None:
 
 def changes_learning(request: Request) -> bool:
     """Whether what is learned depends on a request from outside."""
-    return request.flag in REPEATED and not (request.flag == "set" and request.details.get("key") in _HARMLESS)
+    return request.flag in LEARNED and not (request.flag == "set" and request.details.get("key") in _HARMLESS)
+
+
+def sets_length(request: Request) -> bool:
+    """Whether a request sets the number of steps of the run."""
+    return request.flag == "set" and request.details.get("key") == "train_iters"
+
+
+def commands_on_end(path: Path, *, with_length: bool) -> list[Sent]:
+    """The stops that the run was sent and, `with_length`, the numbers of steps that were set."""
+    return [
+        one for one in everything_sent(path) if one.request.flag in STICKY or (with_length and sets_length(one.request))
+    ]
+
+
+def is_last_change(path: Path, settings: str) -> bool:
+    """Whether a start has recorded already that it continues with these other settings, and none did with others."""
+    changed = [one["details"].get("settings") for one in _decisions(path) if one.get("flag") == CHANGED]
+    return changed[-1:] == [settings]
+
+
+def what_ended(path: Path, step: int) -> str:
+    """The command because of which a run ended at `step`, in words; empty if none is known."""
+    for last in commands_on_end(path, with_length=True)[-1:]:
+        if step == (last.request.details.get("value") if sets_length(last.request) else last.step):
+            return f"it ended there because after step {last.step} it was {last.request}"
+    return ""
+
+
+def everything_sent(path: Path) -> list[Sent]:
+    """The commands that were applied and not withdrawn, in their order."""
+    lines = _commands_and_saves(path)
+    return [one for one in _in_order(lines, lines) if one.request.is_steered]
+
+
+def steps_to_keep(sent: Iterable[Sent]) -> tuple[int, ...]:
+    """The steps that rollbacks which were sent from outside go back to."""
+    steps = [one.request.details.get("to_step") for one in sent if one.request.flag == "rollback"]
+    return tuple(step for step in steps if isinstance(step, int))
 
 
 def _not_in(lines: list[dict[str, Any]], step: int) -> deque[Sent]:
@@ -248,16 +289,19 @@ def _in_order(lines: list[dict[str, Any]], found: Iterable[dict[str, Any]]) -> d
 
     A rollback is done after everything else that was sent in its step, and goes again where it went; what was sent
     after it is of the next branch. A rollback that a callback requested keeps its place, since the callback requests it
-    again; one that was sent in the same step comes before it.
+    again; one that was sent in the same step comes before it. A save that was sent with a stop belongs to it.
     """
     rolled_back = [one for one in lines if one.get("flag") == "rolled_back" and _id(one) is not None]
     to_steps = {_id(one): one["details"].get("to_step") for one in rolled_back}
     went_to = {key: step for key, step in to_steps.items() if isinstance(step, int)}
     refused = {_id(one) for one in lines if one.get("flag") == "refused"} - went_to.keys()
+    stops = {_id(one) for one in lines if _is_command(one) and one["flag"] in STICKY}
     sent = [
         Sent(_step(one), _request(one, went_to), one[BRANCH])
         for one in found
-        if (_is_command(one) and _id(one) not in refused) or _is_rollback_of_callback(one)
+        if (_is_command(one) and _id(one) not in refused)
+        or _is_rollback_of_callback(one)
+        or (one.get("flag") == "should_save" and _id(one) in stops and not one["details"].get("repeated"))
     ]
     return deque(sorted(sent, key=_place))
 
@@ -306,7 +350,7 @@ def _commands_and_saves(path: Path) -> list[dict[str, Any]]:
 
 
 def _withdrawals(lines: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
-    return [(at, one["details"]) for at, one in enumerate(lines) if one.get("flag") == WITHDRAWN]
+    return [(at, one["details"]) for at, one in enumerate(lines) if one.get("flag") in (WITHDRAWN, CHANGED)]
 
 
 def _texts(value: Any) -> list[str]:
@@ -314,7 +358,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _is_command(entry: dict[str, Any]) -> bool:
-    """Whether it came from outside, changes what is learned, and is not the repetition of another."""
+    """Whether it came from outside, is one of those that are repeated, and is not the repetition of another."""
     return entry.get("flag") in REPEATED and _id(entry) is not None and not entry["details"].get("repeated")
 
 

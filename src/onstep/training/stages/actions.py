@@ -72,7 +72,7 @@ def mark_due_after_an_epoch(run: Run) -> None:
 def act(job: Job) -> None:
     """Do what is due or requested at the end of a step or epoch, then wait if the run is paused. Collective."""
     repeat_decisions(job)
-    while carry_out(job) and job.run.world.share(repeat_decisions(job)):
+    while carry_out(job) and repeat_decisions(job):
         pass  # what followed a repeated rollback before the next step
     if job.steering.pause is not None:
         stay_paused(job, job.steering.pause)
@@ -299,21 +299,14 @@ def roll_back(job: Job, request: Request) -> bool:
         run.features.before_rollback(request.details.get("bad_step", progress.step), request)
     rollback = RollBack.at(progress, request, run.cfg.anomaly.rollback_lr_factor)
     info = None if rollback.is_too_fast else _checkpoint_to_load(run, rollback)
+    if run.world.is_main:
+        _warn_if_it_differs(rollback, info)
     if info is None and request.is_steered:
         run.control.rollback_request = None
         refuse(run, request, rollback.lacking)
         return False
     if checkpoints is None or info is None:
         raise rollback.impossible()
-    went_to = request.details.get("went_to", info.step)
-    if info.step != went_to and run.world.is_main:
-        logger.warning(
-            "the rollback after step %d, which is repeated, went to step %s, whose checkpoint is not there any more; "
-            "it goes to step %d, so the run differs from the one that was interrupted",
-            rollback.bad_step,
-            went_to,
-            info.step,
-        )
     with _keep_ends(run):
         checkpoints.restore(info, job.trained)
     rollback.carry_over(progress)
@@ -331,6 +324,22 @@ def roll_back(job: Job, request: Request) -> bool:
     publish(run, {"epoch": run.trainer_state.epoch, **record}, job.notify)
     restart_interval(job)
     return True
+
+
+def _warn_if_it_differs(rollback: RollBack, info: CheckpointInfo | None) -> None:
+    """Say that a rollback which is repeated cannot go where it went."""
+    went_to = rollback.request.details.get("went_to")
+    if went_to is None or (info is not None and info.step == went_to):
+        return
+    logger.warning(
+        "the rollback after step %d, which is repeated, went to step %s%s, so the run differs from the one that was "
+        "interrupted",
+        rollback.bad_step,
+        went_to,
+        f"; it is not done, because {rollback.lacking}"
+        if info is None
+        else f", whose checkpoint is not there any more; it goes to step {info.step}",
+    )
 
 
 @contextmanager
@@ -353,7 +362,7 @@ def _checkpoint_to_load(run: Run, rollback: RollBack) -> CheckpointInfo | None:
     """The newest verified checkpoint that a rollback may load. Collective."""
     if run.checkpoints is None:
         return None
-    branch = run.world.share(run.features.room(Steering).branch)
+    branch = run.features.room(Steering).branch
     return run.checkpoints.to_go_back_to(rollback.last_good_step, rollback.request.details.get("went_to"), branch)
 
 

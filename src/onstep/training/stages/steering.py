@@ -6,27 +6,34 @@ import logging
 from collections import deque
 from pathlib import Path
 
+from onstep.config.suggestions import shown
 from onstep.errors import ConfigError
 from onstep.events import Request
+from onstep.events.control import FLAGS, STICKY
 from onstep.events.settings import SETTABLE, check_setting
 from onstep.training.run import Run
 from onstep.training.runs.run_dir import RunDir
 from onstep.training.runs.steering import (
+    CHANGED,
     FAILED_AFTER,
     WITHDRAWN,
     Sent,
     Steering,
     branch_at,
+    commands_on_end,
     decisions_after,
     first_change,
     ids_to_repeat,
+    is_last_change,
     last_within,
     withdrawable,
 )
-from onstep.training.stages.agreement import append_decision, refuse, write_decision
+from onstep.training.stages.agreement import agree, append_decision, refuse, write_decision
 from onstep.training.stages.job import Job
 
 logger = logging.getLogger(__name__)
+
+_LENGTH = ("train.train_iters", "train.train_samples", "train.num_epochs")
 
 
 def apply_overrides(job: Job) -> None:
@@ -76,8 +83,46 @@ def refuse_undone(run: Run) -> None:
         refuse(run, request, "training ended before this was done; send it again")
 
 
+def lift_end(run: Run) -> None:
+    """Lift what would end the run although its user continues it with other settings.
+
+    That is a decided stop, one that is still to be repeated and, if the length is among the settings, a number of steps
+    that was set while it ran. Each start from an older checkpoint lifts it again, but not what was sent since.
+    """
+    changes, ending = run.ending.changes, run.ending
+    if not changes:
+        return
+    has_other_length = any(one.key in _LENGTH for one in changes)
+    for flag in STICKY:
+        run.control.clear(flag)
+    stopped_by, ending.stopped_by = ending.stopped_by, None
+    num_steps = run.train_state.overrides.pop("train_iters", None) if has_other_length else None
+    if not run.world.is_main:
+        return
+    settings = ", ".join(f"{one.key} was {shown(one.old)} and is {shown(one.new)}" for one in changes)
+    lifted = [] if run.run_dir is None else _replace_commands(run, run.run_dir.decisions, settings, has_other_length)
+    if stopped_by is not None and not stopped_by.is_steered:
+        lifted.append(str(stopped_by))
+    for what in lifted:
+        logger.warning("the run continues with other settings (%s); no longer in force: %s", settings, what)
+    if num_steps is not None and not lifted:
+        logger.info("train_iters=%s, which was set while the run ran, is no longer in force", num_steps)
+
+
+def _replace_commands(run: Run, decisions: Path, settings: str, has_other_length: bool) -> list[str]:
+    """Record, once, that the run continues with other settings, and which commands they replace; the commands."""
+    if is_last_change(decisions, settings):
+        return []
+    commands = commands_on_end(decisions, with_length=has_other_length)
+    replaced = {one.request.details["command_id"]: f"after step {one.step}: {one.request}" for one in commands[::-1]}
+    reason = "; ".join([settings, *(f"no longer in force: {what}" for what in replaced.values())])
+    details = {"settings": settings, "command_ids": list(replaced)}
+    append_decision(run, Request(CHANGED, "checkpoint.on_config_change", "", reason, 0, details))
+    return list(replaced.values())
+
+
 def load_repeats(run: Run) -> None:
-    """Read what the run was sent between its checkpoint and its interruption, to repeat it, on rank 0. Collective."""
+    """Read what the run was sent between its checkpoint and its interruption, to repeat it. Collective."""
     steering, checkpoints, directory = run.features.room(Steering), run.checkpoints, run.run_dir
     if directory is None or checkpoints is None:
         return
@@ -89,7 +134,8 @@ def load_repeats(run: Run) -> None:
         steering.branch = branch_at(directory.decisions, step)
         steering.repeats = deque(one for one in found if _can_be_repeated(run, one))
         steering.last = last_within(directory.decisions, step)
-    steering.last = run.world.share(steering.last)
+    shared = run.world.share((steering.branch, steering.repeats, steering.last))
+    steering.branch, steering.repeats, steering.last = shared
 
 
 def _name_change(decisions: Path) -> None:
@@ -153,19 +199,36 @@ def _can_be_repeated(run: Run, sent: Sent) -> bool:
 def repeat_decisions(job: Job) -> bool:
     """Request again what the run was asked for after this step, before it was interrupted; whether there was anything.
 
-    It comes before what the run is asked for now. What followed a rollback waits until the rollback is done. A
-    callback's rollback that several processes recorded, or that another one preceded, is waited for once.
+    It comes before what the run is asked for now. What followed a rollback waits until the rollback is done; a stop
+    waits until what preceded it is agreed, which would be refused with it. A callback's rollback that several processes
+    recorded, or that another one preceded, is waited for once. Collective.
     """
-    steering, step, requests = job.steering, job.run.train_state.step, []
-    while job.run.control.rollback_request is None and (one := _next_repeat(steering)) and one.step <= step:
+    steering, step, control, is_any = job.steering, job.run.train_state.step, job.run.control, False
+    if not steering.repeats:
+        return False
+    requests: list[Request] = []
+    while control.rollback_request is None and (one := _next_repeat(steering)) and one.step <= step:
         _, request, branch = steering.repeats.popleft()
         steering.branch = max(steering.branch, branch)
+        if request.flag in STICKY and any(one.flag not in FLAGS for one in requests):
+            _request_again(job.run, requests)
+            agree(job.run)
+            requests = []
         if request.is_steered:
             requests.append(request)
+            is_any = True
         if request.flag == "rollback":
             break
-    job.run.control.requests[:0] = requests
-    return bool(requests)
+    _request_again(job.run, requests)
+    return is_any
+
+
+def _request_again(run: Run, requests: list[Request]) -> None:
+    """Request what is repeated, on rank 0, before what is asked for now."""
+    if run.world.is_main:
+        run.control.requests[:0] = requests
+        for flag in {one.flag for one in requests} & {*FLAGS}:
+            run.control.set_flag(flag)
 
 
 def _next_repeat(steering: Steering) -> Sent | None:

@@ -92,7 +92,7 @@ def diagnose(
     failures = {rank: one.failure for rank, one in rank_reports.items() if one.failure is not None}
     running = {rank: one for rank, one in rank_reports.items() if not one.is_over}
     silent = [rank for rank, one in running.items() if one.silence >= max(1.0, SILENT_BEATS * interval)]
-    silent.sort(key=lambda rank: (-running[rank].silence, rank))
+    silent.sort(key=lambda rank: (running[rank].is_terminated, -running[rank].silence, rank))
     left = [rank for rank, one in rank_reports.items() if one.has_left_early]
     if not failures:
         if left and any(one.is_done for one in running.values()):
@@ -119,7 +119,7 @@ def diagnose(
         )
     gone = [rank for rank, one in running.items() if one.is_gone]  # known before its silence is long
     if silent or gone:
-        return FailureDiagnosis("died", (silent or gone)[0])
+        return FailureDiagnosis("died", min([*silent, *gone], key=lambda rank: running[rank].is_terminated))
     return FailureDiagnosis("raised", in_order[0]) if since_first_failure >= CONSEQUENCE_SECONDS else None
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from onstep.training.watchdog import stacks as rank_stacks
 from onstep.training.watchdog.diagnosis import SILENT_BEATS, FailureDiagnosis
-from onstep.training.watchdog.rank_report import RankReport
+from onstep.training.watchdog.rank_report import TERMINATED, RankReport
 
 LINGER_SECONDS = 20.0
 """How long the rank with the store waits at most, once all have reached the end, for the others to have seen that."""
@@ -68,6 +68,8 @@ class RankExchange(threading.Thread):
         self._wake = threading.Event()
         self.has_published = threading.Event()
         """Set once this rank's first record is in the store."""
+        self.has_published_failure = threading.Event()
+        """Set once its failure is in the store, or could not be written to it."""
         self._stopping = False
         shared: Any = dist.distributed_c10d._get_default_store()
         self._store: Any = shared.clone()  # a separate connection: no lock is shared
@@ -82,7 +84,7 @@ class RankExchange(threading.Thread):
     def run(self) -> None:
         """Exchange records until stopped, or until the store is gone for good."""
         while True:
-            is_last = self._stopping
+            is_last, has_failed = self._stopping, self.record.failure is not None
             try:
                 self._exchange()
             except (RuntimeError, ValueError):  # torch's network errors; the watchdog decides what to do
@@ -90,6 +92,8 @@ class RankExchange(threading.Thread):
             else:
                 self.last_answer = time.monotonic()
                 self.has_published.set()
+            if has_failed:
+                self.has_published_failure.set()
             if is_last:
                 return
             self._wake.wait(_URGENT_SECONDS if self.is_urgent else self.interval)
@@ -146,6 +150,21 @@ class RankExchange(threading.Thread):
             return rank_stacks.last_words(self._files[rank].fileno())
         except (KeyError, OSError, ValueError):
             return None
+
+    def has_lost_rank(self) -> bool:
+        """Whether the process of a rank on this machine is gone, and SIGTERM has not ended it.
+
+        The lowest rank knows all, the others only that one. It acquires no locks, and at first waits for their reports.
+        """
+        deadline = time.monotonic() + 2 * self.interval + 1
+        while not (self.knows_all or (self.leader != self.rank and self._seen)) and time.monotonic() < deadline:
+            time.sleep(_URGENT_SECONDS / 5)
+        for rank, record in list(self._seen.items()):
+            is_gone = rank in self._files and rank_stacks.state_of(record.pid, record.birth) == "gone"
+            words = self.last_words(rank) if is_gone else None
+            if words is not None and words.activity != TERMINATED:
+                return True
+        return False
 
     @property
     def knows_all(self) -> bool:

@@ -20,6 +20,8 @@ from onstep.training.runs.signals import Interrupts
 from onstep.training.watchdog import stacks as rank_stacks
 
 _LOST = ("onnection", "roken pipe", "imed out", "NCCL", "gloo", "ocket", "peer")
+TERMINATED = "ending after SIGTERM"
+"""The last activity of a rank that leaves an evaluation because of that signal."""
 _LOOKED_AT_SECONDS = 0.5
 """A rank without progress for this long inspects its own stack, to report where it is."""
 
@@ -121,6 +123,11 @@ class RankReport:
         return self.left is not None and self.failure is None and not self.is_done
 
     @property
+    def is_terminated(self) -> bool:
+        """Whether SIGTERM has ended the rank, which launchers send to the others once one is gone."""
+        return self.activity == TERMINATED
+
+    @property
     def idle(self) -> float:
         """Seconds without progress, including its silence."""
         return self.idle_seconds + self.silence
@@ -191,7 +198,7 @@ class RankObserver:
         self._limit_before: float | None = None
         self._entered_before, self._entered_in_callbacks, self._entered_by = 0, 0, ""
         if has_peers:
-            HEARTBEAT.observe = self._count_in_callbacks
+            HEARTBEAT.observe = self._observe_callback
 
     def close(self) -> None:
         """Release the signals and files in use."""
@@ -200,8 +207,12 @@ class RankObserver:
             self._interrupts.close()
         self.dump.close()
 
-    def _count_in_callbacks(self, called: Called | None) -> None:
-        """Count the collectives that a callback has entered: where only some ranks do, later ones do not match."""
+    def _observe_callback(self, called: Called | None) -> None:
+        """A callback of the set-up begins or ends: note the step, and count the collectives that it has entered.
+
+        Where only some ranks enter them, later ones do not match.
+        """
+        HEARTBEAT.step = self._state.train_state.step
         count, before = _collectives(), HEARTBEAT.callback
         if before is not None and count > self._entered_before:
             self._entered_in_callbacks += count - self._entered_before

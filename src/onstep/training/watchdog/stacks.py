@@ -104,7 +104,8 @@ def place_of(places: list[Place]) -> str:
 
 
 def place_of_error(error: BaseException) -> str:
-    """The same for the line that raised an error, even in a data worker."""
+    """The same for the line that raised an error, even in a data worker, or a `StopIteration` that it stands for."""
+    error = error.__cause__ if isinstance(error.__cause__, StopIteration) else error
     frames: list[Place] = [(one.filename, one.lineno, one.name) for one in traceback.extract_tb(error.__traceback__)]
     if frames and frames[-1][0] == f"{_TORCH}/_utils.py" and frames[-1][2] == "reraise":
         listed = re.findall(r'(?m)^ *File "([^"\n]+)", line (\d+), in (\S+)', text_of(error))

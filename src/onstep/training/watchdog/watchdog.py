@@ -122,10 +122,21 @@ class Watching(Feature[Run]):
             self._end()
 
     def failing(self, error: BaseException) -> None:
-        """Notify the other ranks at once that this one fails; they are still in their collectives."""
-        if self._rank_exchange is not None and not self._me.has_failed:
+        """Notify the other ranks at once that this one fails; they are still in their collectives.
+
+        They know the error before any callback is called with it, which may end the process.
+        """
+        exchange = self._rank_exchange
+        if exchange is not None and not self._me.has_failed:
             self._me.fail(error)
+            exchange.record = self._record()
+            exchange.hurry()
             self._wake.set()
+            exchange.has_published_failure.wait(GRACE_SECONDS)
+
+    def has_lost_rank(self) -> bool:
+        """Whether the process of another rank on this machine is gone; a signal handler may call it."""
+        return self._rank_exchange is not None and self._rank_exchange.has_lost_rank()
 
     def ready(self) -> None:
         HEARTBEAT.beats += 1

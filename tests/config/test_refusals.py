@@ -25,6 +25,7 @@ class Refused(NamedTuple):
 
 
 MOE = "model.num_moe_experts=4 & "
+BIASED = MOE + "model.moe_router_enable_expert_bias=true & model.moe_router_score_function=sigmoid & "
 SAMPLES = "train.train_iters=null & train.train_samples=80 & scheduler.lr_warmup_iters=0 & "
 LORA = "peft.peft_scheme=lora"
 
@@ -41,6 +42,8 @@ IMPOSSIBLE_SIZES = [
     Refused(MOE + "model.moe_router_topk=5", "moe_router_topk=5", "at most model.num_moe_experts=4", "lower it"),
     Refused(MOE + "model.moe_layer_freq=[1]", "moe_layer_freq=[1]", "each of the 2 layers", "an integer"),
     Refused(MOE + "model.moe_layer_freq=[0,0]", "moe_layer_freq=[0, 0]", "no layer with experts", "set a layer to 1"),
+    Refused(BIASED + "model.moe_router_bias_update_rate=1e308", "bias_update_rate=1e+308", "from 0 to 1", ""),
+    Refused("train.num_epochs=1e308 & train.train_iters=null", "num_epochs=1e+308", "at most 1,000,000,000", ""),
     Refused("model.mtp_num_layers=32", "mtp_num_layers=32", "below model.seq_length=32", "shorter sequence"),
     Refused("optimizer.muon_num_ns_steps=1000", "muon_num_ns_steps=1000", "from 1 to 99", "5 is usual"),
     Refused("ft.watchdog_seconds=0.5", "ft.watchdog_seconds=0.5", "at least 1", "choose more"),

@@ -51,6 +51,7 @@ def test_a_refused_token_is_not_shown() -> None:
         ({"per_device_train_batch_size": 0}, r"per_device_train_batch_size=0 must be > 0"),
         ({"warmup_steps": -1}, r"warmup_steps=-1 must be >= 0"),
         ({"num_train_epochs": 0}, r"num_train_epochs=0.0 must be > 0"),
+        ({"num_train_epochs": 1e308}, r"num_train_epochs=1e\+308 must be > 0 and at most 1,000,000,000; for a length"),
         ({"logging_steps": 0}, r"logging_steps=0 must be > 0 with the strategy 'steps'"),
         ({"logging_steps": 2.5}, r"logging_steps=2.5 must be an integer \(steps\), or below 1"),
         ({"save_total_limit": 0}, r"save_total_limit=0 would keep no checkpoint; use None for all, or at least 1"),

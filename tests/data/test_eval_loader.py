@@ -24,6 +24,13 @@ class Squares:
         return {"x": index * index}
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_micro_batches_far_larger_than_the_dataset_take_no_memory(rank: int) -> None:
+    loader = EvalLoader(Squares(8), micro_batch_size=10**12, rank=rank, world_size=2)
+    (step,) = loader.batches()
+    assert (step.is_filler, step.num_samples) == ([rank == 1], 8)
+
+
 class Stream(IterableDataset[dict[str, int]]):
     def __iter__(self) -> Iterator[dict[str, int]]:
         return ({"x": i * i} for i in range(7))

@@ -141,6 +141,30 @@ class Lazy(Regression):
         self.layer: Any = torch.nn.LazyLinear(1)
 
 
+class Misspelled(torch.nn.Module):
+    """Has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+
+    def foward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.layer(x) - labels).square().mean()}
+
+
+class OfLength(torch.utils.data.Dataset[Any]):
+    """Its `__len__` returns whatever it is given."""
+
+    def __init__(self, length: Any) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length  # type: ignore[no-any-return]
+
+    def __getitem__(self, index: int) -> Any:
+        return regression_rows()[0]
+
+
 class NeedsOption(TrainerCallback):
     """Cannot be passed as a class."""
 
@@ -167,6 +191,9 @@ def constant(optimizer: torch.optim.Optimizer) -> Any:
             {"train_dataset": pandas.DataFrame({"x": [[1.0]] * 4, "labels": [1.0] * 4})},
             r"the DataFrame has no sample 0; .* frame\.to_dict\('records'\)",
         ),
+        ({"train_dataset": OfLength(6.5)}, r"__len__ of the OfLength must return its number of samples, .*'float'"),
+        ({"train_dataset": OfLength(-1)}, r"__len__ of the OfLength must return .*an int >= 0: .*return >= 0"),
+        ({"model": Misspelled()}, r"Misspelled has no method forward, .* define it\. Did you mean 'foward'\?"),
         ({"model": Lazy()}, r"layer\.weight has no shape yet, .*call the model once with a batch"),
         ({"callbacks": [NeedsOption]}, r"NeedsOption cannot be .* 'option'; pass an instance, NeedsOption\(\.\.\.\)"),
         ({"optimizers": (adam(Regression()), None)}, "no parameter of Regression.*would train nothing"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import datasets
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from onstep import Callback
 from onstep.errors import DataError
@@ -113,12 +114,32 @@ class NoIterator(IterableDataset[Any]):
     [
         ({2 * n: row for n, row in enumerate(regression_rows(4))}, "the dict has no sample .*: pass a list"),
         ([{**row, "x": row["x"].to("meta")} for row in regression_rows(4)], "cannot be moved to cpu: .*'meta'"),
+        ([{**row, "x": [[1.0], [1.0, 2.0]]} for row in regression_rows(4)], "'x' has nested lists of unequal length"),
         (NoIterator(), r"NoIterator\.__iter__ returned an object that is not an iterator .*yield the samples"),
     ],
 )
 def test_samples_that_cannot_be_read_are_named(tmp_path: Path, rows: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         quiet(Regression(), arguments(tmp_path, max_steps=2), rows).train()
+
+
+class NoPath(Dataset[Any]):
+    """Its samples cannot be read."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: Any) -> Any:
+        files: dict[str, Any] = {}
+        return files["path"]
+
+
+@pytest.mark.parametrize("keeps_columns", [True, False])
+def test_an_error_of_the_first_sample_names_it(tmp_path: Path, keeps_columns: bool) -> None:
+    args = arguments(tmp_path, max_steps=2, remove_unused_columns=not keeps_columns)
+    with pytest.raises(KeyError, match="path") as error:
+        quiet(Regression(), args, NoPath()).train()
+    assert re.search(r"raised by the sample at index \d of the NoPath, whose length is 4", error.value.__notes__[0])
 
 
 def test_a_tokenizer_pads_the_samples(tmp_path: Path) -> None:

@@ -476,6 +476,9 @@ def test_an_empty_evaluation_set_is_named_before_the_training(tmp_path: Path) ->
         with pytest.raises(DataError, match="the evaluation dataset 'b' is empty: it has 0 samples"):
             call()
     assert not (tmp_path / "run/run.json").exists()
+    trainer.eval_dataset = {}
+    with pytest.raises(DataError, match=r"eval_dataset=\{\} has no dataset"):
+        trainer.train()
     parts = [TensorDataset(torch.ones(2, 2)), TensorDataset(torch.ones(2, 2))]
     with pytest.raises(DataError, match="eval_dataset is a list of 2 datasets, not of samples; pass a dict of them"):
         trainer.evaluate(parts)

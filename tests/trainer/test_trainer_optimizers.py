@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from onstep import CallbackManager, TrainerCallback
 from onstep.errors import ConfigError
@@ -312,12 +314,47 @@ def test_parameters_without_a_gradient_are_named_once(tmp_path: Path, caplog: py
     ]
 
 
-def test_a_scheduler_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+FACTORY = r"the scheduler in optimizers is a factory, {}, which is called with the optimizer and returns its scheduler"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler", "message"),
+    [
+        (None, lambda other: StepLR(other, 1), "StepLR changes the rates of another optimizer"),
+        (None, lambda other: lambda _: StepLR(other, 1), "StepLR changes the rates of another optimizer"),
+        (
+            None,
+            lambda _: lambda step: 0.9**step,
+            FACTORY.format("<lambda>") + ".* raised TypeError: unsupported",
+        ),
+        (None, lambda _: lambda _: 0.5, FACTORY.format("<lambda>") + ".* returned 0.5"),
+        (torch.optim.SGD, lambda _: StepLR, FACTORY.format("StepLR") + ".* raised TypeError: .*'step_size'"),
+        (
+            None,
+            lambda _: partial(OneCycleLR, max_lr=0.1, total_steps=1),
+            "ends after 1 steps .* at step 0 of 2",
+        ),
+    ],
+)
+def test_a_scheduler_that_is_none_of_the_optimizer_is_refused(
+    tmp_path: Path, optimizer: Any, scheduler: Any, message: str
+) -> None:
     model = Regression()
     used, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
-    scheduler = torch.optim.lr_scheduler.StepLR(other, 1)
-    with pytest.raises(ConfigError, match="StepLR changes the rates of another optimizer"):
-        quiet(model, arguments(tmp_path), regression_rows(), optimizers=(used, scheduler)).train()
+    given = (optimizer or used, scheduler(other))
+    with pytest.raises(ConfigError, match=message):
+        quiet(model, arguments(tmp_path, max_steps=2), regression_rows(), optimizers=given).train()
+
+
+def test_a_schedule_that_was_saved_too_short_for_more_steps_is_refused_before_training(tmp_path: Path) -> None:
+    def trained(steps: int, resume: bool | None = None) -> None:
+        args = arguments(tmp_path, max_steps=steps, save_strategy="steps", save_steps=2)
+        factory = partial(OneCycleLR, max_lr=0.1, total_steps=steps)
+        quiet(Regression(), args, regression_rows(8), optimizers=(torch.optim.SGD, factory)).train(resume)
+
+    trained(2)
+    with pytest.raises(ConfigError, match=r"ends after 2 steps .* at step 2, but the run is at step 2 of 4: .* saved"):
+        trained(4, resume=True)
 
 
 class TestASchedulerSteppedByHand:

@@ -12,6 +12,7 @@ from safetensors.torch import load_model
 from torch import nn
 
 from onstep.config import ModelConfig, resolve
+from onstep.errors import ConfigError
 from onstep.models import Transformer, make_value_model
 from tests.support.small_models import Regression, arguments, causal_rows, quiet, qwen, regression_rows
 
@@ -116,6 +117,14 @@ def test_the_arguments_are_written_beside_the_weights(tmp_path: Path) -> None:
 def test_there_is_nothing_to_save_before_model_init_has_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no model to save yet"):
         quiet(None, arguments(tmp_path), model_init=Regression).save_model()
+
+
+def test_a_file_is_no_directory_to_save_a_model_in(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for name in ("file", "file/below"):
+        with pytest.raises(ConfigError, match=rf"cannot be saved in .*{name}: .*; name a directory, not a file"):
+            quiet(Regression(), arguments(tmp_path)).save_model(str(tmp_path / name))
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def _small_config() -> ModelConfig:

@@ -247,6 +247,13 @@ OF_DATA: list[tuple[str, nn.Module, Callable[[dict[str, Any]], Any], type[Except
         r"'x' is torch.int64.*\.to\(torch",
     ),
     (
+        "integers beside a number to predict",
+        Classifier(),
+        lambda row: {"x": row["x"].long(), "labels": 1.0},
+        DataError,
+        r"'x' is torch.int64.*\.to\(torch",
+    ),
+    (
         "float ids",
         Classifier(),
         lambda row: {**row, "labels": 1.0},
@@ -668,12 +675,25 @@ def test_inference_mode_is_named(args: TrainingArguments, place: str) -> None:
         Trainer(model, args, train_dataset=Rows(same)).train()
 
 
-def test_modules_in_a_plain_list_are_named(args: TrainingArguments, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        [nn.Linear(2, 2), nn.Linear(2, 2)],
+        (nn.Linear(2, 2),),
+        {"a": [[nn.Linear(2, 2)]]},
+        [nn.Parameter(torch.zeros(2))],
+        torch.zeros(2, requires_grad=True),
+    ],
+    ids=["list", "tuple", "nested", "parameters", "tensor"],
+)
+def test_weights_that_are_not_registered_are_named(
+    args: TrainingArguments, caplog: pytest.LogCaptureFixture, hidden: Any
+) -> None:
     model = Classifier()
-    model.extra = [nn.Linear(2, 2), nn.Linear(2, 2)]  # type: ignore[assignment]
-    model.known = [*model.children()]  # type: ignore[assignment]
+    model.extra = hidden
+    model.known = [*model.children(), torch.zeros(2), model.layer.weight]  # type: ignore[assignment]
     Trainer(model, args, train_dataset=Rows(same)).train()
-    assert "extra: these attributes are plain lists or dicts of modules, which are not registered" in caplog.text
+    assert "extra: these attributes hold weights that are not registered" in caplog.text
     assert "known" not in caplog.text
 
 

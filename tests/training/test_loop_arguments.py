@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
-from onstep import CallbackManager
+from onstep import Callback, CallbackManager
 from onstep.checkpoint import checkpoints
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
@@ -171,3 +172,70 @@ def test_a_run_that_saves_asynchronously_has_its_last_checkpoint_when_it_returns
     tiny_config.checkpoint.async_save, tiny_config.checkpoint.save_interval = True, 2
     pretrain(tiny_config)
     assert max(info.step for info in checkpoints(tmp_path / "run" / "checkpoints")) == 8
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def one_cycle(optimizer: Any) -> Any:
+    return OneCycleLR(optimizer, max_lr=0.1, total_steps=3)
+
+
+ENDS = r"OneCycleLR ends after 3 steps \(total_steps\) and is at step 0, but the run is at step 0 of 4: .* all 4 steps"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler", "message"),
+    [
+        (lambda _: sgd(TinyModel()), None, r"the optimizer has no parameter of TinyModel, so it would train nothing"),
+        (lambda _: torch.optim.SGD, None, r"must be an object, got the class SGD itself; pass SGD\(model\.parameters"),
+        (sgd, lambda _: StepLR(sgd(TinyModel()), 1), "the scheduler StepLR changes the rates of another optimizer"),
+        (sgd, lambda _: StepLR, "must be an object with a step.. method, got the class StepLR itself"),
+        (sgd, lambda _: "cosine", "must be an object with a step.. method, got a str"),
+        (sgd, lambda _: lambda step: 0.9**step, "must be an object with a step.. method, got a function"),
+        (sgd, lambda optimizer: optimizer, "must be an object with a step.. method, got a SGD"),
+        (sgd, one_cycle, ENDS),
+    ],
+)
+def test_an_optimizer_and_a_scheduler_that_cannot_train_the_model_are_refused(
+    optimizer: Any, scheduler: Any, message: str
+) -> None:
+    model, state = TinyModel(), small_state(train_iters=4)
+    given = optimizer(model)
+    with pytest.raises(ConfigError, match=message):
+        run(state, model=model, optimizer=given, scheduler=scheduler and scheduler(given))
+    assert state.train_state.step == 0
+
+
+@pytest.mark.parametrize("of_whom", ["optimizer", "scheduler"])
+def test_a_single_step_refuses_what_belongs_to_another_model(of_whom: str) -> None:
+    model, others = TinyModel(), sgd(TinyModel())
+    optimizer = others if of_whom == "optimizer" else sgd(model)
+    with pytest.raises(ConfigError, match=r"has no parameter of TinyModel|rates of another optimizer"):
+        train_step(sum_step, split(RaggedRows(4), [2, 2]), [model], optimizer, StepLR(others, 1), small_state())
+
+
+def test_a_schedule_as_long_as_the_rest_of_the_run_is_accepted() -> None:
+    model, state = TinyModel(), small_state(train_iters=4)
+    state.train_state.step = 1
+    optimizer = sgd(model)
+    run(state, model=model, optimizer=optimizer, scheduler=one_cycle(optimizer))
+    assert state.train_state.step == 4
+
+
+def test_a_configuration_in_place_of_the_state_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"global_state must be a GlobalState, got a ConfigContainer; pass GlobalSt"):
+        train(sum_step, [TinyModel()], sgd(TinyModel()), None, loader(), None, ConfigContainer())  # type: ignore[arg-type]
+
+
+def test_a_list_of_callbacks_is_accepted() -> None:
+    class Noted(Callback):
+        steps = 0
+
+        def on_train_step_end(self, context: Any) -> None:
+            self.steps += 1
+
+    noted = Noted()
+    run(small_state(train_iters=2), [noted])  # type: ignore[arg-type]
+    assert noted.steps == 2

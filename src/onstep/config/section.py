@@ -35,6 +35,7 @@ BOUNDS = {
 YEAR_SECONDS, YEAR_MINUTES = 365 * 86_400, 365 * 1_440
 """What a time may be at most: clocks and timers overflow far beyond it."""
 SECONDS = Bound(f"> 0 and at most {YEAR_SECONDS:,}, a year", lambda value: 0 < value <= YEAR_SECONDS)
+EPOCHS = Bound("> 0 and at most 1,000,000,000", lambda value: 0 < value <= 1_000_000_000)
 MINUTES = Bound(f"> 0 and at most {YEAR_MINUTES:,}, a year", lambda value: 0 < value <= YEAR_MINUTES)
 MAX_PATH_BYTES, MAX_NAME_BYTES = 3_000, 255
 """What file systems accept (4,095 bytes), less room for the files of a run below a path; and each name in it."""
@@ -116,7 +117,9 @@ class Option:
 def option(
     default: T,
     on_change: ChangeClass,
-    bound: Literal["> 0", ">= 0", "> 0 and at most 10,000", ">= 0 and at most 1,024", "at least 0 and below 1"]
+    bound: Literal[
+        "> 0", ">= 0", "> 0 and at most 10,000", ">= 0 and at most 1,024", "at least 0 and below 1", "from 0 to 1"
+    ]
     | Bound
     | None = None,
     choices: tuple[str, ...] = (),

@@ -25,7 +25,13 @@ from onstep.optim.param_scheduler import (
     weight_decay,
 )
 from onstep.optim.protocol import ParamScheduler, RecallsRates, ScalesRates, StepOptimizer
-from onstep.optim.torch_scheduler import MetricSchedulerAdapter, TorchSchedulerAdapter, follows_metric
+from onstep.optim.torch_scheduler import (
+    MetricSchedulerAdapter,
+    TorchSchedulerAdapter,
+    check_length,
+    check_scheduler,
+    follows_metric,
+)
 
 __all__ = [
     "DeviceFiniteGate",
@@ -50,6 +56,8 @@ __all__ = [
     "build_optimizer",
     "build_scheduler",
     "build_torch_optimizer",
+    "check_length",
+    "check_scheduler",
     "count_zeros",
     "finite_gate",
     "follows_metric",

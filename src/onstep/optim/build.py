@@ -138,6 +138,11 @@ def wrap_optimizer(
             grad_norm_skip_threshold=grad_norm_skip_threshold,
             log_num_zeros_in_grad=log_num_zeros_in_grad,
         )
+    if isinstance(optimizer, type):
+        raise ConfigError(
+            f"the optimizer must be an object, got the class {optimizer.__name__} itself; pass "
+            f"{optimizer.__name__}(model.parameters(), lr=...)"
+        )
     if not callable(getattr(optimizer, "step", None)):
         raise ConfigError(
             f"an optimizer must have a step() method, got {type(optimizer).__name__}; pass a torch.optim.Optimizer"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, SequentialLR
 
-from onstep.errors import ConfigError
+from onstep.errors import ConfigError, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +20,60 @@ def follows_metric(scheduler: object) -> bool:
     step = getattr(scheduler, "step", None)
     metrics = inspect.signature(step).parameters.get("metrics") if callable(step) else None
     return metrics is not None and metrics.default is metrics.empty
+
+
+def check_scheduler(scheduler: Any, optimizer: Any) -> None:
+    """Check that a scheduler is an object that changes the rates of `optimizer`, if it says whose rates it changes.
+
+    Raises:
+        ConfigError: if it does not.
+    """
+    kind = type(scheduler).__name__
+    if isinstance(scheduler, (type, Optimizer)) or not callable(getattr(scheduler, "step", None)):
+        given = f"the class {scheduler.__name__} itself" if isinstance(scheduler, type) else f"a {kind}"
+        raise ConfigError(
+            f"the scheduler must be an object with a step() method, got {given}; pass one of the optimizer, such as "
+            f"StepLR(optimizer, step_size=10), or None for a constant rate"
+        )
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
+    if groups and {id(group) for group in groups}.isdisjoint(map(id, optimizer.param_groups)):
+        raise ConfigError(
+            f"the scheduler {kind} changes the rates of another optimizer than the one that is trained with, whose "
+            f"rate would stay as it is; create it with that optimizer"
+        )
+
+
+def check_length(scheduler: Any, step: int, max_steps: int | None) -> None:
+    """Check that a scheduler that fails after a number of steps can be stepped from `step` to the end of the run.
+
+    Raises:
+        ConfigError: if it cannot.
+    """
+    scheduler = getattr(scheduler, "torch_scheduler", scheduler)
+    end = _end_of(scheduler)
+    if max_steps is None or end == math.inf:
+        return
+    counts = scheduler._schedulers[0] if isinstance(scheduler, ChainedScheduler) else scheduler
+    position = counts.last_epoch
+    if position + max_steps - step > end:
+        raise ConfigError(
+            f"{type(scheduler).__name__} ends after {end} steps (total_steps) and is at step {position}, but the run "
+            f"is at step {step} of {max_steps}: create it with total_steps for all {position + max_steps - step} "
+            f"steps, or train fewer; one that continues from a checkpoint has the total_steps that were saved"
+        )
+
+
+def _end_of(scheduler: Any) -> float:
+    """The number of steps after which `step()` fails."""
+    if isinstance(scheduler, OneCycleLR):
+        return scheduler.total_steps
+    if not isinstance(scheduler, (ChainedScheduler, SequentialLR)):
+        return math.inf
+    ends = [_end_of(one) for one in scheduler._schedulers]
+    if isinstance(scheduler, SequentialLR):  # one after the other, each up to the start of the next
+        starts, nexts = [0, *scheduler._milestones], [*scheduler._milestones, math.inf]
+        ends = [a + end for a, end, b in zip(starts, ends, nexts, strict=True) if a + end < b - 1]
+    return min(ends, default=math.inf)
 
 
 class TorchSchedulerAdapter:
@@ -92,7 +148,14 @@ class TorchSchedulerAdapter:
                 self._left_at,
                 scheduler.last_epoch,
             )
-        scheduler.step(*metric)
+        try:
+            scheduler.step(*metric)
+        except (TypeError, ValueError, ArithmeticError) as error:
+            name, last_epoch = type(scheduler).__name__, getattr(scheduler, "last_epoch", "unknown")
+            raise ConfigError(
+                f"{name}.step() failed at last_epoch {last_epoch} with {type(error).__name__}: {text_of(error)}; it "
+                f"must give a rate, a number, for every step of the run"
+            ) from error
         self._left_at = getattr(scheduler, "last_epoch", None)
 
     def _note_step(self, increment: int) -> None:

@@ -16,7 +16,7 @@ from onstep.config.hf.checks import evaluates
 from onstep.config.hf.schedules import is_expressed
 from onstep.config.keys import diff
 from onstep.distributed import world_size_from_environment
-from onstep.errors import ConfigError
+from onstep.errors import ConfigError, text_of
 from onstep.events import TrainerCallback
 from onstep.optim import (
     MetricSchedulerAdapter,
@@ -25,6 +25,7 @@ from onstep.optim import (
     TrainingOptimizer,
     build_loss_scaler,
     build_torch_optimizer,
+    check_scheduler,
     follows_metric,
     wrap_configured,
 )
@@ -35,6 +36,7 @@ from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.overrides import overrides
 from onstep.trainer.own_arguments import config_of
 from onstep.training.setup.setup import scheduler_for
+from onstep.training.stages.left_out import check_trains
 
 
 def check_optimizers(trainer: BaseTrainer) -> None:
@@ -52,12 +54,8 @@ def check_optimizers(trainer: BaseTrainer) -> None:
             "A scheduler object belongs to an optimizer; pass both in optimizers, or a factory: "
             "optimizers=(None, lambda optimizer: ...)."
         )
-    followed = getattr(scheduler, "optimizer", None) if is_object(scheduler) else None
-    if followed is not None and all(followed is not one for one in (optimizer, getattr(optimizer, "optimizer", None))):
-        raise ConfigError(
-            f"The scheduler {type(scheduler).__name__} changes the rates of another optimizer than the one in "
-            f"optimizers, whose rate would stay as it is; create it with that optimizer."
-        )
+    if is_object(scheduler):
+        check_scheduler(scheduler, optimizer)
     if optimizer is None and trainer.optimizer_cls_and_kwargs is None and not _creates_optimizer(trainer):
         check_installed(trainer.args)
         _check_options_are_free(trainer)
@@ -100,7 +98,7 @@ def own_scheduler(trainer: BaseTrainer, optimizer: Any, num_training_steps: int)
     if isinstance(optimizer, TrainingOptimizer):
         optimizer = optimizer.optimizer
     if trainer.lr_scheduler is not None:
-        return trainer.lr_scheduler(optimizer)
+        return _scheduler_of(trainer.lr_scheduler, optimizer)
     _check_schedule_is_free(trainer)
     scheduler = named_schedule(trainer.args, optimizer, num_training_steps)
     if trainer.session is None:  # as in Hugging Face, train() then makes one of its own length
@@ -142,7 +140,7 @@ def make_optimizers(
         _check_groups_are_free(config)
     scaler = build_loss_scaler(config.optimizer, config.mixed_precision)
     optimizer = wrap_configured(trainer.optimizer, [module], config.optimizer, scaler=scaler)
-    _check_parameters(optimizer, module)
+    check_trains(optimizer.param_groups, [module])
     _create_scheduler(trainer, config, length, has_own_rates=not is_configured)
     trainer.previous = trainer.optimizer, trainer.lr_scheduler
     return optimizer, _as_loop_scheduler(trainer)
@@ -250,7 +248,7 @@ def _create_scheduler(trainer: BaseTrainer, config: ConfigContainer, length: Len
         _call_create_scheduler(trainer, iters)
     elif trainer.lr_scheduler is not None:
         if not is_object(trainer.lr_scheduler):
-            trainer.lr_scheduler = trainer.lr_scheduler(trainer.optimizer)
+            trainer.lr_scheduler = _scheduler_of(trainer.lr_scheduler, trainer.optimizer)
         return
     else:
         if has_own_rates:
@@ -261,6 +259,23 @@ def _create_scheduler(trainer: BaseTrainer, config: ConfigContainer, length: Len
             )
         else:
             trainer.lr_scheduler = named_schedule(trainer.args, trainer.optimizer, iters)
+
+
+def _scheduler_of(factory: Any, optimizer: Any) -> Any:
+    """What a factory of schedulers makes; an error, or what is not a scheduler, is refused (ConfigError)."""
+    name = getattr(factory, "__name__", type(factory).__name__)
+    rule = (
+        f"the scheduler in optimizers is a factory, {name}, which is called with the optimizer and returns its "
+        f"scheduler, such as lambda optimizer: StepLR(optimizer, step_size=10)"
+    )
+    try:
+        made = factory(optimizer)
+    except TypeError as error:
+        raise ConfigError(f"{rule}; it raised TypeError: {text_of(error)}") from error
+    if not is_object(made):
+        raise ConfigError(f"{rule}; it returned {made!r}")
+    check_scheduler(made, optimizer)
+    return made
 
 
 def _call_create_scheduler(trainer: BaseTrainer, iters: int | None) -> None:
@@ -338,16 +353,6 @@ def _continue_state(previous: Any, optimizer: Any) -> None:
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def _check_parameters(optimizer: Any, module: nn.Module) -> None:
-    own = {id(parameter) for parameter in module.parameters()}
-    if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-        return
-    raise ConfigError(
-        f"The optimizer has no parameter of {type(module).__name__}, so it would train nothing; build it from the "
-        f"parameters of the Trainer's model, or pass a factory: optimizers=(lambda parameters: ..., None)."
-    )
 
 
 def _check_options_are_free(trainer: BaseTrainer) -> None:

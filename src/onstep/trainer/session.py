@@ -21,6 +21,7 @@ from onstep.config import ConfigContainer, TrainingArguments
 from onstep.config.checks import idle_in_trainer, idle_line
 from onstep.config.hf.checks import idle_arguments
 from onstep.config.lengths import train_iters
+from onstep.config.suggestions import nearest
 from onstep.distributed import World, check_ranks, data_parallel, open_world, world_size_from_environment
 from onstep.errors import ConfigError, DataError
 from onstep.events import Control, Dispatcher
@@ -40,7 +41,14 @@ from onstep.trainer.dataloaders import (
     train_loader,
 )
 from onstep.trainer.loaders.users_data import UsersData, count_examples, decides_data, users_data, whole_epochs
-from onstep.trainer.loss_convention import Convention, Labels, label_parameters, multiplies_by_ranks, shifts_labels
+from onstep.trainer.loss_convention import (
+    Convention,
+    Labels,
+    inner_module,
+    label_parameters,
+    multiplies_by_ranks,
+    shifts_labels,
+)
 from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.methods.callbacks import adopt_state, shown_steps
 from onstep.trainer.model_step import ModelStep
@@ -76,6 +84,7 @@ from onstep.training.setup.setup import (
     load_checkpoint,
     seed_everything,
 )
+from onstep.training.watchdog.termination import reports_before_sigterm
 from onstep.training.watchdog.watchdog import Watching
 
 logger = logging.getLogger(__name__)
@@ -229,6 +238,7 @@ def evaluation_session(trainer: TrainerMethods) -> Iterator[Session]:
         adopt_state(trainer.given_state, state)
         rows = (Watching, Endings)
         with (
+            reports_before_sigterm(state),  # above the watchdog, which it outlives
             state.features.open(rows, state, world),
             _session(trainer, state, notify) as session,
         ):
@@ -291,6 +301,9 @@ def _session(
 
 def _forward_step(trainer: TrainerMethods, module: nn.Module, labels: Labels, state: GlobalState) -> ModelStep:
     weighting = state.cfg.train.loss_weighting
+    is_own = any(overrides(trainer, name) for name in METHODS)
+    if not is_own and not _has_own_loss(trainer):
+        _check_forward(inner_module(module))
     convention, source = _convention(trainer, module)
     if weighting != "auto":
         convention = "mean"
@@ -301,9 +314,18 @@ def _forward_step(trainer: TrainerMethods, module: nn.Module, labels: Labels, st
     options: dict[str, Any] = {"convention": convention, "weighting": weighting, "world": state.world}
     if convention == "share" and _has_own_loss(trainer) and multiplies_by_ranks(trainer.compute_loss):
         options["num_averaged_ranks"] = state.world.size
-    if any(overrides(trainer, name) for name in METHODS):
+    if is_own:
         return CustomStep(trainer, labels, scales_shares=not _has_own_loss(trainer), **options)
     return ModelStep(trainer.compute_loss, labels, **options)
+
+
+def _check_forward(module: nn.Module) -> None:
+    """Refuse (ConfigError) a model whose class defines no `forward`, as one that misspells it."""
+    if getattr(module.forward, "__func__", None) is nn.Module.forward:
+        name, known = type(module).__name__, [one for one in vars(type(module)) if not one.startswith("_")]
+        raise ConfigError(
+            f"{name} has no method forward, which computes its output and loss; define it.{nearest('forward', known)}"
+        )
 
 
 def _convention(trainer: TrainerMethods, module: nn.Module) -> tuple[Convention, str]:

@@ -12,9 +12,10 @@ from onstep.data import Batch, IteratorReader, StepBatches, as_step_source
 from onstep.data.loaders.dead_workers import dead_workers_named
 from onstep.data.loaders.step_source import only_iterator
 from onstep.distributed import check_ranks, check_weights
-from onstep.events import CallbackManager, Dispatcher
+from onstep.errors import ConfigError
+from onstep.events import CallbackManager, Dispatcher, normalize_callbacks
 from onstep.forking import check_imports_are_done
-from onstep.optim import ForeignOptimizer, TorchSchedulerAdapter
+from onstep.optim import ForeignOptimizer, StepOptimizer, TorchSchedulerAdapter, check_length, check_scheduler
 from onstep.training.bridge.exits import checkpoint_and_decide_exit, save_checkpoint_and_time
 from onstep.training.bridge.global_state import GlobalState, TrainStepResult
 from onstep.training.bridge.housekeeping import _finish_train as _finish_train
@@ -30,16 +31,18 @@ from onstep.training.features import RUN, SECTIONS, STEP, TRAINING
 from onstep.training.loop import Loop
 from onstep.training.profiling.profilers import check_profilers
 from onstep.training.protocols import DataSource, ForwardStep, NonLossFunction, Trained, UserOptimizer, UserScheduler
+from onstep.training.run import Run
 from onstep.training.stages.ending import Leave, exit_if_preempted
 from onstep.training.stages.forward_step import only_chunk, prepare_forward_step_func
 from onstep.training.stages.job import (
     Evaluation,
     Job,
     drive,
-    warn_of_hidden_modules,
+    warn_of_hidden_weights,
     warn_of_parameters_left_out,
     warn_of_wrapper,
 )
+from onstep.training.stages.left_out import check_trains
 from onstep.training.stages.progress_log import (
     compute_throughputs_and_append_to_progress_log,
     get_start_time_from_progress_log,
@@ -74,7 +77,7 @@ def train(
     non_loss_data_func: NonLossFunction | None = None,
     *,
     pg_collection: object = None,
-    callback_manager: CallbackManager | None = None,
+    callback_manager: CallbackManager | list[object] | None = None,
     evaluation: Evaluation | None = None,
 ) -> None:
     """Train until the configured number of steps, or until a stop is requested. Collective.
@@ -95,26 +98,29 @@ def train(
         process_non_loss_data_func: passed to the evaluations inside the loop, as is
         non_loss_data_func: see `evaluate_and_print_results`.
         pg_collection: kept for Megatron Bridge.
-        callback_manager: the callbacks to call.
+        callback_manager: the callbacks to call, or a list of them.
         evaluation: the evaluation to run, if it is more than one validation set.
 
     Raises:
         NonFiniteError: if a loss or gradient norm is NaN or infinite; the update was not applied.
         ReplicaMismatchError: if replicas differ (`train.check_weight_hash_across_dp_replicas_interval`).
-        ConfigError: if both `profiling.use_pytorch_profiler` and a callback profile, the model has several chunks, or
-            the state was made before the process group of several ranks.
+        ConfigError: if both `profiling.use_pytorch_profiler` and a callback profile, the model has several chunks, the
+            state was made before the process group of several ranks, the optimizer has no parameter of the model, or
+            the scheduler is one of another optimizer or ends before the run.
         ShardingError: if parameters are sharded over ranks other than by `fully_shard` over all of them.
     """
     check_imports_are_done()
+    if not isinstance(global_state, Run):
+        raise ConfigError(
+            f"global_state must be a GlobalState, got a {type(global_state).__name__}; pass GlobalState(config)"
+        )
     only_chunk(model)
     check_weights(model)
     check_ranks(model, global_state.world)
-    run = global_state
+    run, callback_manager = global_state, normalize_callbacks(callback_manager)
     check_profilers(run.cfg.profiling, callback_manager)
-    driven = drive(optimizer, model, run)
+    driven, scheduler = _driven(optimizer, model, run), _checked(scheduler, optimizer)
     optimizer = optimizer if isinstance(driven, ForeignOptimizer) else driven
-    if isinstance(scheduler, LRScheduler):
-        scheduler = TorchSchedulerAdapter(scheduler)
     notify = Dispatcher(callback_manager, run, model, optimizer, scheduler)
     run.bridge_trackers.join(callback_manager)
     if not run.ending.in_run:
@@ -143,11 +149,27 @@ def train(
             dead_workers_named(),
             run.world.no_collectives_after_an_error(),
         ):
+            check_length(scheduler, run.train_state.step, run.train_iters)
             warn_of_parameters_left_out(job)
-            warn_of_hidden_modules(job)
+            warn_of_hidden_weights(job)
             warn_of_wrapper(job)
             Loop(job).train()
     exit_if_preempted(run)
+
+
+def _driven(optimizer: UserOptimizer, model: list[nn.Module], run: Run) -> StepOptimizer:
+    """The optimizer as the loop drives it, if it trains the model; one of Megatron's may have copies of the weights."""
+    driven = drive(optimizer, model, run)
+    if not isinstance(driven, ForeignOptimizer):
+        check_trains(driven.param_groups, model)
+    return driven
+
+
+def _checked(scheduler: UserScheduler | None, optimizer: UserOptimizer) -> UserScheduler | None:
+    """The scheduler as the loop steps it, if it is one of this optimizer."""
+    if scheduler is not None:
+        check_scheduler(scheduler, optimizer)
+    return TorchSchedulerAdapter(scheduler) if isinstance(scheduler, LRScheduler) else scheduler
 
 
 def train_step(
@@ -213,9 +235,9 @@ def _loop_of(
         forward_step_func=forward_step_func,
         raw_forward_step_func=forward_step_func,
         model=model,
-        optimizer=drive(optimizer, model, state),
+        optimizer=_driven(optimizer, model, state),
         raw_optimizer=optimizer,
-        scheduler=scheduler,
+        scheduler=_checked(scheduler, optimizer),
         reader=IteratorReader(iter(())),
         notify=notify or Dispatcher(None, state),
         start=RunStart.now(state),

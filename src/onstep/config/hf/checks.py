@@ -9,6 +9,7 @@ from typing import Any
 from onstep.bounded_reading import integer_from_environment
 from onstep.config.hf.argument import FOLLOW_METRIC, rules_of
 from onstep.config.hf.optimizers import WITHOUT_BETAS, check_optimizer
+from onstep.config.section import EPOCHS
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 
@@ -24,10 +25,10 @@ def check_arguments(args: Any) -> None:
         if rule.bound and value is not None and not (rule.bound.holds(value) and value != math.inf):
             raise ConfigError(f"TrainingArguments.{name}={value} must be {rule.bound.text} and finite.")
     check_optimizer(args)
-    if args.max_steps <= 0 and not 0 < args.num_train_epochs < math.inf:
+    if args.max_steps <= 0 and not EPOCHS.holds(args.num_train_epochs):
         raise ConfigError(
-            f"TrainingArguments.num_train_epochs={args.num_train_epochs} must be > 0; for a length in steps set "
-            f"max_steps > 0."
+            f"TrainingArguments.num_train_epochs={args.num_train_epochs} must be {EPOCHS.text}; for a length in steps "
+            f"set max_steps > 0."
         )
     for name in ("max_steps", "max_eval_steps"):
         value = getattr(args, name)

@@ -188,7 +188,9 @@ class ModelConfig(ConfigSection):
         INCOMPATIBLE,
         help="Balance experts by a bias on their selection, adjusted after each step, instead of by a loss.",
     )
-    moe_router_bias_update_rate: float = option(1e-3, TRAJECTORY, bound=">= 0", help="Change of that bias per step.")
+    moe_router_bias_update_rate: float = option(
+        1e-3, TRAJECTORY, bound="from 0 to 1", help="Change of that bias per step."
+    )
     moe_shared_expert_intermediate_size: int | None = option(
         None,
         INCOMPATIBLE,

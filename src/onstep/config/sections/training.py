@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onstep.config.section import MINUTES, NEW_LENGTH, SAFE, SECONDS, TRAJECTORY, Bound, ConfigSection, option
+from onstep.config.section import EPOCHS, MINUTES, NEW_LENGTH, SAFE, SECONDS, TRAJECTORY, Bound, ConfigSection, option
 
 _MEMORY_LEVEL = Bound("0 (never), 1 (before each update) or 2 (before and after it)", lambda level: level in (0, 1, 2))
 
@@ -45,7 +45,7 @@ class TrainingConfig(ConfigSection):
     num_epochs: float | None = option(
         None,
         TRAJECTORY,
-        bound="> 0",
+        bound=EPOCHS,
         effect=NEW_LENGTH,
         known_as=("epochs", "num_train_epochs", "max_epochs"),
         common=True,

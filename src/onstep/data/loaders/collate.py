@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from onstep.data.loaders.end_of_data import escaped_stop, has_items
-from onstep.errors import DataError, warn_once
+from onstep.errors import DataError, text_of, warn_once
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def default_data_collator(features: Sequence[Any]) -> Any:
                     f"them to numbers or tensors in the dataset, or in a collator of your own"
                 ) from error
             sized = [value for value in values if _is_sequence(value)]
-            shapes = ", ".join(sorted({str(tuple(np.shape(value))) for value in sized})) or "numbers"
+            shapes = ", ".join(sorted(set(map(_shape_of, sized)))) or "numbers"
             raise DataError(
                 f"samples cannot be stacked: {key!r} has {shapes} within one micro-batch ({error}); "
                 "pad them, for example with collate_fn=PaddingCollator(pad_id)"
@@ -126,12 +126,13 @@ def _none(where: str = "") -> DataError:
     )
 
 
-def check_lookup(dataset: Any, index: int, error: Exception) -> None:
-    """Check that an error of `dataset[index]` does not come from a lookup by other keys than 0, 1, ...
+def name_sample(dataset: Any, index: int, error: Exception) -> None:
+    """Add a note with the sample to an error of `dataset[index]`.
 
     Raises:
-        DataError: if it does.
+        DataError: if it comes from a lookup by other keys than 0, 1, ...
     """
+    error.add_note(_place(dataset, index))
     if isinstance(error, KeyError) and error.args == (index,):
         raise DataError(
             f"the {type(dataset).__name__} has no sample {index}; a dataset must have those from 0 to its length - 1: "
@@ -154,6 +155,13 @@ def _unconvertible(value: Any) -> str | None:
     if isinstance(value, (torch.Tensor, Number, np.generic, list, tuple)):
         return None
     return f"values of type {type(value).__name__}"
+
+
+def _shape_of(value: Any) -> str:
+    try:
+        return str(tuple(np.shape(value)))
+    except ValueError:
+        return "nested lists of unequal length"
 
 
 def _missing(key: str) -> DataError:
@@ -182,11 +190,25 @@ def is_map_style(dataset: Any) -> bool:
 
 
 def length_of(dataset: Any) -> int | None:
-    """``len(dataset)``, or None if it has no length."""
+    """``len(dataset)``, or None if it has no length.
+
+    Raises:
+        DataError: if its `__len__` returns something else than a number of samples.
+    """
     try:
         return len(dataset)
-    except (TypeError, NotImplementedError):
-        return None
+    except (TypeError, NotImplementedError, ValueError, OverflowError) as error:
+        if any(text in text_of(error) for text in _NOT_A_LENGTH):
+            raise DataError(
+                f"__len__ of the {type(dataset).__name__} must return its number of samples, an int >= 0: {error}"
+            ) from error
+        if isinstance(error, (TypeError, NotImplementedError)):
+            return None
+        raise
+
+
+_NOT_A_LENGTH = "cannot be interpreted as an integer", "should return >= 0", "index-sized integer"
+"""What Python says of the result of a `__len__`."""
 
 
 def samples_in(source: Any, already_batched: bool) -> int | None:
@@ -212,8 +234,7 @@ def fetch_function(dataset: Any, collate_fn: Collate | None) -> Fetch:
                 try:
                     samples.append(dataset[index])
                 except Exception as error:
-                    error.add_note(_place(dataset, index))
-                    check_lookup(dataset, index, error)
+                    name_sample(dataset, index, error)
                     raise
         else:
             samples = read_samples(ids)

@@ -262,8 +262,8 @@ def _blocks_of_epoch(
     row_size = layout.row_size
     end_of_full = start + (order.num_samples - start) // row_size * row_size
     block_size = max(1, _BLOCK_SAMPLES // layout.micro_batch_size) * row_size
-    own = np.arange(layout.own_start, layout.own_start + layout.micro_batch_size, dtype=np.int64)
     for block_start in range(start, end_of_full, block_size):
+        own = np.arange(layout.own_start, layout.own_start + layout.micro_batch_size, dtype=np.int64)
         row_starts = np.arange(block_start, min(block_start + block_size, end_of_full), row_size, dtype=np.int64)
         positions = row_starts[:, None] + own
         yield zip(order.at(positions).tolist(), repeat(False), repeat(row_size), positions[:, 0].tolist())

@@ -153,7 +153,10 @@ def save_model(
     `safetensors.torch.load_model(module, directory / "model.safetensors")`. `state_dict` is written in place of the
     model's own weights.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(f"the model cannot be saved in {directory}: {error}; name a directory, not a file") from error
     module: Any = unwrap(model)
     if hasattr(module, "save_pretrained"):
         module.save_pretrained(directory, **({} if state_dict is None else {"state_dict": dict(state_dict)}))

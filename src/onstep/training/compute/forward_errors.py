@@ -57,8 +57,10 @@ def call_forward_step(
             raise
         if batch is None and micro_batches is not None:
             raise DataError(f"{text_of(error)}: the micro-batch is None; does the collator return it?") from error
-        explain = _explain if isinstance(batch, Mapping) else _unlike_weights
-        explanation = explain(error, batch, model)
+        if isinstance(batch, Mapping):
+            explanation = _explain(error, batch, model)
+        else:
+            explanation = _unlike_weights(error, batch, model)
         if explanation is None:
             error.add_note(note_of(error, batch, step, torch.is_grad_enabled()))
             raise
@@ -108,12 +110,13 @@ def _lacking(what: str, batch: Mapping[Any, Any]) -> str:
 
 def _unlike_weights(error: Exception, batch: object, model: nn.Module) -> str | None:
     text = text_of(error)
-    if "dtype" not in text and "scalar type" not in text:
+    if not any(words in text for words in ("dtype", "scalar type", "should be the same")):
         return None
     weights = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
     tensors = {name: value.dtype for name, value in _named(batch).items() if isinstance(value, Tensor)}
     labels = tensors.pop(_LABELS, torch.long)
-    if "Long" in text and "indices" not in text and labels != torch.long:  # of a loss's targets
+    is_of_layer = "mat1" in text or "bias type" in text
+    if "Long" in text and "indices" not in text and labels != torch.long and not is_of_layer:  # of a loss's targets
         return f"{text}: in the micro-batch {_LABELS} is {labels}; convert class ids with .long()"
     unlike = [f"{name} is {dtype}" for name, dtype in tensors.items() if dtype != weights]
     if unlike:

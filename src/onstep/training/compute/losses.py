@@ -164,18 +164,22 @@ class StepLoss:
 def read_loss(result: object, batch: object, weighting: str, is_filler: bool) -> MicroLoss:
     """Interpret the return value of a loss function.
 
+    Where the labels are unknown they are so for a filler too, since ranks sum what all of them know, or nothing.
+
     Raises:
         LossError: if it has none of the documented forms.
         ConfigError: if a count is not one number >= 0, as far as that is known without reading an accelerator.
     """
     if isinstance(result, LossShare):
         items = None if result.num_items is None else counted("num_items", result.num_items)
+        items = 0 if is_filler and items is not None else items
         weight = 0 if is_filler else 1.0 if items is None else items
-        return MicroLoss(result.loss, weight, "share", result.report, _trained(items, is_filler))
+        return MicroLoss(result.loss, weight, "share", result.report, items)
     if isinstance(result, MeanLoss):
         loss, weight, tokens, report = result
         weight = counted("weight", weight)
-        return MicroLoss(loss, 0 if is_filler else weight, "mean", report, _trained(tokens, is_filler))
+        tokens = 0 if is_filler and tokens is not None else tokens
+        return MicroLoss(loss, 0 if is_filler else weight, "mean", report, tokens)
     if isinstance(result, tuple) and len(result) == 3:
         loss, num_tokens, report = result
         weight = counted("num_tokens", num_tokens)
@@ -185,20 +189,15 @@ def read_loss(result: object, batch: object, weighting: str, is_filler: bool) ->
         result = (result, {})
     if isinstance(result, tuple) and len(result) == 2:
         loss, report = result
-        tokens = _trained(count_labels(batch), is_filler)
+        tokens = count_labels(batch)
         if is_filler:
-            return MicroLoss(loss, 0, "mean", report, tokens)
+            return MicroLoss(loss, 0, "mean", report, None if tokens is None else 0)
         weight = mean_weight(batch, tokens, weighting) if tokens is None or weighting != "auto" else tokens
         return MicroLoss(loss, weight, "mean", report, tokens)
     raise LossError(
         f"The loss function returned {described(result)}; it must return (loss_sum, num_tokens, report), "
         f"(mean_loss, report) or a mean loss."
     )
-
-
-def _trained(tokens: Scalar | None, is_filler: bool) -> Scalar | None:
-    """The labels that a micro-batch is trained on; None, unknown, on all ranks or on none, whichever has a filler."""
-    return 0 if is_filler and tokens is not None else tokens
 
 
 def counted(name: str, count: Any) -> Scalar:

@@ -1,4 +1,4 @@
-"""Warns of trainable parameters that the optimizer does not have, also of those that appear during the training."""
+"""Looks for parameters that the optimizer does not have: all of them, or some, also during the training."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from onstep.errors import ConfigError
+from onstep.events.context import unwrap
 from onstep.metrics.norms.named_parameters import reshard
 from onstep.optim.param_groups import parameters_left_out, trainable_parameters
 
@@ -59,6 +61,22 @@ class LeftOut:
             *(id(child) for module in modules for child in module._modules.values()),
             *(id(p) for module in modules for p in module._parameters.values() if p is not None and p.requires_grad),
         ]
+
+
+def check_trains(groups: Sequence[Mapping[str, Any]], model: list[nn.Module]) -> None:
+    """Check that an optimizer with these groups has a parameter of the model.
+
+    Raises:
+        ConfigError: if it has none.
+    """
+    reshard(model)
+    own = {id(parameter) for chunk in model for parameter in chunk.parameters()}
+    if own.isdisjoint(id(parameter) for group in groups for parameter in group["params"]):
+        name = type(unwrap(model[0])).__name__
+        raise ConfigError(
+            f"the optimizer has no parameter of {name}, so it would train nothing; build it from the parameters of the "
+            f"model that is trained; a Trainer accepts a factory: optimizers=(lambda parameters: ..., None)"
+        )
 
 
 def first_of(names: list[str]) -> str:

@@ -244,6 +244,7 @@ FAULTS = [
     ("trainer", "on_run_end", "raise", 1, "failed first at step 4", " at .*ValueError: a fault of the test"),
     ("trainer", "on_run_end", "collective", 0, "hangs: no progress .* at step 4", " at .*fault_jobs.py"),
     ("pretrain", "state_dict", "hang", 1, "hangs: no progress .* at step 0", " at .*fault_jobs.py"),
+    ("trainer", "on_step_end", "stop_iteration", 1, "failed first at step 1", " at .*fault_jobs.py:[0-9]+ in fault"),
 ]
 EVENTS = (
     "on_init_end on_data_init_start on_train_start on_epoch_start on_step_begin on_forward_backward_end "
@@ -293,9 +294,10 @@ def fail(
     fault: str,
     suspect: int,
     ranks: int = 2,
+    **more: Any,
 ) -> str:
     """What run.json says of a run with this fault, which must have failed on all ranks."""
-    settings = {"event": event, "fault": fault, "suspect": suspect}
+    settings = {"event": event, "fault": fault, "suspect": suspect, **more}
     settings |= {"corpus": str(corpus / "colorsys.py"), "cache": str(cache)}
     started = processes.start("tests.support.jobs.fault_jobs", door, directory, settings, ranks=ranks)
     try:
@@ -309,6 +311,93 @@ def fail(
     content = run_json(directory)
     assert content["status"] == "failed", output_of(directory)
     return str(content["error"])
+
+
+@pytest.mark.parametrize(
+    ("door", "then"), [("trainer", ("on_run_end", "os_exit")), ("pretrain", ("on_exception", "kill"))]
+)
+def test_an_error_is_known_where_a_callback_called_with_it_ends_the_process(
+    processes: Processes, tmp_path: Path, corpus: Path, token_cache: Path, door: str, then: tuple[str, str]
+) -> None:
+    error = fail(processes, tmp_path, corpus, token_cache, door, "on_step_end", "raise", 1, then=then)
+    assert re.match("rank 1 failed first at step 1, while callback 'Faulty' is handling 'on_step_end' at ", error), (
+        error
+    )
+    assert error.endswith("ValueError: a fault of the test")
+    assert "exception of rank 1:" in reports(tmp_path)[0]
+
+
+def test_a_rank_that_is_killed_as_it_resumes_is_placed_at_the_step_of_the_checkpoint(
+    processes: Processes, tmp_path: Path, corpus: Path, token_cache: Path
+) -> None:
+    fail(processes, tmp_path, corpus, token_cache, "pretrain", "on_step_end", "raise", 1, nth=3)
+    error = fail(processes, tmp_path, corpus, token_cache, "pretrain", "on_checkpoint_load", "kill", 1)
+    assert re.match("rank 1 is gone .* at step 2, while callback 'Faulty' is handling 'on_checkpoint_load'", error), (
+        error
+    )
+
+
+@pytest.mark.parametrize(("method", "event"), [("evaluate", "on_eval_step_end"), ("predict", "on_test_start")])
+def test_a_rank_that_is_killed_in_a_later_evaluation_is_named(
+    processes: Processes, tmp_path: Path, method: str, event: str
+) -> None:
+    """The other rank gets the SIGTERM that torchrun sends."""
+    settings = {"event": event, "fault": "kill", "suspect": 1, "method": method}
+    first, second = processes.start("tests.support.jobs.fault_jobs", "evaluate", tmp_path, settings, ranks=2)
+    try:
+        assert second.wait() == -signal.SIGKILL
+        first.send_signal(signal.SIGTERM)
+        assert first.wait() == 1
+    finally:
+        first.end()
+    assert len(reports(tmp_path)) == 1, output_of(tmp_path)
+    assert run_json(tmp_path)["status"] == "failed"
+    error = run_json(tmp_path)["error"]
+    assert re.match(f"rank 1 is gone .* at step 4, while callback 'Faulty' is handling '{event}'", error), error
+
+
+@pytest.mark.parametrize("suspect", [0, "all"])
+def test_sigterm_ends_a_later_evaluation_at_once(processes: Processes, tmp_path: Path, suspect: int | str) -> None:
+    """A rank in a collective learns of the signal once the others are gone."""
+    settings = {"event": "on_eval_step_end", "fault": "hang", "suspect": suspect, "method": "evaluate", "seconds": 60.0}
+    ranks = processes.start("tests.support.jobs.fault_jobs", "evaluate", tmp_path, settings, ranks=2)
+    try:
+        wait_until_there(tmp_path, 2 if suspect == "all" else 1)
+        time.sleep(0.5)
+        for one in ranks:
+            one.send_signal(signal.SIGTERM)
+        assert [one.wait() for one in ranks] == [-signal.SIGTERM] * 2, output_of(tmp_path)
+    finally:
+        for one in ranks:
+            one.end()
+    assert run_json(tmp_path)["status"] == "completed"
+    assert not reports(tmp_path)
+
+
+def test_a_second_sigterm_ends_an_evaluation_in_which_a_rank_is_gone(processes: Processes, tmp_path: Path) -> None:
+    """Rank 0 has the store, without which the other one is not told."""
+    settings = {"event": "on_eval_step_end", "fault": "hang", "suspect": 1, "method": "evaluate", "seconds": 60.0}
+    first, second = processes.start("tests.support.jobs.fault_jobs", "evaluate", tmp_path, settings, ranks=2)
+    try:
+        wait_until_there(tmp_path, 1)
+        time.sleep(0.5)
+        first.send_signal(signal.SIGKILL)
+        assert first.wait() == -signal.SIGKILL
+        second.send_signal(signal.SIGTERM)
+        time.sleep(1.5)
+        assert second.is_alive
+        second.send_signal(signal.SIGTERM)
+        assert second.wait(10) == -signal.SIGTERM
+    finally:
+        second.end()
+
+
+def wait_until_there(directory: Path, ranks: int) -> None:
+    """Wait until so many ranks are at the event where they fail, and the others wait for them."""
+    deadline = time.monotonic() + 60
+    while sum("at on_eval" in path.read_text() for path in directory.glob("rank-*.out")) < ranks:
+        assert time.monotonic() < deadline, output_of(directory)
+        time.sleep(0.05)
 
 
 def test_a_start_that_fails_after_a_kill_does_not_say_that_it_runs(

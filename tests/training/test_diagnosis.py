@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from onstep.training.watchdog.diagnosis import FailureDiagnosis, diagnose, worker_frame
-from onstep.training.watchdog.rank_report import Failure, RankReport
+from onstep.training.watchdog.rank_report import TERMINATED, Failure, RankReport
 
 LIMIT = 10.0
 
@@ -115,6 +115,14 @@ def test_a_lost_connection_points_to_the_rank_that_is_silent(since: float) -> No
     lost = rank(failure=failure(1, consequence=True))
     assert diagnosis_of(lost, rank(silence=2.5), since=since) == FailureDiagnosis("died", 1)
     assert diagnosis_of(lost, rank(silence=0.1, gone=True), since=since) == FailureDiagnosis("died", 1)
+
+
+def test_a_rank_that_a_launcher_ended_is_not_the_first() -> None:
+    ended = rank(silence=9.0, gone=True, activity=TERMINATED)
+    lost = rank(failure=failure(1, consequence=True))
+    assert diagnosis_of(rank(), ended, rank(silence=5.0, gone=True)) == FailureDiagnosis("died", 2)
+    assert diagnosis_of(lost, ended, rank(silence=0.1, gone=True)) == FailureDiagnosis("died", 2)
+    assert diagnosis_of(lost, ended, rank()) == FailureDiagnosis("died", 1)
 
 
 def test_of_several_silent_ranks_the_one_silent_longest_was_first() -> None:

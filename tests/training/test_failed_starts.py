@@ -17,7 +17,7 @@ from filelock import lock_descriptor
 from onstep import Callback, CallbackManager, Trainer, TrainingArguments, pretrain
 from onstep.callbacks import JsonLogger
 from onstep.config import ConfigContainer
-from onstep.errors import ConfigError, DataError, OnstepError, RunExistsError
+from onstep.errors import CheckpointError, ConfigError, DataError, OnstepError, RunExistsError
 from onstep.training import opening
 from onstep.training.runs import lock as run_lock
 from onstep.training.runs.lock import RunLock
@@ -59,6 +59,29 @@ def failing_callback(config: ConfigContainer) -> None:
     pretrain(config, callbacks=[Fails(RuntimeError("broken"))])
 
 
+class Broken(Callback):
+    """Fails while it loads, or in another call of the set-up."""
+
+    def __init__(self, event: str) -> None:
+        self.event = event
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._come("load_state_dict")
+
+    def on_init_end(self, context: Any) -> None:
+        self._come("on_init_end")
+
+    def on_checkpoint_load(self, context: Any) -> None:
+        self._come("on_checkpoint_load")
+
+    def _come(self, event: str) -> None:
+        if event == self.event:
+            raise ValueError("broken")
+
+
 def failing_train_start(config: ConfigContainer) -> None:
     pretrain(config, callbacks=[JsonLogger(lr=1), FailsAtTrainStart()])
 
@@ -72,7 +95,6 @@ STARTS = pytest.mark.parametrize(
     [
         (no_data, DataError),
         (wrong_model, OnstepError),
-        (failing_callback, RuntimeError),
         (interrupted, KeyboardInterrupt),
     ],
 )
@@ -103,10 +125,29 @@ def test_an_unfinished_run_is_untouched_by_a_start_that_failed(
     assert content(tmp_path / "mine") == before
 
 
-def test_a_train_start_that_failed_leaves_no_directory_either(tiny_config: ConfigContainer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("event", ["on_init_end", "load_state_dict", "on_checkpoint_load"])
+@pytest.mark.parametrize("status", ["paused", "completed"])
+def test_an_unfinished_run_whose_callback_fails_at_its_next_start_has_failed(
+    tiny_config: ConfigContainer, tmp_path: Path, event: str, status: str
+) -> None:
+    tiny_config.run.name, tiny_config.run.output_dir = "mine", str(tmp_path)
+    tiny_config.train.exit_interval = 2 if status == "paused" else None
+    pretrain(tiny_config, callbacks=[Broken("never")])
+    tiny_config.train.train_iters, tiny_config.checkpoint.on_config_change = 9, "apply"
+    with pytest.raises((ValueError, CheckpointError)):
+        pretrain(tiny_config, callbacks=[Broken(event)])
+    record = json.loads(content(tmp_path / "mine")["run.json"])
+    assert record["status"] == ("failed" if status == "paused" else status)
+    assert ("broken" in (record.get("error") or "")) == (status == "paused")
+
+
+@pytest.mark.parametrize("start", [failing_callback, failing_train_start])
+def test_a_callback_that_failed_at_the_first_start_leaves_no_directory(
+    tiny_config: ConfigContainer, tmp_path: Path, start: Start
+) -> None:
     tiny_config.run.name, tiny_config.run.output_dir = "mine", str(tmp_path / "deep" / "runs")
     with pytest.raises(RuntimeError, match="broken"):
-        failing_train_start(tiny_config)
+        start(tiny_config)
     assert list(tmp_path.iterdir()) == []
 
 

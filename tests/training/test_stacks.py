@@ -7,11 +7,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from onstep import CallbackManager
+from onstep.errors import ConfigError
 from onstep.training.watchdog.stacks import StackDump, place_of_error
 
 
@@ -33,6 +36,17 @@ def test_a_row_that_cannot_be_read_is_placed_in_the_dataset(num_workers: int) ->
         list(loader)
     line = Broken.read.__code__.co_firstlineno + 1
     assert place_of_error(caught.value) == f"{__file__}:{line} in read"
+
+
+def test_an_exhausted_iterator_is_placed_in_the_callback() -> None:
+    def advance(context: Any) -> None:
+        next(iter([]))
+
+    manager = CallbackManager()
+    manager.register("on_step_end", advance)
+    with pytest.raises(ConfigError, match="raised StopIteration") as caught:
+        manager.fire("on_step_end", SimpleNamespace())
+    assert place_of_error(caught.value) == f"{__file__}:{advance.__code__.co_firstlineno + 1} in advance"
 
 
 def test_the_file_of_a_process_that_was_killed_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,36 +40,41 @@ FAULTS: dict[str, Callable[[], object]] = {
     "hang": lambda: time.sleep(10_000),
     "collective": lambda: dist.all_reduce(torch.ones(3)),
     "barrier": dist.barrier,
+    "stop_iteration": _raise(StopIteration),
 }
 
 
 class Faulty(Callback):
-    """Fails once, at one event on one rank; at the second of its kind if `nth` says so."""
+    """Fails once, at one event on one rank; at the second of its kind if `nth` says so, and at `then` in another way.
+
+    Args:
+        settings: of the job; `then` is another event and its fault.
+    """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings, self.seen = settings, 0
 
-    def _come(self) -> None:
-        self.seen += 1
-        if self.seen == self.settings.get("nth", 1) and self.settings["suspect"] == int(os.environ.get("RANK", "0")):
-            FAULTS[self.settings["fault"]]()
+    def come(self, event: str) -> None:
+        is_suspect = self.settings["suspect"] in (int(os.environ.get("RANK", "0")), "all")
+        then = self.settings.get("then", (None, None))
+        if event == self.settings["event"]:
+            self.seen += 1
+            if self.seen == self.settings.get("nth", 1) and is_suspect:
+                print(f"at {event}", flush=True)
+                FAULTS[self.settings["fault"]]()
+        elif event == then[0] and is_suspect:
+            FAULTS[then[1]]()
 
     def state_dict(self) -> dict[str, Any]:
-        if self.settings["event"] == "state_dict":
-            self._come()
+        self.come("state_dict")
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.settings["event"] == "load_state_dict":
-            self._come()
+        self.come("load_state_dict")
 
 
 def _at(event: str) -> Callable[..., None]:
-    def handle(self: Faulty, context: Any) -> None:
-        if self.settings["event"] == event:
-            self._come()
-
-    return handle
+    return lambda self, context: self.come(event)
 
 
 for _name in VALID_EVENTS:
@@ -87,6 +92,19 @@ def job_pretrain(settings: dict[str, Any]) -> None:
 
 
 def job_trainer(settings: dict[str, Any]) -> None:
+    trainer(Faulty(settings)).train()
+
+
+def job_evaluate(settings: dict[str, Any]) -> None:
+    """Fail in the evaluation or prediction that follows the training."""
+    faulty = Faulty({**settings, "suspect": None})
+    trained = trainer(faulty)
+    trained.train()
+    faulty.settings, faulty.seen = settings, 0
+    getattr(trained, settings["method"])(Rows())
+
+
+def trainer(faulty: Faulty) -> Trainer:
     torch.manual_seed(0)
     args = TrainingArguments(
         output_dir="run",
@@ -100,13 +118,13 @@ def job_trainer(settings: dict[str, Any]) -> None:
         use_cpu=True,
         report_to="none",
         disable_tqdm=True,
-        config_overrides={"ft.watchdog_seconds": SECONDS},
+        config_overrides={"ft.watchdog_seconds": faulty.settings.get("seconds", SECONDS)},
     )
-    Trainer(
+    return Trainer(
         Model({"how": "nothing"}),
         args,
         train_dataset=Rows(),
         eval_dataset=Rows(),
-        callbacks=[Faulty(settings)],
+        callbacks=[faulty],
         default_callbacks=False,
-    ).train()
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,8 @@ from onstep.training.runs.lock import LEASE, LOCK, RunLock
 logger = logging.getLogger(__name__)
 
 _RECORDS = ("run.json", IDENTITY_FILE)
+_DECISIONS = "decisions.jsonl"
+"""Lines are only appended, so that restoring it is cutting it to its size."""
 PROBES = ".write-test-*"
 """Files with which processes check that they can write."""
 _OURS = frozenset((*_RECORDS, LOCK, LEASE, *(f"{name}.tmp" for name in _RECORDS), "trainer_logs.json"))
@@ -46,6 +49,7 @@ class Hold:
         for name in _RECORDS:
             with suppress(OSError, DataError):  # claiming the directory says what is wrong with it
                 self._records[name] = read_bytes(path / name, MAX_JSON_BYTES)
+        self._num_decision_bytes = _size(path / _DECISIONS)
 
     @property
     def had_run(self) -> bool:
@@ -64,6 +68,8 @@ class Hold:
             if not new <= _OURS and not self._only_empty_directories(new - _OURS):
                 return False
             self._restore_records()
+            if (before := self._num_decision_bytes) is not None and (_size(self.path / _DECISIONS) or 0) > before:
+                os.truncate(self.path / _DECISIONS, before)
             # the lock last, as the directory is another's without it, and before it what makes the directory a run's
             for name in sorted(new, key=lambda name: (name in (LOCK, LEASE), name == "run.json")):
                 one = self.path / name
@@ -126,6 +132,10 @@ def remove_empty(directories: Sequence[Path]) -> None:
     with suppress(OSError):
         for directory in directories:
             directory.rmdir()
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
 
 
 def _has(path: Path, content: bytes) -> bool:

@@ -163,7 +163,10 @@ def test_a_server_with_tls_says_how_it_is_trusted(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGTERM, id="SIGTERM"), pytest.param(signal.SIGINT, id="SIGINT", marks=pytest.mark.slow)],
+)
 def test_a_server_program_serves_saves_and_ends_by_a_signal(number: signal.Signals, tmp_path: Path) -> None:
     save_file({"weight": torch.ones(3)}, tmp_path / "model.safetensors")
     command = [sys.executable, "-m", "onstep", "diloco", "server", "-n", "1", "--codec", "fp32", "--port", "0"]

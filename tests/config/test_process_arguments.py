@@ -247,7 +247,7 @@ note("after")
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("store", ["agent", "own"])
+@pytest.mark.parametrize("store", [pytest.param("agent", marks=pytest.mark.slow), "own"])
 def test_the_main_process_goes_first_before_and_during_a_run(tmp_path: Path, store: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     root = str(Path(__file__).parents[2])

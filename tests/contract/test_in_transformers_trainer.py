@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tracemalloc
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -118,7 +119,7 @@ EFFECTS: dict[str, Callable[[Outcome], bool]] = {
     "ResumableSummaryWriter": lambda one: one.has_file("events.out.*"),
     "TBLogger": lambda one: one.has_file("events.out.*"),
     "TextgenCallback": lambda one: one.has_file("text_samples.jsonl"),
-    "TraceMalloc": lambda one: "resident (RSS)" in one.text,
+    "TraceMalloc": lambda one: "resident (RSS)" in one.text and not tracemalloc.is_tracing(),
     "WeightNormLogger": lambda one: one.has_logged("weight_norm"),
 }
 MAKE: dict[str, Callable[[], Any]] = {

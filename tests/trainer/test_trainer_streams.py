@@ -77,7 +77,7 @@ def steps_of(directory: Path, stream: Any, until: int = 0, resume: Any = None) -
 
 @pytest.mark.filterwarnings("ignore:.*copy construct.*")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("killed_at", [4, 15])
+@pytest.mark.parametrize("killed_at", [pytest.param(4, marks=pytest.mark.slow), 15])
 def test_a_stream_continues_at_the_very_sample(tmp_path: Path, files: list[str], kind: str, killed_at: int) -> None:
     def made() -> Any:
         return KINDS[kind](stream_of(files))

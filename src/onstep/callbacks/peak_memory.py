@@ -231,8 +231,12 @@ class TraceMalloc(TrainerCallback):
         self._latest = now
         logger.info("%s", "\n".join(lines))
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop tracing if this callback started it; in Hugging Face's own Trainer, no other event follows."""
+        self._stop()
+
     def on_run_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop tracing if this callback started it."""
+        """Stop tracing also where training ended with an error."""
         self._stop()
 
     def _stop(self) -> None:

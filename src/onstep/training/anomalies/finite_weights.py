@@ -55,12 +55,13 @@ class FiniteWeights(Feature[Job]):
 
     def _non_finite(self) -> list[str]:
         """The trainable weights of this rank that are not finite; reads the device once if there is none."""
-        named = {
+        parts = {
             name: local_part(parameter.detach())
             for chunk in self.host.model
             for name, parameter in chunk.named_parameters()
-            if parameter.requires_grad and parameter.is_floating_point() and parameter.numel()
+            if parameter.requires_grad and parameter.is_floating_point()
         }
+        named = {name: part for name, part in parts.items() if part.numel()}  # a rank may have no part of a shard
         total = torch.nn.utils.get_total_norm(named.values(), norm_type=float("inf")) if named else torch.zeros(())
         if total.isfinite():
             return []

@@ -21,6 +21,7 @@ from onstep.config import args_to_config
 from onstep.config.differences import classify
 from onstep.config.section import ChangeClass
 from onstep.errors import ConfigError, DataError
+from tests.support.seen_samples import SeenSamples
 from tests.support.small_models import Regression, regression_rows
 from tests.support.started_rows import Started
 
@@ -185,23 +186,11 @@ class Killed(RuntimeError):
     """Stands for the end of the process."""
 
 
-class Seen(Callback):
-    """Notes the inputs of every step, and ends the process after step `until`."""
-
-    def __init__(self, until: int = 0) -> None:
-        self.steps: list[list[float]] = []
-        self._until = until
-
-    def on_train_step_start(self, context: Any) -> None:
-        self.steps.append([float(x) for batch in context.micro_batches for x in batch["x"][:, 0]])
-
-    def on_step_end(self, context: Any) -> None:
-        if context.state.train_state.step == self._until:
-            raise Killed
-
-
 def steps_of(kind: type, directory: Path, until: int = 0, resume: Any = None, **options: Any) -> list[list[float]]:
-    seen = Seen(until)
+    def die(steps: list[list[float]]) -> None:
+        raise Killed
+
+    seen = SeenSamples(until, die)
     trainer = made(kind, directory, save_strategy="steps", save_steps=1, callbacks=[seen], **options)
     try:
         trainer.train(resume_from_checkpoint=resume)
@@ -280,7 +269,7 @@ def test_a_sampler_is_told_each_epoch(tmp_path: Path) -> None:
 
 
 def test_a_method_assigned_to_the_object_counts_too(tmp_path: Path) -> None:
-    seen = Seen()
+    seen = SeenSamples()
     trainer = made(Plain, tmp_path, callbacks=[seen])
     trainer._get_train_sampler = lambda dataset=None: [5] * 4
     trainer.train()
@@ -495,7 +484,7 @@ def test_loaders_of_evaluations_made_by_hand(tmp_path: Path) -> None:
 
 
 def test_datasets_assigned_after_construction_are_used(tmp_path: Path) -> None:
-    seen = Seen()
+    seen = SeenSamples()
     trainer = made(Plain, tmp_path, rows=None, callbacks=[seen], train_sampling_strategy="sequential", max_steps=1)
     trainer.train_dataset = ROWS[8:]
     trainer.eval_dataset = ROWS[:2]
@@ -633,7 +622,7 @@ def test_a_loader_that_is_kept_serves_several_trainings(tmp_path: Path) -> None:
             self.kept = self.kept or super().get_train_dataloader()  # type: ignore[misc]
             return self.kept
 
-    seen = Seen()
+    seen = SeenSamples()
     trainer = made(Keeps, tmp_path, callbacks=[seen])
     trainer.train()
     trainer.train()

@@ -38,11 +38,10 @@ from onstep.training.stages.job import (
     Evaluation,
     Job,
     drive,
-    warn_of_hidden_weights,
     warn_of_parameters_left_out,
     warn_of_wrapper,
 )
-from onstep.training.stages.left_out import check_trains
+from onstep.training.stages.left_out import check_trains, warn_of_hidden_weights
 from onstep.training.stages.progress_log import (
     compute_throughputs_and_append_to_progress_log,
     get_start_time_from_progress_log,
@@ -151,7 +150,7 @@ def train(
         ):
             check_length(scheduler, run.train_state.step, run.train_iters)
             warn_of_parameters_left_out(job)
-            warn_of_hidden_weights(job)
+            warn_of_hidden_weights(job.model, is_main=run.world.is_main)
             warn_of_wrapper(job)
             Loop(job).train()
     exit_if_preempted(run)

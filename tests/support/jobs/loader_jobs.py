@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, WeightedRandomSampler
 
-from onstep import Callback, Trainer, TrainingArguments
+from onstep import Trainer, TrainingArguments
 from onstep.config import ConfigContainer
 from onstep.distributed import data_parallel, open_world
 from onstep.optim import TrainingOptimizer
 from onstep.trainer.loaders.torch_loaders import prepared_loader
 from onstep.training import GlobalState, train
+from tests.support.seen_samples import SeenSamples, die_with_all_ranks
 from tests.support.small_models import Regression, regression_rows
 from tests.support.small_runs import LENGTH, RaggedRows, TinyModel, sum_step
 
@@ -71,23 +72,6 @@ class Uneven(Trainer):
 KINDS = {one.__name__: one for one in (Trainer, Weighted, Prepared, Distributed, PreparedStream, Uneven)}
 
 
-class Read(Callback):
-    """Notes the first feature of every sample that this rank reads, and ends the process after step `until`."""
-
-    def __init__(self, until: int) -> None:
-        self.steps: list[list[float]] = []
-        self._until = until
-
-    def on_train_step_start(self, context: Any) -> None:
-        self.steps.append([float(x) for batch in context.micro_batches for x in batch["x"][:, 0]])
-
-    def on_step_end(self, context: Any) -> None:
-        if context.state.train_state.step == self._until:
-            Path(f"killed-{context.state.world.rank}.json").write_text(json.dumps(self.steps))
-            torch.distributed.barrier()
-            os._exit(3)
-
-
 def rows_of(kind: str) -> Any:
     if kind == "rows":
         return ROWS
@@ -102,7 +86,7 @@ def rows_of(kind: str) -> Any:
 
 
 def job_train(settings: dict[str, Any]) -> None:
-    read = Read(settings.get("until", 0))
+    read = SeenSamples(settings.get("until", 0), die_with_all_ranks)
     values = {
         "output_dir": "run",
         "per_device_train_batch_size": 2,

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import closing
@@ -17,13 +16,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from onstep import Callback, Trainer, TrainingArguments
+from onstep import Trainer, TrainingArguments
 from onstep.config import ConfigContainer
 from onstep.data import EvalLoader, IterableLoader, IteratorReader
 from onstep.distributed import World, data_parallel, open_world
 from onstep.errors import DataError
 from onstep.optim import TrainingOptimizer
 from onstep.training import GlobalState, evaluate, train
+from tests.support.seen_samples import SeenSamples, die_with_all_ranks
 from tests.support.small_models import Regression, arguments, regression_rows
 from tests.support.small_runs import LENGTH, RaggedRows, TinyModel, sum_step
 
@@ -70,26 +70,9 @@ class Stateful(Stream):
 STREAMS = {one.__name__: one for one in (Stream, Sized, Stateful)}
 
 
-class Read(Callback):
-    """Notes the first feature of every sample that this rank reads, and ends the process after step `until`."""
-
-    def __init__(self, until: int) -> None:
-        self.steps: list[list[float]] = []
-        self._until = until
-
-    def on_train_step_start(self, context: Any) -> None:
-        self.steps.append([float(x) for batch in context.micro_batches for x in batch["x"][:, 0]])
-
-    def on_step_end(self, context: Any) -> None:
-        if context.state.train_state.step == self._until:
-            Path(f"killed-{rank()}.json").write_text(json.dumps(self.steps))
-            torch.distributed.barrier()
-            os._exit(3)
-
-
 def job_train(settings: dict[str, Any]) -> dict[str, Any]:
     """Train a Trainer on a stream of which each rank keeps its share."""
-    read = Read(settings.get("until", 0))
+    read = SeenSamples(settings.get("until", 0), die_with_all_ranks)
     values = {
         "output_dir": "run",
         "per_device_train_batch_size": 4,

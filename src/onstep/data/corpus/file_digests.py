@@ -19,6 +19,11 @@ _KNOWN: dict[tuple[int, ...], bytes] = {}
 """The digests of the files that this process has read, by device, inode, size and times of change."""
 
 
+def stamp_of(status: os.stat_result) -> tuple[int, ...]:
+    """What changes when the content of a file does."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
 def content_digest(path: Path) -> tuple[int, bytes]:
     """The size of a file and the BLAKE2b hash of its content. A process reads an unchanged file only once.
 
@@ -27,7 +32,7 @@ def content_digest(path: Path) -> tuple[int, bytes]:
     """
     with open_file(path) as content:
         status = os.fstat(content.fileno())
-        stamp = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        stamp = stamp_of(status)
         found = _KNOWN.get(stamp)
         if found is None:
             found = hashlib.file_digest(content, "blake2b").digest()

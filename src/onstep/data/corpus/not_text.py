@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from onstep.data.corpus.file_digests import stamp_of
 from onstep.errors import DataError, warn_once
 
 _LOGGER = logging.getLogger(__name__)
@@ -99,12 +100,10 @@ def check_texts(files: Iterable[Path]) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
-    """What changes with the content of a file; None if the system does not say."""
     try:
-        status = path.stat()
+        return stamp_of(path.stat())
     except OSError:
         return None
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def has_content(path: Path) -> bool:
@@ -113,8 +112,10 @@ def has_content(path: Path) -> bool:
     Raises:
         DataError: if it cannot be read.
     """
-    stamp = _stamp(path)
-    return (stamp is not None and stamp[2] > 0) or bool(_head(path))
+    try:
+        return path.stat().st_size > 0 or bool(_head(path))
+    except OSError:
+        return bool(_head(path))  # which says why it cannot be read
 
 
 def warn_of_nul(path: Path, content: bytes) -> None:

@@ -1,19 +1,35 @@
-"""Says what a run continues from, and compares the files that it is trained on with those of that checkpoint."""
+"""Finds what a run continues from, and compares its configuration and files with those of that checkpoint."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
 
-from onstep.checkpoint import CheckpointInfo, CheckpointManager
-from onstep.config import ConfigContainer
+from onstep.checkpoint import CheckpointInfo, CheckpointManager, checkpoints, resolve
+from onstep.checkpoint.catalog.discovery import named_dirs
+from onstep.config import ChangeClass, ConfigContainer
+from onstep.config.derived import fill
+from onstep.config.differences import changes, decide, describe, left_to_policy, of_kind
 from onstep.distributed import attempt
-from onstep.errors import CheckpointError
+from onstep.errors import CheckpointError, ConfigError
+from onstep.events import Request
 from onstep.training.run import Run
 from onstep.training.runs.identity import Identity, compare, trains_on_others, ways_to_continue
-from onstep.training.runs.steering import steps_without, withdrawable
+from onstep.training.runs.steering import (
+    WITHDRAWN,
+    ids_to_repeat,
+    is_cut,
+    is_recorded,
+    left_behind,
+    steps_without,
+    withdrawable,
+)
+from onstep.training.stages.agreement import append_decision
 
 logger = logging.getLogger(__name__)
+
+DECISIONS = "decisions"
+"""The entry of a manifest's `extra` that says which decisions its state contains."""
 
 
 def asked_start(config: ConfigContainer) -> str | None:
@@ -56,6 +72,79 @@ def newest_start(state: Run, manager: CheckpointManager) -> CheckpointInfo | Non
     return found
 
 
+def requested_start(state: Run, root: Path) -> CheckpointInfo | None:
+    """The checkpoint that `checkpoint.load` and `ckpt_step` name, found and verified on rank 0. Collective.
+
+    Raises:
+        CheckpointError: if it does not exist, on all ranks alike.
+    """
+    config, world = state.cfg.checkpoint, state.world
+    outcome: CheckpointInfo | CheckpointError | None = None
+    if world.is_main:
+        try:
+            outcome = resolve(Path(config.load) if config.load else root, step=config.ckpt_step)
+        except CheckpointError as error:
+            own = root if state.run_dir is None else state.run_dir.path
+            is_new = config.load is not None and Path(config.load).resolve() in (root.resolve(), own.resolve())
+            is_new = is_new and config.ckpt_step is None and not named_dirs(root)
+            outcome = None if is_new and not config.exit_on_missing_checkpoint else error
+    outcome = world.share(outcome)
+    if isinstance(outcome, CheckpointError):
+        raise outcome
+    return outcome
+
+
+def check_not_all_damaged(state: Run, root: Path) -> None:
+    """Refuse to start from scratch where checkpoints exist of which none is usable; each reason has been logged.
+
+    Collective.
+
+    Raises:
+        CheckpointError: listing them.
+    """
+    there = state.world.share([path.name for _, kind, path in reversed(named_dirs(root)) if not kind])
+    if there:
+        instead = "run.fresh=true or another run.name"
+        raise CheckpointError(
+            f"none of the checkpoints in {root} can be used ({', '.join(there)}), and starting from scratch "
+            f"would hide that. Restore one of them, or start a new run with "
+            f"{instead if state.trainer is None else 'resume_from_checkpoint=False or another output_dir'}."
+        )
+
+
+def compare_configuration(state: Run, info: CheckpointInfo) -> None:
+    """Compare the checkpoint's configuration with the current one.
+
+    The differences of the run's own checkpoint have been accepted with its directory, perhaps by a process that
+    died before it saved: the current values apply.
+
+    Raises:
+        CheckpointError: for a difference that `checkpoint.on_config_change` does not allow.
+    """
+    own = is_own(state, info)
+    if not info.manifest.config:
+        return
+    policy = state.cfg.checkpoint.on_config_change
+    current = fill(state.cfg, state.world.size)
+    if current.model.vocab_size is None:  # set from the tokenizer, which is not open yet
+        current.model.vocab_size = info.manifest.config_section("model").get("vocab_size")
+    try:
+        # how a run starts is not compared
+        found = [one for one in changes(info.manifest.config, current) if not one.key.startswith("checkpoint.")]
+        is_accepted = own or (state.trainer is not None and policy == "error")  # as in Hugging Face: it is named
+        if is_accepted and left_to_policy(found, current):
+            policy = current.checkpoint.on_config_change = state.cfg.checkpoint.on_config_change = "apply"
+        decided = decide(found, current, policy, state.world.size)
+    except ConfigError as error:
+        raise CheckpointError(f"{info.path} was saved with a different configuration: {error}") from None
+    if policy == "keep":
+        state.cfg = decided
+    elif policy == "apply" and (moved := of_kind(found, ChangeClass.TRAJECTORY)):
+        state.ending.changes = tuple(moved)
+    if found and not own and state.world.is_main:
+        logger.info("the configuration differs from that of %s:\n%s", info.path, describe(found))
+
+
 def compare_identity(state: Run, start: CheckpointInfo | None, root: Path) -> None:
     """Compare the current files with those that the checkpoint was trained on, unless the run directory already has.
 
@@ -87,6 +176,38 @@ def is_own(state: Run, info: CheckpointInfo) -> bool:
     """Whether a checkpoint is in the run's own directory."""
     own = state.run_dir
     return own is not None and info.path.parent.resolve() == own.checkpoints.resolve()
+
+
+def record_lost_save(state: Run, root: Path) -> None:
+    """Record that the newest checkpoint is saved, which a kill right after its commit prevented."""
+    if state.run_dir is None or not state.world.is_main:
+        return
+    found, _ = attempt(lambda: checkpoints(root))  # all ranks raise the error when they look for a start
+    info = found[0] if found else None
+    if info is None or not is_own(state, info):
+        return
+    captured = info.manifest.extra.get(DECISIONS)
+    if captured and is_cut(state.run_dir.decisions, captured):
+        logger.warning(
+            "%s has lost lines that the run had written when it saved the checkpoint of step %d; commands that it "
+            "was sent after it may be lost too, and are then not repeated.",
+            state.run_dir.decisions,
+            info.step,
+        )
+    if captured and not is_recorded(state.run_dir.decisions, info.step, captured):
+        reason = "recorded by the next process: the one that saved it was killed right after it"
+        details = {"checkpoint_step": info.step, "path": str(info.path), **captured}
+        append_decision(state, Request("saved", "the loop", "", reason, 0, details), info.step)
+
+
+def leave_commands(state: Run, info: CheckpointInfo) -> None:
+    """Record which commands belong to the branch that the user leaves: no later start repeats them."""
+    if state.run_dir is None or not state.world.is_main:
+        return
+    left = left_behind(state.run_dir.decisions, info.step if is_own(state, info) else None)
+    if left:
+        reason, details = f"the run continues from {info.path}", {"command_ids": ids_to_repeat(left)}
+        append_decision(state, Request(WITHDRAWN, "the loop", "", reason, 0, details), info.step)
 
 
 def _compared(state: Run, start: CheckpointInfo | None, root: Path, current: Identity) -> dict[str, str]:

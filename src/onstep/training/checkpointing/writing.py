@@ -21,44 +21,41 @@ from onstep.checkpoint import (
     SaveRequest,
     SharingPattern,
     StateComponent,
-    checkpoints,
-    resolve,
 )
-from onstep.checkpoint.catalog.discovery import named_dirs
-from onstep.config import ChangeClass, ConfigContainer
-from onstep.config.derived import fill
-from onstep.config.differences import changes, decide, describe, left_to_policy, of_kind
+from onstep.config import ConfigContainer
 from onstep.data import StepSource
-from onstep.distributed import attempt
-from onstep.errors import CheckpointError, ConfigError
+from onstep.errors import CheckpointError
 from onstep.events import Dispatcher, Request
 from onstep.optim import OptimizerParamScheduler
 from onstep.training.checkpointing.current_values import current_values, place_scheduler
 from onstep.training.checkpointing.place import SavePlace
 from onstep.training.checkpointing.saved_states import DataPosition, RunComponents, finite_numbers
-from onstep.training.checkpointing.starts import asked_start, compare_identity, is_own, newest_start
+from onstep.training.checkpointing.starts import (
+    DECISIONS,
+    asked_start,
+    check_not_all_damaged,
+    compare_configuration,
+    compare_identity,
+    leave_commands,
+    newest_start,
+    record_lost_save,
+    requested_start,
+)
 from onstep.training.protocols import Trained, UserScheduler
 from onstep.training.run import Run
 from onstep.training.runs.steering import (
     BRANCH,
-    WITHDRAWN,
     Steering,
     captured_now,
     everything_sent,
-    ids_to_repeat,
-    is_cut,
-    is_recorded,
-    left_behind,
     steps_to_keep,
 )
-from onstep.training.stages.agreement import append_decision, write_decision
+from onstep.training.stages.agreement import write_decision
 from onstep.training.stages.best_metric import note_best_checkpoint
 from onstep.training.stages.progress_log import log_async_checkpoint_saved
 from onstep.training.stages.steering import lift_end
 
 logger = logging.getLogger(__name__)
-
-_DECISIONS = "decisions"
 
 
 class RunCheckpoints:
@@ -107,16 +104,17 @@ class RunCheckpoints:
         self._place.lock()
         state, asked = self.state, asked_start(self.state.cfg)
         directory = state.run_dir
-        self._record_lost_save()
+        record_lost_save(state, self.root)
         if asked is not None and not (directory is not None and directory.has_started_from(asked)):
-            self.start, state.stage.is_chosen_start = self._resolve(), True
+            self.start, state.stage.is_chosen_start = requested_start(state, self.root), True
         elif state.cfg.checkpoint.resume:
             if directory is not None and state.world.is_main:
                 self._to_keep = steps_to_keep(everything_sent(directory.decisions))
             self.start = newest_start(state, self.manager)
-            self._check_not_all_damaged()
+            if self.start is None:
+                check_not_all_damaged(state, self.root)
         if self.start is not None:
-            self._compare_configuration(self.start)
+            compare_configuration(state, self.start)
         compare_identity(state, self.start, self.root)
         if self.start is None:
             self._record_start()
@@ -162,7 +160,7 @@ class RunCheckpoints:
             self._load(self.start, self.components.features())
             self._leave_branch(self.start)
             if self.state.stage.is_chosen_start:
-                self._leave_commands(self.start)
+                leave_commands(self.state, self.start)
             self._record_start()
 
     def load_position(self, reader: StepSource, scheduler: UserScheduler | None = None) -> None:
@@ -293,66 +291,6 @@ class RunCheckpoints:
         if self.state.world.is_main:
             logger.info("loaded the best weights, from step %d", best.step)
 
-    def _resolve(self) -> CheckpointInfo | None:
-        """The checkpoint that `checkpoint.load` and `ckpt_step` name, found and verified on rank 0."""
-        config, world = self.state.cfg.checkpoint, self.state.world
-        outcome: CheckpointInfo | CheckpointError | None = None
-        if world.is_main:
-            try:
-                outcome = resolve(Path(config.load) if config.load else self.root, step=config.ckpt_step)
-            except CheckpointError as error:
-                own = self.root if self.state.run_dir is None else self.state.run_dir.path
-                is_new = config.load is not None and Path(config.load).resolve() in (self.root.resolve(), own.resolve())
-                is_new = is_new and config.ckpt_step is None and not named_dirs(self.root)
-                outcome = None if is_new and not config.exit_on_missing_checkpoint else error
-        outcome = world.share(outcome)
-        if isinstance(outcome, CheckpointError):
-            raise outcome
-        return outcome
-
-    def _compare_configuration(self, info: CheckpointInfo) -> None:
-        """Compare the checkpoint's configuration with the current one.
-
-        The differences of the run's own checkpoint have been accepted with its directory, perhaps by a process that
-        died before it saved: the current values apply.
-
-        Raises:
-            CheckpointError: for a difference that `checkpoint.on_config_change` does not allow.
-        """
-        state, own = self.state, is_own(self.state, info)
-        if not info.manifest.config:
-            return
-        policy = state.cfg.checkpoint.on_config_change
-        current = fill(state.cfg, state.world.size)
-        if current.model.vocab_size is None:  # set from the tokenizer, which is not open yet
-            current.model.vocab_size = info.manifest.config_section("model").get("vocab_size")
-        try:
-            # how a run starts is not compared
-            found = [one for one in changes(info.manifest.config, current) if not one.key.startswith("checkpoint.")]
-            is_accepted = own or (state.trainer is not None and policy == "error")  # as in Hugging Face: it is named
-            if is_accepted and left_to_policy(found, current):
-                policy = current.checkpoint.on_config_change = state.cfg.checkpoint.on_config_change = "apply"
-            decided = decide(found, current, policy, state.world.size)
-        except ConfigError as error:
-            raise CheckpointError(f"{info.path} was saved with a different configuration: {error}") from None
-        if policy == "keep":
-            state.cfg = decided
-        elif policy == "apply" and (moved := of_kind(found, ChangeClass.TRAJECTORY)):
-            state.ending.changes = tuple(moved)
-        if found and not own and state.world.is_main:
-            logger.info("the configuration differs from that of %s:\n%s", info.path, describe(found))
-
-    def _check_not_all_damaged(self) -> None:
-        """Refuse to start from scratch if checkpoints exist but none is usable; each reason has been logged."""
-        there = self.state.world.share([path.name for _, kind, path in reversed(named_dirs(self.root)) if not kind])
-        if self.start is None and there:
-            instead = "run.fresh=true or another run.name"
-            raise CheckpointError(
-                f"none of the checkpoints in {self.root} can be used ({', '.join(there)}), and starting from scratch "
-                f"would hide that. Restore one of them, or start a new run with "
-                f"{instead if self.state.trainer is None else 'resume_from_checkpoint=False or another output_dir'}."
-            )
-
     def _record_start(self) -> None:
         """Record that the run has started from what was requested: until then, a restart must request the same."""
         asked, directory = asked_start(self.state.cfg), self.state.run_dir
@@ -364,43 +302,11 @@ class RunCheckpoints:
         if info.path.parent.resolve() == self.root.resolve():
             self.manager.set_aside_newer(info.step)
 
-    def _record_lost_save(self) -> None:
-        """Record that the newest checkpoint is saved, which a kill right after its commit prevented."""
-        state = self.state
-        if state.run_dir is None or not state.world.is_main:
-            return
-        found, _ = attempt(lambda: checkpoints(self.root))  # all ranks raise the error when they look for a start
-        info = found[0] if found else None
-        if info is None or not is_own(state, info):
-            return
-        captured = info.manifest.extra.get(_DECISIONS)
-        if captured and is_cut(state.run_dir.decisions, captured):
-            logger.warning(
-                "%s has lost lines that the run had written when it saved the checkpoint of step %d; commands that it "
-                "was sent after it may be lost too, and are then not repeated.",
-                state.run_dir.decisions,
-                info.step,
-            )
-        if captured and not is_recorded(state.run_dir.decisions, info.step, captured):
-            reason = "recorded by the next process: the one that saved it was killed right after it"
-            details = {"checkpoint_step": info.step, "path": str(info.path), **captured}
-            append_decision(state, Request("saved", "the loop", "", reason, 0, details), info.step)
-
-    def _leave_commands(self, info: CheckpointInfo) -> None:
-        """Record which commands belong to the branch that the user leaves: no later start repeats them."""
-        state = self.state
-        if state.run_dir is None or not state.world.is_main:
-            return
-        left = left_behind(state.run_dir.decisions, info.step if is_own(state, info) else None)
-        if left:
-            reason, details = f"the run continues from {info.path}", {"command_ids": ids_to_repeat(left)}
-            append_decision(state, Request(WITHDRAWN, "the loop", "", reason, 0, details), info.step)
-
     def _extra(self) -> dict[str, Any]:
         state = self.state
         extra: dict[str, Any] = {"identity": dict(state.saving.identity)} if state.saving.identity else {}
         if state.run_dir is not None and state.world.is_main:
-            extra[_DECISIONS] = captured_now(state.run_dir.decisions, state.features.room(Steering))
+            extra[DECISIONS] = captured_now(state.run_dir.decisions, state.features.room(Steering))
         return extra
 
     def _load(self, info: CheckpointInfo, components: list[StateComponent]) -> None:
@@ -439,7 +345,7 @@ class RunCheckpoints:
         if self.state.cfg.checkpoint.async_save and self.state.cfg.logger.log_progress:
             log_async_checkpoint_saved(self.state, saved.step)
         details: dict[str, Any] = {"checkpoint_step": saved.step, "path": str(saved.path)}
-        details |= saved.extra.get(_DECISIONS, {})
+        details |= saved.extra.get(DECISIONS, {})
         note_best_checkpoint(self.state, saved.step, saved.path)
         write_decision(self.state, Request("saved", "the loop", "", self.state.saving.save_reason, 0, details))
         self.notify.on_checkpoint_save(checkpoint_step=saved.step, checkpoint_path=str(saved.path))
@@ -447,7 +353,7 @@ class RunCheckpoints:
 
 def _branch_of(manifest: Manifest, most: int) -> int | None:
     """The number of rollbacks before a checkpoint; None if unknown or above `most`."""
-    branch = manifest.extra.get(_DECISIONS, {}).get(BRANCH)
+    branch = manifest.extra.get(DECISIONS, {}).get(BRANCH)
     return branch if isinstance(branch, int) and branch <= most else None
 
 

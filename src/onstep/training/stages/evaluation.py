@@ -19,7 +19,7 @@ from onstep.distributed import World, check_ranks
 from onstep.events import CallbackManager, Dispatcher
 from onstep.models.generation.generate import preserve_modes
 from onstep.training.compute.forward_errors import call_forward_step
-from onstep.training.compute.losses import MicroLoss, evaluation_sums, is_known, read_loss
+from onstep.training.compute.losses import MicroLoss, evaluation_sums, read_loss
 from onstep.training.compute.step import MicroBatches
 from onstep.training.protocols import DataSource, ForwardStep, Metrics, NonLossFunction
 from onstep.training.reporting.bridge_tags import TENSORBOARD, evaluation_tags, write_tags
@@ -198,9 +198,7 @@ class _Totals:
 
     def add(self, micros: list[MicroLoss], world: World) -> None:
         """Add one global batch. Collective."""
-        counted = [micro for micro in micros if not is_known(micro.weight, 0)]  # of a filler the tokens are always 0
-        if counted or not self.batches:
-            self.counts_tokens = (counted or micros)[0].tokens is not None
+        self.counts_tokens = micros[0].tokens is not None
         for key, (top, bottom) in evaluation_sums(micros, world).items():
             before = self.sums.get(key)
             self.sums[key] = (top, bottom) if before is None else (before[0] + top, before[1] + bottom)

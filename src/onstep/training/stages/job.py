@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from onstep.data import StepBatches, StepSource
 from onstep.distributed import has_fixed_buckets, is_bare
@@ -28,8 +27,6 @@ from onstep.training.stages.record import RunStart
 logger = logging.getLogger(__name__)
 
 Evaluation = Callable[[], None]
-_MOST_ENTRIES = 10_000
-"""Entries of a list, tuple or dict that are searched for weights."""
 
 
 @dataclass(eq=False)
@@ -109,41 +106,6 @@ class Job:
 def warn_of_parameters_left_out(job: Job) -> None:
     """Warn, on rank 0, of trainable parameters that the optimizer does not have; again when others are missing."""
     job.left_out.warn(job.optimizer.param_groups, is_main=job.run.world.is_main)
-
-
-def warn_of_hidden_weights(job: Job) -> None:
-    """Warn, on rank 0, of trainable weights that are attributes of a module, which does not know them."""
-    names = _hidden_weights(job.model) if job.run.world.is_main else []
-    if names:
-        logger.warning(
-            "%s: these attributes hold weights that are not registered, since they are plain lists, tuples or dicts, "
-            "or tensors that are not parameters: they are neither trained, saved nor moved to the device; use "
-            "nn.ModuleList, nn.ModuleDict, nn.ParameterList or nn.Parameter, or set requires_grad=False if that is "
-            "meant",
-            first_of(names),
-        )
-
-
-def _hidden_weights(model: list[nn.Module]) -> list[str]:
-    known = {id(parameter) for chunk in model for parameter in chunk.parameters()}
-
-    def is_hidden(value: object, levels: int = 3) -> bool:
-        if isinstance(value, Tensor):
-            return value.requires_grad and value.is_leaf and id(value) not in known
-        if isinstance(value, nn.Module):
-            return any(map(is_hidden, value.parameters()))
-        entries: Iterable[object] = value.values() if isinstance(value, dict) else ()
-        if isinstance(value, (list, tuple)):
-            entries = value
-        return levels > 0 and any(is_hidden(entry, levels - 1) for entry in islice(entries, _MOST_ENTRIES))
-
-    return [
-        f"{path}.{name}".lstrip(".")
-        for chunk in model
-        for path, module in chunk.named_modules()
-        for name, value in vars(module).items()
-        if not isinstance(value, nn.Module) and is_hidden(value)
-    ]
 
 
 def warn_of_wrapper(job: Job) -> None:

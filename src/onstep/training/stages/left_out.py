@@ -1,12 +1,13 @@
-"""Looks for parameters that the optimizer does not have: all of them, or some, also during the training."""
+"""Looks for weights that are not trained: parameters that the optimizer does not have, and what is not registered."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from onstep.errors import ConfigError
 from onstep.events.context import unwrap
@@ -20,6 +21,8 @@ _REMEDY_LATER = (
     "have a parameter that is to be trained later in the model, and trainable, when the training starts, and freeze it "
     "in on_train_begin (on several ranks with find_unused_parameters=True), or set requires_grad=False"
 )
+_MOST_ENTRIES = 10_000
+"""Entries of a list, tuple or dict that are searched for weights."""
 
 
 class LeftOut:
@@ -61,6 +64,41 @@ class LeftOut:
             *(id(child) for module in modules for child in module._modules.values()),
             *(id(p) for module in modules for p in module._parameters.values() if p is not None and p.requires_grad),
         ]
+
+
+def warn_of_hidden_weights(model: list[nn.Module], *, is_main: bool) -> None:
+    """Warn, on rank 0, of trainable weights that are attributes of a module, which does not know them."""
+    names = _hidden_weights(model) if is_main else []
+    if names:
+        logger.warning(
+            "%s: these attributes hold weights that are not registered, since they are plain lists, tuples or dicts, "
+            "or tensors that are not parameters: they are neither trained, saved nor moved to the device; use "
+            "nn.ModuleList, nn.ModuleDict, nn.ParameterList or nn.Parameter, or set requires_grad=False if that is "
+            "meant",
+            first_of(names),
+        )
+
+
+def _hidden_weights(model: list[nn.Module]) -> list[str]:
+    known = {id(parameter) for chunk in model for parameter in chunk.parameters()}
+
+    def is_hidden(value: object, levels: int = 3) -> bool:
+        if isinstance(value, Tensor):
+            return value.requires_grad and value.is_leaf and id(value) not in known
+        if isinstance(value, nn.Module):
+            return any(map(is_hidden, value.parameters()))
+        entries: Iterable[object] = value.values() if isinstance(value, dict) else ()
+        if isinstance(value, (list, tuple)):
+            entries = value
+        return levels > 0 and any(is_hidden(entry, levels - 1) for entry in islice(entries, _MOST_ENTRIES))
+
+    return [
+        f"{path}.{name}".lstrip(".")
+        for chunk in model
+        for path, module in chunk.named_modules()
+        for name, value in vars(module).items()
+        if not isinstance(value, nn.Module) and is_hidden(value)
+    ]
 
 
 def check_trains(groups: Sequence[Mapping[str, Any]], model: list[nn.Module]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -284,3 +285,12 @@ def test_a_subclass_may_add_fields() -> None:
         temperature: float = 1.0
 
     assert MyArguments("out", temperature=0.5).temperature == 0.5
+
+
+def test_an_attribute_that_is_almost_an_argument_is_named(tmp_path: Path) -> None:
+    arguments = TrainingArguments(str(tmp_path))
+    arguments.my_own_setting = arguments._note = 1  # type: ignore[attr-defined]
+    with pytest.warns(UserWarning, match="no argument 'learnig_rate', so setting it changes nothing.*'learning_rate'"):
+        arguments.learnig_rate = 3.0  # type: ignore[attr-defined]
+    arguments.learnig_rate = 4.0  # type: ignore[attr-defined]
+    assert arguments.learning_rate == 5e-5

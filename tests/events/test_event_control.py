@@ -264,3 +264,14 @@ def test_whatever_else_is_returned_changes_nothing(returned):
 
     assert flags(control) == {"should_log"}
     assert control.requests == []
+
+
+def test_a_returned_value_that_is_no_control_is_named_once(caplog):
+    control = Control()
+    control.author, control.event = "callback 'Mine'", "on_step_end"
+
+    for value in (None, control, True, True):
+        control.merge(value)
+
+    [said] = caplog.messages
+    assert said.startswith("callback 'Mine' returned a bool from on_step_end, which has no effect; return None, or")

@@ -653,6 +653,31 @@ def test_inputs_of_another_dtype_in_a_tuple_or_alone_are_explained(wrap: Callabl
         run(small_state(), step=forward, data=batches, model=nn.Linear(3, 2))
 
 
+class Misspelt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def foward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.layer(x))
+
+
+def test_a_model_without_forward_is_named() -> None:
+    def forward(data_iterator: Any, model: Any) -> Any:
+        return model(**next(data_iterator)).mean(), lambda loss: loss
+
+    with pytest.raises(ConfigError, match=r"Misspelt has no method forward, .* define it.*foward"):
+        run(small_state(), step=forward, model=Misspelt())
+
+
+def test_a_state_that_has_done_its_steps_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    state, model = small_state(train_iters=2), TinyModel()
+    run(state, model=model)
+    assert "nothing is trained" not in caplog.text
+    run(state, model=model)
+    assert "nothing is trained: the state has done its 2 steps; make a new GlobalState" in caplog.text
+
+
 def test_a_loss_that_a_model_leaves_none_is_named(args: TrainingArguments) -> None:
     with pytest.raises(ConfigError, match=r"returned a mapping with loss, logits whose 'loss' is None\. It received x"):
         Trainer(Classifier(lambda logits, labels: None), args, train_dataset=Rows(same)).train()

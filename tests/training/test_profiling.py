@@ -207,10 +207,12 @@ def test_nsys_without_a_gpu_is_said_once_and_does_nothing(tmp_path: Path, caplog
     assert sum("use_nsys_profiler does nothing" in record.message for record in caplog.records) == 1
 
 
-def test_ranges_without_a_gpu_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+@pytest.mark.parametrize("name", ["nvtx_ranges", "record_memory_history"])
+def test_what_needs_a_gpu_is_said_once_without_one(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
     for _ in range(2):
-        run(profiled(tmp_path, use_pytorch_profiler=False, nvtx_ranges=True))
-    assert sum("nvtx_ranges does nothing" in record.message for record in caplog.records) == 1
+        run(profiled(tmp_path, use_pytorch_profiler=False, **{name: True}))
+    assert sum(f"{name} does nothing" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="takes a CUDA GPU")

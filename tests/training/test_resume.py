@@ -178,6 +178,20 @@ def test_a_mistyped_checkpoint_is_an_error(make: Make, tmp_path: Path) -> None:
     config = make("typo", f"checkpoint.load={tmp_path / 'runs' / 'nothing'}")
     with pytest.raises(CheckpointError, match="does not exist"):
         pretrain(config)
+    with pytest.raises(CheckpointError, match=r"checkpoint.ckpt_step=7: .* does not exist"):
+        pretrain(make("typo", "checkpoint.ckpt_step=7"))
+
+
+def test_a_checkpoint_below_the_home_directory_may_be_named_with_a_tilde(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    start(make("first"), dies_at=("on_step_end", 5))
+    steps: list[int] = []
+    manager = CallbackManager()
+    manager.register("on_checkpoint_load", lambda context: steps.append(context.checkpoint_step))
+    pretrain(make("second", "checkpoint.load=~/runs/first"), callbacks=manager)
+    assert steps == [4]
 
 
 def test_another_runs_checkpoint_may_be_continued(make: Make, tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_a_run_whose_directory_is_removed_makes_another_with_its_record(
         assert json.loads((runs / "mine" / "run.json").read_text())["run_id"] == others[0].run_dir.run_id  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("place", ["saves", "runs/mine", "runs/mine/checkpoints"])
+@pytest.mark.parametrize("place", ["saves", "runs/mine", "runs/mine/checkpoints", "runs/mine/checkpoints/checkpoint-2"])
 def test_a_second_live_run_in_one_place_is_refused_with_the_name_of_the_first(
     config: ConfigContainer, tmp_path: Path, place: str
 ) -> None:

@@ -261,7 +261,8 @@ def _init_group(config: DistributedInitConfig, size: int, rank: int, device: tor
         raise ConfigError(
             f"rank {rank} has not met the other ranks of {size} within "
             f"dist.distributed_timeout_minutes={config.distributed_timeout_minutes:g}: {str(error).splitlines()[0]}; "
-            f"start all ranks with the same $MASTER_ADDR and $MASTER_PORT, or allow more time."
+            f"look whether another rank has ended before it joined, start all with the same $MASTER_ADDR and "
+            f"$MASTER_PORT, or allow more time."
         ) from None
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from onstep.errors import ConfigError
+from onstep.errors import ConfigError, warn_once
 from onstep.events.events import events_named
 from onstep.events.exportable_state import ExportableState
 from onstep.events.settings import DeclaredSetting, check_setting
+
+logger = logging.getLogger(__name__)
 
 FLAGS: tuple[str, ...] = (
     "should_log",
@@ -272,10 +275,14 @@ class Control(TrainerControl):
     def merge(self, returned: object) -> None:
         """Merge a control that a callback returned: its flags and added attributes. Stop flags cannot be reset.
 
-        Any other return value is ignored.
+        Any other return value is ignored; one that is not None is named once.
         """
+        if returned is None or returned is self:
+            return
         own = getattr(returned, "__dict__", {})  # a mock would have every attribute
-        if returned is self or not any(flag in own or hasattr(type(returned), flag) for flag in FLAGS):
+        if not any(flag in own or hasattr(type(returned), flag) for flag in FLAGS):
+            what = f"{self.author} returned a {type(returned).__name__} from {self.event}"
+            warn_once(logger, f"{what}, which has no effect; return None, or control with its flags set")
             return
         for flag in FLAGS:
             before = self.__dict__[flag]

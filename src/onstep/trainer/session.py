@@ -21,7 +21,6 @@ from onstep.config import ConfigContainer, TrainingArguments
 from onstep.config.checks import idle_in_trainer, idle_line
 from onstep.config.hf.checks import idle_arguments
 from onstep.config.lengths import train_iters
-from onstep.config.suggestions import nearest
 from onstep.distributed import World, check_ranks, data_parallel, open_world, world_size_from_environment
 from onstep.errors import ConfigError, DataError
 from onstep.events import Control, Dispatcher
@@ -69,6 +68,7 @@ from onstep.trainer.reporting.special_tokens import align_special_tokens
 from onstep.trainer.reporting.tokenizer_record import record_tokenizer
 from onstep.trainer.user_methods import user_methods
 from onstep.training.bridge.global_state import GlobalState
+from onstep.training.compute.forward_errors import check_forward
 from onstep.training.features import SETUP
 from onstep.training.lifecycle.endings import Endings
 from onstep.training.opening import open_run
@@ -303,7 +303,7 @@ def _forward_step(trainer: TrainerMethods, module: nn.Module, labels: Labels, st
     weighting = state.cfg.train.loss_weighting
     is_own = any(overrides(trainer, name) for name in METHODS)
     if not is_own and not _has_own_loss(trainer):
-        _check_forward(inner_module(module))
+        check_forward(inner_module(module))
     convention, source = _convention(trainer, module)
     if weighting != "auto":
         convention = "mean"
@@ -317,15 +317,6 @@ def _forward_step(trainer: TrainerMethods, module: nn.Module, labels: Labels, st
     if is_own:
         return CustomStep(trainer, labels, scales_shares=not _has_own_loss(trainer), **options)
     return ModelStep(trainer.compute_loss, labels, **options)
-
-
-def _check_forward(module: nn.Module) -> None:
-    """Refuse (ConfigError) a model whose class defines no `forward`, as one that misspells it."""
-    if getattr(module.forward, "__func__", None) is nn.Module.forward:
-        name, known = type(module).__name__, [one for one in vars(type(module)) if not one.startswith("_")]
-        raise ConfigError(
-            f"{name} has no method forward, which computes its output and loss; define it.{nearest('forward', known)}"
-        )
 
 
 def _convention(trainer: TrainerMethods, module: nn.Module) -> tuple[Convention, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -47,6 +48,8 @@ from onstep.training.stages.progress_log import (
     get_start_time_from_progress_log,
 )
 from onstep.training.stages.record import RunStart
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "checkpoint_and_decide_exit",
@@ -122,7 +125,8 @@ def train(
     optimizer = optimizer if isinstance(driven, ForeignOptimizer) else driven
     notify = Dispatcher(callback_manager, run, model, optimizer, scheduler)
     run.bridge_trackers.join(callback_manager)
-    if not run.ending.in_run:
+    is_by_hand = not run.ending.in_run
+    if is_by_hand:
         run.entry_point.fire = notify.fire
     with own_checkpoints(run, notify, Trained(model, optimizer, scheduler)):
         job = Job(
@@ -148,6 +152,11 @@ def train(
             dead_workers_named(),
             run.world.no_collectives_after_an_error(),
         ):
+            if is_by_hand and run.has_all_steps and not run.stage.is_resumed and run.world.is_main:
+                logger.warning(
+                    "nothing is trained: the state has done its %d steps; make a new GlobalState, or raise train_iters",
+                    run.train_state.step,
+                )
             check_length(scheduler, run.train_state.step, run.train_iters)
             warn_of_parameters_left_out(job)
             warn_of_hidden_weights(job.model, is_main=run.world.is_main)

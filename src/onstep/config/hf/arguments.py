@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, fields
+from difflib import get_close_matches
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -124,6 +125,15 @@ class TrainingArguments(
     def __post_init__(self) -> None:
         self._settle()
         self.check()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an argument, or an attribute of the user's own, which is named if it is almost an argument."""
+        known = self.__dataclass_fields__
+        is_new = name not in known and not hasattr(self, name)
+        if is_new and (near := get_close_matches(name, known, n=1, cutoff=0.9)):
+            rule = f"{type(self).__name__} has no argument {name!r}, so setting it changes nothing"
+            warnings.warn(f"{rule}; did you mean {near[0]!r}?", UserWarning, stacklevel=2)
+        super().__setattr__(name, value)
 
     def check(self) -> None:
         """Check all values, as the constructor does; call it again after assigning to fields.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import logging
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -141,8 +142,11 @@ def check_prose(path: Path) -> None:
 
 def _head(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            return file.read(_HEAD_BYTES)
+        descriptor = os.open(
+            path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        )  # the log of a kernel would be waited for
+        with open(descriptor, "rb", buffering=0) as file:
+            return file.read(_HEAD_BYTES) or b""
     except OSError as error:
         raise DataError(f"cannot read corpus file {path}: {error.strerror or error}") from error
 

@@ -69,9 +69,7 @@ class SavePlace:
         own = None if self._run.run_dir is None else self._run.run_dir.path
         self._made = missing_directories(self._root)
         self._root.mkdir(parents=True, exist_ok=True)
-        places = [self._root]
-        if (self._root.parent / "run.json").exists():  # the checkpoints of a run
-            places.append(self._root.parent)
+        places = [self._root, *(above for above in self._root.absolute().parents[:3] if (above / "run.json").exists())]
         owner = "" if own is None else f"the run in {own}, "
         for place in places:
             if own is None or not (own.exists() and place.samefile(own)):

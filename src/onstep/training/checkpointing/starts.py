@@ -40,7 +40,7 @@ def asked_start(config: ConfigContainer) -> str | None:
     if checkpoint.finetune and checkpoint.load is not None:  # only its weights are loaded: see pretrained.py
         return None
     step = "" if checkpoint.ckpt_step is None else f" step {checkpoint.ckpt_step}"
-    return f"{Path(checkpoint.load).absolute() if checkpoint.load else 'own'}{step}"
+    return f"{Path(checkpoint.load).expanduser().absolute() if checkpoint.load else 'own'}{step}"
 
 
 def newest_start(state: Run, manager: CheckpointManager) -> CheckpointInfo | None:
@@ -81,13 +81,17 @@ def requested_start(state: Run, root: Path) -> CheckpointInfo | None:
     config, world = state.cfg.checkpoint, state.world
     outcome: CheckpointInfo | CheckpointError | None = None
     if world.is_main:
+        load = None if config.load is None else Path(config.load).expanduser()
         try:
-            outcome = resolve(Path(config.load) if config.load else root, step=config.ckpt_step)
+            outcome = resolve(load or root, step=config.ckpt_step)
         except CheckpointError as error:
             own = root if state.run_dir is None else state.run_dir.path
-            is_new = config.load is not None and Path(config.load).resolve() in (root.resolve(), own.resolve())
+            is_new = load is not None and load.resolve() in (root.resolve(), own.resolve())
             is_new = is_new and config.ckpt_step is None and not named_dirs(root)
-            outcome = None if is_new and not config.exit_on_missing_checkpoint else error
+            outcome = (
+                error if load is not None else CheckpointError(f"checkpoint.ckpt_step={config.ckpt_step}: {error}")
+            )
+            outcome = None if is_new and not config.exit_on_missing_checkpoint else outcome
     outcome = world.share(outcome)
     if isinstance(outcome, CheckpointError):
         raise outcome

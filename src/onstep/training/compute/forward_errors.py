@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onstep.config.suggestions import nearest
 from onstep.data.loaders.dead_workers import is_death
 from onstep.errors import ConfigError, DataError, OnstepError, text_of
 from onstep.training.compute.batch_notes import beyond_embedding, note_of
@@ -55,6 +56,7 @@ def call_forward_step(
     except Exception as error:
         if is_death(error):  # of a data worker, which torch reports from a signal handler
             raise
+        check_forward(getattr(model, "module", model))
         if batch is None and micro_batches is not None:
             raise DataError(f"{text_of(error)}: the micro-batch is None; does the collator return it?") from error
         if isinstance(batch, Mapping):
@@ -65,6 +67,15 @@ def call_forward_step(
             error.add_note(note_of(error, batch, step, torch.is_grad_enabled()))
             raise
         raise DataError(explanation) from error
+
+
+def check_forward(module: nn.Module) -> None:
+    """Refuse (ConfigError) a model whose class defines no `forward`, as one that misspells it."""
+    if getattr(module.forward, "__func__", None) is nn.Module.forward:
+        name, known = type(module).__name__, [one for one in vars(type(module)) if not one.startswith("_")]
+        raise ConfigError(
+            f"{name} has no method forward, which computes its output and loss; define it.{nearest('forward', known)}"
+        )
 
 
 def _explain(error: Exception, batch: Mapping[Any, Any], model: nn.Module) -> str | None:

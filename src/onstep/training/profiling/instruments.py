@@ -57,6 +57,8 @@ class MemoryHistory(Feature[Run]):
         return host.cfg.profiling.record_memory_history
 
     def session(self) -> AbstractContextManager[object]:
+        if not torch.cuda.is_available():
+            warn_once(logger, "profiling.record_memory_history does nothing without a CUDA GPU; set it to false")
         start_memory_history_recording(self.host.cfg.profiling)
         return nullcontext()
 

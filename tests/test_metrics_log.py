@@ -204,6 +204,26 @@ def test_failed_write_leaves_the_file_as_it_was(path: Path, monkeypatch: pytest.
     assert steps_of(path) == [1, 3]
 
 
+def test_a_directory_that_is_renamed_while_its_log_is_made_durable_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, real = tmp_path / "run", os.fsync
+
+    def renames(descriptor: int) -> None:
+        real(descriptor)
+        if directory.exists():
+            directory.rename(tmp_path / "moved")
+
+    with MetricsLog.open(directory / "trainer_logs.json") as metrics_log:
+        metrics_log.append({"global_step": 1})
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", renames)
+            assert metrics_log.sync()
+            assert metrics_log.sync()
+    assert caplog.text == ""
+    assert steps_of(tmp_path / "moved" / "trainer_logs.json") == [1]
+
+
 @pytest.mark.parametrize("written_bytes", [1, 2, 15, 10_000])
 def test_append_interrupted_by_ctrl_c_is_taken_in_by_the_next(
     path: Path, monkeypatch: pytest.MonkeyPatch, written_bytes: int

@@ -67,14 +67,17 @@ def try_to_sync(path: Path, descriptor: int | None = None) -> bool:
     """Do as `sync_file`; a refusal is logged. Returns whether the file is durable.
 
     Args:
-        path: the file.
-        descriptor: of the open file, which is synced if it is no longer there: its directory was renamed.
+        path: the file; a missing one is not a refusal, as its directory may be renamed at any time.
+        descriptor: of the open file, which is synced also where its directory was renamed.
     """
     try:
-        if descriptor is None or path.exists():
+        if descriptor is None:
             sync_file(path)
         else:
             os.fsync(descriptor)
+            sync_dir(path.parent)
+    except FileNotFoundError:
+        return descriptor is not None
     except OSError as error:
         logger.warning(
             "%s could not be made durable (%s); until that works, a power failure can cost its newest entries. Check "

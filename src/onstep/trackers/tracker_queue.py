@@ -177,8 +177,7 @@ class TrackerQueue:
             )
             return
         for path in paths:
-            if path.exists():
-                try_to_sync(path)
+            try_to_sync(path)
 
     def close(self, status: str) -> None:
         """Close the tracker after outstanding deliveries, waiting at most `close_timeout`; idempotent."""

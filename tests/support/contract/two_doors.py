@@ -225,10 +225,9 @@ def _witnessed(config: ConfigContainer, start: Callable[[CallbackManager], Any])
     if (run / "run.json").is_file():
         outcome.ended += f", {json.loads((run / 'run.json').read_text())['status']}"
     if (run / "decisions.jsonl").is_file():
-        lines = (run / "decisions.jsonl").read_text().splitlines()
-        outcome.decisions = [
-            json.loads(line.replace(str(directory), "").replace("/checkpoints/", "/")) for line in lines
-        ]
+        text = (run / "decisions.jsonl").read_text().replace(str(directory), "").replace("/checkpoints/", "/")
+        text = re.sub(r"after [\d.]+ minutes", "after some minutes", text)
+        outcome.decisions = [json.loads(line) for line in text.splitlines()]
         for one in outcome.decisions:
             one["details"].pop("position", None)  # in the file: it depends on the length of the paths before it
             one.pop("digest")  # of the file, with its times and paths

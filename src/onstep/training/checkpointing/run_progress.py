@@ -42,7 +42,7 @@ class RunProgress:
     def make_durable(self) -> None:
         """Fsync the decisions that precede the checkpoint, on rank 0."""
         run_dir = self._state.run_dir
-        if run_dir is not None and self._state.world.is_main and run_dir.decisions.exists():
+        if run_dir is not None and self._state.world.is_main:
             try_to_sync(run_dir.decisions)
 
     def load_state_dict(self, state_dict: StateDict) -> None:

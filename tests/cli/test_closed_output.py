@@ -17,7 +17,7 @@ SMALL = (
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("closed", ["stdout", "both"])
+@pytest.mark.parametrize("closed", ["stdout", pytest.param("both", marks=pytest.mark.slow)])
 def test_a_run_whose_output_nobody_reads_any_more_goes_on_to_its_end(tmp_path: Path, closed: str) -> None:
     command = [sys.executable, "-m", "onstep", "train", "logger.console=verbose", "run.name=a", *SMALL.split()]
     (tmp_path / "corpus.txt").write_text("It is written here what a run reads. " * 500)

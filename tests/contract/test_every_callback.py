@@ -34,6 +34,11 @@ SAME_ON_ALL_RANKS = (
 """Callbacks that use nothing of other ranks."""
 
 
+def is_of_one_rank(name: str) -> bool:
+    """Whether a run on two ranks shows nothing that one rank does not."""
+    return name in SAME_ON_ALL_RANKS or getattr(discovered()[name], "ranks", "all") == "main"
+
+
 def snake(name: str) -> str:
     name = name.replace("DiLoCo", "Diloco")
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
@@ -105,7 +110,7 @@ def calls(ranks: Ranks, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        pytest.param(name, number, marks=[pytest.mark.slow] if number > 1 and name in SAME_ON_ALL_RANKS else [])
+        pytest.param(name, number, marks=[pytest.mark.slow] if number > 1 and is_of_one_rank(name) else [])
         for name in NAMES
         for number in (1, 2)
     ],

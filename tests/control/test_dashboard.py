@@ -153,31 +153,34 @@ def test_new_runs_are_found_and_damaged_ones_harm_no_other(tmp_path: Path, brows
 HUGE = int("9" * 400)
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"global_step": float("nan")},
-        {"global_step": float("inf"), "timestamp": float("-inf")},
-        {"global_step": HUGE, "timestamp": HUGE, "loss": HUGE, "epoch": HUGE},
-        {"global_step": 2**60, "step": True},
-        {"global_step": "six", "timestamp": [], "loss": {"a": [float("nan")] * 3}},
-        {"global_step": {"a": json.loads("[" * 90 + "]" * 90)}, "loss": [[1, HUGE], None]},
-    ],
-)
+WRITTEN_BY_NO_RUN: list[dict[str, Any]] = [
+    {"global_step": float("nan")},
+    {"global_step": float("inf"), "timestamp": float("-inf")},
+    {"global_step": HUGE, "timestamp": HUGE, "loss": HUGE, "epoch": HUGE},
+    {"global_step": 2**60, "step": True},
+    {"global_step": "six", "timestamp": [], "loss": {"a": [float("nan")] * 3}},
+    {"global_step": {"a": json.loads("[" * 90 + "]" * 90)}, "loss": [[1, HUGE], None]},
+]
+
+
 def test_a_record_that_no_run_writes_hides_neither_its_run_nor_another(
-    tmp_path: Path, browse: Callable[..., httpx.Client], caplog: pytest.LogCaptureFixture, record: dict[str, Any]
+    tmp_path: Path, browse: Callable[..., httpx.Client], caplog: pytest.LogCaptureFixture
 ) -> None:
-    runs = [write_run(tmp_path / "runs" / name, status="running") for name in ("hostile", "other")]
-    add_record(runs[0], **record)
+    other, *hostile = (write_run(tmp_path / f"runs/{number}", status="running") for number in range(7))
+    for run, record in zip(hostile, WRITTEN_BY_NO_RUN, strict=True):
+        add_record(run, **record)
     client = browse(tmp_path / "runs")
     for number in (6, 7):
-        for run in runs:
-            loaded(client, run.name)
+        for run in (other, *hostile):
             add_record(run, timestamp=20.0 + number, global_step=number, loss=float(number))
+        for run in (other, *hostile):
+            loaded(client, run.name)
             route = f"/jobs/{run.name}/metrics"
             until(lambda route=route: client.get(route).json()["series"]["loss"]["value"][-1] == float(number))  # noqa: B023
-        add_record(runs[0], **record)
-    assert client.get("/jobs/hostile/status").json()["status"] == "running"
+        for run, record in zip(hostile, WRITTEN_BY_NO_RUN, strict=True):
+            add_record(run, **record)
+    for run in hostile:
+        assert client.get(f"/jobs/{run.name}/status").json()["status"] == "running"
     assert client.get("/metrics").status_code == 200
     assert "cannot read" not in caplog.text
 

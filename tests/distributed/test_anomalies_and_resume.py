@@ -86,7 +86,13 @@ def test_what_was_skipped_stays_skipped_after_a_kill(
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), [("nan", 1), pytest.param("nan", 2, marks=pytest.mark.slow), ("spike", 1), ("spike", 2)]
+    ("kind", "size"),
+    [
+        ("nan", 1),
+        pytest.param("nan", 2, marks=pytest.mark.slow),
+        pytest.param("spike", 1, marks=pytest.mark.slow),
+        ("spike", 2),
+    ],
 )
 def test_a_rollback_goes_past_the_window_and_a_kill_after_it_changes_nothing(
     ranks: Ranks, kind: str, size: int, capsys: pytest.CaptureFixture[str]

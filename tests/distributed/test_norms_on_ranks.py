@@ -74,7 +74,7 @@ def test_loggers_of_an_fsdp_run_record_whole_norms(runs: Ranks) -> None:
     assert not [path for path in logs.iterdir() if path.name not in (*FILES, "trainer_logs.json")]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("job", ["trainer", "pretrain"])
 def test_after_three_kills_each_step_is_recorded_once_as_in_a_run_that_nobody_touched(
     runs: Ranks, job: str, ranks: int

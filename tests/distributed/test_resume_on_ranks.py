@@ -47,13 +47,16 @@ def check_like(directory: Path, expected: dict[int, dict[str, Any]]) -> None:
         assert steps[step]["loss"] == pytest.approx(record["loss"], rel=1e-5), step
 
 
+KILLED, ASKED = {"signal": "SIGKILL"}, {"signal": "SIGTERM"}
+
+
 @pytest.mark.parametrize(
     ("layouts", "dies"),
     [
-        ([(1, 0), (2, 2)], {"signal": "SIGKILL", "event": "on_step_end", "number": 3}),
-        ([(2, 2), (1, 0)], {"signal": "SIGTERM", "event": "on_train_step_end", "number": 8}),
-        ([(2, 0), (4, 0), (1, 2)], {"signal": "SIGKILL", "event": "on_forward_backward_start", "number": 7}),
-        ([(4, 2), (1, 2), (2, 0)], {"signal": "SIGTERM", "event": "on_step_end", "number": 4}),
+        pytest.param([(1, 0), (2, 2)], {**KILLED, "event": "on_step_end", "number": 3}, marks=pytest.mark.slow),
+        pytest.param([(2, 2), (1, 0)], {**ASKED, "event": "on_train_step_end", "number": 8}, marks=pytest.mark.slow),
+        ([(2, 0), (4, 0), (1, 2)], {**KILLED, "event": "on_forward_backward_start", "number": 7}),
+        ([(4, 2), (1, 2), (2, 0)], {**ASKED, "event": "on_step_end", "number": 4}),
     ],
 )
 def test_the_run_goes_on_with_another_number_of_ranks_and_workers(
@@ -130,8 +133,15 @@ def test_iterable_data_goes_on_where_it_stood(ranks: Ranks, data: str) -> None:
     assert json.loads(lines[0])["index"] == (0 if data == "stream" else 16)
 
 
-@pytest.mark.parametrize("data", ["stream", "stateful"])
-@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("first", "second", "data"),
+    [
+        (1, 2, "stream"),
+        (2, 1, "stateful"),
+        pytest.param(2, 1, "stream", marks=pytest.mark.slow),
+        pytest.param(1, 2, "stateful", marks=pytest.mark.slow),
+    ],
+)
 def test_iterable_data_goes_on_with_another_number_of_ranks(ranks: Ranks, data: str, first: int, second: int) -> None:
     name = f"{data}-{first}-{second}"
     ranks.finish(f"calm-{data}-{first}", "trainer", ranks=1, data=data, **CALM)

@@ -50,10 +50,10 @@ def preempt(ranks: Ranks, name: str, strike: dict[str, Any], job: str = "pretrai
     [
         ("on_train_start", 1, []),
         ("on_forward_backward_start", 5, [3]),
-        ("on_train_step_end", 4, [4]),
-        ("on_step_end", 6, [6]),
+        pytest.param("on_train_step_end", 4, [4], marks=pytest.mark.slow),
+        pytest.param("on_step_end", 6, [6], marks=pytest.mark.slow),
         ("on_log", 1, [3]),
-        ("on_eval_step_end", 1, [4]),
+        pytest.param("on_eval_step_end", 1, [4], marks=pytest.mark.slow),
         ("on_eval_end", 1, [4]),
         ("on_epoch_end", 1, [6]),
     ],
@@ -150,6 +150,7 @@ def test_data_that_does_not_come_is_given_up_and_the_newest_checkpoint_stands(
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_torchrun_reports_75_of_the_ranks_and_itself_leaves_with_1(ranks: Ranks, whole: dict[str, Any]) -> None:
     strikes = [{"rank": 1, "signal": "SIGTERM", "event": "on_step_end", "number": 4}]
     words = torchrun.job(JOBS, "pretrain", {**ranks.common, "attempt": 1, "strikes": strikes})

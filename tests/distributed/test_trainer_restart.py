@@ -24,6 +24,7 @@ def begins(directory: Path) -> list[list[str]]:
     return [(directory / f"begins-{rank}.txt").read_text().split() for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_a_restart_continues_the_run_and_the_next_launch_does_not(tmp_path: Path) -> None:
     start(tmp_path, "kill", "new")
     assert begins(tmp_path) == [["0", "4"], ["0", "4"]]

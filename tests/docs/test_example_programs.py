@@ -6,7 +6,6 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,13 @@ SAYS = {
     "value_head": "value head",
 }
 """What the output of a program contains."""
-LONG = ("bad_batches", "compare_optimizers", "kill_and_resume", "language_model", "lora", "value_head", "steer")
-"""Programs that only the long sweeps run, as other tests show most of what they do."""
+SHORT = ("hugging_face", "two_processes", "first_run")
+"""What every run of the tests starts; the others are for the long sweeps, as other tests show most of what they do."""
 
 
-def by_cost(paths: list[Path], long: Collection[str]) -> list[Any]:
+def by_cost(paths: list[Path]) -> list[Any]:
     """Test cases of these files, named after them."""
-    return [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in long else []) for path in paths]
+    return [pytest.param(path, id=path.stem, marks=[] if path.stem in SHORT else [pytest.mark.slow]) for path in paths]
 
 
 @pytest.fixture
@@ -63,7 +62,7 @@ def test_a_program_says_what_it_shows_and_how_to_run_it(program: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("program", by_cost(PROGRAMS, LONG))
+@pytest.mark.parametrize("program", by_cost(PROGRAMS))
 def test_a_program_runs(program: Path, environment: dict[str, str], empty_dir: Path) -> None:
     more = ["--steps", "40"] if program.stem == "value_head" else []
     command = [sys.executable, str(program), *more]
@@ -80,7 +79,7 @@ def test_a_notebook_is_committed_without_outputs(notebook: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("notebook", by_cost(NOTEBOOKS, [one.stem for one in NOTEBOOKS if one.stem != "first_run"]))
+@pytest.mark.parametrize("notebook", by_cost(NOTEBOOKS))
 def test_a_notebook_runs(notebook: Path, environment: dict[str, str], empty_dir: Path) -> None:
     document = nbformat.read(notebook, as_version=4)
     NotebookClient(document, timeout=120, resources={"metadata": {"path": str(empty_dir)}}).execute()

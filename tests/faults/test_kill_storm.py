@@ -114,6 +114,7 @@ def test_killed_in_each_phase_on_several_ranks(
     assert {Phase.SAVE, Phase.EVALUATION} <= {kill.phase for kill in kills}
 
 
+@pytest.mark.slow
 def test_the_comparison_is_red_where_the_random_state_is_left_out(server: Server, whole: Job, tmp_path: Path) -> None:
     job = replace(whole, directory=tmp_path, words=(*whole.words, "checkpoint.save_rng=false"))
     kills = Storm(job, server, 1, 13, [Phase.EVALUATION], fresh_share=0, end_kills=0).rage()

@@ -17,6 +17,9 @@ from torch.utils.data import Dataset, IterableDataset
 from onstep.errors import DataError
 from tests.support.small_models import Regression, arguments, quiet, regression_rows
 
+# torch's handler of SIGCHLD raises wherever its own code is, also while that opens a file
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 ROWS = regression_rows(16)
 
 

@@ -50,8 +50,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "clipping": {"arguments": {"max_grad_norm": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2}},
 }
 
+ALIKE = ("fp16-foreign", "eval-on-save", "clipping", "workers")
+"""Kinds that differ from others in what other tests kill, too."""
 
-@pytest.mark.parametrize("kind", KINDS)
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in ALIKE else []) for kind in KINDS]
+)
 def test_a_killed_run_ends_as_the_one_that_nobody_touched(runs: Ranks, kind: str) -> None:
     settings = KINDS[kind]
     expected = runs.finish(f"whole-{kind}", "train", ranks=1, **settings)

@@ -77,13 +77,16 @@ def test_it_may_die_again_and_again(make: Make) -> None:
         "checkpoint.async_save=true",
         "mixed_precision=bf16_mixed",
         "mixed_precision=fp16_mixed optimizer.initial_loss_scale=1e9 optimizer.loss_scale_window=3",
-        "optimizer.optimizer=sgd",
+        pytest.param("optimizer.optimizer=sgd", marks=pytest.mark.slow),
         "dataset.num_workers=2",
         "train.drop_last=false train.train_iters=null train.num_epochs=2",
         "checkpoint.save_interval=null checkpoint.save_each_epoch=true validation.eval_each_epoch=true",
-        "checkpoint.save_interval=5 validation.eval_each_epoch=true logger.log_on_each_epoch=true",
+        pytest.param(
+            "checkpoint.save_interval=5 validation.eval_each_epoch=true logger.log_on_each_epoch=true",
+            marks=pytest.mark.slow,
+        ),
         "checkpoint.save_interval=11 checkpoint.save_at_end=false checkpoint.non_persistent_save_interval=3",
-        "train.manual_gc=true validation.eval_on_start=true",
+        pytest.param("train.manual_gc=true validation.eval_on_start=true", marks=pytest.mark.slow),
     ],
 )
 def test_it_may_die_with_every_kind_of_run(make: Make, words: str) -> None:

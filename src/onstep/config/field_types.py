@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import types
 from collections.abc import Iterable, Mapping
@@ -104,6 +105,13 @@ class _TextError(ValueError):
     """Text that no file can have as its name or its content."""
 
 
+@functools.cache
+def _parts(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
+    """``list`` and ``(int,)`` of ``list[int]``."""
+    return get_origin(annotation), get_args(annotation)
+
+
+@functools.cache
 def _members(annotation: Any) -> tuple[Any, ...]:
     """The types of a union; of ``Annotated[float, int]``, the types in the annotation come first."""
     if get_origin(annotation) is Annotated:
@@ -117,6 +125,8 @@ def _converted(value: Any, annotation: Any) -> Any:
     if isinstance(value, Enum):
         value = value.value
     members = _members(annotation)
+    if (value is None or isinstance(value, bool)) and type(value) in members:
+        return value
     if len(members) > 1:
         problem: Exception = TypeError()
         if str in members and isinstance(value, str | os.PathLike):  # it is not a list of one
@@ -131,7 +141,7 @@ def _converted(value: Any, annotation: Any) -> Any:
         raise problem
     if annotation is Any:
         return value
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin, arguments = _parts(annotation)
     if origin is list and isinstance(value, list | tuple):
         return [_converted(element, arguments[0]) for element in value]
     if origin is list and isinstance(value, str | os.PathLike) and arguments == (str,):

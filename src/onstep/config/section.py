@@ -188,7 +188,7 @@ class ConfigSection:
 
     def field_names(self) -> list[str]:
         """The names of the fields, in order."""
-        return [f.name for f in fields(self)]
+        return list(type(self).__dataclass_fields__)
 
     def option(self, name: str) -> Option:
         """The facts that the field of this name declares."""

@@ -325,7 +325,7 @@ def test_no_committed_round_is_lost_to_sigkill(tmp_path: Path) -> None:
     parameters = {"weight": torch.arange(200_000.0)}
     digests: dict[int, str] = {}
     sent = 0
-    for life in range(5):
+    for life in range(4):
         process = subprocess.Popen([sys.executable, "-c", _PROGRAM, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         try:
@@ -350,7 +350,7 @@ def test_no_committed_round_is_lost_to_sigkill(tmp_path: Path) -> None:
         finally:
             process.kill()
             process.communicate()
-    print(f"{sent} submissions, {max(digests)} rounds committed, 5 kills")
+    print(f"{sent} submissions, {max(digests)} rounds committed, 4 kills")
     assert len(digests) >= 3
 
 

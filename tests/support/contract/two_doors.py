@@ -215,6 +215,8 @@ def _witnessed(config: ConfigContainer, start: Callable[[CallbackManager], Any])
     finally:
         logging.getLogger("onstep").setLevel(level)
         os.environ.pop("ONSTEP_TWO_DOORS", None)
+    if config.checkpoint.async_save:  # it is fired once the write is done, whenever that is
+        outcome.events.sort(key=lambda event: event == "on_checkpoint_save")
     directory = Path(config.run.output_dir)
     outcome.printed = [" ".join(line.split()[:2]) for line in printed.getvalue().splitlines() if line.strip()]
     files = [path.relative_to(directory) for path in directory.rglob("*") if path.is_file()]

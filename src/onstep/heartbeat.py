@@ -12,6 +12,9 @@ PAGE_BYTES = 512
 """Size of the page that others can read after the process is gone: step, event and callback, activity."""
 _STEP, _CALLED, _ACTIVITY = slice(0, 8), slice(8, 264), slice(264, PAGE_BYTES)
 
+ENDING = "ending after"
+"""How the last activity begins of a process that a signal ends."""
+
 Called = tuple[str, str]
 """An event, and the callback that handles it."""
 

@@ -356,6 +356,18 @@ def test_a_rank_that_is_killed_in_a_later_evaluation_is_named(
     assert re.match(f"rank 1 is gone .* at step 4, while callback 'Faulty' is handling '{event}'", error), error
 
 
+def test_a_rank_that_a_second_signal_ends_is_said_to_be(processes: Processes, tmp_path: Path) -> None:
+    ranks = processes.start(JOBS, "train", tmp_path, {"how": "ask_twice"}, ranks=2)
+    try:
+        codes = [one.wait() for one in ranks]
+    finally:
+        for one in ranks:
+            one.end()
+    assert codes[1] == -signal.SIGTERM, output_of(tmp_path)
+    (report,) = reports(tmp_path)
+    assert re.match(r"first failure: rank 1 is gone .* at step 3, while it is ending after a second SIGTERM", report)
+
+
 @pytest.mark.parametrize("suspect", [0, "all"])
 def test_sigterm_ends_a_later_evaluation_at_once(processes: Processes, tmp_path: Path, suspect: int | str) -> None:
     """A rank in a collective learns of the signal once the others are gone."""

@@ -130,6 +130,12 @@ def do_kill(settings: dict[str, Any]) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def do_ask_twice(settings: dict[str, Any]) -> None:
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1.2)
+
+
 def do_stop(settings: dict[str, Any]) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 

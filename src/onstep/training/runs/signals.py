@@ -15,6 +15,7 @@ from typing import Literal, TypeGuard
 
 from onstep.distributed import World, shards
 from onstep.errors import ConfigError
+from onstep.heartbeat import ENDING, HEARTBEAT
 
 logger = logging.getLogger(__name__)
 
@@ -196,6 +197,7 @@ class DistributedSignalHandler:
         now = time.monotonic()
         if self._first_time is not None:
             if now - self._first_time > REPEAT_WINDOW_SECONDS:
+                HEARTBEAT.activity = f"{ENDING} a second {signal.Signals(number).name}"  # for the other ranks
                 self._leave_at_once(number)
         else:
             self._first_time, self._first_signal = now, signal.Signals(number)

@@ -14,13 +14,13 @@ from typing import Any
 import torch.distributed as dist
 
 from onstep.errors import text_of
-from onstep.heartbeat import HEARTBEAT, Called
+from onstep.heartbeat import ENDING, HEARTBEAT, Called
 from onstep.training.run import Run
 from onstep.training.runs.signals import Interrupts
 from onstep.training.watchdog import stacks as rank_stacks
 
 _LOST = ("onnection", "roken pipe", "imed out", "NCCL", "gloo", "ocket", "peer")
-TERMINATED = "ending after SIGTERM"
+TERMINATED = f"{ENDING} SIGTERM"
 """The last activity of a rank that leaves an evaluation because of that signal."""
 _LOOKED_AT_SECONDS = 0.5
 """A rank without progress for this long inspects its own stack, to report where it is."""
@@ -156,7 +156,7 @@ class RankReport:
     def clause(self) -> str:
         """The rank's current activity and place, as a clause."""
         where = f" at {self.place}" if self.place else ""
-        if self.callback is not None:
+        if self.callback is not None and not self.activity.startswith(ENDING):
             return f"callback '{self.callback}' is handling '{self.event}'{where}"
         if self.is_waiting:
             waits = f"it waits for other ranks in a collective ({self.activity}){where}"

@@ -91,17 +91,24 @@ def to_flat(config: ConfigSection) -> dict[str, Any]:
     return {key: copy.deepcopy(getattr(section, name)) for key, section, name in leaves(config)}
 
 
-def typed_copy(config: Section) -> Section:
+def typed_copy(config: Section, prefix: str = "") -> Section:
     """A deep copy in which every value has the type of its field.
+
+    Args:
+        prefix: of the keys in errors.
 
     Raises:
         ConfigError: naming the key and the type of the first value that cannot be converted.
     """
-    for key, section, name in leaves(config):
-        coerce(getattr(section, name), field_types(type(section))[name], key)
-    typed = copy.deepcopy(config)
-    for key, section, name in leaves(typed):
-        setattr(section, name, coerce(getattr(section, name), field_types(type(section))[name], key))
+    types, values = field_types(type(config)), dict[str, Any]()
+    for name in config.field_names():
+        value = getattr(config, name)
+        if isinstance(value, ConfigSection):
+            values[name] = typed_copy(value, f"{prefix}{name}.")
+        else:
+            values[name] = copy.deepcopy(coerce(value, types[name], f"{prefix}{name}"))
+    typed = copy.copy(config)
+    vars(typed).update(values)
     return typed
 
 

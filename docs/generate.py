@@ -30,6 +30,7 @@ from onstep.training import loop
 from onstep.training.feature import HOOKS, Feature
 
 DOCS = Path(__file__).parent
+README = DOCS.parent / "README.md"
 RENEW = "make docs-tables"
 """The command that writes the parts again."""
 
@@ -69,6 +70,14 @@ def events_table() -> str:
     """Every event, in firing order."""
     rows = [(_names(event), f"{event.when}.", _fields_of(event)) for event in EVENTS]
     return _table(("Event", "When it fires", "Fields beyond the common ones"), rows)
+
+
+def readme() -> str:
+    """README, with links from `docs/`, without its title and the sections that the site itself is."""
+    _, *sections = re.split(r"^##? ", README.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    introduction = sections.pop(0).partition("\n")[2]
+    kept = [f"## {section}" for section in sections if not section.startswith(("Documentation\n", "License\n"))]
+    return "".join([introduction, *kept]).strip().replace("](docs/", "](")
 
 
 def loop_source() -> str:
@@ -129,6 +138,7 @@ def refused_table() -> str:
 
 
 GENERATED: dict[str, Callable[[], str]] = {
+    "readme": readme,
     "events": events_table,
     "loop": loop_source,
     "features": feature_table,

@@ -111,7 +111,7 @@ def test_a_rank_whose_data_never_comes_is_named_with_the_line_that_reads_it(
 def no_dumps_of(report: str) -> bool:
     """Whether the files of the processes that a report names are gone."""
     pids = re.findall(r"stacks of rank \d+ \(process (\d+)\)", report)
-    return not [one for pid in pids for one in Path(tempfile.gettempdir()).glob(f"onstep-stacks-*{pid}-*")]
+    return not [one for pid in pids for one in Path(tempfile.gettempdir()).glob(f"onstep-stacks-*-{pid}-*")]
 
 
 def no_process_of(directory: Path) -> bool:

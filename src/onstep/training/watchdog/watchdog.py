@@ -413,6 +413,8 @@ class Watching(Feature[Run]):
         for one in rank_reports.values():
             if one.silence > 0 and not one.is_over and self._is_here(one):
                 rank_stacks.end_process(one.pid, one.birth)
+                with suppress(OSError):  # what it last did has been read
+                    os.unlink(one.dump_path)
 
     def _own_stacks(self) -> str:
         threads = (self._thread.ident, None if self._rank_exchange is None else self._rank_exchange.ident)

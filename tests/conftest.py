@@ -60,11 +60,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_log_level() -> Iterator[None]:
-    """A command that a test calls sets the level of our messages, which the next test must not see."""
-    log = logging.getLogger("onstep")
-    before = log.level
+    """A command that a test calls sets the levels of our messages, which the next test must not see."""
+    logs = [logging.getLogger(name) for name in ("onstep", "onstep.trackers")]
+    before = [log.level for log in logs]
     yield
-    log.setLevel(before)
+    for log, level in zip(logs, before, strict=True):
+        log.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,15 +16,6 @@ from tests.support.tracker_files import scalars, table
 
 app = typer.Typer()
 app.command()(replay)
-
-
-@pytest.fixture(autouse=True)
-def quiet_again() -> Iterator[None]:
-    """The command lets trackers tell where they record; other tests are not to hear of it."""
-    trackers = logging.getLogger("onstep.trackers")
-    before = trackers.level
-    yield
-    trackers.setLevel(before)
 
 
 @pytest.fixture

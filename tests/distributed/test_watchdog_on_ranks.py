@@ -147,6 +147,7 @@ def test_a_stopped_process_is_named_and_ended(processes: Processes, tmp_path: Pa
     assert f"rank {suspect} hangs: its process has been stopped" in report.splitlines()[0], report
     assert codes[suspect] == -signal.SIGKILL
     assert "none: the rank does not answer" in stacks_of(report, suspect)
+    assert no_dumps_of(stacks_of(report, suspect)), "what a killed process leaves"
 
 
 @pytest.mark.slow

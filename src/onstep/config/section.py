@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -186,9 +187,9 @@ class ConfigSection:
             ConfigError: naming the value, the rule and the remedy.
         """
 
-    def field_names(self) -> list[str]:
+    def field_names(self) -> tuple[str, ...]:
         """The names of the fields, in order."""
-        return list(type(self).__dataclass_fields__)
+        return _names_of(type(self))  # type: ignore[arg-type]  # a class is hashable
 
     def option(self, name: str) -> Option:
         """The facts that the field of this name declares."""
@@ -200,6 +201,11 @@ class ConfigSection:
         default = type(self)()
         values = {name: getattr(self, name) for name in self.field_names()}
         return {name: value for name, value in values.items() if value != getattr(default, name)}
+
+
+@functools.cache
+def _names_of(kind: Any) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(kind))
 
 
 def _elsewhere(name: str, kind: type[ConfigSection]) -> str | None:

@@ -142,9 +142,7 @@ def check_prose(path: Path) -> None:
 
 def _head(path: Path) -> bytes:
     try:
-        descriptor = os.open(
-            path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        )  # the log of a kernel would be waited for
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a kernel's log would be waited for
         with open(descriptor, "rb", buffering=0) as file:
             return file.read(_HEAD_BYTES) or b""
     except OSError as error:

@@ -56,7 +56,7 @@ PROMISES = (
         "A seeded fuzzer changes bytes and values of every format and runs the commands that read it: no Python error, "
         "no hang over 10 seconds, no growth over 1 GB. Pickles are refused unread.",
         (
-            "test_bounded_reading.py",
+            "files/test_bounded_reading.py",
             "checkpoint/test_no_pickle.py",
             "checkpoint/test_malicious_tensor_files.py",
             "checkpoint/test_codec.py",

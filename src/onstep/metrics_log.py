@@ -18,14 +18,14 @@ from typing import Any
 
 from filelock import lock_descriptor
 
-from onstep.durability import replace_durably, try_to_sync
 from onstep.errors import OnstepError
-from onstep.forking import release_in_forked_children
-from onstep.json_values import encode
+from onstep.files.durability import replace_durably, try_to_sync
+from onstep.files.json_values import encode
 from onstep.log_decoding import decode, decode_rest
 from onstep.log_digests import hash_of
 from onstep.log_ends import end_of_body, end_of_record, ends_of
 from onstep.log_names import free_name, rename_aside
+from onstep.processes.forking import release_in_forked_children
 
 Record = dict[str, Any]
 

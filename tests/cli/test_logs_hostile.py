@@ -13,7 +13,7 @@ import pytest
 
 from onstep.analysis import LogTail, TrainingLog
 from onstep.cli.main import main
-from onstep.durability import try_to_sync
+from onstep.files.durability import try_to_sync
 from onstep.metrics.json_log_writer import JsonLogWriter
 from onstep.metrics_log import read_records
 

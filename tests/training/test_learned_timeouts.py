@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from onstep.distributed import World
-from onstep.heartbeat import HEARTBEAT
+from onstep.processes.heartbeat import HEARTBEAT
 from onstep.training.fault_tolerance.learned_timeouts import LearnedTimeouts
 
 

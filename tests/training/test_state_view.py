@@ -14,7 +14,7 @@ from onstep import CallbackManager
 from onstep.distributed import World
 from onstep.errors import CheckpointError, CollectiveAfterErrorError
 from onstep.events import EVENTS
-from onstep.heartbeat import HEARTBEAT
+from onstep.processes.heartbeat import HEARTBEAT
 from onstep.training import EnergyMonitor, RerunStateMachine, StragglerDetector
 from onstep.training.feature import Feature
 from onstep.training.features import TRAINING

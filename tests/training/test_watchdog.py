@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from onstep import Callback, CallbackManager
-from onstep.heartbeat import HEARTBEAT
+from onstep.processes.heartbeat import HEARTBEAT
 from onstep.training.watchdog import watchdog
 from onstep.training.watchdog.stacks import DUMP_SIGNAL
 from tests.support.forked_processes import Processes, output_of

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from typing import Any
 
 from onstep.events import RunState, TrainerCallback
-from onstep.json_values import encode
+from onstep.files.json_values import encode
 from onstep.log_gaps import MISSING
 from onstep.metrics.json_log_writer import JsonLogWriter, logging_dir_of
 from onstep.metrics.saved_log import SavedLog

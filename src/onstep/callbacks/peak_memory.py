@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from onstep.bounded_reading import integer_from_environment
 from onstep.config.field_types import is_integer_from
 from onstep.console.table import format_gib
 from onstep.errors import MissingExtraError, require
 from onstep.events import TrainerCallback
+from onstep.files.bounded_reading import integer_from_environment
 from onstep.metrics.memory_reports import MAX_EVENTS, record_memory_history, write_memory_snapshot
 
 logger: logging.Logger = logging.getLogger(__name__)

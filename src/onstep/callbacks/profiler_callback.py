@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerAction
 
-from onstep.bounded_reading import integer_from_environment
 from onstep.errors import ConfigError
 from onstep.events import TrainerCallback
+from onstep.files.bounded_reading import integer_from_environment
 from onstep.metrics.torch_profiler import SoleProfiler, is_recording, write_trace
 
 logger: logging.Logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from onstep.durability import try_to_sync
 from onstep.errors import ConfigError, MissingExtraError
 from onstep.events import TrainerCallback
+from onstep.files.durability import try_to_sync
 from onstep.trackers.services.tensorboard_tracker import EVENT_FILES, newest_second, session_start
 
 logger: logging.Logger = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ import torch
 import yaml
 
 from onstep.analysis.logs.samples_log import FILE_NAME, TextSample, append_samples, set_samples_aside
-from onstep.bounded_reading import read_bytes
 from onstep.config.field_types import is_integer_from
 from onstep.config.hf.checks import evaluates
 from onstep.errors import ConfigError, require, text_of
 from onstep.events import Setting, TrainerCallback
+from onstep.files.bounded_reading import read_bytes
 from onstep.metrics.json_log_writer import logging_dir_of
 from onstep.models.generation.prompts import (
     can_generate,

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onstep.bounded_reading import read_bytes
 from onstep.checkpoint.catalog.discovery import CheckpointInfo
 from onstep.checkpoint.components import ComponentFiles, Placement, SharingPattern, StateComponent, tensors_at
 from onstep.checkpoint.format.codec import MAX_DOCUMENT_BYTES, decode_state, document_from_bytes
@@ -23,6 +22,7 @@ from onstep.checkpoint.storage.manifest import Manifest
 from onstep.distributed import World
 from onstep.distributed.world import attempt, raise_together, together
 from onstep.errors import CheckpointError
+from onstep.files.bounded_reading import read_bytes
 
 logger = logging.getLogger(__name__)
 

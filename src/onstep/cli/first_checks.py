@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from onstep.analysis.logs.run_status import run_record
-from onstep.bounded_reading import integer_from_environment
 from onstep.cli.config import can_be_imported, check_callback_name, load_callback, python_file
 from onstep.cli.runs import RUNS, names_beside, not_found, run_names
 from onstep.config import ConfigContainer, resolve
@@ -20,6 +19,7 @@ from onstep.config.suggestions import nearest
 from onstep.console.level import Level
 from onstep.console.messages import show_messages
 from onstep.errors import DataError, MissingWeightsError
+from onstep.files.bounded_reading import integer_from_environment
 from onstep.metrics.memory_estimate import check_memory
 
 logger = logging.getLogger(__name__)

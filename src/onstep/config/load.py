@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from onstep.bounded_reading import read_bytes
 from onstep.config.container import ConfigContainer
 from onstep.config.field_types import accepts_text, coerce, field_types
 from onstep.config.keys import keys_of, leaves, nearest_key, typed_copy
@@ -17,6 +16,7 @@ from onstep.config.section import ConfigSection
 from onstep.config.suggestions import shown
 from onstep.config.yaml_bounds import MAX_YAML_BYTES, check_yaml
 from onstep.errors import ConfigError
+from onstep.files.bounded_reading import read_bytes
 
 logger = logging.getLogger(__name__)
 

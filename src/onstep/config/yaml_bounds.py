@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any, NoReturn
 
-from onstep.bounded_reading import MAX_DIGITS
 from onstep.config.suggestions import shown
 from onstep.errors import ConfigError
+from onstep.files.bounded_reading import MAX_DIGITS
 
 MAX_YAML_BYTES = 1 << 20
 """Limit for a configuration file; one with every key has about 10 kB."""

@@ -20,11 +20,11 @@ from typing import Any
 
 from filelock import lock_descriptor
 
-from onstep.bounded_reading import parse_json
 from onstep.control.job_info import JobInfo, is_alive, is_endpoint_pid_alive, is_here
-from onstep.durability import replace_durably
 from onstep.errors import ConfigError, DataError, MissingExtraError
-from onstep.forking import release_in_forked_children
+from onstep.files.bounded_reading import parse_json
+from onstep.files.durability import replace_durably
+from onstep.processes.forking import release_in_forked_children
 
 __all__ = [
     "JobInfo",

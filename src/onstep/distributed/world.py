@@ -24,9 +24,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from onstep.bounded_reading import integer_from_environment
 from onstep.config import DistributedInitConfig
 from onstep.errors import CheckpointError, CollectiveAfterErrorError, ConfigError
+from onstep.files.bounded_reading import integer_from_environment
 
 _groups_made = itertools.count()
 """Numbers the groups of this process. Every rank creates the same groups, so each has the same number on all ranks."""

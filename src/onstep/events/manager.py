@@ -22,7 +22,7 @@ from onstep.events.registration import (
     function_registration,
     registration_of,
 )
-from onstep.heartbeat import HEARTBEAT
+from onstep.processes.heartbeat import HEARTBEAT
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from onstep.bounded_reading import brief
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
+from onstep.files.bounded_reading import brief
 
 _MOST = 2**53
 """Larger integers are not exact in JSON."""

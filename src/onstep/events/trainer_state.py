@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from onstep.bounded_reading import MAX_JSON_BYTES, parse_json, read_bytes
 from onstep.errors import DataError
 from onstep.events.exportable_state import exported_states, is_exportable
+from onstep.files.bounded_reading import MAX_JSON_BYTES, parse_json, read_bytes
 
 Record = dict[str, Any]
 

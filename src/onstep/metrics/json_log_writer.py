@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from onstep.errors import ConfigError
-from onstep.json_values import encode
+from onstep.files.json_values import encode
 from onstep.log_gaps import MISSING, describe_gap
 from onstep.log_names import numbered_name
 from onstep.metrics.saved_log import NewestRecords, SavedLog, step_of

@@ -11,9 +11,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from onstep.bounded_reading import brief, parse_json
 from onstep.errors import CheckpointError
-from onstep.json_values import encode
+from onstep.files.bounded_reading import brief, parse_json
+from onstep.files.json_values import encode
 from onstep.log_digests import begins_with
 from onstep.log_gaps import MISSING, gap_record
 from onstep.metrics_log import MetricsLog, MetricsLogError, Record, read_records, without_wall_clock

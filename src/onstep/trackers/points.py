@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import inf, isfinite, prod
 from typing import Any
 
-from onstep.bounded_reading import brief
+from onstep.files.bounded_reading import brief
 from onstep.trackers.metric_names import tracker_names
 from onstep.trackers.tracker import Point
 

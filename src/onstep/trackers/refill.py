@@ -14,9 +14,9 @@ from onstep.analysis.logs.lines import MAX_LINE_BYTES
 from onstep.analysis.logs.reading import read_log
 from onstep.analysis.logs.record_file import RecordFile
 from onstep.analysis.logs.run_status import run_record
-from onstep.bounded_reading import brief
 from onstep.config.trackers import NAMES
 from onstep.errors import DataError
+from onstep.files.bounded_reading import brief
 from onstep.log_gaps import MISSING, describe_gap
 from onstep.metrics_log import MetricsLogError, Record
 from onstep.trackers.metric_names import BRIDGE, HF, bridge_names

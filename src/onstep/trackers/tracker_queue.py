@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from onstep.durability import try_to_sync
+from onstep.files.durability import try_to_sync
 from onstep.trackers.delivery import CircuitBreaker, Deliveries
 from onstep.trackers.metric_names import how_to_fill
 from onstep.trackers.points import read_numbers

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from onstep.analysis.logs.run_status import run_record
-from onstep.bounded_reading import brief
 from onstep.config import ConfigContainer
 from onstep.config.trackers import name_list
 from onstep.errors import ConfigError
 from onstep.events import Callback, CallbackContext
+from onstep.files.bounded_reading import brief
 from onstep.trackers.metric_names import BRIDGE, HF, check_tracker, make_tracker
 from onstep.trackers.points import RunPoints, is_step, plain_point, points_for, saved_mapping, saved_points
 from onstep.trackers.refill import path_id

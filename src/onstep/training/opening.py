@@ -18,7 +18,7 @@ from onstep.config.short_runs import fit_short_run
 from onstep.distributed import World, attempt
 from onstep.errors import ConfigError, DataError, MissingExtraError, OnstepError, RunExistsError, forget_warnings
 from onstep.events import CallbackManager, Control, Dispatcher
-from onstep.forking import check_imports_are_done
+from onstep.processes.forking import check_imports_are_done
 from onstep.recipes import RECIPES
 from onstep.trackers.report_to import attach_trackers
 from onstep.training.bridge.global_state import GlobalState

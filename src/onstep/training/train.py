@@ -15,8 +15,8 @@ from onstep.data.loaders.step_source import only_iterator
 from onstep.distributed import check_ranks, check_weights
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager, Dispatcher, normalize_callbacks
-from onstep.forking import check_imports_are_done
 from onstep.optim import ForeignOptimizer, StepOptimizer, TorchSchedulerAdapter, check_length, check_scheduler
+from onstep.processes.forking import check_imports_are_done
 from onstep.training.bridge.exits import checkpoint_and_decide_exit, save_checkpoint_and_time
 from onstep.training.bridge.global_state import GlobalState, TrainStepResult
 from onstep.training.bridge.housekeeping import _finish_train as _finish_train

@@ -11,8 +11,8 @@ from typing import Any
 from onstep.analysis.logs.columns import MAX_KEYS
 from onstep.analysis.logs.lines import BLANK, MAX_LINE_BYTES, FileSource
 from onstep.analysis.logs.record_file import BYTE_ORDER_MARK, RecordFile, decoded
-from onstep.bounded_reading import MAX_JSON_BYTES, check_nesting
 from onstep.errors import DataError
+from onstep.files.bounded_reading import MAX_JSON_BYTES, check_nesting
 from onstep.metrics_log import Record
 
 _HEAD_BYTES = 1 << 16

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from onstep.analysis.logs.columns import Columns
 from onstep.analysis.logs.lines import BLANK, PIECE_BYTES, FileSource, Piece
-from onstep.bounded_reading import MAX_NESTING, check_nesting
 from onstep.errors import DataError
+from onstep.files.bounded_reading import MAX_NESTING, check_nesting
 from onstep.metrics_log import Record
 
 _BETWEEN = BLANK + b","

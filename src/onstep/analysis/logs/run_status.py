@@ -8,8 +8,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from onstep.bounded_reading import read_bytes, read_json
 from onstep.errors import DataError
+from onstep.files.bounded_reading import read_bytes, read_json
 
 _RUNNING = ("running", "again")
 _LOCKS = Path("/proc/locks")

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onstep.bounded_reading import DIGITS_OF_64_BITS, MAX_VALUES, number_of_values, parse_json
 from onstep.checkpoint.format.tensor_header import DTYPE_NAMES, METADATA_KEY
 from onstep.checkpoint.format.values import (
     VALUE_DECODERS,
@@ -34,6 +33,7 @@ from onstep.checkpoint.format.values import (
     shown,
 )
 from onstep.errors import CheckpointError, UnsupportedStateError
+from onstep.files.bounded_reading import DIGITS_OF_64_BITS, MAX_VALUES, number_of_values, parse_json
 
 FORMAT = 1
 MAX_DOCUMENT_BYTES = 256 * 1024**2

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from onstep.bounded_reading import DIGITS_OF_64_BITS, parse_json
 from onstep.errors import CheckpointError, UnsupportedStateError
+from onstep.files.bounded_reading import DIGITS_OF_64_BITS, parse_json
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",

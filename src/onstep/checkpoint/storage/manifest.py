@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 
 from blake3 import blake3
 
-from onstep.bounded_reading import parse_json
 from onstep.checkpoint.components import SharingPattern
 from onstep.checkpoint.format.tensor_file import FileDigest
 from onstep.errors import CheckpointError
-from onstep.heartbeat import HEARTBEAT
+from onstep.files.bounded_reading import parse_json
+from onstep.processes.heartbeat import HEARTBEAT
 
 MANIFEST = "manifest.json"
 FORMAT = 1

@@ -17,9 +17,9 @@ from typing import Literal, TypeVar
 from blake3 import blake3
 
 from onstep.checkpoint.format.tensor_file import FileDigest
-from onstep.durability import sync_dir
 from onstep.errors import CheckpointError
-from onstep.heartbeat import HEARTBEAT
+from onstep.files.durability import sync_dir
+from onstep.processes.heartbeat import HEARTBEAT
 
 Result = TypeVar("Result")
 

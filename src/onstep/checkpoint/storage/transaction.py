@@ -15,7 +15,7 @@ from filelock import lock_descriptor
 from onstep.checkpoint.storage.manifest import MANIFEST, Manifest, check_file, read_manifest, verify
 from onstep.checkpoint.storage.store import TEMPORARY, TRASH, FileStore
 from onstep.errors import CheckpointError
-from onstep.forking import release_in_forked_children
+from onstep.processes.forking import release_in_forked_children
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from onstep.bounded_reading import read_json
 from onstep.data import ByteTokenizer, Tokenizer
 from onstep.errors import DataError
+from onstep.files.bounded_reading import read_json
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 """GGUF's types of tokens."""

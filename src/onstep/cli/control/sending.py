@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from onstep.bounded_reading import parse_json
 from onstep.cli.control.options import AsJson, Force, Job, Remote, TokenFile, Wait
 from onstep.cli.control.outcome import confirm, show
 from onstep.cli.control.target import Target, find_target
 from onstep.config.suggestions import shown
 from onstep.errors import ConfigError, DataError
 from onstep.events.settings import MOST_LR_FACTOR
+from onstep.files.bounded_reading import parse_json
 
 
 def plain(command: str, text: str) -> Callable[..., None]:

@@ -10,10 +10,10 @@ from typing import Any
 
 from typer.core import TyperGroup
 
-from onstep.bounded_reading import read_bytes
 from onstep.config.suggestions import listed, nearest
 from onstep.control import HTTPTrainerControlClient
 from onstep.errors import ConfigError
+from onstep.files.bounded_reading import read_bytes
 
 TOKEN_VARIABLE = "ONSTEP_CONTROL_TOKEN"
 _MOST_TOKEN_BYTES = 4096

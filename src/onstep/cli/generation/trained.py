@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onstep.analysis.text_tables import printable
-from onstep.bounded_reading import read_json
 from onstep.cli.why import find_run
 from onstep.console.style import in_words
 from onstep.errors import ConfigError, OnstepError
+from onstep.files.bounded_reading import read_json
 
 if TYPE_CHECKING:
     from onstep.config import ConfigContainer, TokenizerConfig

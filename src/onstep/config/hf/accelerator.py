@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from onstep.bounded_reading import parse_json, read_json
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
+from onstep.files.bounded_reading import parse_json, read_json
 
 _NAME = "TrainingArguments.accelerator_config"
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {

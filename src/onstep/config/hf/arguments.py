@@ -12,7 +12,6 @@ from difflib import get_close_matches
 from enum import Enum
 from typing import Any, TypeVar
 
-from onstep.bounded_reading import parse_json
 from onstep.config.field_types import coerce, field_types
 from onstep.config.hf.accelerator import settle_accelerator
 from onstep.config.hf.argument import (
@@ -37,6 +36,7 @@ from onstep.config.lengths import share_of
 from onstep.config.suggestions import nearest, shown
 from onstep.config.trackers import tracker_list
 from onstep.errors import ConfigError
+from onstep.files.bounded_reading import parse_json
 
 Arguments = TypeVar("Arguments", bound=type)
 

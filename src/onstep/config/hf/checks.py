@@ -6,12 +6,12 @@ import math
 from fractions import Fraction
 from typing import Any
 
-from onstep.bounded_reading import integer_from_environment
 from onstep.config.hf.argument import FOLLOW_METRIC, rules_of
 from onstep.config.hf.optimizers import WITHOUT_BETAS, check_optimizer
 from onstep.config.section import EPOCHS
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
+from onstep.files.bounded_reading import integer_from_environment
 
 
 def check_arguments(args: Any) -> None:

@@ -13,9 +13,9 @@ from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from onstep.bounded_reading import integer_from_environment
 from onstep.config.hf.argument import LOG_LEVELS
 from onstep.errors import ConfigError
+from onstep.files.bounded_reading import integer_from_environment
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import quote
 
 from onstep.analysis.text_tables import printable, shortened
-from onstep.bounded_reading import MAX_JSON_BYTES, brief, parse_json
 from onstep.errors import ConfigError, DataError, MissingExtraError, OnstepError
+from onstep.files.bounded_reading import MAX_JSON_BYTES, brief, parse_json
 
 if TYPE_CHECKING:
     import httpx

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from onstep.bounded_reading import parse_json
 from onstep.control.client.connection import Connection, ControlError
 from onstep.control.feed import FeedEvent
+from onstep.files.bounded_reading import parse_json
 
 SILENCE_SECONDS = 60.0
 """A stream without a byte for so long is dead: the server sends a comment every 15 s."""

@@ -10,10 +10,10 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from onstep.bounded_reading import parse_json
 from onstep.control.serving.limits import MOST_BODY_BYTES
 from onstep.errors import DataError
-from onstep.json_values import encode
+from onstep.files.bounded_reading import parse_json
+from onstep.files.json_values import encode
 
 
 def strict_json(value: Any) -> str:

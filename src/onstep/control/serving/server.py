@@ -19,7 +19,7 @@ from onstep.control.serving.connections import new_config
 from onstep.control.serving.limits import BACKLOG, FINISH_SECONDS
 from onstep.control.serving.listening import listen
 from onstep.errors import ConfigError
-from onstep.forking import release_in_forked_children
+from onstep.processes.forking import release_in_forked_children
 
 logger: logging.Logger = logging.getLogger(__name__)
 

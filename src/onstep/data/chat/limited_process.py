@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from onstep.errors import DataError
-from onstep.forking import release_in_forked_children
+from onstep.processes.forking import release_in_forked_children
 
 _WAITS_SECONDS = (60, 5)
 """How long the parent waits for an answer. The limit of CPU time is the one that is met in practice; this is for a

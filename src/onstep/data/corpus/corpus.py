@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from onstep.bounded_reading import MAX_JSON_BYTES, parse_json, read_lines
 from onstep.data.corpus.build_cache import Source
 from onstep.data.corpus.file_digests import content_digest
 from onstep.data.corpus.not_text import check_prose, check_texts, warn_of_nul
 from onstep.data.corpus.reading_bar import reading_bar
 from onstep.errors import DataError
+from onstep.files.bounded_reading import MAX_JSON_BYTES, parse_json, read_lines
 
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson", ".jsonlines"})
 _PROSE_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".org", ".html")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from onstep.bounded_reading import open_file
+from onstep.files.bounded_reading import open_file
 
 _CHECKED_BLOCKS = 64
 _SETTLED_SECONDS = 2.0

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onstep.bounded_reading import open_file
 from onstep.errors import DataError
+from onstep.files.bounded_reading import open_file
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onstep.bounded_reading import read_json
 from onstep.data.corpus.build_cache import build_cached, write_text
 from onstep.data.corpus.corpus import Document, DocumentSource, FileSource, no_text, not_utf8
 from onstep.data.corpus.coverage import Coverage
 from onstep.data.corpus.file_digests import sampled_digest
 from onstep.data.corpus.tokenizers import Tokenizer
 from onstep.errors import DataError
-from onstep.heartbeat import HEARTBEAT
+from onstep.files.bounded_reading import read_json
+from onstep.processes.heartbeat import HEARTBEAT
 
 _BLOCK_BYTES = 64 * 1024
 _MANIFEST_BYTES = 64 * 1024

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from onstep.bounded_reading import read_json
 from onstep.config import TokenizerConfig
 from onstep.data.corpus.build_cache import write_text
 from onstep.data.corpus.tokenizer_library import Explained
 from onstep.errors import DataError
+from onstep.files.bounded_reading import read_json
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from onstep.bounded_reading import MAX_JSON_BYTES, parse_json
 from onstep.errors import DataError, OnstepError
+from onstep.files.bounded_reading import MAX_JSON_BYTES, parse_json
 
 MAX_VOCAB_SIZE = 1 << 22
 """Sixteen times the largest vocabulary in use; a table of embeddings has a row for every id."""

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from onstep.bounded_reading import MAX_JSON_BYTES, read_bytes
 from onstep.config import TokenizerConfig
 from onstep.config.suggestions import nearest
 from onstep.data.corpus.build_cache import write_text
@@ -28,6 +27,7 @@ from onstep.data.corpus.tokenizer_library import (
     switch_off_alterations,
 )
 from onstep.errors import DataError, MissingExtraError
+from onstep.files.bounded_reading import MAX_JSON_BYTES, read_bytes
 
 _LOGGER = logging.getLogger(__name__)
 

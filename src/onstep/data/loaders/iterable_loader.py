@@ -20,7 +20,7 @@ from onstep.data.loaders.micro_batch_reader import batches_from_workers, outlive
 from onstep.data.loaders.sample_order import MicroBatchLayout
 from onstep.data.loaders.step_batches import Compared, StepBatches, step_of
 from onstep.errors import DataError
-from onstep.heartbeat import HEARTBEAT
+from onstep.processes.heartbeat import HEARTBEAT
 
 _LOGGER = logging.getLogger(__name__)
 

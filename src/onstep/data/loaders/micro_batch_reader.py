@@ -24,7 +24,7 @@ from onstep.data.loaders.end_of_data import call, escaped_stop, started
 from onstep.data.loaders.sample_order import GlobalMicroBatch
 from onstep.data.loaders.step_batches import StepBatches
 from onstep.errors import DataError
-from onstep.heartbeat import HEARTBEAT
+from onstep.processes.heartbeat import HEARTBEAT
 
 PARENT_SECONDS = 5.0
 """Between two looks of a worker at its parent, as in torch."""

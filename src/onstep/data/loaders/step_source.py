@@ -11,7 +11,7 @@ from onstep.data.loaders.end_of_data import check_end, items_of
 from onstep.data.loaders.iterable_loader import Unindexed, count_samples, is_stateful
 from onstep.data.loaders.step_batches import Batch, Compared, StepBatches, StepSource
 from onstep.errors import DataError
-from onstep.heartbeat import HEARTBEAT
+from onstep.processes.heartbeat import HEARTBEAT
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from onstep.bounded_reading import parse_json
 from onstep.diloco.protocol.messages import Refused, Register, Reply, Request, Submit
 from onstep.diloco.protocol.wire import InvalidMessageError, reply_from_json, to_json
 from onstep.diloco.wire.http import FIRST_PORT, JSON, MESSAGE_HEADER, PATHS, TENSORS
 from onstep.diloco.wire.tokens import checked, find_token
 from onstep.errors import ConfigError, DataError, MissingExtraError
+from onstep.files.bounded_reading import parse_json
 
 if TYPE_CHECKING:
     import httpx

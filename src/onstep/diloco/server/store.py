@@ -17,12 +17,12 @@ from typing import Any
 
 from filelock import lock_descriptor
 
-from onstep.bounded_reading import read_bytes
 from onstep.checkpoint import FileDigest, FileStore, decode_state, encode_state, read_tensors, write_tensors
 from onstep.checkpoint.format.codec import document_from_bytes, document_to_bytes
 from onstep.checkpoint.storage.manifest import check_file
-from onstep.durability import replace_durably
 from onstep.errors import CheckpointError, RunExistsError
+from onstep.files.bounded_reading import read_bytes
+from onstep.files.durability import replace_durably
 
 STATE, LOCK = "server.json", "lock"
 FORMAT = 1

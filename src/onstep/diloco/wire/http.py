@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from onstep.bounded_reading import parse_json
 from onstep.diloco.protocol.messages import Await, Deregister, Heartbeat, ParameterSpec, Register, Submit
 from onstep.errors import DataError
+from onstep.files.bounded_reading import parse_json
 
 MESSAGE_HEADER = "x-onstep-message"
 TENSORS = "application/vnd.safetensors"

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from onstep.durability import replace_durably
 from onstep.errors import ConfigError, MissingExtraError
+from onstep.files.durability import replace_durably
 
 DIRECTORY = "ONSTEP_DILOCO_TOKENS"
 """Environment variable with the directory of the files, in place of the user's configuration."""

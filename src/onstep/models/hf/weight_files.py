@@ -13,9 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from onstep.bounded_reading import read_json
 from onstep.config import ModelConfig
 from onstep.errors import OnstepError
+from onstep.files.bounded_reading import read_json
 from onstep.models.hf.values import short
 from onstep.models.layers.feed_forward import is_moe_layer
 from onstep.models.sizes import ffn_hidden_size, head_width, num_query_groups, vocabulary_size

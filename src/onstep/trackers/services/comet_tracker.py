@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
 
-from onstep.forking import release_in_forked_children
+from onstep.processes.forking import release_in_forked_children
 from onstep.trackers.tracker import RunIdentity, ServiceTracker, plain_name
 
 logger: logging.Logger = logging.getLogger(__name__)

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onstep.bounded_reading import integer_from_environment
 from onstep.checkpoint import checkpoints, resolve
 from onstep.checkpoint.catalog.discovery import named_dirs
 from onstep.checkpoint.storage.manifest import MANIFEST
@@ -23,6 +22,7 @@ from onstep.config.suggestions import listed, shown
 from onstep.data.corpus.hf_datasets import hub_commits
 from onstep.distributed import World
 from onstep.errors import CheckpointError, ConfigError
+from onstep.files.bounded_reading import integer_from_environment
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.computing.batch_size_search import Search
 from onstep.trainer.output_dir.identity import trainer_identity

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from onstep.durability import try_to_sync
 from onstep.events import Request
 from onstep.events.control import FLAGS
+from onstep.files.durability import try_to_sync
 from onstep.training.protocols import StateDict
 from onstep.training.run import Run
 from onstep.training.stages.record import last_loss

@@ -17,9 +17,9 @@ from onstep.data import StepSource
 from onstep.errors import CheckpointError, text_of
 from onstep.events import CallbackManager, Dispatcher
 from onstep.events.exportable_state import is_exportable
-from onstep.heartbeat import HEARTBEAT
 from onstep.optim import OptimizerParamScheduler
 from onstep.optim.protocol import HasState
+from onstep.processes.heartbeat import HEARTBEAT
 from onstep.training.checkpointing.run_progress import RunProgress
 from onstep.training.protocols import Metrics, StateDict, Trained, UserScheduler, has_state
 from onstep.training.run import Run

@@ -13,7 +13,7 @@ from torch import Tensor
 from onstep.data import Batch, StepBatches
 from onstep.data.loaders.collate import mapping_like
 from onstep.errors import DataError
-from onstep.heartbeat import HEARTBEAT
+from onstep.processes.heartbeat import HEARTBEAT
 from onstep.training.compute.losses import MicroLoss, Scalar, StepLoss, as_scalar, at_least_one, local_sums
 
 _CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from onstep.config.suggestions import shown
 from onstep.distributed import World
-from onstep.heartbeat import HEARTBEAT
+from onstep.processes.heartbeat import HEARTBEAT
 
 SAFETY_FACTOR = 5.0
 """A learned limit is this multiple of the longest time seen, on any rank and in any start of the run."""

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from onstep.bounded_reading import read_json
 from onstep.config import FaultToleranceConfig
 from onstep.distributed import World
 from onstep.errors import ConfigError, DataError, MissingExtraError
+from onstep.files.bounded_reading import read_json
 from onstep.training.compute.step import Step
 from onstep.training.fault_tolerance.learned_timeouts import LearnedTimeouts
 from onstep.training.feature import Feature, Interruption

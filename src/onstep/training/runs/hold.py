@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from onstep.bounded_reading import MAX_JSON_BYTES, open_file, read_bytes
-from onstep.durability import replace_durably
 from onstep.errors import DataError
+from onstep.files.bounded_reading import MAX_JSON_BYTES, open_file, read_bytes
+from onstep.files.durability import replace_durably
 from onstep.training.runs.identity import IDENTITY_FILE
 from onstep.training.runs.lock import LEASE, LOCK, RunLock
 

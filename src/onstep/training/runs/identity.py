@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from onstep.bounded_reading import read_json
 from onstep.config import ConfigContainer, TokenizerConfig
 from onstep.config.keys import typed_copy
 from onstep.data.corpus.input_files import InputFiles, dataset_files, tokenizer_files
-from onstep.durability import replace_durably
 from onstep.errors import DataError
+from onstep.files.bounded_reading import read_json
+from onstep.files.durability import replace_durably
 
 IDENTITY_FILE = "identity.json"
 """In a run's directory; for a run without one, beside its checkpoints."""

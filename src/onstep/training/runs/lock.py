@@ -13,7 +13,7 @@ from pathlib import Path
 from filelock import LeaseCompromise, SoftFileLease, Timeout, lock_descriptor
 
 from onstep.errors import RunExistsError
-from onstep.forking import release_in_forked_children
+from onstep.processes.forking import release_in_forked_children
 
 logger = logging.getLogger(__name__)
 

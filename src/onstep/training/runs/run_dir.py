@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from onstep.bounded_reading import read_json
 from onstep.checkpoint.catalog.discovery import ASIDE, named_dirs
-from onstep.durability import replace_durably
 from onstep.errors import DataError, RunExistsError
+from onstep.files.bounded_reading import read_json
+from onstep.files.durability import replace_durably
 from onstep.training.protocols import StateDict
 from onstep.training.runs.identity import IDENTITY_FILE
 from onstep.training.runs.lock import LOCK, RunLock

@@ -15,7 +15,7 @@ from typing import Literal, TypeGuard
 
 from onstep.distributed import World, shards
 from onstep.errors import ConfigError
-from onstep.heartbeat import ENDING, HEARTBEAT
+from onstep.processes.heartbeat import ENDING, HEARTBEAT
 
 logger = logging.getLogger(__name__)
 

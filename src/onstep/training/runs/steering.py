@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from onstep.bounded_reading import read_bytes
 from onstep.errors import DataError
 from onstep.events import Request
 from onstep.events.control import STICKY
 from onstep.events.settings import DeclaredSetting
-from onstep.json_values import encode
+from onstep.files.bounded_reading import read_bytes
+from onstep.files.json_values import encode
 from onstep.log_digests import hash_of
 
 LEARNED = ("set", "skip_batch", "rollback")

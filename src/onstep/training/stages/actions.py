@@ -14,7 +14,7 @@ from onstep.errors import AnomalyError, warn_once
 from onstep.events import Request
 from onstep.events.control import FLAGS, STICKY
 from onstep.events.settings import MOST_LR_FACTOR
-from onstep.heartbeat import HEARTBEAT
+from onstep.processes.heartbeat import HEARTBEAT
 from onstep.train_state import TrainState
 from onstep.training.reporting.timers import INTERVAL_TIME
 from onstep.training.run import Run

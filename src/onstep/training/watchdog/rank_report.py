@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from onstep.errors import text_of
-from onstep.heartbeat import ENDING, HEARTBEAT, Called
+from onstep.processes.heartbeat import ENDING, HEARTBEAT, Called
 from onstep.training.run import Run
 from onstep.training.runs.signals import Interrupts
 from onstep.training.watchdog import stacks as rank_stacks

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from onstep.errors import text_of
-from onstep.heartbeat import HEARTBEAT, PAGE_BYTES, Called, read_page
+from onstep.processes.heartbeat import HEARTBEAT, PAGE_BYTES, Called, read_page
 
 State = Literal["runs", "stopped", "gone", "unknown"]
 Place = tuple[str, int | None, str]

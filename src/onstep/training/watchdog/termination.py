@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from onstep.heartbeat import HEARTBEAT
+from onstep.processes.heartbeat import HEARTBEAT
 from onstep.training.run import Run
 from onstep.training.runs.signals import REPEAT_WINDOW_SECONDS
 from onstep.training.watchdog.rank_report import TERMINATED

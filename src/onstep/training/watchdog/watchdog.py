@@ -1,8 +1,8 @@
 """Ends a run in which a rank hangs, fails or dies: on all ranks, within a time limit, with one report of the first.
 
-On each rank a thread observes what the rank is doing (`onstep.heartbeat`); with several ranks a second one exchanges
-this with the others through the process group's store. Neither uses the training's collectives, and the training itself
-only writes a few attributes.
+On each rank a thread observes what the rank is doing (`onstep.processes.heartbeat`); with several ranks a second one
+exchanges this with the others through the process group's store. Neither uses the training's collectives, and the
+training itself only writes a few attributes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from onstep.errors import RankFailedError
-from onstep.heartbeat import HEARTBEAT
+from onstep.processes.heartbeat import HEARTBEAT
 from onstep.training.compute.step import Step
 from onstep.training.feature import Feature, Interruption
 from onstep.training.run import Run

@@ -14,7 +14,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from torch import Tensor
 
-from onstep.bounded_reading import parse_json
 from onstep.checkpoint.format.tensor_header import LENGTH_BYTES
 from onstep.control.serving.access import Access
 from onstep.control.serving.messages import RefusedError, answer, refusal
@@ -50,6 +49,7 @@ from onstep.diloco.wire.http import (
     specs_from_bytes,
 )
 from onstep.errors import DataError
+from onstep.files.bounded_reading import parse_json
 
 _MOST_MESSAGE_BYTES = 64 << 10
 _HEADER_SLACK = 4096

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from onstep.bounded_reading import parse_json, read_bytes, read_json
 from onstep.errors import CheckpointError, DataError
+from onstep.files.bounded_reading import parse_json, read_bytes, read_json
 
 
 @pytest.mark.parametrize(

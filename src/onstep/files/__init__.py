@@ -1,0 +1,1 @@
+"""Reads files within bounds, replaces them durably, and turns any value into JSON."""

@@ -29,10 +29,10 @@ from onstep import CallbackManager, JsonLogger
 from onstep.callbacks import TrackersCallback
 from onstep.config import ConfigContainer, resolve
 from onstep.data import TrainLoader, build_datasets, build_tokenizer
-from onstep.metrics_log import read_records
 from onstep.models import build_transformer
 from onstep.optim import build_optimizer
 from onstep.recipes import tiny_gpt_pretrain_config
+from onstep.record import read_records
 from onstep.trackers import RunIdentity
 from onstep.training import GlobalState, forward_step, train
 from onstep.training.setup.setup import count_steps, resolve_vocabulary, scheduler_for

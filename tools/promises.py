@@ -120,7 +120,7 @@ PROMISES = (
         "The metrics log, csv and TensorBoard contain each step once after any number of kills; trackers that raise, "
         "hang or lose their network cost a warning.",
         (
-            "test_metrics_log.py",
+            "record/test_metrics_log.py",
             "training/test_metrics_log_durability.py",
             "trackers/*.py",
             "callbacks/test_tb_after_kills.py",

@@ -15,7 +15,7 @@ from onstep.analysis.logs.run_status import is_locked
 from onstep.analysis.reports.charts_data import report_data
 from onstep.analysis.reports.comparison import ABSENT, differences, flat, number_text, value_text
 from onstep.errors import ConfigError
-from onstep.metrics_log import MetricsLog
+from onstep.record import MetricsLog
 from tests.support.made_logs import log_of, points
 
 CONFIG = {"optimizer": {"lr": 0.1, "betas": [0.9, 0.95]}, "logger": {"log_interval": 1}, "run": {"name": "x"}}

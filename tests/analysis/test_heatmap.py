@@ -15,7 +15,7 @@ from matplotlib.colors import LogNorm
 from onstep.analysis import plot_parameter_heatmap
 from onstep.analysis.plots.heatmap import read_table, short_label
 from onstep.errors import ConfigError, DataError
-from onstep.metrics_log import MetricsLog
+from onstep.record import MetricsLog
 
 NORMS = {"embed.weight": 4.0, "layers.0.q.weight": 1.0, "layers.1.q.weight": 2.0}
 

@@ -12,7 +12,7 @@ import pytest
 
 from onstep.analysis import TrainingLog
 from onstep.errors import DataError
-from onstep.metrics_log import MetricsLog
+from onstep.record import MetricsLog
 
 RECORDS: list[dict[str, Any]] = [
     {"global_step": 0, "experiment_info": {"note": "nested", "loss": 9}},

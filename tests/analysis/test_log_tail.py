@@ -9,7 +9,7 @@ import pytest
 
 from onstep.analysis import LogTail
 from onstep.analysis.logs import reading as log_reading
-from onstep.metrics_log import MetricsLog, align, set_aside
+from onstep.record import MetricsLog, align, set_aside
 
 
 def steps(records: list[dict[str, int]]) -> list[int]:

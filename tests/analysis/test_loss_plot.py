@@ -9,7 +9,7 @@ import pytest
 
 from onstep.analysis import plot_loss
 from onstep.errors import DataError
-from onstep.metrics_log import MetricsLog
+from onstep.record import MetricsLog
 
 
 def metrics_log(path: Path, records: list[dict[str, object]]) -> Path:

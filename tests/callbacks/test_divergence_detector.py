@@ -21,7 +21,7 @@ from onstep.callbacks.divergence_detector import DivergenceDetector
 from onstep.config import ConfigContainer
 from onstep.errors import AnomalyError, ConfigError
 from onstep.events import Control, TrainerControl
-from onstep.metrics_log import read_records
+from onstep.record import read_records
 
 
 def fired_at(detector: DivergenceDetector, curve: list[float], control: Any = None) -> list[int]:

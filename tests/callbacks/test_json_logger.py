@@ -17,7 +17,7 @@ from onstep.callbacks import GradNormLogger, JsonLogger, ParameterNormLogger
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
 from onstep.events import CallbackContext, CallbackManager
-from onstep.metrics_log import MetricsLog, read_records
+from onstep.record import MetricsLog, read_records
 
 
 class Run:

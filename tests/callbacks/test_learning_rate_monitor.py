@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from onstep import CallbackManager, JsonLogger, pretrain
 from onstep.callbacks.learning_rate_monitor import LearningRateMonitor
 from onstep.config import ConfigContainer
-from onstep.metrics_log import read_records
+from onstep.record import read_records
 
 
 def groups(*extras: dict[str, Any]) -> list[dict[str, Any]]:

@@ -15,8 +15,8 @@ import torch
 from onstep import Callback, CallbackManager, JsonLogger, Trainer, TrainingArguments, pretrain
 from onstep.config import ConfigContainer
 from onstep.metrics import JsonLogWriter, saved_log
-from onstep.metrics.saved_log import SavedLog
-from onstep.metrics_log import MetricsLogHeldError, read_records, without_wall_clock
+from onstep.record import MetricsLogHeldError, read_records, without_wall_clock
+from onstep.record.saved_log import SavedLog
 from tests.support.resuming import Interrupted
 
 NAME = "log.json"

@@ -20,7 +20,7 @@ from onstep.callbacks.grad_norm_logger import GradNormLogger
 from onstep.callbacks.json_logger import JsonLogger
 from onstep.callbacks.parameter_norm_logger import ParameterNormLogger, WeightNormLogger
 from onstep.errors import ConfigError
-from onstep.metrics_log import read_records
+from onstep.record import read_records
 
 GRADIENTS, PARAMETERS = "gradient_norms.json", "parameter_norms.json"
 LOGGERS = (WeightNormLogger, GradNormLogger, ParameterNormLogger)

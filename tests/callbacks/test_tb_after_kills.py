@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onstep.metrics_log import read_records
+from onstep.record import read_records
 from tests.support.forked_processes import Processes
 from tests.support.tracker_files import scalars, steps_by_tag
 from tests.support.whole_runs import Ranks

@@ -18,8 +18,8 @@ from onstep.callbacks.throughput_monitor import ThroughputMonitor
 from onstep.config import ConfigContainer
 from onstep.data import EvalLoader, TrainLoader
 from onstep.errors import ConfigError
-from onstep.metrics_log import without_wall_clock
 from onstep.optim import TrainingOptimizer
+from onstep.record import without_wall_clock
 from onstep.training import GlobalState, train
 from onstep.training.runs.signals import ExitWatch
 

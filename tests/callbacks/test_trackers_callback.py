@@ -18,7 +18,7 @@ from onstep.checkpoint import checkpoints
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
 from onstep.events import CallbackContext
-from onstep.metrics_log import read_records, without_wall_clock
+from onstep.record import read_records, without_wall_clock
 from onstep.trackers import RecentPoints
 from tests.support.hostile_trackers import Hanging, Raising, Remembering
 from tests.support.tracker_files import metrics_log_values, scalars, table

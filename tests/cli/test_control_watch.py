@@ -18,7 +18,7 @@ from onstep.cli.control.event_lines import event_lines
 from onstep.cli.control.watch import Screen
 from onstep.cli.main import main
 from onstep.control.feed import FeedEvent
-from onstep.metrics_log import MetricsLog
+from onstep.record import MetricsLog
 from tests.support.steered_job import SteeredJob, steered_job
 
 Captured = pytest.CaptureFixture[str]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from onstep.metrics_log import read_records
+from onstep.record import read_records
 from tests.support.forked_processes import output_of
 from tests.support.train_command import Command
 

@@ -18,11 +18,11 @@ from onstep.analysis import TrainingLog
 from onstep.callbacks import JsonLogger
 from onstep.cli.main import main
 from onstep.config import ConfigContainer
-from onstep.metrics_log import MetricsLog
+from onstep.record import MetricsLog
 
 WRITER = """
 import sys
-from onstep.metrics_log import MetricsLog
+from onstep.record import MetricsLog
 with MetricsLog.open(sys.argv[1]) as metrics_log:
     for step in range(1, 10**9):
         metrics_log.append({"timestamp": 1000.0 + step, "global_step": step, "epoch": step / 1e3, "loss": 5 / step})

@@ -19,7 +19,7 @@ from onstep.analysis import LogTail
 from onstep.analysis.logs.run_status import ending_of, is_locked
 from onstep.cli.logs import tail as logs_tail
 from onstep.cli.main import main
-from onstep.metrics_log import MetricsLog, align
+from onstep.record import MetricsLog, align
 from tests.support.forked_processes import Processes
 from tests.support.shell import Shell
 

@@ -14,8 +14,8 @@ import pytest
 from onstep.analysis import LogTail, TrainingLog
 from onstep.cli.main import main
 from onstep.files.durability import try_to_sync
-from onstep.metrics.json_log_writer import JsonLogWriter
-from onstep.metrics_log import read_records
+from onstep.record import read_records
+from onstep.record.writer import JsonLogWriter
 
 MAX_LINE_BYTES = 16 << 20
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from onstep.cli.logs.replay import replay
 from onstep.errors import ConfigError, OnstepError
-from onstep.metrics_log import MetricsLog
+from onstep.record import MetricsLog
 from tests.support.tracker_files import scalars, table
 
 app = typer.Typer()

@@ -14,7 +14,7 @@ from onstep.analysis.logs.run_status import is_locked
 from onstep.cli.logs.lookup import file_prefix, output_path, read_logs
 from onstep.cli.main import COMMANDS, in_options, main
 from onstep.errors import ConfigError
-from onstep.metrics_log import MetricsLog
+from onstep.record import MetricsLog
 
 
 def made(directory: Path, num_steps: int = 3) -> Path:

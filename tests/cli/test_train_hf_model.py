@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from onstep import Trainer, TrainingArguments
 from onstep.cli.main import main
-from onstep.metrics_log import read_records
+from onstep.record import read_records
 from onstep.training.runs.run_dir import RunDir
 from tests.support.small_weights import gpt2, llama
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from onstep.checkpoint import decode_state, encode_state
-from onstep.metrics_log import read_records
+from onstep.record import read_records
 from tests.support.contract.every_callback import discovered, make
 from tests.support.forked_processes import Processes
 from tests.support.whole_runs import Ranks, check_same

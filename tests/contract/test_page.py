@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import onstep.callbacks as callbacks
 from onstep import TrainerCallback, pretrain
 from onstep.config import ConfigContainer
-from onstep.metrics_log import read_records
+from onstep.record import read_records
 from tests.support.contract.the_page import (
     ATTRIBUTES,
     EVENTS,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from onstep.metrics_log import read_records
+from onstep.record import read_records
 from onstep.training.runs.run_dir import RunDir
 from tests.support.small_hub import SmallHub, small_hub
 from tests.support.train_command import SMALL

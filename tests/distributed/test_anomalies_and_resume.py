@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from onstep.cli.main import main
-from onstep.metrics_log import read_records
+from onstep.record import read_records
 from tests.support.forked_processes import Processes
 from tests.support.whole_runs import Ranks, check_same, samples_of_epochs, taken
 

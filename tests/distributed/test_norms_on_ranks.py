@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from onstep.metrics_log import read_records, without_wall_clock
+from onstep.record import read_records, without_wall_clock
 from tests.support.forked_processes import Processes
 from tests.support.whole_runs import Ranks, check_same
 

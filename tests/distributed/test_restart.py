@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from onstep.config import ConfigContainer, save_yaml
-from onstep.metrics_log import read_records, without_wall_clock
+from onstep.record import read_records, without_wall_clock
 from tests.support import torchrun
 
 pytestmark = pytest.mark.distributed

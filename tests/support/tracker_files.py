@@ -8,7 +8,7 @@ from typing import Any
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as TensorBoardsReader
 
-from onstep.metrics_log import read_records
+from onstep.record import read_records
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:

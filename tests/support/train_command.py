@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from onstep.checkpoint import checkpoints
-from onstep.metrics_log import read_records, without_wall_clock
+from onstep.record import read_records, without_wall_clock
 from tests.support.forked_processes import Processes
 
 STRUCK = Path(__file__).parent / "scripts" / "struck.py"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onstep.checkpoint import checkpoints, newest_verified
-from onstep.metrics_log import read_records, without_wall_clock
+from onstep.record import read_records, without_wall_clock
 from onstep.training.runs.run_dir import RunDir
 from tests.support.forked_processes import Processes, output_of
 

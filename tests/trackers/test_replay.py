@@ -12,7 +12,7 @@ import pytest
 from onstep import JsonLogger, pretrain
 from onstep.callbacks import TrackersCallback
 from onstep.config import ConfigContainer
-from onstep.metrics_log import MetricsLog, MetricsLogError
+from onstep.record import MetricsLog, MetricsLogError
 from onstep.trackers import make_tracker, replay
 from tests.support.hostile_trackers import Raising, Remembering
 from tests.support.tracker_files import scalars, table

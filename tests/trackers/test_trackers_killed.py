@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from onstep.metrics_log import read_records
+from onstep.record import read_records
 from tests.support.forked_processes import Processes, output_of
 from tests.support.tracker_reading import (
     KEYS,

@@ -18,7 +18,7 @@ from onstep.analysis.reports.summary import compute_summary_statistics
 from onstep.callbacks import GradNormLogger
 from onstep.checkpoint import checkpoints
 from onstep.config import ConfigContainer
-from onstep.metrics_log import MetricsLog, Record, read_records, without_wall_clock
+from onstep.record import MetricsLog, Record, read_records, without_wall_clock
 from onstep.trackers import replay
 from onstep.trackers.services.csv_tracker import CsvTracker
 from tests.support.forked_processes import Processes

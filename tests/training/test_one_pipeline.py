@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from onstep import CallbackManager, JsonLogger, pretrain
 from onstep.callbacks import TrackersCallback
 from onstep.config import ConfigContainer
-from onstep.metrics_log import read_records
+from onstep.record import read_records
 from onstep.trackers import make_tracker, replay
 from onstep.trackers.tag_record import TagRecord, rows_of
 from tests.support.resuming import Interrupted

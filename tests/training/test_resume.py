@@ -14,7 +14,7 @@ from onstep import CallbackManager, JsonLogger, pretrain
 from onstep.checkpoint import checkpoints
 from onstep.config import ConfigContainer, apply_overrides
 from onstep.errors import CheckpointError, RunExistsError
-from onstep.metrics_log import read_records, without_wall_clock
+from onstep.record import read_records, without_wall_clock
 from tests.support.resuming import Interrupted, compare, outcome, start
 
 Make = Callable[..., ConfigContainer]

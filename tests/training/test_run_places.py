@@ -19,7 +19,7 @@ from onstep.checkpoint import checkpoints, resolve
 from onstep.config import ConfigContainer
 from onstep.config.keys import typed_copy
 from onstep.errors import RunExistsError
-from onstep.metrics_log import read_records
+from onstep.record import read_records
 from onstep.training import GlobalState
 from onstep.training.runs import lock as run_lock
 from onstep.training.runs.lock import LEASE, LOCK, RunLock

@@ -10,9 +10,9 @@ from typing import Any
 
 from onstep.distributed.shards import is_sharded, world_size
 from onstep.events import TrainerCallback
-from onstep.metrics.json_log_writer import JsonLogWriter, logging_dir_of
 from onstep.metrics.norms.named_parameters import MissingOnce, Model, named_parameters
 from onstep.metrics.norms.parameter_norms import LocalNorms, full_norms, local_gradient_norms
+from onstep.record.writer import JsonLogWriter, logging_dir_of
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from onstep.events import RunState, TrainerCallback
 from onstep.files.json_values import encode
-from onstep.log_gaps import MISSING
-from onstep.metrics.json_log_writer import JsonLogWriter, logging_dir_of
-from onstep.metrics.saved_log import SavedLog
+from onstep.record.gaps import MISSING
+from onstep.record.saved_log import SavedLog
+from onstep.record.writer import JsonLogWriter, logging_dir_of
 from onstep.trackers.tag_record import BRIDGE_KEY
 
 logger: logging.Logger = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from typing import Any
 from onstep.distributed.shards import is_sharded
 from onstep.errors import ConfigError, require
 from onstep.events import TrainerCallback
-from onstep.metrics.json_log_writer import JsonLogWriter, logging_dir_of
 from onstep.metrics.norms.named_parameters import MissingOnce, named_parameters
 from onstep.metrics.norms.parameter_norms import parameter_norms, total_norm
 from onstep.metrics.norms.spectral_norms import SpectralNorms, require_count
+from onstep.record.writer import JsonLogWriter, logging_dir_of
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ from onstep.config.hf.checks import evaluates
 from onstep.errors import ConfigError, require, text_of
 from onstep.events import Setting, TrainerCallback
 from onstep.files.bounded_reading import read_bytes
-from onstep.metrics.json_log_writer import logging_dir_of
 from onstep.models.generation.prompts import (
     can_generate,
     check_options,
@@ -26,6 +25,7 @@ from onstep.models.generation.prompts import (
     encode_prompt,
     eos_of,
 )
+from onstep.record.writer import logging_dir_of
 from onstep.training.compute.undisturbed import preserve_state
 
 logger: logging.Logger = logging.getLogger(__name__)

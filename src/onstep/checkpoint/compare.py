@@ -16,7 +16,7 @@ from torch import Tensor
 from onstep.checkpoint.catalog.discovery import CheckpointInfo
 from onstep.checkpoint.format.codec import step_name
 from onstep.checkpoint.loading import Outline, StoredState, read_outline, stored_states
-from onstep.metrics_log import WALL_CLOCK_FIELDS
+from onstep.record import WALL_CLOCK_FIELDS
 
 S = TypeVar("S")
 T = TypeVar("T")

@@ -12,7 +12,6 @@ from onstep.lazy_names import lazy_names
 if TYPE_CHECKING:
     from onstep.metrics.device_peaks import DevicePeak, peak_of
     from onstep.metrics.flops import MFU_DEFINITION, model_flops_utilization, num_floating_point_operations
-    from onstep.metrics.json_log_writer import JsonLogWriter
     from onstep.metrics.memory_estimate import (
         MemoryEstimate,
         estimate_training_memory,
@@ -34,10 +33,11 @@ if TYPE_CHECKING:
         reduce_max_stat_across_model_parallel_group,
     )
     from onstep.metrics.throughput import report_runtime, report_throughput
+    from onstep.record.writer import JsonLogWriter
 
 _HOMES = {
     "DevicePeak": "onstep.metrics.device_peaks",
-    "JsonLogWriter": "onstep.metrics.json_log_writer",
+    "JsonLogWriter": "onstep.record.writer",
     "MEMORY_KEYS": "onstep.metrics.memory_reports",
     "MFU_DEFINITION": "onstep.metrics.flops",
     "MemoryEstimate": "onstep.metrics.memory_estimate",

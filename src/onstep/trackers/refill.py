@@ -17,8 +17,8 @@ from onstep.analysis.logs.run_status import run_record
 from onstep.config.trackers import NAMES
 from onstep.errors import DataError
 from onstep.files.bounded_reading import brief
-from onstep.log_gaps import MISSING, describe_gap
-from onstep.metrics_log import MetricsLogError, Record
+from onstep.record import MetricsLogError, Record
+from onstep.record.gaps import MISSING, describe_gap
 from onstep.trackers.metric_names import BRIDGE, HF, bridge_names
 from onstep.trackers.points import RunPoints, is_step, numbers_of
 from onstep.trackers.services.csv_tracker import CsvTracker

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onstep.checkpoint import verify
-from onstep.metrics_log import WALL_CLOCK_FIELDS, read_records
+from onstep.record import WALL_CLOCK_FIELDS, read_records
 
 EXACT = ("model/", "optimizer/", "scheduler/", "rng/", "dataset/", "loop/", "rank/")
 """Files of a checkpoint that must be the same to the byte; others may differ where they hold a wall-clock field."""

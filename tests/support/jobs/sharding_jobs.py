@@ -21,7 +21,7 @@ from onstep.config import ConfigContainer
 from onstep.data import TrainLoader
 from onstep.distributed import World
 from onstep.errors import ConfigError
-from onstep.metrics_log import read_records
+from onstep.record import read_records
 from onstep.training import GlobalState, evaluate, train, train_step
 from onstep.training.runs.run_dir import RunDir
 from tests.support.small_configs import small_pretrain_config

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onstep.errors import DataError
-from onstep.metrics_log import Record
+from onstep.record import Record
 
 Numbers = NDArray[np.float64]
 Mask = NDArray[np.bool_]

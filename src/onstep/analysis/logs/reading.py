@@ -13,7 +13,7 @@ from onstep.analysis.logs.lines import BLANK, MAX_LINE_BYTES, FileSource
 from onstep.analysis.logs.record_file import BYTE_ORDER_MARK, RecordFile, decoded
 from onstep.errors import DataError
 from onstep.files.bounded_reading import MAX_JSON_BYTES, check_nesting
-from onstep.metrics_log import Record
+from onstep.record import Record
 
 _HEAD_BYTES = 1 << 16
 _MOST_WHOLE_BYTES = MAX_JSON_BYTES

@@ -16,7 +16,7 @@ from onstep.analysis.logs.columns import Columns
 from onstep.analysis.logs.lines import BLANK, PIECE_BYTES, FileSource, Piece
 from onstep.errors import DataError
 from onstep.files.bounded_reading import MAX_NESTING, check_nesting
-from onstep.metrics_log import Record
+from onstep.record import Record
 
 _BETWEEN = BLANK + b","
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -20,7 +20,7 @@ from onstep.analysis.logs.files import FILE_NAME, name_of_place, names_in_path
 from onstep.analysis.logs.reading import read_log
 from onstep.analysis.logs.record_file import RecordFile
 from onstep.errors import ConfigError
-from onstep.metrics_log import Record
+from onstep.record import Record
 
 logger: logging.Logger = logging.getLogger(__name__)
 

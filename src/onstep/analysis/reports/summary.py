@@ -17,7 +17,7 @@ from onstep.analysis.logs.files import name_of_place
 from onstep.analysis.logs.training_log import TrainingLog
 from onstep.analysis.plots.series import newest_rows
 from onstep.analysis.text_tables import printable
-from onstep.log_gaps import MISSING, describe_gap
+from onstep.record.gaps import MISSING, describe_gap
 
 Summary = dict[str, Any]
 

@@ -20,7 +20,7 @@ from onstep.analysis.logs.training_log import TrainingLog
 from onstep.cli.logs.lookup import find_log
 from onstep.config.trackers import name_list
 from onstep.errors import ConfigError, OnstepError
-from onstep.metrics_log import MetricsLog
+from onstep.record import MetricsLog
 from onstep.trackers import make_tracker, recorded_run
 from onstep.trackers import replay as send
 

@@ -19,7 +19,7 @@ from onstep.analysis.text_tables import printable, shortened
 from onstep.cli.cells import time_shown
 from onstep.cli.logs.lookup import find_log
 from onstep.errors import ConfigError
-from onstep.metrics_log import Record
+from onstep.record import Record
 
 POLL_SECONDS = 0.5
 _POLLS_TO_END = 2

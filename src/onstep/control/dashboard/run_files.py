@@ -13,7 +13,7 @@ from onstep.analysis.logs.run_status import ending_of, run_record, status_of
 from onstep.analysis.logs.tokenizers import tokenizer_of
 from onstep.control.feed import Feed, finite_number
 from onstep.errors import DataError
-from onstep.metrics_log import Record
+from onstep.record import Record
 
 _LINES = {"decisions.jsonl": "decision", "text_samples.jsonl": "sample"}
 """Files with one JSON object a line, and the kind of event of each."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from onstep.errors import OnstepError
-from onstep.log_names import numbered_name
+from onstep.record.names import numbered_name
 from onstep.trackers.points import is_step
 from onstep.trackers.tracker import RunIdentity
 

@@ -19,7 +19,7 @@ from onstep.events.control import STICKY
 from onstep.events.settings import DeclaredSetting
 from onstep.files.bounded_reading import read_bytes
 from onstep.files.json_values import encode
-from onstep.log_digests import hash_of
+from onstep.record.digests import hash_of
 
 LEARNED = ("set", "skip_batch", "rollback")
 """Requests from outside that change what is learned."""

@@ -23,9 +23,9 @@ from onstep.control.registry import check_job_id
 from onstep.errors import ConfigError, MissingExtraError, text_of
 from onstep.events import CallbackContext, CallbackManager, RunView, TrainerCallback
 from onstep.events.settings import check_setting
-from onstep.metrics.json_log_writer import logging_dir_of
 from onstep.metrics.torch_profiler import NextSteps, is_recording
 from onstep.models.generation.prompts import can_generate, continue_prompts
+from onstep.record.writer import logging_dir_of
 from onstep.training.compute.undisturbed import preserve_state
 from onstep.training.watchdog.stack_exchange import StackExchange
 

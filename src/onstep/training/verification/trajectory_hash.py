@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from onstep.checkpoint import RngState
 from onstep.checkpoint.format.tensor_file import bytes_of
 from onstep.distributed.shards import local_part
-from onstep.metrics_log import MetricsLog, Record, align, leading_records, read_records, without_wall_clock
+from onstep.record import MetricsLog, Record, align, leading_records, read_records, without_wall_clock
 from onstep.training.compute.step import Step
 from onstep.training.feature import Feature
 from onstep.training.protocols import StateDict, UserOptimizer

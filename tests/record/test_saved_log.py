@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from onstep.metrics.json_log_writer import JsonLogWriter
-from onstep.metrics_log import MetricsLog, read_records
+from onstep.record import MetricsLog, read_records
+from onstep.record.writer import JsonLogWriter
 
 NAME = "trainer_logs.json"
 

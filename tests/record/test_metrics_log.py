@@ -20,7 +20,7 @@ import torch
 from blake3 import blake3
 
 from onstep.errors import OnstepError
-from onstep.metrics_log import MetricsLog, MetricsLogError, MetricsLogHeldError, align, read_records, set_aside
+from onstep.record import MetricsLog, MetricsLogError, MetricsLogHeldError, align, read_records, set_aside
 
 RECORDS = [
     {"global_step": 0, "note": 'a "quoted" {brace} \\ and ☃ é\n', "list": [1, 2.5e-7, -3]},
@@ -409,7 +409,7 @@ def test_forked_child_cannot_append_and_does_not_keep_the_lock(path: Path) -> No
 
 WRITER = """
 import sys
-from onstep.metrics_log import MetricsLog
+from onstep.record import MetricsLog
 metrics_log = MetricsLog.open(sys.argv[1])
 start = int(sys.argv[2])
 print("ready", flush=True)
@@ -440,5 +440,5 @@ def test_sigkill_at_any_moment_costs_at_most_the_record_being_written(path: Path
 
 
 def test_it_can_be_imported_where_there_is_no_fcntl() -> None:
-    code = "import sys; sys.modules['fcntl'] = None; import onstep.metrics_log"
+    code = "import sys; sys.modules['fcntl'] = None; import onstep.record.metrics_log"
     subprocess.run([sys.executable, "-c", code], check=True)

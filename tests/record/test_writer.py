@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from onstep.metrics.json_log_writer import JsonLogWriter
-from onstep.metrics_log import read_records
+from onstep.record import read_records
+from onstep.record.writer import JsonLogWriter
 
 NAME = "norms.json"
 

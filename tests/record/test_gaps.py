@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onstep.log_gaps import describe_gap, gap_record
+from onstep.record.gaps import describe_gap, gap_record
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,8 @@ from typing import Any
 
 from onstep.errors import ConfigError
 from onstep.files.json_values import encode
-from onstep.log_gaps import MISSING, describe_gap
-from onstep.log_names import numbered_name
-from onstep.metrics.saved_log import NewestRecords, SavedLog, step_of
-from onstep.metrics_log import (
+from onstep.record.gaps import MISSING, describe_gap
+from onstep.record.metrics_log import (
     MetricsLog,
     MetricsLogHeldError,
     Record,
@@ -26,6 +24,8 @@ from onstep.metrics_log import (
     set_aside,
     up_to,
 )
+from onstep.record.names import numbered_name
+from onstep.record.saved_log import NewestRecords, SavedLog, step_of
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -6,18 +6,17 @@ from dataclasses import astuple
 
 import pytest
 
+from onstep.console.formats import format_epoch
 from onstep.console.table import (
     ColumnSpec,
     MetricSpec,
     default_final_metrics,
     default_step_columns,
     fitting_columns,
-    format_epoch,
     header_line,
     in_two_columns,
     merge_specs,
-    present_columns,
-    row_line,
+    row_formatter,
     summary_lines,
     summary_title,
 )
@@ -81,15 +80,15 @@ def test_nested_key_lets_two_columns_show_one_metric() -> None:
     merged = merge_specs(
         {}, {"mem_max": {"key": "peak", "reduce": "max"}, "mem_all": {"key": "peak", "reduce": "all"}}, ColumnSpec
     )
-    columns = present_columns(merged, {"peak": [1, 2]})
+    columns = [*merged.values()]
     assert header_line(columns) == "    step  split     mem_max     mem_all"
-    assert row_line(5, "train", columns, {"peak": [1, 2]}) == "       5  train           2         1/2"
+    assert row_formatter(columns)(5, "train", {"peak": [1, 2]}) == "       5  train           2         1/2"
 
 
 def test_an_evaluation_has_a_row_of_the_same_table() -> None:
-    columns = [default_step_columns()[name] for name in ("epoch", "loss", "learning_rate")]
+    row = row_formatter([default_step_columns()[name] for name in ("epoch", "loss", "learning_rate")])
     train, test = {"epoch": 0.5, "loss": 2.5, "learning_rate": 1e-3}, {"epoch": 0.5, "loss": 2.75}
-    assert [row_line(1000, "train", columns, train), row_line(1000, "test", columns, test)] == [
+    assert [row(1000, "train", train), row(1000, "test", test)] == [
         "   1,000  train  0.5000   2.50000  1.00e-03",
         "   1,000  test   0.5000   2.75000",
     ]

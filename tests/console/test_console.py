@@ -9,11 +9,11 @@ import sys
 import pytest
 from tqdm import tqdm
 
-from onstep.console.table import LineWriter
+from onstep.console.line_writer import LineWriter
 
 
 def test_two_writers_of_one_name_do_not_double_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = LineWriter("twice", "%(message)s"), LineWriter("twice", "%(message)s")
+    first, second = LineWriter("twice"), LineWriter("twice")
     first.write("a")
     second.write("b")
     assert capsys.readouterr().out == "a\nb\n"
@@ -21,17 +21,17 @@ def test_two_writers_of_one_name_do_not_double_lines(capsys: pytest.CaptureFixtu
 
 def test_streams_are_kept_apart(capsys: pytest.CaptureFixture[str]) -> None:
     buffer = io.StringIO()
-    LineWriter("apart", "%(message)s", buffer).write("buffer")
-    LineWriter("apart", "%(message)s", "stderr").write("err")
-    LineWriter("apart", "%(message)s", "stdout").write("out")
-    LineWriter("apart", "%(message)s").write("default")
+    LineWriter("apart", buffer).write("buffer")
+    LineWriter("apart", "stderr").write("err")
+    LineWriter("apart", "stdout").write("out")
+    LineWriter("apart").write("default")
     captured = capsys.readouterr()
     assert (buffer.getvalue(), captured.err, captured.out) == ("buffer\n", "err\n", "out\ndefault\n")
 
 
 def test_unknown_stream_is_refused() -> None:
     with pytest.raises(ValueError, match="'stdout', 'stderr', a text stream or None, got 'stdlog'"):
-        LineWriter("x", "%(message)s", "stdlog")
+        LineWriter("x", "stdlog")
 
 
 def test_others_can_follow_and_silence_the_logger() -> None:
@@ -41,24 +41,16 @@ def test_others_can_follow_and_silence_the_logger() -> None:
     named = logging.getLogger("followed")
     named.addHandler(handler)
     buffer = io.StringIO()
-    writer = LineWriter("followed", "%(message)s", buffer)
-    writer.write("100% seen")
+    writer = LineWriter("followed", buffer)
+    writer.write("100% seen", prefix="12:00:00 ")
     named.setLevel(logging.WARNING)
     writer.write("silenced")
     assert followed == ["100% seen"]
-    assert buffer.getvalue() == "100% seen\n"
-
-
-def test_lines_below_the_level_are_left_out() -> None:
-    buffer = io.StringIO()
-    writer = LineWriter("levels", "%(levelname)s %(message)s", buffer)
-    writer.write("no", logging.DEBUG)
-    writer.write("yes")
-    assert buffer.getvalue() == "INFO yes\n"
+    assert buffer.getvalue() == "12:00:00 100% seen\n"
 
 
 def test_lines_stand_above_an_open_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    writer = LineWriter("bars", "%(message)s")
+    writer = LineWriter("bars")
     with tqdm(total=10, desc="bar", file=sys.stderr):
         capsys.readouterr()
         writer.write("line")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from onstep.config.field_types import is_integer_from
-from onstep.console.table import format_gib
+from onstep.console.formats import format_gib
 from onstep.errors import MissingExtraError, require
 from onstep.events import TrainerCallback
 from onstep.files.bounded_reading import integer_from_environment

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from onstep.analysis.text_tables import shortened
-from onstep.console.table import format_si
+from onstep.console.formats import format_si
 
 
 def size_shown(num_bytes: int | None) -> str:

@@ -13,7 +13,7 @@ from onstep.analysis.text_tables import table
 from onstep.cli.application import application
 from onstep.cli.config import configuration
 from onstep.config import ConfigContainer, diff, dump_yaml, resolve
-from onstep.console.table import format_si
+from onstep.console.formats import format_si
 from onstep.errors import ConfigError
 from onstep.metrics.flops import num_floating_point_operations
 from onstep.metrics.memory_estimate import MemoryEstimate, estimate_training_memory, format_training_memory_estimate

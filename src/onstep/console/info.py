@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pprint import pformat
 from typing import Any
 
-from onstep.console.table import LineWriter, format_si
+from onstep.console.formats import format_si
+from onstep.console.line_writer import LineWriter
 from onstep.events import TrainerCallback
 
 _LONGEST_ON_ONE_LINE = 80
@@ -30,9 +31,7 @@ class InfoCallback(TrainerCallback):
 
     def __init__(self, verbose: bool = False, *, brief: bool = False) -> None:
         self.verbose, self.brief = verbose, brief
-        self._plain = LineWriter("info_logger", "%(message)s")
-        level = logging.DEBUG if verbose else logging.INFO
-        self._lines = LineWriter("info_logger", "[%(levelname)s|%(name)s] %(message)s", level=level)
+        self._lines = LineWriter("info_logger")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Print the known values."""
@@ -41,17 +40,18 @@ class InfoCallback(TrainerCallback):
         entries = {**_batches(args, state), **_sizes(kwargs.get("model"))}
         if self.brief:
             for line in _in_brief(entries):
-                self._plain.write(line)
+                self._lines.write(line)
         else:
             self._print(logging.INFO, entries)
         if self.verbose:
             self._print(logging.DEBUG, _objects(args, state, kwargs))
 
     def _print(self, level: int, entries: Mapping[str, Any]) -> None:
+        prefix = f"[{logging.getLevelName(level)}|info_logger] "
         for key, value in entries.items():
             text = str(value)
             is_long = len(text) > _LONGEST_ON_ONE_LINE
-            self._lines.write(f"{key}:\n{text}\n" if is_long else f"{key}: {text}", level)
+            self._lines.write(f"{key}:\n{text}\n" if is_long else f"{key}: {text}", level, prefix=prefix)
 
 
 def _in_brief(entries: Mapping[str, Any]) -> list[str]:

@@ -10,20 +10,19 @@ from typing import Any
 from tqdm import tqdm
 
 from onstep.console.bars import Bars
+from onstep.console.formats import format_by_type
+from onstep.console.line_writer import LineWriter, OutputStream
 from onstep.console.style import Style, height, place_of_output, shows_bars, width
 from onstep.console.table import (
     ColumnSpec,
-    LineWriter,
     MetricSpec,
-    OutputStream,
     default_final_metrics,
     default_step_columns,
     fitting_columns,
-    format_value,
     header_line,
     in_two_columns,
     merge_specs,
-    row_line,
+    row_formatter,
     summary_lines,
     summary_title,
 )
@@ -33,8 +32,10 @@ from onstep.events import TrainerCallback
 _HEADER_INTERVAL = 20
 _LINES_BESIDE_THE_ROWS = 4
 """Lines of a terminal that header, bars and prompt occupy."""
-_FILE_WIDTH = 100
-"""Characters of a line in a file or pipe."""
+_FILE_WIDTH = 91
+"""Characters of a line in a file or pipe, without its time."""
+_TIME = "%H:%M:%S "
+_WIDTH_OF_TIME = len("12:00:00 ")
 _AT_FIRST = ("epoch", "loss", "grad_norm", "learning_rate", "total_tokens")
 """Metrics of a logged step that are expected before the first one."""
 _NOT_SHOWN = ("epoch", "step", "runtime", "samples_per_second", "steps_per_second", "perplexity", "loss")
@@ -91,8 +92,7 @@ class ProgressCallback(TrainerCallback):
         self.step_columns = merge_specs(default_step_columns(), step_columns, ColumnSpec)
         self.final_metrics = merge_specs(default_final_metrics(), final_metrics, MetricSpec)
         self.header_interval, self.max_str_len, self.level = header_interval, max_str_len, level
-        self._dated = LineWriter("progress_logger", "%(asctime)s %(message)s", output_stream, date_format="%H:%M:%S")
-        self._plain = LineWriter("progress_logger", "%(message)s", output_stream)
+        self._writer = LineWriter("progress_logger", output_stream)
         self._bars: Bars | None = None
         self._hidden_bar: Any = None
         self.current_step = 0
@@ -104,7 +104,9 @@ class ProgressCallback(TrainerCallback):
         self._row_count = 0
         self._metrics: set[str] = set(self._expected)
         self._has_records = False
+        self._fitted: tuple[list[ColumnSpec], int] | None = None
         self._shown: list[ColumnSpec] = []
+        self._format_row = row_formatter([])
         self._evaluated: tuple[Any, ...] | None = None
         self._summary: Mapping[str, Any] | None = None
 
@@ -203,14 +205,13 @@ class ProgressCallback(TrainerCallback):
         if logs is None:
             losses = getattr(getattr(state, "history", None), "losses_at_exit", None)
             if losses and state.is_world_process_zero:
-                self._write(args, summary_title({"step": state.global_step, **losses}, is_complete=False).rstrip(":"))
+                title = summary_title({"step": state.global_step, **losses}, is_complete=False)
+                self._write(title.rstrip(":"), self._is_live(args))
             return
         title = summary_title(logs, is_complete=reason != "stopped")
-        if self.level == "quiet":
-            self._write(args, title.rstrip(":"))
-        else:
-            lines = in_two_columns(summary_lines(self.final_metrics, logs), width())
-            self._write(args, "\n".join([title, *lines]))
+        is_quiet = self.level == "quiet"
+        lines = [] if is_quiet else in_two_columns(summary_lines(self.final_metrics, logs), width())
+        self._write("\n".join([title.rstrip(":") if is_quiet else title, *lines]), self._is_live(args))
 
     def _evaluation(self, args: Any, state: Any, split: str, metrics: Mapping[str, Any]) -> None:
         if not state.is_world_process_zero:
@@ -236,38 +237,41 @@ class ProgressCallback(TrainerCallback):
         is_long = isinstance(value, str) and len(value) > self.max_str_len
         if is_long:
             return f"[text of {len(value)} characters; max_str_len is {self.max_str_len}]"
-        return format_value(value) if isinstance(value, float) else str(value)
+        return format_by_type(value) if isinstance(value, float) else str(value)
 
     def _row(self, args: Any, state: Any, split: str, values: Mapping[str, Any], further: str = "") -> None:
         """Print a row of the table, below a header if one is due."""
-        room = width() if self._is_live(args) else _FILE_WIDTH - self._dated.prefix_width
-        present = [column for column in self.step_columns.values() if column.key in self._metrics]
-        columns = fitting_columns(present, room)
-        is_due = self.header_interval > 0 and self._row_count % self._rows_per_header(args) == 0
-        if is_due or columns != self._shown:
+        is_live = self._is_live(args)
+        room = width() if is_live else _FILE_WIDTH
+        is_due = self.header_interval > 0 and self._row_count % self._rows_per_header(is_live) == 0
+        if self._has_new_columns(room) or is_due:
             self._row_count = 0
-            self._write(args, header_line(columns), "heading")
-        self._shown = columns
-        line = row_line(state.global_step, split, columns, values)
+            self._write(header_line(self._shown), is_live, "heading")
+        line = self._format_row(state.global_step, split, values)
         if further:
             fits = len(line) + len(further) + 2 <= room
-            line += (
-                f"  {further}"
-                if fits
-                else f"\n{' ' * self._dated.prefix_width * (not self._is_live(args))}          {further}"
-            )
-        self._write(args, line, None if split == "train" else "evaluation")
+            indent = 10 if is_live else 10 + _WIDTH_OF_TIME
+            line += f"  {further}" if fits else f"\n{' ' * indent}{further}"
+        self._write(line, is_live, None if split == "train" else "evaluation")
         self._row_count += 1
 
-    def _rows_per_header(self, args: Any) -> int:
+    def _has_new_columns(self, room: int) -> bool:
+        """Whether the columns differ from those of the row before, because of other metrics or another width."""
+        present = [column for column in self.step_columns.values() if column.key in self._metrics]
+        if self._fitted == (present, room):
+            return False
+        self._fitted = present, room
+        before, self._shown = self._shown, fitting_columns(present, room)
+        self._format_row = row_formatter(self._shown)
+        return self._shown != before
+
+    def _rows_per_header(self, is_live: bool) -> int:
         if self.header_interval != _HEADER_INTERVAL:
             return self.header_interval
-        is_live = self._is_live(args)
         return max(_HEADER_INTERVAL, height() - _LINES_BESIDE_THE_ROWS) if is_live else RowPace.MOST_ROWS
 
-    def _write(self, args: Any, text: str, style: Style | None = None) -> None:
-        writer = self._plain if self._is_live(args) else self._dated
-        writer.write(text, style=style)
+    def _write(self, text: str, is_live: bool, style: Style | None = None) -> None:
+        self._writer.write(text, prefix="" if is_live else time.strftime(_TIME), style=style)
 
     def _is_live(self, args: Any) -> bool:
         """Whether somebody is watching, who needs no times."""

@@ -15,6 +15,7 @@ import torch
 
 from onstep.checkpoint import checkpoints
 from onstep.events.dispatch import NO_OP
+from onstep.optim import TrainingOptimizer
 from onstep.training import GlobalState, loop
 from onstep.training.compute.step import Step
 from onstep.training.feature import HOOKS, Feature, Features, Interruption, Work
@@ -23,7 +24,7 @@ from onstep.training.loop import Loop
 from onstep.training.run import Run
 from onstep.training.stages.job import Job
 from tests.support.forked_processes import Processes
-from tests.support.small_runs import run, small_job, small_state, sum_step
+from tests.support.small_runs import TinyModel, run, small_job, small_state, sum_step
 from tests.support.whole_runs import Ranks
 
 NAMES = [kind.name for kind in FEATURES]
@@ -202,6 +203,35 @@ def test_every_gate_is_asked_and_one_no_keeps_the_update_out(first: bool, second
     assert job.last is not None
     assert job.last.applied is (first and second)
     assert state.train_state.step == 1
+
+
+class Stopping(Counter):
+    """Notes the norm of the gradients that are about to be applied, and clears them."""
+
+    name = "stopping"
+
+    def before_update(self, step: Step) -> None:
+        assert not step.applied
+        parameters = list(self.host.model[0].parameters())
+        self.norm = float(torch.nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None]))
+        self.norm_before_clipping = float(step.grad_norm or 0.0)
+        for one in parameters:
+            one.grad = None
+
+
+def test_a_feature_stands_between_clipping_and_the_update() -> None:
+    state = small_state(train_iters=1)
+    model = TinyModel()
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = TrainingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), clip_grad=0.01)
+    job = small_job(state, model, optimizer)
+    with state.features.open((*TRAINING, Stopping), job, state.world):
+        Loop(job).train()
+        stopping = state.features.find(Stopping)
+    assert stopping is not None
+    assert stopping.norm == pytest.approx(0.01, rel=1e-3)
+    assert stopping.norm_before_clipping > 0.01
+    assert all(torch.equal(old, new) for old, new in zip(weights, model.parameters(), strict=True))
 
 
 class Off(Counter):

@@ -65,6 +65,9 @@ class Hooks:
     def before_backward(self, step: Step, micro: MicroLoss, start: Scalar | None) -> None:
         """The loss of a micro-batch is known, and what its backward pass starts from."""
 
+    def before_update(self, step: Step) -> None:
+        """The gradients are unscaled, measured and clipped, and checked by the gate; they may still be changed."""
+
     def admits(self, step: Step) -> bool:
         """Whether the update may be applied. Every feature is asked on every rank, so the hook may be collective."""
         return True

@@ -54,7 +54,6 @@ class Loop:
     def start_or_pick_up(self) -> None:
         """Evaluate before the first step if configured, or do what was still pending at the checkpoint."""
         run = self.run
-        run.stage.final_metrics_logged = False
         if run.stage.is_resumed:
             actions.act(self.job)
             if run.is_over and run.stage.epoch_is_open and not run.leaves:
@@ -145,6 +144,7 @@ class Loop:
         optimizer.observe_loss(step.total.numerator)
         norm = optimizer.prepare(step.factor, needs_norm=compute.needs_norm(self.job))
         step.grad_norm = None if optimizer.overflowed else norm
+        self.on.before_update(step)
         self.notify.on_pre_optimizer_step(step)
         step.applied = self.on.admits(step) and optimizer.apply()
         step.grad_norm, step.num_zeros = optimizer.grad_norm, optimizer.num_zeros

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -44,12 +42,7 @@ class AttentionLogits(Feature[Job]):
         if logit is not None:
             self._logits.append(logit)
 
-    def wrap_compute(self, compute: Callable[[Step], None]) -> Callable[[Step], None]:
+    def before_update(self, step: Step) -> None:
         """Reduce the largest value over all ranks; None for a model that records none. Collective."""
-
-        def computed(step: Step) -> None:
-            compute(step)
-            if self._logits:
-                step.max_attention_logit = self.host.run.world.max(torch.stack(self._logits).max())
-
-        return computed
+        if self._logits:
+            step.max_attention_logit = self.host.run.world.max(torch.stack(self._logits).max())

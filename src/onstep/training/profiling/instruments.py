@@ -82,19 +82,13 @@ class MemoryRelease(Feature[Run]):
         if is_due(step.number - 1, self.host.cfg.train.empty_unused_memory_interval):
             empty_unused_memory()
 
-    def wrap_update(self, update: Callable[[Step], None]) -> Callable[[Step], None]:
-        """Release before the update, and at level 2 after it."""
-        if self.host.cfg.train.empty_unused_memory_level < 1:
-            return update
-        after = self.host.cfg.train.empty_unused_memory_level >= 2
-
-        def released(step: Step) -> None:
+    def before_update(self, step: Step) -> None:
+        if self.host.cfg.train.empty_unused_memory_level >= 1:
             empty_unused_memory()
-            update(step)
-            if after:
-                empty_unused_memory()
 
-        return released
+    def after_update(self, step: Step) -> None:
+        if self.host.cfg.train.empty_unused_memory_level >= 2:
+            empty_unused_memory()
 
     def wrap_score(self, score: Callable[P, T]) -> Callable[P, T]:
         """Release after a batch of an evaluation."""

@@ -71,6 +71,7 @@ def go_to(job: Job) -> None:
     repeat_decisions(job)
     agree(run)
     apply_overrides(job)
+    run.stage.final_metrics_logged = run.stage.final_metrics_logged and run.is_over
 
 
 def read(job: Job) -> StepBatches | None:

@@ -26,6 +26,7 @@ from onstep.config.hf.argument import KEY_OF
 from onstep.config.hf.reserved import REASONS, reserved_fields
 from onstep.events import EVENTS
 from onstep.events.events import Event
+from onstep.trackers import TRACKERS, tracker_class
 from onstep.training import loop
 from onstep.training.feature import HOOKS, Feature
 
@@ -137,6 +138,13 @@ def refused_table() -> str:
     return _table(("Argument", "Accepted value", "Why, or what instead"), rows)
 
 
+def tracker_table() -> str:
+    """Every tracker, from its class."""
+    kinds = map(tracker_class, TRACKERS)
+    rows = [(f"`{kind.name}`", f"`onstep[{kind.name}]`" if kind.package else "", kind.place) for kind in kinds]
+    return _table(("Name in `report_to`", "Extra", "Where it writes"), rows)
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "readme": readme,
     "events": events_table,
@@ -147,6 +155,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "configuration": configuration_tables,
     "arguments": argument_table,
     "refused arguments": refused_table,
+    "trackers": tracker_table,
 }
 """The generated parts, by the name in their marker."""
 

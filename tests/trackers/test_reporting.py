@@ -20,11 +20,12 @@ from onstep.config import (
 )
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager
+from onstep.trackers import TRACKERS
 from onstep.trackers import tracker as metric_tracker
 from onstep.trackers.report_to import asked_names, attach_trackers, reporting_trackers
 from onstep.trackers.trackers_callback import TrackersCallback
 
-ALL = ["csv", "tensorboard", "wandb", "mlflow", "comet", "trackio"]
+ALL = list(TRACKERS)
 
 
 def names(config: ConfigContainer) -> list[str]:

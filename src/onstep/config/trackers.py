@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from pkgutil import iter_modules
 
 from onstep.config.suggestions import nearest, shown
 from onstep.errors import ConfigError
 
-TRACKERS = ("csv", "tensorboard", "wandb", "mlflow", "comet", "trackio")
+_SERVICES = Path(__file__).parents[1] / "trackers" / "services"
+_MODULES = (module.name for module in iter_modules([str(_SERVICES)]))
+TRACKERS = tuple(sorted(name.removesuffix("_tracker") for name in _MODULES if name.endswith("_tracker")))
+"""The names of the modules with a tracker each; everything else about a tracker is in its class."""
 
 ALL = "all"
 """Every tracker whose package is installed."""

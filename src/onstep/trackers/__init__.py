@@ -5,9 +5,11 @@
 """
 
 from onstep.analysis.logs.run_status import run_record
-from onstep.trackers.metric_names import TRACKERS, check_tracker, make_tracker, tracker_name, tracker_names
+from onstep.config.trackers import TRACKERS
+from onstep.trackers.metric_names import tracker_name, tracker_names
 from onstep.trackers.points import RecentPoints, RunPoints, numbers_of, plain_point, points_for
 from onstep.trackers.refill import path_id, recorded_run, replay
+from onstep.trackers.registry import check_tracker, make_tracker, tracker_class
 from onstep.trackers.tracker import Point, RunIdentity, Tracker
 from onstep.trackers.tracker_queue import TrackerQueue
 
@@ -28,6 +30,7 @@ __all__ = [
     "recorded_run",
     "replay",
     "run_record",
+    "tracker_class",
     "tracker_name",
     "tracker_names",
 ]

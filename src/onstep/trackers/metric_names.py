@@ -1,17 +1,13 @@
-"""Creates trackers by name, and converts metric names to those that each tracker shows."""
+"""Converts metric names to those that each tracker shows."""
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from onstep.config.trackers import NAMES
-from onstep.errors import ConfigError
-from onstep.trackers.tracker import Tracker
+from onstep.config.trackers import BRIDGE_FIELDS, NAMES, TRACKERS
 
 MAX_METRIC_NAME = 250
 MAX_PARAMETER_NAME = 250
@@ -65,68 +61,16 @@ def _no_path(part: str) -> str:
     return part.replace(".", "_") if part == "." or part.startswith("..") else part
 
 
-TRACKERS: dict[str, tuple[str, str]] = {
-    "csv": ("onstep.trackers.services.csv_tracker", "CsvTracker"),
-    "tensorboard": ("onstep.trackers.services.tensorboard_tracker", "TensorBoardTracker"),
-    "wandb": ("onstep.trackers.services.wandb_tracker", "WandbTracker"),
-    "mlflow": ("onstep.trackers.services.mlflow_tracker", "MlflowTracker"),
-    "comet": ("onstep.trackers.services.comet_tracker", "CometTracker"),
-    "trackio": ("onstep.trackers.services.trackio_tracker", "TrackioTracker"),
-}
-"""Tracker -> module and class, imported on first use."""
-
 _PREFIXES = {"eval_": "eval/", "test_": "test/"}
 HF, BRIDGE = NAMES
 """The naming schemes: Hugging Face's names of the metrics log's metrics, and Megatron Bridge's tags."""
 
 _ONLY = {"samples vs steps": ("wandb", "mlflow"), "decoupled-learning-rate": ("tensorboard",)}
 """Megatron Bridge's tags that only some of its trackers get."""
-_BRIDGES = ("tensorboard", "wandb", "mlflow", "comet")
 _EVALUATION = re.compile(r"(.+) (validation|test)( ppl)?")
 
 _OWN = "sink/"
 """Prefix of the trackers' own metrics, which are not training metrics."""
-
-
-def make_tracker(name: str, **options: Any) -> Tracker:
-    """Create a tracker by name; `options` are passed to its constructor.
-
-    Raises:
-        ConfigError: for an unknown tracker, suggesting the nearest name, and for unknown options.
-    """
-    if name not in TRACKERS:
-        near = difflib.get_close_matches(name, TRACKERS, n=1)
-        meant = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{name!r} is not a tracker; use one of {', '.join(sorted(TRACKERS))}.{meant}")
-    module, class_name = TRACKERS[name]
-    tracker_class = getattr(import_module(module), class_name)
-    try:
-        tracker: Tracker = tracker_class(**options)
-    except TypeError as error:
-        raise ConfigError(
-            f"The tracker {name!r} cannot be created with the options {sorted(options)}: {error}."
-        ) from error
-    return tracker
-
-
-_METHODS = ("open", "log", "text", "state_dict", "close")
-
-
-def check_tracker(tracker: Any) -> None:
-    """Check that an object implements `Tracker`.
-
-    Raises:
-        ConfigError: if it is a class, or lacks a name or one of the methods.
-    """
-    if isinstance(tracker, type):
-        raise ConfigError(f"{tracker.__name__} is a class; pass an instance: {tracker.__name__}(...).")
-    if not isinstance(getattr(tracker, "name", None), str):
-        raise ConfigError(f"{tracker!r} is not a tracker: it has no `name`; add a class attribute name = '...'.")
-    missing = [method for method in _METHODS if not callable(getattr(tracker, method, None))]
-    if missing:
-        raise ConfigError(
-            f"{tracker!r} is not a tracker: it lacks {', '.join(missing)}; a tracker has {', '.join(_METHODS)}."
-        )
 
 
 def how_to_fill(name: str, directory: Path) -> str:
@@ -155,8 +99,8 @@ def tracker_names(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def bridge_names(tracker: str, tags: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron Bridge's tags for a tracker: without those that it does not get, renamed for MLflow."""
-    known = tracker in _BRIDGES
-    shown = {tag: value for tag, value in tags.items() if not known or tracker in _ONLY.get(tag, _BRIDGES)}
+    known = tracker in BRIDGE_FIELDS
+    shown = {tag: value for tag, value in tags.items() if not known or tracker in _ONLY.get(tag, BRIDGE_FIELDS)}
     return {_mlflow_name(tag): value for tag, value in shown.items()} if tracker == "mlflow" else shown
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from onstep.config import ConfigContainer, LoggerConfig
 from onstep.config.trackers import ALL, BRIDGE_FIELDS, DEFAULT_PROJECT, TRACKERS, name_list, tracker_list
 from onstep.events import CallbackManager
-from onstep.trackers.metric_names import BRIDGE, HF, make_tracker
+from onstep.trackers.metric_names import BRIDGE, HF
+from onstep.trackers.registry import make_tracker, tracker_class
 from onstep.trackers.tracker import Tracker, is_installed
 from onstep.trackers.trackers_callback import TrackersCallback
 
 logger = logging.getLogger(__name__)
 
-_PROJECT = {"wandb": "project", "mlflow": "experiment", "comet": "project", "trackio": "project"}
-"""Name of each tracker's constructor argument for the project."""
+_UNSET = ("project", DEFAULT_PROJECT)
+"""The default of a Trainer's argument, which leaves the project to the tracker."""
 
 
 def asked_names(logger: LoggerConfig) -> dict[str, tuple[str, ...]]:
@@ -26,7 +28,7 @@ def asked_names(logger: LoggerConfig) -> dict[str, tuple[str, ...]]:
     """
     trackers = tracker_list(logger.report_to, "logger.report_to")
     if trackers == [ALL]:
-        trackers = [name for name in TRACKERS if is_installed(name)]
+        trackers = [name for name in TRACKERS if is_installed(tracker_class(name).package)]
     chosen = name_list(logger.report_names)
     by_field = [name for name, field in BRIDGE_FIELDS.items() if getattr(logger, field) is not None]
     names = dict.fromkeys(by_field, chosen or (BRIDGE,)) | dict.fromkeys(trackers, chosen or (HF,))
@@ -44,46 +46,22 @@ def reporting_trackers(config: ConfigContainer) -> list[Tracker]:
     named = tracker_list(config.logger.report_to, "logger.report_to")
     asked = asked_names(config.logger)
     found = [name for name, names in asked.items() if HF in names or name in named or named == [ALL]]
-    return [make_tracker(name, **_options(name, config)) for name in found]
+    return [make_tracker(name, **tracker_options(name, config.logger, config.trainer)) for name in found]
 
 
-def tracker_options(name: str, logger: LoggerConfig) -> dict[str, Any]:
-    """The options of a tracker set in `logger`, as constructor arguments; unset options are omitted."""
-    options: dict[str, dict[str, Any]] = {
-        "tensorboard": {"log_dir": logger.tensorboard_dir},
-        "wandb": {
-            "project": logger.wandb_project,
-            "run_name": logger.wandb_exp_name,
-            "entity": logger.wandb_entity,
-            "save_dir": logger.wandb_save_dir,
-        },
-        "mlflow": {
-            "experiment": logger.mlflow_experiment,
-            "run_name": logger.mlflow_run_name,
-            "tracking_uri": logger.mlflow_tracking_uri,
-            "tags": logger.mlflow_tags,
-            "description": logger.mlflow_description,
-        },
-        "comet": {
-            "project": logger.comet_project,
-            "run_name": logger.comet_experiment_name,
-            "workspace": logger.comet_workspace,
-            "tags": logger.comet_tags,
-        },
-    }
-    return {key: value for key, value in options.get(name, {}).items() if value is not None}
+def tracker_options(name: str, logger: LoggerConfig, trainer: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The options of a tracker that a configuration sets, as constructor arguments.
 
-
-def _options(name: str, config: ConfigContainer) -> dict[str, Any]:
-    """`tracker_options`, which override the options common to all trackers: `trainer.project`, `trainer.run_name`."""
-    common: dict[str, Any] = {}
-    if name in _PROJECT:
-        trainer = config.trainer
-        project = trainer.get("project", DEFAULT_PROJECT)
-        common = {_PROJECT[name]: None if project == DEFAULT_PROJECT else project, "run_name": trainer.get("run_name")}
-        if name == "trackio":
-            common |= {"space_id": trainer.get("trackio_space_id"), "bucket_id": trainer.get("trackio_bucket_id")}
-    return tracker_options(name, config.logger) | {key: value for key, value in common.items() if value}
+    Args:
+        trainer: The configuration's section of that name, with the options common to all trackers (`project`,
+            `run_name`); None leaves them out.
+    """
+    common = {key: value for key, value in (trainer or {}).items() if value and (key, value) != _UNSET}
+    values = {f"trainer.{key}": value for key, value in common.items()}
+    values |= {f"logger.{key}": value for key, value in vars(logger).items() if value is not None}
+    options = tracker_class(name).options.items()
+    given = {argument: [values[key] for key in keys if key in values] for argument, keys in options}
+    return {argument: found[0] for argument, found in given.items() if found}
 
 
 def attach_trackers(callbacks: CallbackManager | None, config: ConfigContainer) -> CallbackManager | None:

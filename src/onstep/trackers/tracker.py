@@ -8,40 +8,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from onstep.errors import ConfigError
 
 STEP_NAME = "train/global_step"
 """Hugging Face's name of the optimizer step, for trackers that keep their own count of points."""
 
-PACKAGES = {
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "comet": "comet_ml",
-    "trackio": "trackio",
-}
-"""Tracker -> the package that it requires; csv requires none."""
-
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
 """Control characters, line breaks and unpaired surrogates."""
 
 
-def is_installed(name: str) -> bool:
-    """Whether the package of a tracker is installed, without importing it."""
-    package = PACKAGES.get(name)
+def is_installed(package: str | None) -> bool:
+    """Whether the package that a tracker requires is installed, without importing it; True for None."""
     return package is None or find_spec(package) is not None
 
 
-def require_package(name: str) -> None:
+def require_package(name: str, package: str | None) -> None:
     """Check that the package of a tracker is installed.
 
     Raises:
         ConfigError: if it is not; the message gives the command that installs it.
     """
-    if not is_installed(name):
-        raise ConfigError(f"The tracker {name!r} requires the package {PACKAGES[name]}: pip install 'onstep[{name}]'")
+    if not is_installed(package):
+        raise ConfigError(f"The tracker {name!r} requires the package {package}: pip install 'onstep[{name}]'")
 
 
 def plain_name(name: str) -> str:
@@ -125,10 +115,33 @@ class Tracker(Protocol):
     #     thread that writes the checkpoint.
 
 
+class TrackerClass(Protocol):
+    """The class of a tracker in `services/`: the facts about it, and its constructor.
+
+    A new module `services/<name>_tracker.py` with such a class is a tracker of `report_to`, of `onstep logs replay` and
+    of the documentation. What installs its package is the extra `<name>` in `pyproject.toml`.
+    """
+
+    name: ClassVar[str]
+    """The name in `report_to`, messages and checkpoints."""
+    package: ClassVar[str | None]
+    """The package that it imports; None for none."""
+    options: ClassVar[Mapping[str, tuple[str, ...]]]
+    """Argument of the constructor -> the configuration's keys that set it, of which the first with a value counts."""
+    place: ClassVar[str]
+    """Where it writes, with and without a network, for the documentation."""
+    artifacts: ClassVar[tuple[str, ...]]
+    """What it may leave in the run's directory: names of files and directories, with wildcards."""
+
+    def __call__(self, **options: Any) -> Tracker:
+        """Create the tracker without opening it."""
+
+
 class ServiceTracker:
     """Base class of trackers that manage runs themselves: handles the package, the tracker's run and its id."""
 
     name: str
+    package: ClassVar[str | None] = None
     keeps_names = False
     takes_back = False
     _identity: RunIdentity | None = None
@@ -137,7 +150,7 @@ class ServiceTracker:
     """The run in the tracker while it is open."""
 
     def __post_init__(self) -> None:
-        require_package(self.name)
+        require_package(self.name, self.package)
 
     def close(self, status: str) -> None:
         """Send pending points and end the run with its status; idempotent."""

@@ -15,9 +15,10 @@ from onstep.config.trackers import name_list
 from onstep.errors import ConfigError
 from onstep.events import Callback, CallbackContext
 from onstep.files.bounded_reading import brief
-from onstep.trackers.metric_names import BRIDGE, HF, check_tracker, make_tracker
+from onstep.trackers.metric_names import BRIDGE, HF
 from onstep.trackers.points import RunPoints, is_step, plain_point, points_for, saved_mapping, saved_points
 from onstep.trackers.refill import path_id
+from onstep.trackers.registry import check_tracker, make_tracker
 from onstep.trackers.services.tensorboard_tracker import TensorBoardTracker
 from onstep.trackers.tracker import RunIdentity, Tracker
 from onstep.trackers.tracker_logger import SAMPLES_DIR, TrackerLogger, close_together
@@ -46,8 +47,8 @@ class TrackersCallback(Callback):
     list with one entry per rank, the maximum is sent; values that are not numbers are omitted.
 
     Args:
-        trackers: Names (csv, tensorboard, wandb, mlflow, comet, trackio) or objects with a name and the methods of
-            `Tracker`; one or a list. `keeps_names` and `takes_back` default to False.
+        trackers: Names, such as csv, or objects with a name and the methods of `Tracker`; one or a list. `keeps_names`
+            and `takes_back` default to False.
         queue_capacity: Maximum number of points queued for a tracker; when full, new points are dropped.
         close_timeout: Seconds that the end of the run waits for all trackers together.
         names: Naming schemes of the trackers: hf, bridge, or both; a dictionary sets them per tracker.

@@ -18,20 +18,18 @@ from onstep.analysis.logs.files import FOREIGN_FILE_NAME, name_of_place
 from onstep.analysis.logs.run_status import is_locked
 from onstep.analysis.logs.training_log import TrainingLog
 from onstep.cli.logs.lookup import find_log
-from onstep.config.trackers import name_list
+from onstep.config.trackers import TRACKERS, name_list
 from onstep.errors import ConfigError, OnstepError
 from onstep.record import MetricsLog
 from onstep.trackers import make_tracker, recorded_run
 from onstep.trackers import replay as send
 
 BAR_DELAY_SECONDS = 0.5
-_LOCAL = ("csv", "tensorboard")
-"""Trackers that write into the run's directory, possibly while the run is live."""
 
 
 def replay(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's directory, its name below runs/, or a log file.")],
-    to: Annotated[str, typer.Option("--to", metavar="NAME", help="csv, tensorboard, wandb, mlflow, comet or trackio.")],
+    to: Annotated[str, typer.Option("--to", metavar="NAME", help=f"One of {', '.join(TRACKERS)}.")],
     output: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where to write local files; default: the run's directory.")
     ] = None,
@@ -52,7 +50,7 @@ def replay(
     logging.getLogger("onstep.trackers").setLevel(logging.INFO)  # where trackers log their location
     target = metrics_log.parent if output is None else output
     directory = metrics_log.parent
-    is_live = to in _LOCAL and (is_locked(directory / ".run.lock") or is_locked(metrics_log))
+    is_live = getattr(tracker, "takes_back", False) and (is_locked(directory / ".run.lock") or is_locked(metrics_log))
     if is_live and target.resolve() == directory.resolve():
         raise ConfigError(
             f"{directory} is a live run, and this would replace its files; write elsewhere with --output DIR, or wait "

@@ -53,7 +53,7 @@ class LoggerConfig(ConfigSection):
         SAFE,
         elements=(*TRACKERS, ALL),
         common=True,
-        help="Trackers to report to, one or a list: csv, tensorboard, wandb, mlflow, comet, trackio.",
+        help=f"Trackers to report to, one or a list: {', '.join(TRACKERS)}.",
     )
     report_names: list[str] | str | None = option(
         None,

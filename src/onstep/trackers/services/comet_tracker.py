@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
 
 from onstep.processes.forking import release_in_forked_children
@@ -148,6 +148,15 @@ class CometTracker(ServiceTracker):
     """
 
     name = "comet"
+    package = "comet_ml"
+    options: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "project": ("trainer.project", "logger.comet_project"),
+        "run_name": ("trainer.run_name", "logger.comet_experiment_name"),
+        "workspace": ("logger.comet_workspace",),
+        "tags": ("logger.comet_tags",),
+    }
+    place = "Comet; without a network `comet/` in the run directory, for `comet upload` later"
+    artifacts = ("comet",)
     project: str | None = None
     run_name: str | None = None
     workspace: str | None = None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from onstep.errors import OnstepError
 from onstep.record.names import numbered_name
@@ -280,6 +280,10 @@ class CsvTracker:
     """
 
     name = "csv"
+    package = None
+    options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    place = "`metrics.csv` in the run directory"
+    artifacts = ("metrics*.csv",)
     keeps_names = True
     takes_back = True
 

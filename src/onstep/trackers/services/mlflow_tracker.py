@@ -15,7 +15,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from onstep.errors import DataError
@@ -61,6 +61,16 @@ class MlflowTracker(ServiceTracker):
     """
 
     name = "mlflow"
+    package = "mlflow"
+    options: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "experiment": ("trainer.project", "logger.mlflow_experiment"),
+        "run_name": ("trainer.run_name", "logger.mlflow_run_name"),
+        "tracking_uri": ("logger.mlflow_tracking_uri",),
+        "tags": ("logger.mlflow_tags",),
+        "description": ("logger.mlflow_description",),
+    }
+    place = "`mlruns/` in the run directory, without a network; or a server"
+    artifacts = ("mlruns",)
     experiment: str | None = None
     run_name: str | None = None
     tracking_uri: str | None = None

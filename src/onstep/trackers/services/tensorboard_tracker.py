@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from onstep.errors import MissingExtraError
 from onstep.trackers.tracker import RunIdentity
@@ -35,11 +35,15 @@ class TensorBoardTracker:
     """
 
     name = "tensorboard"
+    package = "tensorboard"
+    options: ClassVar[Mapping[str, tuple[str, ...]]] = {"log_dir": ("logger.tensorboard_dir",)}
+    place = "`tensorboard/` in the run directory"
+    artifacts = (EVENT_FILES, "tensorboard")
     keeps_names = False
     takes_back = True
 
     def __init__(self, log_dir: str | Path | None = None, part: str = "") -> None:
-        if find_spec("tensorboard") is None:
+        if find_spec(self.package) is None:
             raise MissingExtraError("The tracker 'tensorboard' requires TensorBoard: pip install 'onstep[tensorboard]'")
         self._log_dir = None if log_dir is None else Path(log_dir)
         self._part = part

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from onstep.trackers.tracker import RunIdentity, ServiceTracker
 
@@ -37,6 +37,15 @@ class TrackioTracker(ServiceTracker):
     """
 
     name = "trackio"
+    package = "trackio"
+    options: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "project": ("trainer.project",),
+        "run_name": ("trainer.run_name",),
+        "space_id": ("trainer.trackio_space_id",),
+        "bucket_id": ("trainer.trackio_bucket_id",),
+    }
+    place = "Trackio's local store, without a network; or a Space"
+    artifacts = ()
     project: str | None = None
     run_name: str | None = None
     group: str | None = None

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from onstep.trackers.tracker import STEP_NAME, RunIdentity, ServiceTracker, plain_name
@@ -42,6 +42,15 @@ class WandbTracker(ServiceTracker):
     """
 
     name = "wandb"
+    package = "wandb"
+    options: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "project": ("trainer.project", "logger.wandb_project"),
+        "run_name": ("trainer.run_name", "logger.wandb_exp_name"),
+        "entity": ("logger.wandb_entity",),
+        "save_dir": ("logger.wandb_save_dir",),
+    }
+    place = "W&B; without a network `wandb/` in the run directory, for `wandb sync` later"
+    artifacts = ("wandb",)
     project: str | None = None
     run_name: str | None = None
     entity: str | None = None

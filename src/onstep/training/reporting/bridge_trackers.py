@@ -16,7 +16,7 @@ from onstep.config.trackers import BRIDGE_FIELDS
 from onstep.distributed import World
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager
-from onstep.trackers import RunIdentity, TrackerQueue, make_tracker
+from onstep.trackers import RunIdentity, TrackerQueue, make_tracker, tracker_class
 from onstep.trackers.metric_names import BRIDGE
 from onstep.trackers.points import saved_mapping
 from onstep.trackers.report_to import asked_names, tracker_options
@@ -33,8 +33,6 @@ _REMEDY = (
 )
 """How to recover points that a tracker of these tags has missed."""
 
-_RUN_NAMES = {"wandb": "wandb_exp_name", "mlflow": "mlflow_run_name", "comet": "comet_experiment_name"}
-
 
 def configured_trackers(cfg: ConfigContainer) -> tuple[str, ...]:
     """The trackers that are configured to show Megatron Bridge's tags."""
@@ -48,12 +46,12 @@ def check_trackers(cfg: ConfigContainer) -> None:
         ConfigError: for an empty name, or a tracker whose package is not installed.
     """
     for name in configured_trackers(cfg):
-        require_package(name)
-        field = _RUN_NAMES.get(name)
-        if field is not None and getattr(cfg.logger, field) == "":
+        kind = tracker_class(name)
+        require_package(name, kind.package)
+        if tracker_options(name, cfg.logger).get("run_name") == "":
             raise ConfigError(
-                f"logger.{field} must not be empty; set the {name} experiment name, or leave it unset to use "
-                f"the run's name."
+                f"{kind.options['run_name'][-1]} must not be empty; set the {name} experiment name, or leave it unset "
+                f"to use the run's name."
             )
 
 

@@ -12,7 +12,10 @@ from pathlib import Path
 
 from onstep.config import ChangeClass, ConfigContainer
 from onstep.config.differences import Change, changes, decide, of_kind
+from onstep.config.trackers import TRACKERS
 from onstep.errors import ConfigError, RunExistsError
+from onstep.trackers import tracker_class
+from onstep.trackers.services.tensorboard_tracker import EVENT_FILES
 from onstep.training.protocols import StateDict
 from onstep.training.runs.hold import PROBES, Hold, abandoned_on_error, missing_directories, remove_empty
 from onstep.training.runs.hub import hub_revisions, recorded_revisions
@@ -21,21 +24,8 @@ from onstep.training.runs.lock import LEASE
 from onstep.training.runs.provenance import provenance
 from onstep.training.runs.run_dir import FINISHED, RunDir, next_free
 
-EVENT_FILES = "events.out.tfevents.*"
-"""Files of TensorBoard's writers, in a directory with any name."""
-
-REPORTS = (
-    "trainer_logs*.json",
-    "gradient_norms*.json",
-    "parameter_norms*.json",
-    "metrics*.csv",
-    EVENT_FILES,
-    "tensorboard",
-    "wandb",
-    "mlruns",
-    "comet",
-)
-"""What metrics logs and trackers write into a run's directory, perhaps before it becomes one."""
+REPORTS = ("trainer_logs*.json", "gradient_norms*.json", "parameter_norms*.json")
+"""What metrics logs write into a run's directory, perhaps before it becomes one, as trackers do."""
 
 LEFTOVERS = (
     "run.json.tmp",
@@ -315,7 +305,8 @@ def _is_ours(path: Path) -> bool:
     """Whether a file in a directory without run.json is a leftover, or a report of an evaluation before training."""
     if any(path.match(pattern) for pattern in LEFTOVERS):
         return (path.is_file() and not path.is_symlink()) or not os.path.lexists(path)
-    return any(path.match(pattern) for pattern in REPORTS) or _holds_only_events(path)
+    reports = (*REPORTS, *(pattern for name in TRACKERS for pattern in tracker_class(name).artifacts))
+    return any(path.match(pattern) for pattern in reports) or _holds_only_events(path)
 
 
 def _holds_only_events(path: Path) -> bool:

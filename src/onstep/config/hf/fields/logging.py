@@ -37,8 +37,8 @@ class LoggingArguments:
     control: bool = False
     """Serve the job to `onstep control` and the live page: adds a `TrainerControlCallback`."""
     report_to: Texts = "none"
-    """Trackers to report to: none | all (that are installed) | one or a list of csv, tensorboard, wandb,
-    mlflow, comet (Hugging Face's comet_ml), trackio. Becomes a list, as in `transformers`."""
+    """Trackers to report to: none | all (that are installed) | one of `logger.report_to` or a list of them (comet is
+    Hugging Face's comet_ml). Becomes a list, as in `transformers`."""
     run_name: str | None = None
     """The run's name in trackers; None is the name of `output_dir`."""
     project: str = DEFAULT_PROJECT

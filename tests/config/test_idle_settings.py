@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from onstep import Trainer, TrainingArguments, pretrain
-from onstep.config import ConfigContainer, apply_overrides, from_dict
+from onstep.config import ConfigContainer, apply_overrides, explain, from_dict
 from onstep.config.checks import idle_line, idle_settings
-from onstep.config.checks.idle import IDLE, idle_without_trainer
+from onstep.config.checks.conditions import holds
+from onstep.config.checks.idle import idle_without_trainer
 from onstep.config.keys import KEYS
 from onstep.errors import ConfigError
 from onstep.recipes import tiny_gpt_pretrain_config
@@ -109,8 +110,19 @@ def test_values_of_the_recipe_itself_are_not_named(
     assert lines == ([] if words else [LINE + named])
 
 
-def test_all_idle_keys_exist() -> None:
-    assert {key for row in IDLE for key in row.keys} <= set(KEYS)
+@pytest.mark.parametrize(
+    "need", sorted({need for key in KEYS.values() for need in (*key.needs, key.option.only_with)} - {""})
+)
+def test_a_declared_condition_is_about_keys_that_exist(need: str) -> None:
+    assert holds(need, config_with()) in (True, False)
+
+
+def test_the_explanation_of_a_key_names_what_it_requires() -> None:
+    assert "requires    train.manual_gc=true" in explain("train.manual_gc_interval")
+    assert "requires    straggler.log_straggler=true; straggler.open_port=true" in explain(
+        "straggler.straggler_ctrlr_port"
+    )
+    assert "requires" not in explain("straggler.log_straggler")
 
 
 def test_pretrain_names_them_in_one_line(tiny_config: ConfigContainer, caplog: pytest.LogCaptureFixture) -> None:

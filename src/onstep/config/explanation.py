@@ -53,9 +53,10 @@ def _info(key: Key, keys: Mapping[str, Key]) -> Iterator[tuple[str, str]]:
         yield "choices", " | ".join(option.choices)
     if option.elements:
         yield "elements", " | ".join(option.elements)
-    if option.only_with is not None:
-        section, (other, values) = key.name.rpartition(".")[0], option.only_with
-        yield "only with", f"{section}.{other}={' or '.join(values)}"
+    if option.only_with:
+        yield "only with", option.only_with
+    if key.needs:
+        yield "requires", "; ".join(need.partition("; ")[0] for need in key.needs)
     changed = option.on_change.value
     yield "if changed", f"{changed}: {key.effect}" if option.on_change is ChangeClass.TRAJECTORY else changed
     for entry, kind in (option.entries or {}).items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import functools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -48,6 +49,13 @@ class Key:
     def effect(self) -> str:
         """The effect of a changed value on a run that continues with it."""
         return self.option.effect or self.section.CHANGE_EFFECT
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The conditions without which it has no effect."""
+        of_section = self.section.NEEDS
+        is_named = not of_section or re.match(rf"{re.escape(self.name)}\b", of_section) is not None
+        return self.option.needs if is_named else (of_section, *self.option.needs)
 
     @property
     def is_part_of_schedule(self) -> bool:

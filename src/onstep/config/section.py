@@ -97,8 +97,10 @@ class Option:
     """Other spellings of the choices; a resolved configuration has the choice itself."""
     elements: tuple[str, ...] = ()
     """The allowed elements of a list."""
-    only_with: tuple[str, tuple[str, ...]] | None = None
-    """A field of the same section, and its values for which this key means something; otherwise it is refused."""
+    only_with: str = ""
+    """The values of another key without which a changed value is refused, as `key=value or value`."""
+    needs: tuple[str, ...] = ()
+    """Conditions without which a changed value has no effect (see `checks.conditions`); a run names such values."""
     may_be_infinite: bool = False
     """Whether infinity is allowed."""
     effect: str = ""
@@ -128,7 +130,8 @@ def option(
     help: str,
     spellings: Mapping[str, str] | None = None,
     elements: tuple[str, ...] = (),
-    only_with: tuple[str, tuple[str, ...]] | None = None,
+    only_with: str = "",
+    needs: str | tuple[str, ...] = (),
     may_be_infinite: bool = False,
     effect: str = "",
     part_of_schedule: bool = False,
@@ -150,6 +153,7 @@ def option(
         spellings=spellings or {},
         elements=elements,
         only_with=only_with,
+        needs=(needs,) if isinstance(needs, str) else needs,
         may_be_infinite=may_be_infinite,
         effect=effect,
         part_of_schedule=part_of_schedule,
@@ -169,6 +173,8 @@ class ConfigSection:
 
     CHANGE_EFFECT = "holds from the next step on"
     """What a changed key does under the policy `apply`, unless its field says more."""
+    NEEDS = ""
+    """A condition without which no key of the section has an effect, besides the one that it names."""
     PART_OF_SCHEDULE = False
     """Whether the schedule of learning rate and weight decay depends on every key of the section."""
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+from onstep.config.checks.conditions import holds
+from onstep.config.container import ConfigContainer
 from onstep.config.field_types import coerce, field_types
-from onstep.config.keys import leaves
+from onstep.config.keys import KEYS, leaves
 from onstep.config.section import ConfigSection
 from onstep.config.suggestions import not_a_choice, shown
 from onstep.errors import ConfigError
@@ -32,20 +34,17 @@ def check_values(config: ConfigSection, prefix: str = "") -> None:
             raise not_a_choice(key, value, option.choices)
 
 
-def check_alone(section: ConfigSection, prefix: str) -> None:
-    """Refuse a changed value that has no meaning with another value of its section (`Option.only_with`).
+def check_alone(config: ConfigContainer) -> None:
+    """Refuse a changed value that has no meaning with the value of another key (`Option.only_with`).
 
     Raises:
         ConfigError: naming both values and the remedy.
     """
-    for name, value in section.changed().items():
-        only_with = section.option(name).only_with
-        if only_with is None:
-            continue
-        other, allowed = only_with
-        chosen = getattr(section, other)
-        if chosen not in allowed:
+    for name, key in KEYS.items():
+        value, only_with = key.get(config), key.option.only_with
+        if only_with and value != key.default and not holds(only_with, config):
+            other, _, allowed = only_with.partition("=")
             raise ConfigError(
-                f"{prefix}{name}={shown(value)} has no effect with {prefix}{other}={chosen}; set {prefix}{other} to "
-                f"{' or '.join(allowed)}, or leave {name} at its default {getattr(type(section)(), name)!r}."
+                f"{name}={shown(value)} has no effect with {other}={KEYS[other].get(config)}; set {other} to "
+                f"{allowed}, or leave {name.rpartition('.')[2]} at its default {key.default!r}."
             )

@@ -33,7 +33,7 @@ def validate(config: ConfigContainer, world_size: int = 1) -> None:
         section = getattr(config, name)
         if isinstance(section, ConfigSection):
             section.validate()
-            check_alone(section, f"{name}.")
+    check_alone(config)
     check_batches(config, world_size)
     check_optimizer(config)
     check_schedule(config)

@@ -21,17 +21,31 @@ class AnomalyConfig(ConfigSection):
         ["loss", "grad_norm"],
         TRAJECTORY,
         elements=("loss", "grad_norm"),
+        needs="anomaly.on_spike other than ignore",
         help="Metrics that are watched for spikes: loss, grad_norm.",
     )
     spike_threshold: float = option(
         10.0,
         TRAJECTORY,
         bound="> 0",
+        needs="anomaly.on_spike other than ignore",
         help="Robust standard deviations (1.4826 times the median absolute deviation) above the median from which "
         "a value is a spike.",
     )
-    spike_window: int = option(100, TRAJECTORY, bound="> 0", help="Steps over which median and deviation are computed.")
-    spike_warmup: int = option(20, TRAJECTORY, bound="> 0", help="Steps before spikes are detected.")
+    spike_window: int = option(
+        100,
+        TRAJECTORY,
+        bound="> 0",
+        needs="anomaly.on_spike other than ignore",
+        help="Steps over which median and deviation are computed.",
+    )
+    spike_warmup: int = option(
+        20,
+        TRAJECTORY,
+        bound="> 0",
+        needs="anomaly.on_spike other than ignore",
+        help="Steps before spikes are detected.",
+    )
     max_skips: int = option(100, SAFE, bound=">= 0", help="Skipped steps after which the run fails.")
     max_rollbacks: int = option(3, SAFE, bound=">= 0", help="Rollbacks after which the run fails.")
     rollback_lr_factor: float = option(
@@ -42,6 +56,8 @@ class AnomalyConfig(ConfigSection):
 @dataclass
 class RerunStateMachineConfig(ConfigSection):
     """Recompute suspicious results, in place and after a restart, to tell a fault of the machine from a true value."""
+
+    NEEDS = "rerun_state_machine.rerun_mode other than disabled"
 
     rerun_mode: str = option(
         "disabled",

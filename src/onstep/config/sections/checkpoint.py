@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from onstep.config.section import INITIAL_ONLY, PATH, SAFE, TRAJECTORY, Bound, ConfigSection, option
+from onstep.config.sections.training import EVALUATIONS, VALIDATION_SHARE
 
 COMPONENTS = ("model", "optimizer", "scheduler", "trainer", "dataset", "rng", "callbacks")
 """What `checkpoint.components` selects from."""
 
+DIRECTORY = "a directory: run.name or checkpoint.save"
+_LOADS = "checkpoint.load or checkpoint.ckpt_step; a run that merely continues loads everything"
 _KEPT = Bound("-1 for all, or at least 1: the newest one", lambda kept: kept == -1 or kept >= 1)
 
 
@@ -32,32 +35,45 @@ class CheckpointConfig(ConfigSection):
         bound="> 0",
         common=True,
         known_as=("save_steps", "save_every"),
+        needs=DIRECTORY,
         help="Steps between checkpoints; None saves only at the end, on request and on signals.",
     )
-    save_each_epoch: bool = option(False, SAFE, help="Save at the end of each epoch.")
+    save_each_epoch: bool = option(False, SAFE, needs=DIRECTORY, help="Save at the end of each epoch.")
     save_on_best: bool = option(
-        False, SAFE, help="Save when an evaluation yields the best `validation.metric_for_best_model` so far."
+        False,
+        SAFE,
+        needs=(DIRECTORY, EVALUATIONS, VALIDATION_SHARE),
+        help="Save when an evaluation yields the best `validation.metric_for_best_model` so far.",
     )
     save_at_end: bool = option(True, SAFE, help="Save after the last step, so that the run can be extended.")
     non_persistent_save_interval: int | None = option(
-        None, SAFE, bound="> 0", help="Steps between temporary checkpoints, of which only the newest is kept."
+        None,
+        SAFE,
+        bound="> 0",
+        needs=DIRECTORY,
+        help="Steps between temporary checkpoints, of which only the newest is kept.",
     )
     async_save: bool = option(
-        False, SAFE, help="Write checkpoints in a thread: training waits only while the tensors are copied."
+        False,
+        SAFE,
+        needs=DIRECTORY,
+        help="Write checkpoints in a thread: training waits only while the tensors are copied.",
     )
-    save_optim: bool = option(True, SAFE, help="Save the optimizer and the scheduler.")
-    save_rng: bool = option(True, SAFE, help="Save the random generators.")
+    save_optim: bool = option(True, SAFE, needs=DIRECTORY, help="Save the optimizer and the scheduler.")
+    save_rng: bool = option(True, SAFE, needs=DIRECTORY, help="Save the random generators.")
     components: list[str] | None = option(
         None,
         SAFE,
         elements=COMPONENTS,
         hf="checkpoint_components",
+        needs=DIRECTORY,
         help="Components to save: model, optimizer, scheduler, trainer, dataset, rng, callbacks; None is all.",
     )
     on_save_error: str = option(
         "stop",
         SAFE,
         choices=("stop", "continue"),
+        needs=DIRECTORY,
         help="Policy for a save that fails: stop (training ends with the error) | continue (a warning; the "
         "previous checkpoint stays, and a run whose last save failed ends as failed).",
     )
@@ -91,6 +107,7 @@ class CheckpointConfig(ConfigSection):
     exit_on_missing_checkpoint: bool = option(
         False,
         SAFE,
+        needs="checkpoint.load",
         help="Refuse to start from scratch when `load` is the directory that the run saves to and holds no checkpoint "
         "yet.",
     )
@@ -98,10 +115,15 @@ class CheckpointConfig(ConfigSection):
         True,
         TRAJECTORY,
         effect="the optimizer starts without its moments",
+        needs=_LOADS,
         help="Load the optimizer and the scheduler.",
     )
     load_rng: bool = option(
-        True, TRAJECTORY, effect="the random generators start from the seed", help="Load the random generators."
+        True,
+        TRAJECTORY,
+        effect="the random generators start from the seed",
+        needs=_LOADS,
+        help="Load the random generators.",
     )
     on_config_change: str = option(
         "error",
@@ -117,16 +139,22 @@ class CheckpointConfig(ConfigSection):
         bound=_KEPT,
         common=True,
         known_as=("save_total_limit",),
+        needs=DIRECTORY,
         help="Checkpoints to keep, counted from the newest; -1 keeps all.",
     )
     keep_every_n: int | None = option(
-        None, SAFE, bound="> 0", help="Keep checkpoints of steps that are a multiple of this, beyond `most_recent_k`."
+        None,
+        SAFE,
+        bound="> 0",
+        needs=(DIRECTORY, "checkpoint.most_recent_k > 0; -1 keeps every checkpoint"),
+        help="Keep checkpoints of steps that are a multiple of this, beyond `most_recent_k`.",
     )
     keep_best_n: int = option(
         0,
         SAFE,
         bound=">= 0",
         common=True,
+        needs=(DIRECTORY, EVALUATIONS, VALIDATION_SHARE, "checkpoint.most_recent_k > 0; -1 keeps every checkpoint"),
         help="Number of best checkpoints by `validation.metric_for_best_model` (default `loss`) to keep beyond "
         "`most_recent_k`.",
     )
@@ -136,7 +164,9 @@ class CheckpointConfig(ConfigSection):
         hf="load_best_model_at_end",
         help="Load the weights of the best checkpoint after training; the progress is not changed.",
     )
-    validate_replication: bool = option(False, SAFE, help="Compare replicated state across ranks at each save.")
+    validate_replication: bool = option(
+        False, SAFE, needs=DIRECTORY, help="Compare replicated state across ranks at each save."
+    )
     certify: bool = option(
         False,
         SAFE,

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from onstep.config.section import INCOMPATIBLE, NEW_DATA, NEW_ORDER, PATH, SAFE, TRAJECTORY, ConfigSection, option
 
+_CHAT = "dataset.kind=chat"
+
 
 @dataclass
 class DatasetConfig(ConfigSection):
@@ -35,14 +37,14 @@ class DatasetConfig(ConfigSection):
     text_key: str = option(
         "text",
         TRAJECTORY,
-        only_with=("kind", ("text", "huggingface")),
+        only_with="dataset.kind=text or huggingface",
         effect=NEW_DATA,
         help="The key of a JSONL record, or the column of a Hugging Face dataset, that holds the text.",
     )
     weights: list[float] | None = option(
         None,
         TRAJECTORY,
-        only_with=("kind", ("megatron",)),
+        only_with="dataset.kind=megatron",
         effect=NEW_DATA,
         help="Share of each path in a blend of Megatron's files, normalized by their sum; an epoch then uses every "
         "sample at least once, and smaller files repeat. None weights by size: each sample once.",
@@ -50,14 +52,14 @@ class DatasetConfig(ConfigSection):
     hf_subset: str | None = option(
         None,
         TRAJECTORY,
-        only_with=("kind", ("huggingface", "chat")),
+        only_with="dataset.kind=huggingface or chat",
         effect=NEW_DATA,
         help="Configuration (subset) of a dataset on the hub.",
     )
     hf_split: str = option(
         "train",
         TRAJECTORY,
-        only_with=("kind", ("huggingface", "chat")),
+        only_with="dataset.kind=huggingface or chat",
         effect=NEW_DATA,
         help="Split of a Hugging Face dataset to train on. Its own validation and test splits are used where it "
         "has them and `split` has a share for them; otherwise `split` divides this one.",
@@ -65,7 +67,7 @@ class DatasetConfig(ConfigSection):
     messages_key: str = option(
         "messages",
         TRAJECTORY,
-        only_with=("kind", ("chat",)),
+        only_with=_CHAT,
         effect=NEW_DATA,
         help="The key of a chat record that holds its messages, each with `role` and `content`; the loss is on "
         "messages of the role `assistant`.",
@@ -73,21 +75,21 @@ class DatasetConfig(ConfigSection):
     prompt_key: str = option(
         "prompt",
         TRAJECTORY,
-        only_with=("kind", ("chat",)),
+        only_with=_CHAT,
         effect=NEW_DATA,
         help="The key of the prompt in records without messages.",
     )
     response_key: str = option(
         "response",
         TRAJECTORY,
-        only_with=("kind", ("chat",)),
+        only_with=_CHAT,
         effect=NEW_DATA,
         help="The key of the response in records without messages.",
     )
     packing: bool = option(
         True,
         TRAJECTORY,
-        only_with=("kind", ("chat",)),
+        only_with=_CHAT,
         effect=NEW_DATA,
         help="Pack several conversations into one sequence, with attention within each; False pads each to a "
         "sequence of its own.",
@@ -95,14 +97,14 @@ class DatasetConfig(ConfigSection):
     eod_mask_loss: bool = option(
         False,
         TRAJECTORY,
-        only_with=("kind", ("text", "huggingface", "megatron")),
+        only_with="dataset.kind=text or huggingface or megatron",
         help="Mask the loss at the token that ends a document, where the label is the first token of the next "
         "document. (The end token is still learned as a label.)",
     )
     reset_attention_mask: bool = option(
         False,
         TRAJECTORY,
-        only_with=("kind", ("text", "huggingface", "megatron")),
+        only_with="dataset.kind=text or huggingface or megatron",
         help="Limit attention to documents and restart positions at each; a document includes its end token.",
     )
     split: str = option(
@@ -149,6 +151,7 @@ class DatasetConfig(ConfigSection):
         SAFE,
         bound="> 0 and at most 10,000",
         hf="dataloader_prefetch_factor",
+        needs="dataset.num_workers > 0",
         help="Micro-batches that each worker process reads ahead; None is torch's default, 2.",
     )
     multiprocessing_context: str | None = option(
@@ -156,6 +159,7 @@ class DatasetConfig(ConfigSection):
         SAFE,
         choices=("fork", "spawn", "forkserver"),
         hf="dataloader_multiprocessing_context",
+        needs="dataset.num_workers > 0",
         help="How worker processes are started: fork | spawn | forkserver; None is Python's default.",
     )
 

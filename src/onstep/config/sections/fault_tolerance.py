@@ -46,15 +46,21 @@ class FaultToleranceConfig(ConfigSection):
         "random",
         SAFE,
         choices=("random", "rank_killed", "rank_hung"),
+        needs="ft.simulate_fault=true",
         help="Kind of simulated fault: random | rank_killed (SIGKILL) | rank_hung (SIGSTOP).",
     )
     simulated_fault_rank: int | None = option(
-        None, SAFE, bound=">= 0", help="The rank that fails; None chooses one at random."
+        None,
+        SAFE,
+        bound=">= 0",
+        needs="ft.simulate_fault=true",
+        help="The rank that fails; None chooses one at random.",
     )
     simulated_fault_base_delay: float = option(
         0.0,
         SAFE,
         bound=_DELAY,
+        needs="ft.simulate_fault=true",
         help="Least delay in seconds before it fails; the actual delay is random, up to 1.2 times this.",
     )
 
@@ -62,6 +68,8 @@ class FaultToleranceConfig(ConfigSection):
 @dataclass
 class StragglerDetectionConfig(ConfigSection):
     """Detection of slow ranks, and of the cause: data, computation or communication."""
+
+    NEEDS = "straggler.log_straggler=true"
 
     log_straggler: bool = option(False, SAFE, help="Compare the ranks every `logger.log_interval` steps.")
     straggler_minmax_count: int = option(
@@ -71,6 +79,7 @@ class StragglerDetectionConfig(ConfigSection):
         65535,
         SAFE,
         bound=_PORT,
+        needs="straggler.open_port=true",
         help="Port on rank 0's loopback interface where a request toggles detection; used only with `open_port`.",
     )
     open_port: bool = option(False, SAFE, help="Listen on `straggler_ctrlr_port`.")
@@ -90,6 +99,8 @@ class StragglerDetectionConfig(ConfigSection):
 @dataclass
 class NVRxStragglerDetectionConfig(ConfigSection):
     """The detection of `nvidia-resiliency-ext`, where it is installed."""
+
+    NEEDS = "nvrx_straggler.enabled=true"
 
     enabled: bool = option(False, SAFE, help="Use the detection of `nvidia-resiliency-ext`.")
     report_time_interval: float = option(300.0, SAFE, bound=SECONDS, help="Seconds between reports.")

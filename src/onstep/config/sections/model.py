@@ -84,6 +84,7 @@ class ModelConfig(ConfigSection):
         TRAJECTORY,
         bound="> 0",
         known_as=("rope_theta",),
+        needs="model.position_embedding_type=rope",
         help="Base of the rotary frequencies.",
     )
     layernorm_epsilon: float = option(1e-5, TRAJECTORY, bound="> 0", help="Epsilon of the norms.")

@@ -17,6 +17,11 @@ from onstep.config.section import (
 )
 
 _NS_STEPS = Bound("from 1 to 99, the most that torch's Muon allows; 5 is usual", lambda steps: 1 <= steps <= 99)
+_ADAM = "optimizer.optimizer=adam or muon"
+_MUON = "optimizer.optimizer=muon"
+_WSD = "scheduler.lr_decay_style=WSD"
+_DYNAMIC_SCALE = ("mixed_precision=fp16_mixed", "optimizer.loss_scale=null")
+_DECAY = "scheduler.lr_decay_style other than constant"
 _FRACTION = Bound("between 0 and 1", lambda share: 0 <= share <= 1)
 
 
@@ -50,6 +55,7 @@ class OptimizerConfig(ConfigSection):
         part_of_schedule=True,
         effect=FOLLOWS_SCHEDULE,
         common=True,
+        needs=_DECAY,
         help="Learning rate at the end of the schedule; None is 0.",
     )
     weight_decay: float = option(
@@ -62,15 +68,32 @@ class OptimizerConfig(ConfigSection):
         help="Decoupled weight decay of matrices; vectors are not decayed.",
     )
     adam_beta1: float = option(
-        0.9, TRAJECTORY, bound="at least 0 and below 1", hf="adam_beta1", help="Decay rate of Adam's first moment."
+        0.9,
+        TRAJECTORY,
+        bound="at least 0 and below 1",
+        hf="adam_beta1",
+        needs=_ADAM,
+        help="Decay rate of Adam's first moment.",
     )
     adam_beta2: float = option(
-        0.999, TRAJECTORY, bound="at least 0 and below 1", hf="adam_beta2", help="Decay rate of Adam's second moment."
+        0.999,
+        TRAJECTORY,
+        bound="at least 0 and below 1",
+        hf="adam_beta2",
+        needs=_ADAM,
+        help="Decay rate of Adam's second moment.",
     )
     adam_eps: float = option(
-        1e-8, TRAJECTORY, bound="> 0", hf="adam_epsilon", help="Epsilon in the denominator of Adam's update."
+        1e-8,
+        TRAJECTORY,
+        bound="> 0",
+        hf="adam_epsilon",
+        needs=_ADAM,
+        help="Epsilon in the denominator of Adam's update.",
     )
-    sgd_momentum: float = option(0.9, TRAJECTORY, bound="at least 0 and below 1", help="Momentum of SGD.")
+    sgd_momentum: float = option(
+        0.9, TRAJECTORY, bound="at least 0 and below 1", needs="optimizer.optimizer=sgd", help="Momentum of SGD."
+    )
     clip_grad: float | None = option(
         1.0,
         TRAJECTORY,
@@ -83,36 +106,45 @@ class OptimizerConfig(ConfigSection):
         None,
         TRAJECTORY,
         bound="> 0",
+        needs="mixed_precision",
         help="Constant loss scale for float16 and bfloat16; None scales float16 dynamically and bfloat16 not at all.",
     )
     initial_loss_scale: float = option(
-        2.0**32, TRAJECTORY, bound="> 0", effect=INITIAL_ONLY, help="Initial dynamic loss scale."
+        2.0**32, TRAJECTORY, bound="> 0", effect=INITIAL_ONLY, needs=_DYNAMIC_SCALE, help="Initial dynamic loss scale."
     )
     min_loss_scale: float = option(
-        1.0, TRAJECTORY, bound="> 0", help="Smallest dynamic loss scale; an overflow at this scale is an anomaly."
+        1.0,
+        TRAJECTORY,
+        bound="> 0",
+        needs=_DYNAMIC_SCALE,
+        help="Smallest dynamic loss scale; an overflow at this scale is an anomaly.",
     )
     loss_scale_window: int = option(
-        1000, TRAJECTORY, bound="> 0", help="Steps without overflow after which the dynamic loss scale doubles."
+        1000,
+        TRAJECTORY,
+        bound="> 0",
+        needs=_DYNAMIC_SCALE,
+        help="Steps without overflow after which the dynamic loss scale doubles.",
     )
-    hysteresis: int = option(2, TRAJECTORY, bound="> 0", help="Overflows after which the dynamic loss scale halves.")
+    hysteresis: int = option(
+        2, TRAJECTORY, bound="> 0", needs=_DYNAMIC_SCALE, help="Overflows after which the dynamic loss scale halves."
+    )
     muon_momentum: float = option(
-        0.95, TRAJECTORY, bound="at least 0 and below 1", only_with=("optimizer", ("muon",)), help="Momentum of Muon."
+        0.95, TRAJECTORY, bound="at least 0 and below 1", only_with=_MUON, help="Momentum of Muon."
     )
-    muon_nesterov: bool = option(
-        True, TRAJECTORY, only_with=("optimizer", ("muon",)), help="Use Nesterov momentum in Muon."
-    )
+    muon_nesterov: bool = option(True, TRAJECTORY, only_with=_MUON, help="Use Nesterov momentum in Muon.")
     muon_num_ns_steps: int = option(
         5,
         TRAJECTORY,
         bound=_NS_STEPS,
-        only_with=("optimizer", ("muon",)),
+        only_with=_MUON,
         help="Newton-Schulz iterations that orthogonalize an update of Muon.",
     )
     muon_adjust_lr_fn: str = option(
         "match_rms_adamw",
         TRAJECTORY,
         choices=("match_rms_adamw", "original"),
-        only_with=("optimizer", ("muon",)),
+        only_with=_MUON,
         help="How Muon's learning rate derives from `lr`: match_rms_adamw (updates as large as AdamW's) | original.",
     )
     decoupled_lr: float | None = option(
@@ -130,6 +162,7 @@ class OptimizerConfig(ConfigSection):
         bound=">= 0",
         part_of_schedule=True,
         effect=f"{FOLLOWS_SCHEDULE}; it cannot be set or unset",
+        needs=_DECAY,
         help="Their learning rate at the end of the schedule; None is `min_lr`.",
     )
     param_groups: list[dict[str, Any]] = option(
@@ -172,17 +205,28 @@ class SchedulerConfig(ConfigSection):
         "exponential",
         TRAJECTORY,
         choices=("linear", "cosine", "exponential", "minus_sqrt"),
+        needs=_WSD,
         help="Shape of WSD's last phase: linear | cosine | exponential | minus_sqrt.",
     )
     lr_decay_iters: int | None = option(
-        None, TRAJECTORY, bound="> 0", help="Step at which the schedule ends; None is the last step of the run."
+        None,
+        TRAJECTORY,
+        bound="> 0",
+        needs=f"{_DECAY} or scheduler.lr_warmup_fraction",
+        help="Step at which the schedule ends; None is the last step of the run.",
     )
     lr_decay_samples: int | None = option(
-        None, TRAJECTORY, bound="> 0", help="Sample at which the schedule ends, in a run by samples."
+        None,
+        TRAJECTORY,
+        bound="> 0",
+        needs=f"{_DECAY} or scheduler.lr_warmup_fraction",
+        help="Sample at which the schedule ends, in a run by samples.",
     )
-    lr_wsd_decay_iters: int | None = option(None, TRAJECTORY, bound="> 0", help="Length of WSD's last phase in steps.")
+    lr_wsd_decay_iters: int | None = option(
+        None, TRAJECTORY, bound="> 0", needs=_WSD, help="Length of WSD's last phase in steps."
+    )
     lr_wsd_decay_samples: int | None = option(
-        None, TRAJECTORY, bound="> 0", help="Length of WSD's last phase in samples."
+        None, TRAJECTORY, bound="> 0", needs=_WSD, help="Length of WSD's last phase in samples."
     )
     lr_warmup_fraction: float | None = option(
         None,
@@ -203,7 +247,13 @@ class SchedulerConfig(ConfigSection):
     lr_warmup_samples: int = option(
         0, TRAJECTORY, bound=">= 0", help="Length of the warm-up in samples; must be shorter than the schedule."
     )
-    lr_warmup_init: float = option(0.0, TRAJECTORY, bound=">= 0", help="Learning rate at the start of the warm-up.")
+    lr_warmup_init: float = option(
+        0.0,
+        TRAJECTORY,
+        bound=">= 0",
+        needs="a warm-up: scheduler.lr_warmup_iters or scheduler.lr_warmup_fraction or scheduler.lr_warmup_samples",
+        help="Learning rate at the start of the warm-up.",
+    )
     start_weight_decay: float | None = option(
         None, TRAJECTORY, bound=">= 0", help="Weight decay at step 0; None is `optimizer.weight_decay`."
     )

@@ -11,6 +11,8 @@ from onstep.config.section import INCOMPATIBLE, TRAJECTORY, ConfigSection, optio
 class PeftConfig(ConfigSection):
     """Fine-tuning of a few added weights, by the `peft` library."""
 
+    NEEDS = "peft.peft_scheme=lora"
+
     peft_scheme: str | None = option(
         None,
         INCOMPATIBLE,

@@ -27,9 +27,11 @@ class RunConfig(ConfigSection):
         "in "
         "the recipe's name.",
     )
-    output_dir: str = option("runs", SAFE, bound=PATH, common=True, help="Where run directories are created.")
+    output_dir: str = option(
+        "runs", SAFE, bound=PATH, common=True, needs="run.name", help="Where run directories are created."
+    )
     recipe: str | None = option(None, SAFE, help="Name of the recipe that this configuration is based on.")
-    fresh: bool = option(False, SAFE, help="Start a new run `<name>-2` if a run of this name exists.")
+    fresh: bool = option(False, SAFE, needs="run.name", help="Start a new run `<name>-2` if a run of this name exists.")
     default_callbacks: bool = option(
         True,
         SAFE,

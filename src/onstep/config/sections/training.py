@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from onstep.config.section import EPOCHS, MINUTES, NEW_LENGTH, SAFE, SECONDS, TRAJECTORY, Bound, ConfigSection, option
 
+EVALUATIONS = "evaluations: validation.eval_iters=null or > 0"
+VALIDATION_SHARE = "a validation share in dataset.split"
 _MEMORY_LEVEL = Bound("0 (never), 1 (before each update) or 2 (before and after it)", lambda level: level in (0, 1, 2))
 
 
@@ -89,13 +91,18 @@ class TrainingConfig(ConfigSection):
         help="Run the model as compiled code (`torch.compile`); its weights keep their names.",
     )
     torch_compile_backend: str | None = option(
-        None, SAFE, hf="torch_compile_backend", help="Backend of `torch_compile`; None is inductor."
+        None,
+        SAFE,
+        hf="torch_compile_backend",
+        needs="train.torch_compile=true",
+        help="Backend of `torch_compile`; None is inductor.",
     )
     torch_compile_mode: str | None = option(
         None,
         SAFE,
         hf="torch_compile_mode",
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        needs="train.torch_compile=true",
         help="Mode of `torch_compile`; None is default.",
     )
     empty_unused_memory_interval: int | None = option(
@@ -163,7 +170,10 @@ class TrainingConfig(ConfigSection):
         True, SAFE, help="Handle `exit_signals`: save one checkpoint on all ranks and exit with code 75."
     )
     exit_signals: list[str] = option(
-        ["SIGTERM", "SIGINT", "SIGUSR1"], SAFE, help="Names of the signals that ask a run to save and exit."
+        ["SIGTERM", "SIGINT", "SIGUSR1"],
+        SAFE,
+        needs="train.exit_signal_handler=true",
+        help="Names of the signals that ask a run to save and exit.",
     )
     exit_signal: str | int | None = option(
         None,
@@ -175,6 +185,7 @@ class TrainingConfig(ConfigSection):
         None,
         SAFE,
         bound=SECONDS,
+        needs="train.exit_signal_handler=true",
         help="Seconds that a run waits for a training batch after a signal before it gives up on it; None waits "
         "for the data.",
     )
@@ -183,10 +194,13 @@ class TrainingConfig(ConfigSection):
         SAFE,
         help="Turn Python's automatic garbage collection off during training, so that ranks collect together.",
     )
-    manual_gc_interval: int = option(0, SAFE, bound=">= 0", help="Steps between collections; 0 never collects.")
+    manual_gc_interval: int = option(
+        0, SAFE, bound=">= 0", needs="train.manual_gc=true", help="Steps between collections; 0 never collects."
+    )
     manual_gc_eval: bool = option(
         True,
         SAFE,
+        needs="train.manual_gc=true",
         help="With `manual_gc`, collect before each evaluation in the loop, and the youngest objects after it.",
     )
 
@@ -208,11 +222,22 @@ class ValidationConfig(ConfigSection):
         bound="> 0",
         common=True,
         known_as=("eval_steps", "eval_every"),
+        needs=(EVALUATIONS, VALIDATION_SHARE),
         help="Steps between evaluations; None evaluates only after training.",
     )
-    start_eval_at_iter: int | None = option(None, SAFE, bound=">= 0", help="No evaluation before this step.")
+    start_eval_at_iter: int | None = option(
+        None,
+        SAFE,
+        bound=">= 0",
+        needs=(EVALUATIONS, "validation.eval_interval"),
+        help="No evaluation before this step.",
+    )
     eval_global_batch_size: int | None = option(
-        None, SAFE, bound="> 0", help="Samples of one evaluation batch over all ranks; None uses the training's."
+        None,
+        SAFE,
+        bound="> 0",
+        needs=EVALUATIONS,
+        help="Samples of one evaluation batch over all ranks; None uses the training's.",
     )
     eval_micro_batch_size: int | None = option(
         None,
@@ -222,12 +247,17 @@ class ValidationConfig(ConfigSection):
         help="Samples of one forward pass of evaluation on one rank; None uses the training's.",
     )
     skip_train: bool = option(False, SAFE, help="Evaluate without training.")
-    eval_on_start: bool = option(False, SAFE, hf="eval_on_start", help="Evaluate before the first step.")
-    eval_each_epoch: bool = option(False, SAFE, help="Evaluate at the end of each epoch.")
+    eval_on_start: bool = option(
+        False, SAFE, hf="eval_on_start", needs=(EVALUATIONS, VALIDATION_SHARE), help="Evaluate before the first step."
+    )
+    eval_each_epoch: bool = option(
+        False, SAFE, needs=(EVALUATIONS, VALIDATION_SHARE), help="Evaluate at the end of each epoch."
+    )
     eval_on_save: bool = option(
         False,
         SAFE,
         hf="eval_on_save",
+        needs=VALIDATION_SHARE,
         help="Evaluate before each checkpoint that `checkpoint.save_interval` or `save_each_epoch` writes.",
     )
     metric_for_best_model: str | None = option(
@@ -237,6 +267,7 @@ class ValidationConfig(ConfigSection):
         effect="the current metric is followed from the next evaluation on",
         hf="metric_for_best_model",
         common=True,
+        needs=EVALUATIONS,
         help="The metric that `best_metric`, early stopping and the choice of the best checkpoints follow, with or "
         "without its `eval_` prefix; None is `loss` where checkpoints are chosen.",
     )
@@ -244,11 +275,16 @@ class ValidationConfig(ConfigSection):
         None,
         TRAJECTORY,
         hf="greater_is_better",
+        needs=(EVALUATIONS, "validation.metric_for_best_model"),
         help="Whether a higher metric is better; None is False for names that end in `loss` or `perplexity`, else "
         "True.",
     )
     start_eval_at_epoch: float | None = option(
-        None, SAFE, bound=">= 0", help="With `eval_each_epoch`, the epochs to train before the first evaluation."
+        None,
+        SAFE,
+        bound=">= 0",
+        needs=(EVALUATIONS, "validation.eval_each_epoch=true"),
+        help="With `eval_each_epoch`, the epochs to train before the first evaluation.",
     )
     eval_after_training: bool = option(
         True,

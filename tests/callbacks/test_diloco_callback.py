@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from onstep import Trainer, TrainerCallback
 from onstep.callbacks import DiLoCoCallback
-from onstep.diloco.client import DiLoCoClient
+from onstep.diloco.client import DiLoCoClient, ServerLostError
 from onstep.diloco.protocol.messages import Settings, Submit
 from onstep.diloco.server import DiLoCoServer
 from onstep.diloco.server.served_run import ServedRun
-from onstep.diloco.worker.exchange import ServerUnreachableError
 from onstep.errors import ConfigError
 from tests.support.diloco.tls import make_tls_files
 from tests.support.small_models import IGNORE, Regression, TokenModel, arguments, ragged_rows, regression_rows
@@ -327,7 +326,7 @@ def test_a_server_with_a_certificate_of_its_own_is_trusted_by_its_file(
     files, settings = make_tls_files(tmp_path), Settings(num_workers=1, min_workers=1, sync_every=3)
     with DiLoCoServer(Regression(), settings=settings, port=0, tls=files, token="secret") as server:
         monkeypatch.setenv("DILOCO_TOKEN", "secret")
-        with pytest.raises(ServerUnreachableError, match="certificate verify failed"):
+        with pytest.raises(ServerLostError, match="certificate verify failed"):
             train(tmp_path / "no", DiLoCoCallback(server.address, max_sync_retries=0, timeout=0.5))
         monkeypatch.setenv("DILOCO_CA_FILE", str(files.certificate))
         train(tmp_path / "yes", DiLoCoCallback(server.address))
@@ -351,7 +350,7 @@ def test_a_successor_that_resumes_continues_its_data_where_its_checkpoint_is(tmp
 
 def test_a_run_does_not_start_without_its_server(tmp_path: Path) -> None:
     callback = DiLoCoCallback("127.0.0.1:9", max_sync_retries=0, timeout=0.5)
-    with pytest.raises(ServerUnreachableError, match="no answer from the server"):
+    with pytest.raises(ServerLostError, match="no answer from the server"):
         train(tmp_path, callback)
     assert callback.state_dict() == {}
 

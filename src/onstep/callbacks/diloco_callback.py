@@ -131,8 +131,8 @@ class DiLoCoCallback(TrainerCallback):
         """Register, and give the model the run's parameters. Collective.
 
         Raises:
-            SessionEndedError: if the server refuses this worker.
-            ServerUnreachableError: without an answer.
+            RefusedByServerError: if the server refuses this worker.
+            ServerLostError: without an answer.
         """
         if not self.active:
             logger.info("DiLoCo: no server is set, so this callback is a no-op")

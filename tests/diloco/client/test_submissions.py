@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from onstep.diloco.client import DiLoCoClient, ServerLostError, SubmissionDroppedError
-from onstep.diloco.client.connection import Body, RefusedByServerError
+from onstep.diloco.client import DiLoCoClient, RefusedByServerError, ServerLostError, SubmissionDroppedError
+from onstep.diloco.client.connection import Body
+from onstep.diloco.client.servers import Servers
 from onstep.diloco.codec import InvalidTensorsError
 from onstep.diloco.protocol.messages import Ready, Reply, Request, Settings
 from onstep.diloco.server import DiLoCoServer
@@ -46,9 +47,9 @@ def connect() -> Iterator[Callable[..., DiLoCoClient]]:
     """Makes clients of workers that have registered."""
     clients: list[DiLoCoClient] = []
 
-    def make(server: DiLoCoServer, worker_id: str, kind: type[DiLoCoClient] = DiLoCoClient, **options: Any) -> Any:
+    def make(server: DiLoCoServer, worker_id: str, **options: Any) -> Any:
         options = {"timeout": 20.0, "max_retries": 5, "retry_delay": 0.1, "token": "secret"} | options
-        clients.append(kind(server.address, **options))
+        clients.append(DiLoCoClient(server.address, **options))
         clients[-1].register(worker_id, parameters=model())
         return clients[-1]
 
@@ -133,25 +134,26 @@ def test_a_dropped_submission_is_an_error_with_the_newest_parameters(connect: Co
         assert is_all(slow.submit_pseudogradients("slow", differences(1.0)), -2.0)
 
 
-class Garbling(DiLoCoClient):
-    """Receives the next versions with a wrong bit."""
+class GarblingServers(Servers):
+    """Passes on the next versions with a wrong bit."""
 
     num_wrong = 0
 
     def send(self, request: Request, body: Body = b"", timeout: float | None = None) -> tuple[Reply, memoryview]:
         reply, received = super().send(request, body, timeout)
         if isinstance(reply, Ready) and self.num_wrong:
-            self.num_wrong -= 1
+            GarblingServers.num_wrong -= 1
             received[-1] ^= 1
         return reply, received
 
 
-def test_a_version_with_another_hash_is_fetched_again(connect: Connect) -> None:
+def test_a_version_with_another_hash_is_fetched_again(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onstep.diloco.client.client.Servers", GarblingServers)
     with serve(num_workers=1, min_workers=1) as server:
-        client = connect(server, "a", Garbling)
-        client.num_wrong = 2
+        client = connect(server, "a")
+        GarblingServers.num_wrong = 2
         assert is_all(client.submit_pseudogradients("a", differences(1.0)), -1.0)
-        client.num_wrong = 4
+        GarblingServers.num_wrong = 4
         with pytest.raises(InvalidTensorsError, match="another hash than the server's"):
             client.submit_pseudogradients("a", differences(2.0))
         assert is_all(client.submit_pseudogradients("a", differences(2.0)), -3.0)

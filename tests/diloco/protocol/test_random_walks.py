@@ -37,12 +37,12 @@ def walked(seed: int, mode: str, dangers: Dangers, seconds: float) -> Walk:
     check(walk)
     walk.heal()
     walk.run(seconds + 200.0)  # who is dead comes back, delayed messages arrive
-    settled = [worker.num_settled for worker in walk.workers]
+    results = [worker.num_results for worker in walk.workers]
     versions = len(walk.committed)
     walk.run(seconds + 500.0)
     check(walk)
     assert len(walk.committed) > versions
-    assert all(worker.num_settled > before for worker, before in zip(walk.workers, settled, strict=True))
+    assert all(worker.num_results > before for worker, before in zip(walk.workers, results, strict=True))
     return walk
 
 
@@ -55,8 +55,8 @@ def test_whatever_goes_wrong_nothing_counts_twice_and_everybody_continues(mode: 
 def test_without_deaths_and_drops_no_work_is_lost() -> None:
     for seed in range(5):
         walk = walked(seed, "async", Dangers(worker_dies=0.0, leaves=0.0), 1000.0)
-        unsettled = {sample for worker in walk.workers for sample in worker.progress}
-        assert walk.trained - unsettled <= walk.counted.keys()
+        uncounted = {sample for worker in walk.workers for sample in worker.progress}
+        assert walk.trained - uncounted <= walk.counted.keys()
         assert walk.seen["server killed"]
 
 
@@ -67,7 +67,7 @@ def test_the_walks_go_through_what_they_are_for() -> None:
         walk = walked(seed, ("sync", "strict")[seed % 2], Dangers(), 1000.0)
         seen += walk.seen
         counts += walk.server.coordinator.counts
-    assert all(seen[one] for one in ("worker killed", "server killed", "left", "dropped", "unsettled")), seen
+    assert all(seen[one] for one in ("worker killed", "server killed", "left", "dropped", "late")), seen
     for one in ("repeats", "late", "dropped", "rejoins", "complete_rounds", "rounds_by_deadline", "refused"):
         assert counts[one], (one, counts)
 

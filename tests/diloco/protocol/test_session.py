@@ -15,6 +15,7 @@ from onstep.diloco.protocol.messages import (
     Await,
     Beat,
     Deregister,
+    Dropped,
     Heartbeat,
     Ready,
     Refused,
@@ -25,13 +26,12 @@ from onstep.diloco.protocol.messages import (
 )
 from onstep.diloco.protocol.session import (
     Answer,
-    Counted,
+    Delivery,
     Lost,
-    NotCounted,
     Outcome,
+    RefusedByServerError,
     Send,
-    SessionEndedError,
-    Unsettled,
+    ServerLostError,
     WorkerSession,
 )
 from tests.support.diloco.stepped_run import THREE, SteppedRun
@@ -49,8 +49,8 @@ class Driver:
         self.faults: Iterator[Fault | None] = iter(())
         self.between: Callable[[], object] = lambda: None
 
-    def session(self, name: str = "a", session: str = "s1") -> WorkerSession:
-        return WorkerSession(name, session, "model", clock=lambda: self.run.now)
+    def session(self, session: str = "s1", **options: Any) -> WorkerSession:
+        return WorkerSession("a", session, "model", clock=lambda: self.run.now, **options)
 
     def __call__(self, operation: Any) -> Any:
         outcome: Outcome = None
@@ -86,11 +86,15 @@ def refused(status: int, kind: str = "") -> Fault:
     return lambda request: Answer(Refused(status, f"error {status}", {"kind": kind}))
 
 
-def joined(run: SteppedRun | None = None) -> tuple[Driver, WorkerSession]:
+def joined(run: SteppedRun | None = None, **options: Any) -> tuple[Driver, WorkerSession]:
     driver = Driver(run or SteppedRun(replace(THREE, num_workers=2, min_workers=1)))
-    session = driver.session()
-    assert isinstance(driver(session.join(10.0)), Registered)
+    session = driver.session(**options)
+    driver(session.join(10.0))
     return driver, session
+
+
+def not_in_time(reason: str | None = None) -> Any:
+    return pytest.raises(ServerLostError, match=reason)
 
 
 def kinds(driver: Driver) -> list[type]:
@@ -106,9 +110,8 @@ def test_a_submission_is_sent_once_and_its_version_comes_back() -> None:
     driver.run.join("b")
     driver.run.submit("b")
     begin(session)
-    settled = driver(session.settle(0, 10.0))
-    assert isinstance(settled, Counted)
-    assert (settled.ready.version, settled.body) == (1, "body of Ready")
+    found = driver(session.result(0, 10.0))
+    assert (found.ready.version, found.body) == (1, "body of Ready")
     assert kinds(driver) == [Register, Submit, Await]
     assert session.pending(0) is None
     assert begin(session, 1).sequence == 1
@@ -117,7 +120,7 @@ def test_a_submission_is_sent_once_and_its_version_comes_back() -> None:
 def test_the_next_submission_waits_for_the_one_before() -> None:
     _, session = joined()
     begin(session)
-    with pytest.raises(ValueError, match="the submission of fragment 0 before this one is not settled"):
+    with pytest.raises(ValueError, match="the previous submission of fragment 0 is still pending"):
         begin(session)
 
 
@@ -132,7 +135,7 @@ def test_a_submission_whose_answer_was_lost_is_sent_again_and_counts_once() -> N
 
     driver.faults = iter([answer_lost])
     begin(session)
-    assert isinstance(driver(session.settle(0, 10.0)), Counted)
+    assert isinstance(driver(session.result(0, 10.0)), Delivery)
     assert kinds(driver) == [Register, Submit, Submit, Await]
     assert driver.run.coordinator.counts["contributions"] == 2
     assert driver.run.coordinator.counts["repeats"] == 1
@@ -143,8 +146,8 @@ def test_pauses_double_up_to_a_limit_and_end_at_the_bound() -> None:
     driver.faults = iter([lost] * 100)
     begin(session)
     started = driver.run.now
-    settled = driver(session.settle(0, 120.0))
-    assert settled == Unsettled("connection refused")
+    with not_in_time("connection refused"):
+        driver(session.result(0, 120.0))
     assert driver.run.now == started + 120.0
     assert 7 <= len(driver.pauses) <= 20
     longest = [0.25, 0.5, 1, 2, 4, 8, 15, 15]
@@ -155,24 +158,24 @@ def test_without_a_bound_it_is_asked_once() -> None:
     driver, session = joined()
     begin(session)
     driver.faults = iter([lost])
-    assert driver(session.settle(0, 0.0)) == Unsettled("connection refused")
-    assert (kinds(driver), driver.pauses) == ([Register, Submit], [])
-    assert isinstance(driver(session.settle(0, 0.0)), Unsettled)
-    assert isinstance(driver(session.settle(0, 0.0)), Unsettled)
-    assert kinds(driver) == [Register, Submit, Submit, Await, Await]
+    for expected in ([Submit], [Submit, Submit, Await], [Submit, Submit, Await, Await]):
+        with not_in_time():
+            driver(session.result(0, 0.0))
+        assert (kinds(driver), driver.pauses) == ([Register, *expected], [])
 
 
-def test_a_round_that_takes_longer_than_the_bound_is_settled_later() -> None:
+def test_a_round_that_lasts_longer_than_the_bound_has_its_result_later() -> None:
     driver, session = joined()
     driver.run.join("b")
     begin(session)
-    assert isinstance(driver(session.settle(0, 30.0)), Unsettled)
+    with not_in_time("the round is not committed yet"):
+        driver(session.result(0, 30.0))
     pending = session.pending(0)
     assert pending is not None
     assert pending.sequence == 0
     driver.run.submit("b")
     driver.run.commit()
-    assert isinstance(driver(session.settle(0, 30.0)), Counted)
+    assert isinstance(driver(session.result(0, 30.0)), Delivery)
     assert kinds(driver).count(Submit) == 1
 
 
@@ -181,12 +184,12 @@ def test_a_submission_that_the_server_lost_is_sent_again() -> None:
     driver.run.join("b")
     state = driver.run.coordinator.state_dict()
     begin(session)
-    assert isinstance(driver(session.settle(0, 0.0)), Unsettled)
+    with not_in_time():
+        driver(session.result(0, 0.0))
     driver.run = SteppedRun(driver.run.coordinator.settings, state=state, now=driver.run.now)
     driver.run.submit("b")
-    assert isinstance(driver(session.settle(0, 30.0)), Counted)
+    assert isinstance(driver(session.result(0, 30.0)), Delivery)
     assert kinds(driver) == [Register, Submit, Await, Await, Submit, Await]
-    assert session.num_resent == 1
 
 
 def test_an_evicted_worker_registers_again_and_keeps_its_submission() -> None:
@@ -195,8 +198,7 @@ def test_an_evicted_worker_registers_again_and_keeps_its_submission() -> None:
     driver.run.submit("b")
     driver.run.coordinator.evict("a", 0.0)
     submit = begin(session)
-    settled = driver(session.settle(0, 30.0))
-    assert isinstance(settled, NotCounted | Counted)
+    assert isinstance(driver(session.result(0, 30.0)), Dropped | Delivery)
     assert kinds(driver)[:4] == [Register, Submit, Register, Submit]
     assert driver.sent[1] == driver.sent[3] == submit
     assert session.num_rejoins == 1
@@ -208,29 +210,30 @@ def test_a_dropped_submission_is_over() -> None:
     driver.run.round(0, "b", "c")
     driver.run.wait(THREE.initial_deadline)
     begin(session)
-    assert driver(session.settle(0, 10.0)) == NotCounted("1 versions late, max_staleness is 0", 1)
+    assert driver(session.result(0, 10.0)) == Dropped("1 versions late, max_staleness is 0", 1)
     assert session.pending(0) is None
 
 
-def test_a_submission_can_settle_while_there_is_a_quorum_or_once_it_is_committed() -> None:
+def test_a_submission_can_be_committed_while_there_is_a_quorum_or_once_it_is_committed() -> None:
     driver, session = joined(SteppedRun(replace(THREE, num_workers=2, min_workers=2)))
     driver.run.join("b")
     begin(session)
-    assert isinstance(driver(session.settle(0, 0.0)), Unsettled)
-    assert session.can_settle(0, Beat(versions=(0,), num_registered=2))
-    assert not session.can_settle(0, Beat(versions=(0,), num_registered=1))
-    assert session.can_settle(0, Beat(versions=(1,), num_registered=1))
+    with not_in_time():
+        driver(session.result(0, 0.0))
+    assert session.can_commit(0, Beat(versions=(0,), num_registered=2))
+    assert not session.can_commit(0, Beat(versions=(0,), num_registered=1))
+    assert session.can_commit(0, Beat(versions=(1,), num_registered=1))
     driver.run.submit("b")
-    assert isinstance(driver(session.settle(0, 10.0)), Counted)
-    assert session.can_settle(0, Beat(versions=(1,), num_registered=1))
+    assert isinstance(driver(session.result(0, 10.0)), Delivery)
+    assert session.can_commit(0, Beat(versions=(1,), num_registered=1))
 
 
 def test_a_withdrawn_submission_is_over_and_its_number_is_not_used_again() -> None:
     driver, session = joined()
     begin(session)
     driver.faults = iter([refused(422)])
-    with pytest.raises(SessionEndedError) as ended:
-        driver(session.settle(0, 10.0))
+    with pytest.raises(RefusedByServerError) as ended:
+        driver(session.result(0, 10.0))
     assert ended.value.status == 422
     session.withdraw(0)
     assert begin(session).sequence == 1
@@ -241,8 +244,8 @@ def test_a_refusal_ends_the_session(status: int) -> None:
     driver, session = joined()
     begin(session)
     driver.faults = iter([refused(status)])
-    with pytest.raises(SessionEndedError, match=f"error {status}"):
-        driver(session.settle(0, 10.0))
+    with pytest.raises(RefusedByServerError, match=f"error {status}"):
+        driver(session.result(0, 10.0))
 
 
 def test_a_server_that_is_busy_is_asked_again() -> None:
@@ -258,14 +261,15 @@ def test_a_heartbeat_of_an_evicted_worker_registers_it_again() -> None:
     assert isinstance(driver(session.beat(1.5, 10.0)), Beat)
     assert kinds(driver) == [Register, Heartbeat, Register, Heartbeat]
     driver.faults = iter([lost] * 100)
-    assert driver(session.beat(1.5, 3.0)) == Unsettled("connection refused")
+    with not_in_time("connection refused"):
+        driver(session.beat(1.5, 3.0))
 
 
 def test_another_run_at_the_same_address_ends_the_session() -> None:
     driver, session = joined()
     driver.run = SteppedRun(driver.run.coordinator.settings)
     driver.run.coordinator.run_id = "another"
-    with pytest.raises(SessionEndedError, match="the server has another run, another, than this worker, run"):
+    with pytest.raises(RefusedByServerError, match="it has another run, another, than this worker, run"):
         driver(session.beat(1.5, 3.0))
 
 
@@ -275,7 +279,8 @@ def test_joining_waits_for_a_server_and_gives_up_at_the_bound() -> None:
     assert isinstance(driver(driver.session().join(60.0)), Registered)
     assert len(driver.sent) == 4
     driver.faults = iter([lost] * 100)
-    assert driver(driver.session().join(5.0)) == Unsettled("connection refused")
+    with not_in_time("connection refused"):
+        driver(driver.session().join(5.0))
 
 
 def test_a_new_session_replaces_the_old_one_in_two_steps() -> None:
@@ -283,9 +288,9 @@ def test_a_new_session_replaces_the_old_one_in_two_steps() -> None:
     new = driver.session(session="s2")
     assert isinstance(driver(new.join(10.0)), Registered)
     assert [one.offer for one in driver.sent if isinstance(one, Register)] == [0, 0, 1]
-    with pytest.raises(SessionEndedError, match="was replaced by a newer one"):
+    with pytest.raises(RefusedByServerError, match="was replaced by a newer one"):
         driver(old.beat(0.0, 10.0))
-    with pytest.raises(SessionEndedError, match="was replaced by a newer one"):
+    with pytest.raises(RefusedByServerError, match="was replaced by a newer one"):
         driver(old.join(10.0))
 
 
@@ -302,22 +307,22 @@ def test_a_delayed_registration_of_a_dead_session_changes_nothing() -> None:
     assert isinstance(driver(session.beat(0.0, 10.0)), Beat)
 
 
-def test_parameters_are_fetched_once_they_are_there() -> None:
+def test_the_newest_parameters_are_fetched() -> None:
     driver, session = joined()
-    driver.run.join("b")
     fetched = driver(session.fetch(0, 10.0))
-    assert isinstance(fetched, Answer)
-    assert isinstance(fetched.reply, Ready)
-    assert fetched.reply.version == 0
-    assert isinstance(driver(session.fetch(0, 10.0, version=1)), Unsettled)
+    assert (fetched.ready.version, fetched.body) == (0, "body of Ready")
+    driver.faults = iter([lost] * 100)
+    with not_in_time("connection refused"):
+        driver(session.fetch(0, 10.0))
 
-    def others_submit() -> None:
-        driver.run.submit("b")
-        driver.run.submit("a")
-        driver.run.commit()
 
-    driver.between = others_submit
-    assert isinstance(driver(session.fetch(0, 10.0, version=1)), Answer)
+def test_without_any_answer_an_operation_ends_before_its_bound() -> None:
+    driver, session = joined(lost_seconds=6.0)
+    started = driver.run.now
+    driver.faults = iter([lost] * 3 + [refused(503)] + [lost] * 100)
+    with not_in_time("connection refused"):
+        driver(session.fetch(0, 600.0))
+    assert 6.0 < driver.run.now - started < 12.0  # the refusal was an answer
 
 
 def test_leaving_tries_once() -> None:
@@ -333,19 +338,19 @@ def saved(session: WorkerSession) -> dict[str, object]:
     return dict(json.loads(json.dumps(session.state_dict())))
 
 
-def test_a_state_can_be_saved_while_other_threads_settle_submissions() -> None:
+def test_a_state_can_be_saved_while_other_threads_end_submissions() -> None:
     _, session = joined()
     begin(session)
     is_over, before = threading.Event(), sys.getswitchinterval()
 
-    def settle_others() -> None:
+    def end_others() -> None:
         while not is_over.is_set():
             for fragment in range(1, 4):
                 session.begin(fragment, base_version=0, tokens=1, steps=1)
             for fragment in range(1, 4):
-                del session._pending[fragment]  # what `settle` does in the end
+                del session._pending[fragment]  # what `result` does in the end
 
-    thread = threading.Thread(target=settle_others)
+    thread = threading.Thread(target=end_others)
     sys.setswitchinterval(1e-6)
     try:
         thread.start()
@@ -369,7 +374,8 @@ def test_progress_that_the_server_has_since_the_checkpoint_is_superseded(is_comm
     driver.run.join("b")
     state = saved(session)
     begin(session)
-    driver(session.settle(0, 0.0))
+    with not_in_time():
+        driver(session.result(0, 0.0))
     if is_committed:
         driver.run.submit("b")
         driver.run.commit()
@@ -391,7 +397,8 @@ def test_what_was_pending_at_the_checkpoint_is_submitted_again_unless_it_counted
     again = restarted(driver, state)
     assert (again.superseded, again.pending(0)) == (frozenset(), None)
     assert begin(again).sequence == 0
-    driver(again.settle(0, 0.0))
+    with not_in_time():
+        driver(again.result(0, 0.0))
     assert restarted(driver, state, "s3").superseded == {0}
 
 
@@ -400,19 +407,21 @@ def test_progress_is_kept_where_the_server_has_lost_the_submission_that_followed
     driver.run.join("b")
     state = saved(session)
     begin(session)
-    driver(session.settle(0, 0.0))
+    with not_in_time():
+        driver(session.result(0, 0.0))
     driver.run = SteppedRun(driver.run.coordinator.settings, state=driver.run.coordinator.state_dict())
     again = restarted(driver, state)
     assert again.superseded == frozenset()
     assert begin(again).sequence == 0
     driver.run.submit("b")
-    assert isinstance(driver(again.settle(0, 30.0)), Counted)
+    assert isinstance(driver(again.result(0, 30.0)), Delivery)
 
 
 def test_a_new_worker_of_a_known_id_without_a_checkpoint_continues_the_numbers() -> None:
     driver, session = joined()
     begin(session)
-    driver(session.settle(0, 0.0))
+    with not_in_time():
+        driver(session.result(0, 0.0))
     fresh = driver.session(session="s2")
     driver(fresh.join(10.0))
     assert fresh.superseded == frozenset()

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from onstep.diloco.client import DiLoCoClient, ServerLostError
-from onstep.diloco.client.connection import RefusedByServerError, url_of
+from onstep.diloco.client import DiLoCoClient, RefusedByServerError, ServerLostError
+from onstep.diloco.client.connection import url_of
 from onstep.diloco.protocol.messages import Accepted, Refused, Registered, Settings
 from onstep.diloco.server import DiLoCoServer
 from onstep.diloco.server.serving.thread import TlsFiles

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.optim import Adam
 
 from onstep.checkpoint import read_tensors
-from onstep.diloco.client import DiLoCoClient
-from onstep.diloco.client.connection import RefusedByServerError
+from onstep.diloco.client import DiLoCoClient, RefusedByServerError
 from onstep.diloco.codec import digest
 from onstep.diloco.protocol.messages import Accepted, NotYet, Refused, Settings
 from onstep.diloco.server import DiLoCoServer, served_run

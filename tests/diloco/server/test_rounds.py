@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from onstep.diloco.client import DiLoCoClient
-from onstep.diloco.client.connection import RefusedByServerError
+from onstep.diloco.client import DiLoCoClient, RefusedByServerError
 from onstep.diloco.codec import CODECS, decode, digest
 from onstep.diloco.protocol.messages import Accepted, NotYet, Refused, Settings
 from onstep.diloco.server import DiLoCoServer

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from onstep.diloco.client.versions import received
+from onstep.diloco.client.membership import Version, read_version
 from onstep.diloco.codec import InvalidTensorsError, specs_of, write_body
 from onstep.diloco.protocol.messages import Ready, Reply, Request
+from onstep.diloco.protocol.session import Delivery
 from tests.diloco.worker.crew import ALONE, batches, new_worker, small_model, train, values
 from tests.diloco.worker.local_server import LocalServer
 
@@ -52,8 +53,10 @@ def test_versions_that_are_always_damaged_are_refused() -> None:
 
 
 def test_an_update_is_added_to_the_version_before_it_only() -> None:
-    base, update = {"w": torch.ones(2)}, write_body({"w": torch.ones(2)})
-    next_one, later = (received(Ready(0, version, "update"), update, specs_of(base), 1, base) for version in (2, 3))
+    base, update = Version(1, {"w": torch.ones(2)}), write_body({"w": torch.ones(2)})
+    next_one, later = (
+        read_version(Delivery(Ready(0, number, "update"), update), specs_of(base.parameters), base) for number in (2, 3)
+    )
     assert next_one is not None
-    assert torch.equal(next_one["w"], torch.full((2,), 2.0))
+    assert torch.equal(next_one.parameters["w"], torch.full((2,), 2.0))
     assert later is None

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from onstep.diloco.client.link import Link
+from onstep.diloco.client.membership import Membership
+from onstep.diloco.codec import specs_of
 from onstep.diloco.protocol.messages import Heartbeat, Reply, Request
-from onstep.diloco.protocol.session import WorkerSession
 from onstep.diloco.worker.heartbeat import HeartbeatThread
 from onstep.diloco.worker.pace import Pace
 from tests.diloco.worker.crew import ALONE, batches, new_worker, small_model, train, values
@@ -81,10 +81,9 @@ def test_a_worker_that_takes_no_step_is_silent_until_the_next() -> None:
     server = CountingServer(values(small_model()), ALONE)
     now = 0.0
     pace = AskedPace(clock=lambda: now)
-    session = WorkerSession("w", "s", server.coordinator.fingerprint, clock=time.monotonic)
-    link = Link(server, [], 1.0)
-    link.run(session.join(1.0))
-    thread = HeartbeatThread(session, link, 0.005, pace, idle_seconds=10.0)
+    member = Membership(server, "w", specs_of(values(small_model())), timeout=1.0, lost_seconds=1.0)
+    member.join()
+    thread = HeartbeatThread(member, 0.005, pace, idle_seconds=10.0)
 
     def ask(count: int) -> int:
         asked = pace.num_asked

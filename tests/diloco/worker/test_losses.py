@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from onstep.diloco.client.connection import ServerLostError
+from onstep.diloco.client import RefusedByServerError, ServerLostError
 from onstep.diloco.protocol.messages import Await, Register, Reply, Request, Settings, Submit
-from onstep.diloco.protocol.session import SessionEndedError
-from onstep.diloco.worker.exchange import ServerUnreachableError
 from tests.diloco.worker.crew import (
     ALONE,
     assert_close,
@@ -158,7 +156,7 @@ def test_a_worker_whose_id_another_process_took_over_stops() -> None:
     _, _, other = new_worker(server)
     worker.start()
     other.start()
-    with pytest.raises(SessionEndedError):
+    with pytest.raises(RefusedByServerError):
         train(model, optimizer, batches(0, 2))
     worker.stop(merge=False)
     other.stop()
@@ -167,5 +165,5 @@ def test_a_worker_whose_id_another_process_took_over_stops() -> None:
 def test_a_worker_does_not_start_without_a_server() -> None:
     server = LocalServer(values(small_model()), ALONE)
     server.is_down = True
-    with pytest.raises(ServerUnreachableError, match=r"no answer from the server: it is down; is it running\?"):
+    with pytest.raises(ServerLostError, match=r"no answer from the server: it is down; is it running\?"):
         new_worker(server)[2].start()

@@ -78,7 +78,7 @@ def test_all_ranks_learn_that_the_server_refused(processes: Processes, tmp_path:
     with serve(small_model()) as server:
         found = processes.results(JOBS, "refused", tmp_path, {"server": server.address, "id": "r"}, ranks=2)
     assert found[0].startswith("main: ")
-    assert found[1].startswith("follower: rank 0 failed: SessionEndedError")
+    assert found[1].startswith("follower: rank 0 failed: RefusedByServerError")
     assert all("0.bias" in one for one in found)
 
 

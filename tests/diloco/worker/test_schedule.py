@@ -37,7 +37,7 @@ def test_fragments_are_submitted_in_turn_and_blended_with_what_was_learned_meanw
         assert [one.fragment for one in server.submits] == [0] or not server.submits
         while server.coordinator.versions != (1, 0):
             time.sleep(0.001)
-        while worker._work is not None and not worker._work.exchange._tasks[0].is_done:  # type: ignore[union-attr]
+        while worker._synchronizer is not None and not worker._synchronizer.exchange._waiting[0].done():  # type: ignore[union-attr]
             time.sleep(0.001)
         before = small_model()
         before.load_state_dict({**model.state_dict()})
@@ -69,7 +69,7 @@ def _train_beside_a_fast_one(server: LocalServer, worker: DiLoCoWorker, model: n
     server.send(Register("fast", "s", server.coordinator.fingerprint))
     server.send(Heartbeat("fast", "s", steps_per_second=1e9))
     train(model, optimizer, batches(0, 2))
-    while worker._work.heartbeat.recommended_sync_every is None:  # type: ignore[union-attr]
+    while worker._synchronizer.heartbeat.recommended_sync_every is None:  # type: ignore[union-attr]
         time.sleep(0.005)
     train(model, optimizer, batches(0, 8)[2:])
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from onstep.diloco.client import DiLoCoClient
+from onstep.diloco.client import DiLoCoClient, RefusedByServerError
 from onstep.diloco.protocol.messages import Settings
-from onstep.diloco.protocol.session import SessionEndedError
 from onstep.diloco.server import DiLoCoServer
 from onstep.diloco.worker import DiLoCoWorker
 from tests.diloco.worker.crew import assert_close, data_parallel, nesterov, outer_steps, sgd, small_model, train_crew
@@ -73,7 +72,7 @@ def test_another_model_is_refused_with_the_first_parameter_that_differs() -> Non
     other = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 7)).double()
     with serve(small_model(), settings) as server:
         worker = DiLoCoWorker(other, None, server.address, auth_token="secret")
-        with pytest.raises(SessionEndedError, match=r"2\.bias"):
+        with pytest.raises(RefusedByServerError, match=r"2\.bias"):
             worker.start()
-        with pytest.raises(SessionEndedError, match="token"):
+        with pytest.raises(RefusedByServerError, match="token"):
             DiLoCoWorker(small_model(), None, server.address, auth_token="wrong").start()

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from onstep.diloco.codec import decode_one, digest
 from onstep.diloco.protocol.messages import Settings
 from onstep.diloco.protocol.rounds import Closed
+from onstep.diloco.protocol.session import ServerLostError
 from onstep.diloco.server import DiLoCoServer
 from onstep.diloco.server.served_run import ServedRun
 from onstep.diloco.server.store import Store
 from onstep.diloco.worker import DiLoCoWorker
-from onstep.diloco.worker.exchange import Exchange, ServerUnreachableError
-from onstep.diloco.worker.fragment import Fragment
+from onstep.diloco.worker.exchange import Exchange
 
 TOKEN = "secret"
 STOP = "stop"
@@ -180,7 +180,7 @@ def job_worker(settings: dict[str, Any]) -> None:
         _note(journal, worker, time.monotonic() - begun)
         if settings["has_checkpoints"] and count % 3 == 0:
             _save(worker, model, Path(f"{name}.checkpoint"), journal, f"{os.getpid()}-{count}")
-    worker.settle()
+    worker.merge_in_flight()
     _note(journal, worker, 0.0)
     journal.write(entries=[parameter.tolist() for parameter in model.parameters()])
     worker.stop(merge=False)
@@ -209,7 +209,7 @@ def _start(settings: dict[str, Any], journal: Journal) -> tuple[DiLoCoWorker, Co
     journal.write(incarnation=os.getpid(), restored=number)
     try:
         worker.start()
-    except ServerUnreachableError:
+    except ServerLostError:
         return None
     return worker, model
 
@@ -223,44 +223,47 @@ def _save(worker: DiLoCoWorker, model: Counters, path: Path, journal: Journal, n
 
 
 def _note(journal: Journal, worker: DiLoCoWorker, waited: float) -> None:
-    fragments = worker._work.exchange.fragments  # type: ignore[union-attr]
-    versions, digests = [one.version for one in fragments], [digest(one.base) for one in fragments]
+    bases = [one.base for one in worker._synchronizer.exchange.fragments]  # type: ignore[union-attr]
+    versions, digests = [one.number for one in bases], [digest(one.parameters) for one in bases]
     journal.write(versions=versions, digests=digests, waited=waited)
 
 
 def _write_down_exchanges(journal: Journal) -> None:
     """Have the worker tell what it submits before it does, what it merges, and what it starts from."""
-    submit, settle, merge, opened = Exchange.submit, Exchange.settle, Exchange.merge, Exchange.open
+    submit, request_result = Exchange.submit, Exchange.request_result
+    merge, opened = Exchange.merge, Exchange.open
 
-    def residual(self: Exchange, fragment: Fragment) -> Any:
-        return only({name: one for name, one in self.feedback.residuals.items() if name in fragment.names})
+    def residual(self: Exchange, index: int) -> Any:
+        names = self.fragments[index].names
+        return only({name: one for name, one in self.feedback.residuals.items() if name in names})
 
-    def logged_submit(self: Exchange, fragment: Fragment, local: dict[str, Tensor], **amount: Any) -> None:
-        self.__dict__["begun"] = {"local": only(local), "residual_before": residual(self, fragment)}
-        submit(self, fragment, local, **amount)
+    def logged_submit(self: Exchange, index: int, local: dict[str, Tensor], **amount: Any) -> None:
+        self.__dict__["begun"] = {"local": only(local), "residual_before": residual(self, index)}
+        submit(self, index, local, **amount)
 
-    def logged_settle(self: Exchange, fragment: Fragment) -> None:
+    def logged_request(self: Exchange, index: int) -> None:
         begun = self.__dict__.pop("begun", None)
         if begun is not None:  # it is encoded, and not sent yet
-            one = self.session.pending(fragment.index)
+            one = self.member.session.pending(index)
             assert one is not None
             begun |= {"session": one.session, "sequence": one.sequence, "base": one.base_version}
-            begun |= {"tokens": one.tokens, "steps": one.steps, "residual": residual(self, fragment)}
-            journal.write(submitted=fragment.index, **begun)
-        settle(self, fragment)
+            begun |= {"tokens": one.tokens, "steps": one.steps, "residual": residual(self, index)}
+            journal.write(submitted=index, **begun)
+        request_result(self, index)
 
-    def logged_merge(self: Exchange, fragment: Fragment, now: Any, local_share: float | None) -> Any:
-        landed, is_late = self._landed[fragment.index], fragment.is_late
-        result = merge(self, fragment, now, local_share)
-        values = {"now": only(now), "base": only(landed.base), "result": only(result)}
-        is_counted = landed.is_counted
-        journal.write(merged=fragment.index, at=landed.version, is_counted=is_counted, is_late=is_late, **values)
+    def logged_merge(self: Exchange, index: int, now: Any, local_share: float | None) -> Any:
+        version, is_late = self._arrived[index], self.fragments[index].is_late
+        is_counted = index not in self.member.dropped
+        result = merge(self, index, now, local_share)
+        values = {"now": only(now), "base": only(version.parameters), "result": only(result)}
+        journal.write(merged=index, at=version.number, is_counted=is_counted, is_late=is_late, **values)
         return result
 
-    def logged_open(self: Exchange, fragment: Fragment, state: Any) -> bool:
-        is_kept = opened(self, fragment, state)
-        journal.write(opened=fragment.index, at=fragment.version, base=only(fragment.base), is_kept=is_kept)
+    def logged_open(self: Exchange, index: int, state: Any) -> bool:
+        is_kept = opened(self, index, state)
+        base = self.fragments[index].base
+        journal.write(opened=index, at=base.number, base=only(base.parameters), is_kept=is_kept)
         return is_kept
 
-    Exchange.submit, Exchange.settle = logged_submit, logged_settle  # type: ignore[method-assign,assignment]
+    Exchange.submit, Exchange.request_result = logged_submit, logged_request  # type: ignore[method-assign,assignment]
     Exchange.merge, Exchange.open = logged_merge, logged_open  # type: ignore[method-assign]

@@ -14,19 +14,19 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from onstep.diloco.protocol.coordinator import Coordinator
-from onstep.diloco.protocol.messages import Await, NotYet, Registered, Request, Settings, Submit
+from onstep.diloco.protocol.messages import Await, Dropped, NotYet, Request, Settings, Submit
 from onstep.diloco.protocol.rounds import Closed
 from onstep.diloco.protocol.session import (
     Answer,
-    Counted,
     Effect,
     Lost,
-    NotCounted,
     Outcome,
     Send,
+    ServerLostError,
     Sleep,
     WorkerSession,
 )
@@ -188,7 +188,7 @@ class Worker:
         self.incarnation = 0
         self.disk = Disk()
         self.progress: tuple[Sample, ...] = ()
-        self.num_settled = 0
+        self.num_results = 0
         self.start()
 
     def start(self) -> None:
@@ -242,7 +242,6 @@ class Worker:
         if disk.session is not None:
             session.load_state_dict(disk.session)
         registered = yield from session.join(1e9)
-        assert isinstance(registered, Registered)
         self.progress, cursor, base = disk.progress, disk.cursor, disk.base
         if disk.session is None or session.superseded:
             self.progress, cursor, base = (), registered.slot_steps, registered.versions[0]
@@ -256,7 +255,7 @@ class Worker:
                 steps = len(self.progress)
                 session.begin(0, base_version=base, tokens=steps, steps=steps, body=self.progress)
             self.checkpoint(session, cursor, base)
-            base = yield from self.settle(session, base)
+            base = yield from self.get_result(session, base)
             self.checkpoint(session, cursor, base)
             if walk.chance(walk.dangers.leaves):
                 walk.seen["left"] += 1
@@ -264,24 +263,24 @@ class Worker:
                 self.die()
                 yield Sleep(math.inf)
 
-    def settle(self, session: WorkerSession, base: int) -> Generator[Effect, Outcome, int]:
-        """Find out what became of the submission; the version from which training continues."""
+    def get_result(self, session: WorkerSession, base: int) -> Generator[Effect, Outcome, int]:
+        """Wait for the submission's result; returns the version from which training continues."""
         pending = session.pending(0)
         assert pending is not None
-        started = self.walk.now
-        outcome = yield from session.settle(0, self.walk.dangers.bound)
-        assert self.walk.now <= started + self.walk.dangers.bound + 30.0, "waited past the bound"
-        if isinstance(outcome, Counted):
-            self.walk.confirmed.update(self.progress[: pending.steps])
-            self.progress = self.progress[pending.steps :]
-            self.num_settled += 1
-            return outcome.ready.version
-        if isinstance(outcome, NotCounted):
+        latest, found = self.walk.now + self.walk.dangers.bound + 30.0, None
+        with suppress(ServerLostError):
+            found = yield from session.result(0, self.walk.dangers.bound)
+        assert self.walk.now <= latest, "waited past the bound"
+        if found is None:
+            self.walk.seen["late"] += 1
+            return base
+        self.num_results += 1
+        if isinstance(found, Dropped):
             self.walk.seen["dropped"] += 1
-            self.num_settled += 1
-            return outcome.version
-        self.walk.seen["unsettled"] += 1
-        return base
+            return found.version
+        self.walk.confirmed.update(self.progress[: pending.steps])
+        self.progress = self.progress[pending.steps :]
+        return found.ready.version
 
     def checkpoint(self, session: WorkerSession, cursor: int, base: int) -> None:
         if self.walk.chance(0.3):

@@ -1,10 +1,8 @@
-"""The client: `connection` speaks HTTP with one server, `shares` makes several servers look like one, `link` runs the
-protocol over them, `versions` reads what they send, `membership` is what one worker has submitted, and `client` is the
-class that users see.
+"""Talks to the servers of a run: `connection` speaks HTTP with one server, `servers` makes several look like one,
+`membership` joins, submits and fetches, and `client` is the class for a program's own loop.
 """
 
-from onstep.diloco.client.client import DiLoCoClient
-from onstep.diloco.client.connection import RefusedByServerError, ServerLostError
-from onstep.diloco.client.membership import SubmissionDroppedError
+from onstep.diloco.client.client import DiLoCoClient, SubmissionDroppedError
+from onstep.diloco.protocol.session import RefusedByServerError, ServerLostError
 
 __all__ = ["DiLoCoClient", "RefusedByServerError", "ServerLostError", "SubmissionDroppedError"]

@@ -1,11 +1,12 @@
-"""`DiLoCoClient`: one worker's requests to the server, or the servers, of a run."""
+"""`DiLoCoClient`: the requests of one worker to the server, or the servers, of a run."""
 
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -13,45 +14,67 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from onstep.diloco.client.connection import Body, Connection, RefusedByServerError, ServerLostError
-from onstep.diloco.client.link import Link
-from onstep.diloco.client.membership import Membership
-from onstep.diloco.client.shares import Shares
-from onstep.diloco.codec import read_body, specs_of
-from onstep.diloco.protocol.messages import Beat, Deregister, Heartbeat, Refused, Reply, Request, fingerprint
-from onstep.diloco.protocol.session import WorkerSession
+from onstep.diloco.client.connection import Body
+from onstep.diloco.client.membership import Membership, Tensors, Version
+from onstep.diloco.client.servers import Servers
+from onstep.diloco.codec import encode, read_body, specs_of, write_body
+from onstep.diloco.protocol.messages import Beat, Deregister, Heartbeat, Refused, Reply, Request
+from onstep.diloco.protocol.session import RefusedByServerError, ServerLostError
 from onstep.diloco.wire.http import CONTROL, GLOBAL_PARAMS, STATUS
-from onstep.errors import ConfigError, require
+from onstep.errors import ConfigError, OnstepError, require
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+_NEVER_COUNT = frozenset({400, 413, 422})
+"""Statuses of a submission that the server has read and refused."""
+
+
+class SubmissionDroppedError(OnstepError):
+    """A submission came too late: no version will contain it.
+
+    `parameters` are the newest of all that was submitted, by name; `dropped` names those whose pseudo-gradient did not
+    count. Continue from the parameters, with or without your own progress added to them.
+    """
+
+    def __init__(self, reason: str, parameters: Tensors, dropped: Sequence[str]) -> None:
+        super().__init__(f"the submission was dropped: {reason}; continue from the error's `parameters`.")
+        self.parameters, self.dropped = parameters, tuple(dropped)
+
+
+@dataclass
+class _Submission:
+    """A submission of a fragment whose result the caller does not have yet."""
+
+    body: bytes
+    tokens: int
+    steps: int
 
 
 class DiLoCoClient:
-    """Talks to the server of a run: a program's own loop can train with nothing else, if it is one process.
+    """The requests of one worker: enough for the training loop of a program with a single process.
 
-    A submission counts exactly once, whatever is lost on the way: the client asks what became of it, sends it again if
-    the server died before it was committed, and registers again where it was evicted. One whose result is not known
-    when `timeout` is over stays pending, and the same call with the same pseudo-gradients continues it.
+    A submission counts exactly once, whatever is lost on the way: it is sent again if its answer was lost or the server
+    died before the commit, and the client registers again if the server has evicted it. If the result is not known when
+    `timeout` is over, the submission stays pending, and the same call with the same pseudo-gradients continues it.
 
-    `DiLoCoWorker` does the same around any loop, with compression and streaming, and trains on while a submission is
-    pending.
+    `DiLoCoWorker` does the same around any loop, with compression and streaming, and keeps training while a submission
+    is pending.
 
     Args:
-        server_addr: `host:port`, or a URL with `http` or `https`; of several servers that share the parameters, all of
-            them in the order of their shares, separated by commas.
+        server_addr: `host:port`, or a URL with `http` or `https`; if several servers share the parameters, all of them
+            in the order of their shares, separated by commas.
         timeout: seconds without a byte after which a server counts as lost; for `submit_pseudogradients`, the seconds
-            that a round may take.
-        max_retries: further attempts of a request that got no answer.
-        retry_delay: seconds before the first of them; doubles with each. Registrations and submissions are tried for
-            as long as all these pauses take.
-        token: None for that of the environment (DILOCO_TOKEN, DILOCO_TOKEN_FILE), or of the token file of a server on
-            this machine.
-        verify: for `https`, the PEM file of the authority that vouches for the server.
+            that a round may last.
+        max_retries: further attempts of a request without an answer.
+        retry_delay: seconds before the first of them; doubles with each. Registrations and submissions are retried for
+            as long as all these pauses last.
+        token: None for the one in the environment (DILOCO_TOKEN, DILOCO_TOKEN_FILE), or in the token file of a server
+            on this machine.
+        verify: for `https`, the PEM file of the certification authority.
 
     Raises:
-        ConfigError: for an address that is none.
+        ConfigError: for an invalid address.
     """
 
     def __init__(
@@ -66,57 +89,57 @@ class DiLoCoClient:
     ) -> None:
         require(timeout > 0, "timeout", "> 0", timeout)
         require(max_retries >= 0, "max_retries", ">= 0", max_retries)
-        addresses = [one.strip() for one in server_addr.split(",") if one.strip()]
-        if not addresses:
-            raise ConfigError("server_addr must be the host:port of a server, got an empty text.")
         self.timeout = timeout
-        self._max_retries = max_retries
-        self._retry_delay = retry_delay
-        self._shares = Shares([Connection(one, timeout, token, verify) for one in addresses])
+        self._max_retries, self._retry_delay = max_retries, retry_delay
+        self._servers = Servers(server_addr, timeout, token, verify)
         self._membership: Membership | None = None
-        self._link: Link | None = None
+        self._versions: dict[int, int] = {}
+        """The newest that the caller has, by fragment."""
+        self._submissions: dict[int, _Submission] = {}
+        self._results: dict[int, Version] = {}
+        """Of submissions whose call has not returned yet, because other fragments of it are pending."""
 
     def send(self, request: Request, body: Body = b"", timeout: float | None = None) -> tuple[Reply, memoryview]:
         """Send a request of the protocol, once; returns the reply, and its tensors as a safetensors file if it has any.
 
         Args:
             request: the message.
-            body: the tensors of a submission; of a registration, `specs_to_bytes` of the parameters.
-            timeout: in place of the client's.
+            body: the tensors of a submission; for a registration, `specs_to_bytes` of the parameters.
+            timeout: overrides the client's.
 
         Raises:
             ServerLostError: if no answer comes.
         """
-        return self._shares.send(request, body, timeout)
+        return self._servers.send(request, body, timeout)
 
     def register(
         self, worker_id: str, info: Mapping[str, Any] | None = None, *, parameters: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
         """Join the run; returns the newest parameters, in float32 or float64.
 
-        A client is one worker: registering again, under this name or another, starts a new session, and gives up a
-        submission that is pending, which may count or not.
+        A client is one worker: registering again, under this name or another, starts a new session and abandons a
+        pending submission, which may still count.
 
         Args:
             worker_id: unique in the run.
             info: `hostname`, `sync_every`, `num_fragments` and `step`, all optional.
             parameters: the worker's own, whose names, shapes and dtypes the server compares with its model's; None
-                trusts that they are the same.
+                assumes that they are the same.
 
         Raises:
             ServerLostError: if no answer comes.
-            RefusedByServerError: if the server refuses, with the first parameter that differs.
+            RefusedByServerError: if the server refuses; names the first parameter that differs.
         """
         specs = specs_of(self.get_global_params() if parameters is None else parameters)
         known = dict(info or {})
-        step = known.pop("step", 0)
-        session = WorkerSession(worker_id, secrets.token_hex(8), fingerprint(specs), clock=time.monotonic, **known)
-        session.step = step
-        self._link = Link(self, specs, self._retry_delay * (2**self._max_retries - 1))
-        membership = Membership(self._link, session, specs, self.timeout)
-        parameters = membership.join()
-        self._membership = membership
-        return parameters
+        step, lost_seconds = known.pop("step", 0), self._retry_delay * (2**self._max_retries - 1)
+        member = Membership(self._servers, worker_id, specs, timeout=self.timeout, lost_seconds=lost_seconds, **known)
+        member.session.step = step
+        member.join()
+        newest = [member.fetch(fragment) for fragment in range(len(member.fragments))]
+        self._membership, self._submissions, self._results = member, {}, {}
+        self._versions = {fragment: version.number for fragment, version in enumerate(newest)}
+        return _merged(newest)
 
     def submit_pseudogradients(
         self, worker_id: str, pseudogradients: Mapping[str, Tensor], *, tokens: int = 1, steps: int = 1
@@ -127,7 +150,7 @@ class DiLoCoClient:
             worker_id: as registered.
             pseudogradients: by name, sent in float32 or float64.
             tokens: their weight in the average, in the same unit for all workers.
-            steps: optimizer steps behind them.
+            steps: optimizer steps that led to them.
 
         Raises:
             ServerLostError: if the result is not known within `timeout`, or no answer comes. The submission stays
@@ -137,7 +160,7 @@ class DiLoCoClient:
             RefusedByServerError: if the server refuses.
         """
         member = self._member(worker_id)
-        return member.submit(member.fragments, pseudogradients, tokens, steps)
+        return self._submit(member, range(len(member.fragments)), pseudogradients, tokens, steps)
 
     def submit_fragment_pseudogradients(
         self,
@@ -149,17 +172,17 @@ class DiLoCoClient:
         steps: int = 1,
     ) -> dict[str, Tensor]:
         """The same for one fragment: returns its new parameters. Raises like `submit_pseudogradients`."""
-        return self._member(worker_id).submit([fragment_id], pseudogradients, tokens, steps)
+        return self._submit(self._member(worker_id), [fragment_id], pseudogradients, tokens, steps)
 
     def heartbeat(self, worker_id: str, steps_per_second: float = 0.0) -> dict[str, Any]:
-        """Say that the worker is alive; returns `status`, `versions`, `num_registered`, `recommended_sync_every`.
+        """Send a heartbeat; returns `status`, `versions`, `num_registered`, `recommended_sync_every`.
 
         Raises:
             ServerLostError: if no answer comes.
-            RefusedByServerError: with status 404 if the server has evicted the worker, which the next submission
-                registers again.
+            RefusedByServerError: with status 404 if the server has evicted the worker; its next submission registers it
+                again.
         """
-        reply = self._again(lambda: self._answer(Heartbeat(worker_id, self._session_id, steps_per_second)))
+        reply = self._retried(lambda: self._answer(Heartbeat(worker_id, self._session_id, steps_per_second)))
         assert isinstance(reply, Beat)
         return {
             "status": "ok",
@@ -170,7 +193,7 @@ class DiLoCoClient:
         }
 
     def deregister(self, worker_id: str) -> None:
-        """Leave the run. If no server answers, that is logged: the worker will be evicted."""
+        """Leave the run. A missing answer is only logged: the server will evict the worker."""
         try:
             self._answer(Deregister(worker_id, self._session_id))
         except ConnectionError as error:
@@ -184,31 +207,30 @@ class DiLoCoClient:
             RefusedByServerError: if a server refuses.
         """
         found: dict[str, Tensor] = {}
-        for connection in self._shares.connections:
-            received = self._again(partial(connection.request, "GET", GLOBAL_PARAMS))
+        for connection in self._servers.connections:
+            received = self._retried(partial(connection.request, "GET", GLOBAL_PARAMS))
             if received.status != 200:
                 text = bytes(received.body[:200]).decode("utf-8", "replace")
-                raise RefusedByServerError(received.status, f"{connection.url}: {text}")
+                raise RefusedByServerError(received.status, text, connection.url)
             found |= read_body(received.body)
         return found
 
     def get_status(self) -> dict[str, Any]:
-        """The status of the server; of several, that of the first, with the others as `shares`. Raises as above."""
-        first, *others = self._everyone("GET", STATUS)
+        """The status of the server; with several, of the first, and the others as `shares`. Raises as above."""
+        first, *others = self._ask_all("GET", STATUS)
         return {**first, "shares": others} if others else first
 
     def control(self, action: str, body: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
         """Send an operator's command to all servers: `save_state`, `kick_worker`, `update_optimizer`,
         `update_num_workers` or `shutdown`; returns their answers. Raises as above.
         """
-        return self._everyone("POST", f"{CONTROL}/{action}", dict(body or {}))
+        return self._ask_all("POST", f"{CONTROL}/{action}", dict(body or {}))
 
     def close(self) -> None:
-        """Close the connections; what another thread waits for ends."""
-        if self._link is not None:
-            self._link.close()
-        for connection in self._shares.connections:
-            connection.close()
+        """Close the connections; operations in other threads end."""
+        if self._membership is not None:
+            self._membership.close()
+        self._servers.close()
 
     def __enter__(self) -> DiLoCoClient:
         return self
@@ -220,20 +242,70 @@ class DiLoCoClient:
 
     @property
     def _session_id(self) -> str:
-        return "" if self._membership is None else self._membership.session.session
+        return "" if self._membership is None else self._membership.session.id
 
     def _member(self, worker_id: str) -> Membership:
         if self._membership is None or self._membership.session.worker_id != worker_id:
             raise ConfigError(f"worker_id must be the one that this client has registered, got {worker_id!r}.")
         return self._membership
 
+    def _submit(
+        self, member: Membership, fragments: Sequence[int], differences: Mapping[str, Tensor], tokens: int, steps: int
+    ) -> Tensors:
+        """Submit fragments, or continue a call that timed out; returns their newest parameters."""
+        new = {one: _Submission(_encoded(member, one, differences), tokens, steps) for one in fragments}
+        for fragment, submission in new.items():
+            if self._submissions.get(fragment, submission) != submission:
+                raise ConfigError(
+                    f"the previous submission of fragment {fragment} is pending: call again with exactly its "
+                    "pseudo-gradients, tokens and steps, or register again, which abandons it"
+                )
+        for fragment, submission in new.items():
+            if fragment not in self._submissions:
+                base, body = self._versions[fragment], submission.body
+                member.session.begin(fragment, base_version=base, tokens=tokens, steps=steps, body=body)
+                self._submissions[fragment] = submission
+        self._wait(member, fragments)
+        results = [self._results.pop(fragment) for fragment in fragments]
+        for fragment in fragments:
+            del self._submissions[fragment]
+        self._versions |= {fragment: result.number for fragment, result in zip(fragments, results, strict=True)}
+        dropped = {fragment: member.dropped.pop(fragment) for fragment in fragments if fragment in member.dropped}
+        if dropped:
+            names = [spec.name for fragment in dropped for spec in member.fragments[fragment]]
+            raise SubmissionDroppedError(next(iter(dropped.values())), _merged(results), names)
+        return _merged(results)
+
+    def _wait(self, member: Membership, fragments: Sequence[int]) -> None:
+        """Get the results of submissions; all are sent before the first is waited for."""
+        until = time.monotonic() + self.timeout
+        for is_last in (False, True) if len(fragments) > 1 else (True,):
+            for fragment in [one for one in fragments if one not in self._results]:
+                bound = max(0.0, until - time.monotonic()) if is_last else 0.0
+                with nullcontext() if is_last else suppress(ServerLostError):
+                    self._results[fragment] = self._result(member, fragment, bound)
+
+    def _result(self, member: Membership, fragment: int, bound: float) -> Version:
+        try:
+            return member.result(fragment, bound)
+        except ServerLostError as error:
+            raise ServerLostError(
+                f"no result within {self.timeout:g} s: {error}. The submission of fragment {fragment} stays pending, "
+                "and the same call again continues it."
+            ) from error
+        except RefusedByServerError as error:
+            if error.status in _NEVER_COUNT:
+                member.session.withdraw(fragment)
+                del self._submissions[fragment]
+            raise
+
     def _answer(self, request: Request) -> Reply:
         reply = self.send(request)[0]
         if isinstance(reply, Refused):
-            raise RefusedByServerError(reply.status, f"the server: {reply.error}")
+            raise RefusedByServerError(reply.status, reply.error)
         return reply
 
-    def _again(self, attempt: Callable[[], Result]) -> Result:
+    def _retried(self, attempt: Callable[[], Result]) -> Result:
         """Try until there is an answer."""
         for number in range(self._max_retries):
             try:
@@ -244,6 +316,17 @@ class DiLoCoClient:
                 time.sleep(delay)
         return attempt()
 
-    def _everyone(self, method: str, path: str, body: Any = None) -> list[dict[str, Any]]:
-        connections: Sequence[Connection] = self._shares.connections
-        return [self._again(partial(one.json, method, path, body)) for one in connections]
+    def _ask_all(self, method: str, path: str, body: Any = None) -> list[dict[str, Any]]:
+        return [self._retried(partial(one.json, method, path, body)) for one in self._servers.connections]
+
+
+def _encoded(member: Membership, fragment: int, differences: Mapping[str, Tensor]) -> bytes:
+    names = [spec.name for spec in member.fragments[fragment]]
+    missing = [name for name in names if name not in differences]
+    if missing:
+        raise ConfigError(f"pseudogradients must have all {len(names)} parameters; {missing[0]} is missing; add it.")
+    return write_body(encode({name: differences[name] for name in names}, "fp32"))
+
+
+def _merged(versions: Sequence[Version]) -> Tensors:
+    return {name: tensor for version in versions for name, tensor in version.parameters.items()}

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from onstep.diloco.protocol.messages import Refused, Register, Reply, Request, Submit
+from onstep.diloco.protocol.session import RefusedByServerError, ServerLostError
 from onstep.diloco.protocol.wire import InvalidMessageError, reply_from_json, to_json
 from onstep.diloco.wire.http import FIRST_PORT, JSON, MESSAGE_HEADER, PATHS, TENSORS
 from onstep.diloco.wire.tokens import checked, find_token
@@ -32,10 +33,6 @@ _MOST_JSON_BYTES = 64 << 20
 _TRANSIENT = frozenset({408, 500, 502, 504})
 """Statuses after which the same request may be answered."""
 Body = bytes | bytearray | memoryview
-
-
-class ServerLostError(ConnectionError):
-    """No answer came from a server; it may have the request or not."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +131,7 @@ class Connection:
         received = self.request(method, path, content, {"Content-Type": JSON}, timeout)
         document = self._document(received)
         if received.status != 200:
-            raise RefusedByServerError(received.status, f"{self.url}: {_error_in(document)}")
+            raise RefusedByServerError(received.status, _error_in(document), self.url)
         return document
 
     def close(self) -> None:
@@ -171,14 +168,6 @@ class Connection:
         if isinstance(document, dict):
             return document
         return {"error": content[:200].decode("utf-8", "replace") or "nothing; is it a DiLoCo server?"}
-
-
-class RefusedByServerError(ConfigError, ConnectionError):
-    """A server that answers, and refuses; trying the same again does not help."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(f"HTTP {status} from {text}")
-        self.status = status
 
 
 def url_of(address: str) -> str:

@@ -1,192 +1,248 @@
-"""A worker's membership in a run as a client has it: its submissions, and what became of them."""
+"""Makes a program a member of a run: joins, submits fragments, and fetches their versions over a client."""
 
 from __future__ import annotations
 
+import secrets
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from onstep.diloco.client.connection import RefusedByServerError, ServerLostError
-from onstep.diloco.client.link import Link
-from onstep.diloco.client.versions import Tensors, fetch_version, received
-from onstep.diloco.codec import encode, write_body
+from onstep.diloco.codec import InvalidTensorsError, decode, digest, read_body
 from onstep.diloco.fragments import assign
-from onstep.diloco.protocol.messages import ParameterSpec
-from onstep.diloco.protocol.session import Counted, NotCounted, SessionEndedError, Unsettled, WorkerSession
-from onstep.errors import ConfigError, OnstepError
+from onstep.diloco.protocol.messages import (
+    Beat,
+    Dropped,
+    ParameterSpec,
+    Register,
+    Registered,
+    Reply,
+    Request,
+    Submit,
+    fingerprint,
+)
+from onstep.diloco.protocol.session import (
+    Answer,
+    Delivery,
+    Lost,
+    Operation,
+    Outcome,
+    Send,
+    ServerLostError,
+    WorkerSession,
+)
+from onstep.diloco.wire.http import specs_to_bytes
+from onstep.errors import OnstepError
 
-_NEVER_COUNT = frozenset({400, 413, 422})
-"""Statuses of a submission that the server has looked at and refused."""
+Tensors = dict[str, Tensor]
+T = TypeVar("T")
+ATTEMPTS = 3
+"""At fetching a version whose hash is that of the server."""
 
 
-class SubmissionDroppedError(OnstepError):
-    """A submission did not count, and no version will have it: it came too late.
+class Client(Protocol):
+    """The requests that a membership sends."""
 
-    `parameters` are the newest of all that was submitted, by name, and `dropped` the names of those whose difference
-    did not count. Continue from the parameters, with your own progress added to them or without it.
-    """
+    def send(self, request: Request, body: bytes = b"") -> tuple[Reply, Any]:
+        """The reply and its body; raises ServerLostError without an answer."""
 
-    def __init__(self, reason: str, parameters: Tensors, dropped: Sequence[str]) -> None:
-        super().__init__(f"the submission was dropped: {reason}; continue from the error's `parameters`.")
-        self.parameters, self.dropped = parameters, tuple(dropped)
+    def close(self) -> None:
+        """Close the connections."""
+
+
+class MembershipClosedError(OnstepError):
+    """The worker stopped while an operation was running."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version of a fragment."""
+
+    number: int
+    parameters: Tensors
+    """In float32 or float64, equal on all workers."""
+    num_contributors: int = 0
 
 
 @dataclass
-class _Submission:
-    """What was submitted of a fragment, until the caller has the result."""
+class Transfers:
+    """Traffic so far; the bandwidths are those of requests with a body."""
 
-    body: bytes
-    tokens: int
-    steps: int
-    settled: Counted | NotCounted | None = None
-    """What became of it; None: not known."""
-    result: Tensors | None = None
-    """The newest parameters, once it is settled and they are there."""
-
-    def is_same(self, other: _Submission) -> bool:
-        return (self.tokens, self.steps, self.body) == (other.tokens, other.steps, other.body)
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    last_received_bytes: int = 0
+    """Of the last version."""
+    upload_bytes_per_second: float = 0.0
+    """Of the last submission; 0 before the first."""
+    download_bytes_per_second: float = 0.0
 
 
 class Membership:
-    """One session of a worker; `join` comes first.
+    """One session of a worker; `join` comes first. Several threads may use it, each for other fragments.
+
+    Every method raises ServerLostError if there is no result within its bound, RefusedByServerError if the server
+    refuses this worker, and MembershipClosedError after `close`.
 
     Args:
-        link: performs the requests.
-        session: the worker's side of the protocol.
-        specs: of all parameters.
-        timeout: seconds that a round may take.
+        client: sends one request and returns its reply.
+        worker_id: unique in the run.
+        specs: all trained parameters.
+        timeout: seconds that a round may last.
+        lost_seconds: after this long without any answer, an operation fails even before its bound.
+        info: `hostname`, `sync_every` and `num_fragments`, all optional.
     """
 
-    def __init__(self, link: Link, session: WorkerSession, specs: Sequence[ParameterSpec], timeout: float) -> None:
-        self.session = session
-        self._link, self._specs, self._timeout = link, specs, timeout
-        self._parts: Sequence[Sequence[ParameterSpec]] = ()
-        self._versions: dict[int, int] = {}
-        self._submissions: dict[int, _Submission] = {}
+    def __init__(
+        self,
+        client: Client,
+        worker_id: str,
+        specs: Sequence[ParameterSpec],
+        *,
+        timeout: float,
+        lost_seconds: float,
+        **info: Any,
+    ) -> None:
+        self.session = WorkerSession(
+            worker_id,
+            secrets.token_hex(8),
+            fingerprint(specs),
+            clock=time.monotonic,
+            lost_seconds=lost_seconds,
+            **info,
+        )
+        self.fragments: tuple[tuple[ParameterSpec, ...], ...] = ()
+        """The parameters of each, once joined."""
+        self.dropped: dict[int, str] = {}
+        """Fragments whose last submission did not count, with the reason, until the owner removes them."""
+        self.transfers = Transfers()
+        self.specs = specs
+        self._client, self._timeout = client, timeout
+        self._decided: set[int] = set()
+        """Fragments whose last submission was committed or dropped, but whose newest version has not arrived."""
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
 
-    @property
-    def fragments(self) -> range:
-        """All of the run's."""
-        return range(len(self._parts))
-
-    def join(self) -> Tensors:
-        """Register; returns the newest parameters.
-
-        Raises:
-            ServerLostError: without an answer.
-            RefusedByServerError: if the server refuses this worker.
-        """
+    def join(self) -> Registered:
+        """Register, and divide the parameters into the server's fragments."""
         try:
-            registered = self._link.run(self.session.join(self._timeout))
-            if isinstance(registered, Unsettled):
-                raise ServerLostError(f"no answer to the registration: {registered.reason}")
-            settings = registered.settings
-            self._parts = assign(self._specs, settings.num_fragments, settings.num_shares)
-            return _merged([self._fetch(fragment, self._timeout) for fragment in self.fragments])
-        except SessionEndedError as error:
-            raise _refusal(error) from error
-
-    def submit(self, fragments: Sequence[int], differences: Mapping[str, Tensor], tokens: int, steps: int) -> Tensors:
-        """Submit fragments, or continue what was not settled before; returns their newest parameters.
-
-        Raises:
-            ServerLostError: if the result is not known in time; the submission stays.
-            SubmissionDroppedError: if some of it does not count.
-            ConfigError: if a submission with another difference is not settled.
-            RefusedByServerError: if the server refuses.
-        """
-        new = {fragment: self._encoded(fragment, differences, tokens, steps) for fragment in fragments}
-        for fragment, one in new.items():
-            before = self._submissions.get(fragment)
-            if before is not None and not before.is_same(one):
-                raise ConfigError(
-                    f"the submission of fragment {fragment} before this one must be settled first: call again with "
-                    "exactly its pseudo-gradients, tokens and steps, or register again, which gives it up"
-                )
-        for fragment, one in new.items():
-            if fragment not in self._submissions:
-                self._begin(fragment, one)
-        self._settle(fragments)
-        return _result([self._submissions.pop(fragment) for fragment in fragments])
-
-    def _encoded(self, fragment: int, differences: Mapping[str, Tensor], tokens: int, steps: int) -> _Submission:
-        names = [spec.name for spec in self._parts[fragment]]
-        missing = [name for name in names if name not in differences]
-        if missing:
-            raise ConfigError(
-                f"pseudogradients must have all {len(names)} parameters; {missing[0]} is missing; add it."
-            )
-        body = write_body(encode({name: differences[name] for name in names}, "fp32"))
-        return _Submission(body, tokens, steps)
-
-    def _begin(self, fragment: int, one: _Submission) -> None:
-        base = self._versions[fragment]
-        self.session.begin(fragment, base_version=base, tokens=one.tokens, steps=one.steps, body=one.body)
-        self._submissions[fragment] = one
-
-    def _settle(self, fragments: Sequence[int]) -> None:
-        """Find out what became of submissions; all are sent before any is waited for."""
-        until = time.monotonic() + self._timeout
-        try:
-            if len(fragments) > 1:
-                for fragment in fragments:
-                    self._try_to_settle(fragment, 0.0)
-            for fragment in fragments:
-                reason = self._try_to_settle(fragment, max(0.0, until - time.monotonic()))
-                if reason:
-                    raise ServerLostError(
-                        f"no result within {self._timeout:g} s: {reason}. The submission of fragment {fragment} stays "
-                        "pending, and the same call again continues it."
-                    )
-        except SessionEndedError as error:
-            if error.status in _NEVER_COUNT:
-                self.session.withdraw(fragment)
-                del self._submissions[fragment]
-            raise _refusal(error) from error
-
-    def _try_to_settle(self, fragment: int, bound: float) -> str:
-        """Why there is no result yet; empty if there is one."""
-        one = self._submissions[fragment]
-        try:
-            if one.settled is None:
-                settled = self._link.run(self.session.settle(fragment, bound))
-                if isinstance(settled, Unsettled):
-                    return settled.reason
-                one.settled = settled
-                if isinstance(settled, Counted):
-                    one.result = received(settled.ready, settled.body, self._parts[fragment])
-                    self._versions[fragment] = settled.ready.version
-            if one.result is None:
-                one.result = self._fetch(fragment, bound)
+            registered = self._run(self.session.join(self._timeout))
         except ServerLostError as error:
-            return str(error)
-        return ""
+            raise ServerLostError(f"no answer from the server: {error}; is it running?") from error
+        settings = registered.settings
+        self.fragments = assign(self.specs, settings.num_fragments, settings.num_shares)
+        return registered
 
-    def _fetch(self, fragment: int, bound: float) -> Tensors:
-        """The newest parameters of a fragment."""
-        found = fetch_version(self._link, self.session, fragment, self._parts[fragment], bound)
-        if isinstance(found, Unsettled):
-            raise ServerLostError(found.reason)
-        ready, tensors = found
-        self._versions[fragment] = ready.version
-        return tensors
+    def fetch(self, fragment: int, bound: float | None = None) -> Version:
+        """The newest version of a fragment.
+
+        Raises:
+            InvalidTensorsError: if its hash differs from the server's in every attempt.
+        """
+        for _ in range(ATTEMPTS):
+            delivery = self._run(self.session.fetch(fragment, self._timeout if bound is None else bound))
+            version = read_version(delivery, self.fragments[fragment])
+            if version is not None:
+                return version
+        raise InvalidTensorsError(
+            f"version {delivery.ready.version} of fragment {fragment} arrived {ATTEMPTS} times with another hash than "
+            "the server's; check the network and the memory of both machines."
+        )
+
+    def result(self, fragment: int, bound: float | None = None, base: Version | None = None) -> Version:
+        """Send the fragment's submission unless the server has it, and wait until it is committed or dropped.
+
+        After a ServerLostError, calling this again continues. A submission that did not count is in `dropped`.
+
+        Args:
+            fragment: a fragment with a submission from `session.begin`.
+            bound: seconds; None for `timeout`.
+            base: the version that the worker has, so that only the update has to be sent.
+
+        Returns:
+            The newest version of the fragment.
+        """
+        bound = self._timeout if bound is None else bound
+        if fragment not in self._decided:
+            found = self._run(self.session.result(fragment, bound, None if base is None else base.number))
+            if isinstance(found, Dropped):
+                self.dropped[fragment] = found.reason
+            else:
+                version = read_version(found, self.fragments[fragment], base)
+                if version is not None:
+                    return version
+            self._decided.add(fragment)
+        version = self.fetch(fragment, bound)
+        self._decided.discard(fragment)
+        return version
+
+    def beat(self, steps_per_second: float, bound: float) -> Beat:
+        """Send a heartbeat; returns the server's `Beat`."""
+        return self._run(self.session.beat(steps_per_second, bound))
+
+    def leave(self) -> None:
+        """Deregister, in one attempt."""
+        self._run(self.session.leave())
+
+    def close(self) -> None:
+        """End all operations as soon as their request returns, and close the client."""
+        self._closed.set()
+        self._client.close()
+
+    def _run(self, operation: Operation[T]) -> T:
+        """Perform the effects of an operation; its threads change the session in turn."""
+        outcome: Outcome = None
+        while not self._closed.is_set():
+            try:
+                with self._lock:
+                    effect = operation.send(outcome)
+            except StopIteration as done:
+                result: T = done.value
+                return result
+            if isinstance(effect, Send):
+                outcome = self._send(effect)
+            else:
+                self._closed.wait(effect.seconds)
+        operation.close()
+        raise MembershipClosedError("the worker was stopped")
+
+    def _send(self, effect: Send) -> Answer | Lost:
+        request, start = effect.request, time.monotonic()
+        body = specs_to_bytes(self.specs) if isinstance(request, Register) else effect.body or b""
+        assert isinstance(body, bytes)
+        try:
+            reply, received = self._client.send(request, body)
+        except ServerLostError as error:
+            return Lost(str(error))
+        self._measure(request, len(body), len(received or b""), max(time.monotonic() - start, 1e-9))
+        return Answer(reply, received)
+
+    def _measure(self, request: Request, sent: int, received: int, seconds: float) -> None:
+        transfers = self.transfers
+        with self._lock:
+            transfers.sent_bytes += sent
+            transfers.received_bytes += received
+            if isinstance(request, Submit):
+                transfers.upload_bytes_per_second = sent / seconds
+            elif received:
+                transfers.last_received_bytes = received
+                transfers.download_bytes_per_second = received / seconds
 
 
-def _result(submissions: Sequence[_Submission]) -> Tensors:
-    parameters = _merged([one.result or {} for one in submissions])
-    dropped = [one for one in submissions if isinstance(one.settled, NotCounted)]
-    if dropped:
-        assert isinstance(dropped[0].settled, NotCounted)
-        names = [name for one in dropped for name in one.result or {}]
-        raise SubmissionDroppedError(dropped[0].settled.reason, parameters, names)
-    return parameters
+def read_version(delivery: Delivery, specs: Sequence[ParameterSpec], base: Version | None = None) -> Version | None:
+    """The version that arrived; None if its hash is not the server's, or `base` is not what its update is relative to.
 
-
-def _merged(parts: Sequence[Tensors]) -> Tensors:
-    return {name: tensor for part in parts for name, tensor in part.items()}
-
-
-def _refusal(error: SessionEndedError) -> RefusedByServerError:
-    return RefusedByServerError(error.status, f"the server: {error}")
+    Raises:
+        InvalidTensorsError: for a body without exactly these parameters.
+    """
+    ready, body = delivery.ready, delivery.body
+    assert isinstance(body, bytes | bytearray | memoryview)
+    tensors = decode(read_body(body), specs, ready.codec)
+    if ready.kind == "update":
+        if base is None or ready.version != base.number + 1:
+            return None
+        tensors = {name: base.parameters[name] + update for name, update in tensors.items()}
+    is_intact = ready.digest in ("", digest(tensors))
+    return Version(ready.version, tensors, ready.num_contributors) if is_intact else None

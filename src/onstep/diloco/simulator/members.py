@@ -84,7 +84,6 @@ class Members:
             random(f"{worker_id}/requests"),
             site.request_loss,
         )
-        breaks = (site.hours_between_outages, world.scenario.server.hours_between_failures)
         return SimulatedWorker(
             worker_id,
             site,
@@ -93,7 +92,6 @@ class Members:
             connection,
             self._counts,
             random(f"{worker_id}/steps"),
-            can_lose=site.request_loss > 0.0 or any(one is not None for one in breaks),
         )
 
     def _plan_failures(self, name: str) -> None:

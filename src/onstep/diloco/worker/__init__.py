@@ -1,8 +1,8 @@
 """Makes a model and its optimizer a worker of a DiLoCo run: `DiLoCoWorker`, around any training loop.
 
-`parameters` reads and writes the model on all ranks, `fragment` computes differences and merges, `exchange` submits and
-fetches on the main rank (`task` in other threads), `heartbeat` and `pace` tell the server how fast, `work` is all
-of it between start and stop.
+`synchronizer` submits and merges on all ranks from start to stop, with `parameters` to read and write the model and
+`progress` to count its work; `exchange` is rank 0's side of it, with a `fragment` for each part of the model;
+`heartbeat` reports the `pace`.
 """
 
 from onstep.diloco.worker.worker import DiLoCoWorker

@@ -1,4 +1,4 @@
-"""A fragment on the main rank: the version it starts from, and what becomes of local progress when a new one arrives.
+"""A fragment on rank 0: the version that it starts from, and how local progress is combined with a newer one.
 
 All computations are in float32, or float64 for parameters in float64.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from onstep.diloco.client.versions import Tensors
+from onstep.diloco.client.membership import Tensors, Version
 from onstep.diloco.codec import master_dtype
 from onstep.diloco.protocol.messages import ParameterSpec
 
@@ -20,16 +20,13 @@ from onstep.diloco.protocol.messages import ParameterSpec
 class Fragment:
     """Some of the parameters, which are submitted and received together."""
 
-    index: int
     specs: Sequence[ParameterSpec]
-    version: int = -1
-    """The version that `base` is; -1 before the first."""
-    base: Tensors = field(default_factory=dict)
-    """Parameters of the version, equal on all workers."""
+    base: Version = field(default_factory=lambda: Version(-1, {}))
+    """The version that local progress is relative to; number -1 before the first."""
     submitted: Tensors = field(default_factory=dict)
-    """Parameters of the model at the pending submission; empty without one."""
+    """The model's parameters at the pending submission; empty without one."""
     is_late: bool = False
-    """Whether its result was not known in time, so that more than the steps of an overlap followed it."""
+    """Whether the submission's result was not known in time, so that more than the steps of an overlap followed it."""
 
     @property
     def names(self) -> list[str]:
@@ -37,20 +34,20 @@ class Fragment:
         return [spec.name for spec in self.specs]
 
     def start(self, dtypes: Mapping[str, torch.dtype]) -> Tensors:
-        """What the model has after `base` is written into it: rounded, if the model is in a smaller dtype."""
-        return {name: _rounded(value, dtypes[name]) for name, value in self.base.items()}
+        """The model's parameters after `base` was written to it: rounded, if they are of a smaller dtype."""
+        return {name: _rounded(value, dtypes[name]) for name, value in self.base.parameters.items()}
 
     def difference(self, local: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> Tensors:
         """The pseudo-gradient: where the model started, minus where it is."""
         return {name: start - local[name] for name, start in self.start(dtypes).items()}
 
-    def advance(self, version: int, base: Tensors) -> None:
-        """Continue from a newer version; the submission is settled."""
-        self.version, self.base, self.submitted = version, base, {}
+    def advance(self, version: Version) -> None:
+        """Continue from a newer version; there is no pending submission any more."""
+        self.base, self.submitted = version, {}
 
 
 def kept(new: Tensors, now: Mapping[str, Tensor], since: Mapping[str, Tensor]) -> Tensors:
-    """The new version plus the progress that the model made since: `new + (now - since)`."""
+    """The new version plus the progress that the model has made since: `new + (now - since)`."""
     return {name: value if name not in now else value + (now[name] - since[name]) for name, value in new.items()}
 
 

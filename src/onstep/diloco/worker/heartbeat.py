@@ -1,4 +1,4 @@
-"""Tells the server now and then that the worker trains and how fast, from a thread of its own."""
+"""Sends heartbeats with the worker's speed from a thread of its own."""
 
 from __future__ import annotations
 
@@ -6,40 +6,37 @@ import logging
 import threading
 import weakref
 
-from onstep.diloco.client.link import Link, LinkClosedError
-from onstep.diloco.protocol.messages import Beat
-from onstep.diloco.protocol.session import SessionEndedError, WorkerSession
+from onstep.diloco.client.membership import Membership, MembershipClosedError
+from onstep.diloco.protocol.session import RefusedByServerError, ServerLostError
 from onstep.diloco.worker.pace import Pace
 
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 600.0
-"""Without a step, after which nothing is sent until the next: others should not wait for a worker that hangs."""
+"""Without a step, after which no heartbeat is sent until the next: others should not wait for a worker that hangs."""
 
 
 class HeartbeatThread:
-    """Beats every `interval` seconds until it is stopped; a lost beat is simply followed by the next.
+    """Sends a heartbeat every `interval` seconds until it is stopped.
 
-    A training that ends with an error need not stop it: it leaves the run when the worker, and with it `pace`, is gone,
-    and is silent when the thread that trained has ended or no step is taken.
+    A training that fails need not stop it: it leaves the run when the worker, and with it `pace`, is garbage-collected,
+    and is silent when the training thread has ended or no step was taken for `idle_seconds`.
     """
 
-    def __init__(
-        self, session: WorkerSession, link: Link, interval: float, pace: Pace, idle_seconds: float = IDLE_SECONDS
-    ) -> None:
+    def __init__(self, member: Membership, interval: float, pace: Pace, idle_seconds: float = IDLE_SECONDS) -> None:
         self.recommended_sync_every: int | None = None
-        """What the server recommends for a worker of this speed; None without `dylu`."""
-        self.error: SessionEndedError | None = None
-        """Why the server no longer accepts this worker."""
-        self._session, self._link, self._interval, self._idle_seconds = session, link, interval, idle_seconds
+        """The server's recommendation for a worker of this speed; None without `dylu`."""
+        self.error: RefusedByServerError | None = None
+        """The server's refusal, once a heartbeat was refused."""
+        self._member, self._interval, self._idle_seconds = member, interval, idle_seconds
         self._pace = weakref.ref(pace)
-        self._trains = threading.current_thread()
+        self._training_thread = threading.current_thread()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="diloco-heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self, timeout: float = 5.0) -> None:
-        """Stop beating; waits for a beat under way, but not longer than `timeout` seconds."""
+        """Stop; waits at most `timeout` seconds for the heartbeat that is being sent."""
         self._stopped.set()
         self._thread.join(timeout)
 
@@ -48,19 +45,18 @@ class HeartbeatThread:
             while not self._stopped.wait(self._interval):
                 pace = self._pace()
                 if pace is None:
-                    self._link.run(self._session.leave())
+                    self._member.leave()
                     return
-                if pace.seconds_since_step() < self._idle_seconds and self._trains.is_alive():
+                if pace.seconds_since_step() < self._idle_seconds and self._training_thread.is_alive():
                     self._beat(pace.steps_per_second())
                 del pace
-        except LinkClosedError:
+        except MembershipClosedError:
             return
-        except SessionEndedError as error:
+        except RefusedByServerError as error:
             self.error = error
 
     def _beat(self, steps_per_second: float) -> None:
-        beat = self._link.run(self._session.beat(steps_per_second, self._interval))
-        if isinstance(beat, Beat):
-            self.recommended_sync_every = beat.recommended_sync_every
-        else:
-            logger.info("no answer to a heartbeat: %s", beat.reason)
+        try:
+            self.recommended_sync_every = self._member.beat(steps_per_second, self._interval).recommended_sync_every
+        except ServerLostError as error:
+            logger.info("no answer to a heartbeat: %s", error)

@@ -1,4 +1,4 @@
-"""The ranks of one worker: rank 0 talks to the server, the others receive from it by collectives on the CPU."""
+"""Shares results among the ranks of one worker: rank 0 talks to the server, and the others receive from it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from onstep.distributed.world import World
 from onstep.errors import OnstepError, text_of
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -27,22 +28,26 @@ def open_world() -> World:
     return World(dist.get_rank(), dist.get_world_size(), control_group=group)
 
 
-def on_main(world: World, work: Callable[[], T]) -> T:
-    """The result of the work on rank 0, on every rank; so is its error. Collective; for small results.
+def on_main(world: World, owner: S | None, work: Callable[[S], T]) -> T:
+    """The result of `work(owner)` on rank 0, on every rank; so is its error. Collective; for small results.
+
+    Args:
+        owner: an object of rank 0; None on the other ranks.
 
     Raises:
         MainRankError: on the other ranks, if rank 0 raised anything.
     """
-    if world.size == 1:
-        return work()
     if not world.is_main:
         result, error = world.share(None)
         if error is not None:
             raise MainRankError(f"rank 0 failed: {error}")
         value: T = result
         return value
+    assert owner is not None
+    if world.size == 1:
+        return work(owner)
     try:
-        value = work()
+        value = work(owner)
     except Exception as error:
         world.share((None, f"{type(error).__name__}: {text_of(error)}"))
         raise

@@ -1,29 +1,31 @@
-"""Submits fragments and merges what arrives, on all ranks of a worker."""
+"""Synchronizes a worker with the run, from start to stop, on all of its ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
-from onstep.diloco.client.versions import Tensors
+from onstep.diloco.client.membership import Tensors
+from onstep.diloco.fragments import assign
+from onstep.diloco.progress import Amount, Cycle, Progress
+from onstep.diloco.protocol.messages import Registered
 from onstep.diloco.worker.exchange import Exchange
+from onstep.diloco.worker.heartbeat import HeartbeatThread
 from onstep.diloco.worker.parameters import Parameters
-from onstep.diloco.worker.progress import Progress
 from onstep.diloco.worker.ranks import on_main
 from onstep.distributed.world import World
 
-T = TypeVar("T")
-
 
 class Synchronizer:
-    """The steps of an exchange in which every rank participates; all methods are collective.
+    """Submits fragments and merges the versions that arrive. All methods are collective.
 
     Args:
-        exchange: the server's side of it on rank 0, None on others.
-        names: of the parameters of each fragment.
-        local_share: share of the local parameters when a fragment that was in flight is merged; None keeps the
-            progress that was made meanwhile as it is.
+        world: the ranks of the worker.
+        parameters: of the model.
+        exchange: on rank 0; None on the others.
+        registered: the server's answer to the registration.
+        sync_every: steps of a cycle.
     """
 
     def __init__(
@@ -31,97 +33,118 @@ class Synchronizer:
         world: World,
         parameters: Parameters,
         exchange: Exchange | None,
-        names: list[list[str]],
-        progress: Progress,
-        local_share: float | None,
+        registered: Registered,
+        sync_every: int | None,
     ) -> None:
-        self._world, self._parameters, self._exchange = world, parameters, exchange
-        self._names, self._progress, self._local_share = names, progress, local_share
-        self.in_flight: set[int] = set()
+        settings = registered.settings
+        fragments = assign(parameters.specs, settings.num_fragments, settings.num_shares)
+        self.world, self.registered = world, registered
+        self.names = [[spec.name for spec in specs] for specs in fragments]
+        """Of the parameters of each fragment."""
+        self.cycle = Cycle(sync_every or settings.sync_every, settings.num_fragments, settings.num_shares)
+        self.progress = Progress(len(fragments))
+        self.heartbeat: HeartbeatThread | None = None
+        """On rank 0, unless it is switched off."""
+        self.exchange, self._parameters = exchange, parameters
+        self._local_share = settings.blend if self.cycle.is_overlapped else None
+        self._in_flight: set[int] = set()
         """Fragments that a thread waits for."""
         self._pending: set[int] = set()
         """Fragments whose submission is not merged, in flight or not."""
 
-    def submit(self, indices: Iterable[int], cycle_seconds: float) -> None:
-        """Submit fragments, but for those whose last submission is still pending and those without a new step."""
-        for index in sorted(set(indices) - self._pending):
-            if not self._progress.has_steps(index):
+    @property
+    def fragments(self) -> range:
+        """Indices of all fragments."""
+        return range(len(self.names))
+
+    def restore(self, state: Mapping[str, Any] | None, amounts: list[Amount]) -> bool:
+        """Give the model the server's versions, but not of fragments whose restored progress still counts.
+
+        Args:
+            state: of the exchange, on rank 0.
+            amounts: the restored progress of each fragment; empty if there is none.
+
+        Returns:
+            Whether some restored progress still counts.
+        """
+        is_any_kept = False
+        for index in self.fragments:
+            if on_main(self.world, self.exchange, partial(Exchange.open, index=index, state=state)):
+                self.progress.restore(index, amounts[index])
+                is_any_kept = True
+            else:
+                self._write(index, partial(_base, index=index))
+        return is_any_kept
+
+    def exchange_due(self, fragments: Iterable[int], cycle_seconds: float) -> None:
+        """Submit the fragments that are due at the end of a step, after what was in flight is merged."""
+        on_main(self.world, self.exchange, self._check_heartbeat)
+        self.merge_arrived(wait=True)
+        if self._request_late_results(fragments):
+            self.merge_arrived(wait=True)
+        self.submit(fragments, cycle_seconds)
+        if not self.cycle.is_overlapped:
+            self.merge_arrived(wait=True)
+        newest = on_main(self.world, self.exchange, lambda exchange: exchange.member.session.registered)
+        self.registered = newest or self.registered
+
+    def submit(self, fragments: Iterable[int], cycle_seconds: float) -> None:
+        """Submit fragments, except those whose last submission is still pending and those without a new step."""
+        for index in sorted(set(fragments) - self._pending):
+            if not self.progress.has_steps(index):
                 continue
-            amount = self._progress.submit(index)
-            tokens = round(sum(self._world.gather(amount.tokens)))
-            local = self._parameters.read(self._names[index])
-            self._on_main(partial(_submit, index, local, tokens, amount.steps, cycle_seconds))
+            amount = self.progress.submit(index)
+            tokens = round(sum(self.world.gather(amount.tokens)))
+            local = self._parameters.read(self.names[index])
+            options = {"tokens": tokens, "steps": amount.steps, "cycle_seconds": cycle_seconds}
+            on_main(self.world, self.exchange, partial(Exchange.submit, index=index, local=local, **options))
             self._pending.add(index)
-            self.in_flight.add(index)
+            self._in_flight.add(index)
 
-    def retry(self, indices: Iterable[int]) -> None:
-        """Ask again about submissions of fragments that were not settled in time, and wait."""
-        if self._ask_again(indices):
-            self.land(wait=True)
-
-    def finish(self, indices: Iterable[int]) -> None:
-        """Settle what is pending, submit what is left and merge the results, as long as there is a quorum."""
-        self._ask_again(indices)
-        self._land_last()
-        self.submit(indices, 0.0)
-        self._land_last()
-
-    def _land_last(self) -> None:
-        if self.in_flight:
-            self._on_main(lambda exchange: exchange.wait_for_others())
-            self.land(wait=False)
-            self.in_flight = set()  # what it did not wait for is asked about again, if anybody asks
-
-    def _ask_again(self, indices: Iterable[int]) -> set[int]:
-        late = (set(indices) & self._pending) - self.in_flight
-        if late:
-            self._on_main(partial(_settle, late))
-            self.in_flight |= late
-        return late
-
-    def land(self, wait: bool) -> None:
-        """Merge what has arrived of the fragments in flight; with `wait`, all of them or until they time out."""
-        if not self.in_flight:
+    def merge_arrived(self, wait: bool) -> None:
+        """Merge the versions that have arrived for fragments in flight; with `wait`, all, or until they time out."""
+        if not self._in_flight:
             return
-        landed, self.in_flight = self._on_main(partial(_collect, sorted(self.in_flight), wait))
-        for index, is_counted in landed.items():
-            now = self._parameters.read(self._names[index]) if self._progress.has_moved(index) else {}
-            self._write(index, partial(_merge, index, now, self._local_share))
-            self._progress.settle(index, is_counted)
+        indices = sorted(self._in_flight)
+        arrived, self._in_flight = on_main(self.world, self.exchange, lambda exchange: exchange.collect(indices, wait))
+        for index, is_counted in arrived.items():
+            now = self._parameters.read(self.names[index]) if self.progress.has_moved(index) else {}
+            self._write(index, partial(Exchange.merge, index=index, now=now, local_share=self._local_share))
+            self.progress.end_submission(index, is_counted)
             self._pending.discard(index)
 
-    def give(self, index: int) -> None:
-        """Give the model the version of a fragment."""
-        self._write(index, lambda exchange: exchange.fragments[index].base)
+    def finish(self) -> None:
+        """Submit what is left and merge the results, as long as there is a quorum."""
+        self._request_late_results(self.fragments)
+        self._merge_last()
+        self.submit(self.fragments, 0.0)
+        self._merge_last()
+
+    def _merge_last(self) -> None:
+        if self._in_flight:
+            on_main(self.world, self.exchange, Exchange.wait_for_others)
+            self.merge_arrived(wait=False)
+            self._in_flight = set()  # what it did not wait for can be requested again
+
+    def _request_late_results(self, fragments: Iterable[int]) -> bool:
+        """Request the results of submissions that timed out; whether there are any."""
+        late = (set(fragments) & self._pending) - self._in_flight
+        for index in late:
+            on_main(self.world, self.exchange, partial(Exchange.request_result, index=index))
+        self._in_flight |= late
+        return bool(late)
 
     def _write(self, index: int, values: Callable[[Exchange], Tensors]) -> None:
-        merged: Tensors = {}
-        self._on_main(lambda exchange: merged.update(values(exchange)))
-        self._parameters.write(self._names[index], merged)
+        """Give the model values of rank 0, which stay there: `on_main` is for small results."""
+        found: Tensors = {}
+        on_main(self.world, self.exchange, lambda exchange: found.update(values(exchange)))
+        self._parameters.write(self.names[index], found)
 
-    def _on_main(self, work: Callable[[Exchange], T]) -> T:
-        def run() -> T:
-            assert self._exchange is not None
-            return work(self._exchange)
-
-        return on_main(self._world, run)
-
-
-def _submit(index: int, local: Tensors, tokens: int, steps: int, cycle_seconds: float, exchange: Exchange) -> None:
-    exchange.submit(exchange.fragments[index], local, tokens=tokens, steps=steps, cycle_seconds=cycle_seconds)
+    def _check_heartbeat(self, exchange: Exchange) -> None:
+        """Raise the refusal that a heartbeat was answered with."""
+        if self.heartbeat is not None and self.heartbeat.error is not None:
+            raise self.heartbeat.error
 
 
-def _settle(indices: set[int], exchange: Exchange) -> None:
-    for index in indices:
-        exchange.settle(exchange.fragments[index])
-
-
-def _collect(indices: list[int], wait: bool, exchange: Exchange) -> tuple[dict[int, bool], set[int]]:
-    """Fragments that can be merged, with whether their submission was counted; and those still in flight."""
-    fragments = [exchange.fragments[index] for index in indices]
-    landed = {one.index: exchange.was_counted(one) for one in fragments if exchange.collect(one, wait)}
-    return landed, {one.index for one in fragments if exchange.is_under_way(one)}
-
-
-def _merge(index: int, now: Tensors, local_share: float | None, exchange: Exchange) -> Tensors:
-    return exchange.merge(exchange.fragments[index], now, local_share)
+def _base(exchange: Exchange, index: int) -> Tensors:
+    return exchange.fragments[index].base.parameters

@@ -8,24 +8,23 @@ import platform
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from onstep.diloco.client import DiLoCoClient
-from onstep.diloco.protocol.messages import Registered
+from onstep.diloco.client.membership import Membership
+from onstep.diloco.client.servers import Servers
+from onstep.diloco.progress import Amount
+from onstep.diloco.protocol.messages import Registered, Settings
 from onstep.diloco.worker.exchange import Exchange
 from onstep.diloco.worker.heartbeat import HeartbeatThread
 from onstep.diloco.worker.metrics import SyncMetrics
 from onstep.diloco.worker.pace import Pace
 from onstep.diloco.worker.parameters import Parameters
-from onstep.diloco.worker.progress import Amount, Cycle, Progress
 from onstep.diloco.worker.ranks import on_main, open_world
 from onstep.diloco.worker.synchronizer import Synchronizer
-from onstep.diloco.worker.work import Work, existing
 from onstep.distributed.world import World
 from onstep.errors import require
 
@@ -119,7 +118,7 @@ class DiLoCoWorker:
         self._loaded: Mapping[str, Any] | None = None
         self._hook: Any = None
         self._pace = Pace()
-        self._work: Work | None = None
+        self._synchronizer: Synchronizer | None = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -133,7 +132,7 @@ class DiLoCoWorker:
     @property
     def is_active(self) -> bool:
         """Whether it has started and not stopped."""
-        return self._work is not None
+        return self._synchronizer is not None
 
     def start(self, step: int = 0) -> None:
         """Register, and give the model the run's parameters. Collective.
@@ -145,59 +144,50 @@ class DiLoCoWorker:
             step: optimizer steps that this worker has taken in earlier sessions.
 
         Raises:
-            SessionEndedError: if the server refuses this worker, as one of another model.
-            ServerUnreachableError: without an answer.
+            RefusedByServerError: if the server refuses this worker, for example because its model differs.
+            ServerLostError: without an answer.
         """
         world = open_world()
         parameters = Parameters(self._model, world)
         made: list[Exchange] = []
-        on_main(world, lambda: made.append(self._new_exchange(parameters, step)))  # an error of it reaches all ranks
+        on_main(world, self, lambda worker: made.append(worker._new_exchange(parameters, step)))  # its errors, too
         exchange = made[0] if made else None
         try:
-            self._begin(world, parameters, exchange, step)
+            self._synchronizer = self._begin(world, parameters, exchange)
         except BaseException:
-            self._work = None
             if exchange is not None:
-                exchange.close()
+                exchange.member.close()
             raise
-
-    def _begin(self, world: World, parameters: Parameters, exchange: Exchange | None, step: int) -> None:
-        registered = on_main(world, lambda: existing(exchange).join(self._codec))
-        names = on_main(world, lambda: [fragment.names for fragment in existing(exchange).fragments])
-        settings = registered.settings
-        is_dynamic = settings.dylu if self._dylu is None else self._dylu and settings.dylu
-        cycle = Cycle(self._sync_every or settings.sync_every, settings.num_fragments, settings.num_shares)
-        progress = Progress(len(names))
-        blend = settings.blend if cycle.is_overlapped else None
-        synchronizer = Synchronizer(world, parameters, exchange, names, progress, blend)
-        self._work = Work(world, registered, exchange, cycle, progress, synchronizer, is_dynamic, step)
-        self._take_over(self._work)
-        if exchange is not None and self._heartbeat_interval > 0:
-            interval = self._interval_for(settings.heartbeat_timeout)
-            self._work.heartbeat = HeartbeatThread(exchange.session, exchange.link, interval, self._pace)
         if self._optimizer is not None:
             self._hook = self._optimizer.register_step_post_hook(lambda *_: self.end_step())
 
     def _new_exchange(self, parameters: Parameters, step: int) -> Exchange:
-        exchange = Exchange(
-            self._client or self._new_client(),
+        silence = min(self._timeout, _SILENCE_SECONDS)
+        member = Membership(
+            self._client or Servers(self.server_addr, silence, self._auth_token, self._verify),
+            self.worker_id,
             parameters.specs,
-            {spec.name: parameters.dtype(spec.name) for spec in parameters.specs},
-            worker_id=self.worker_id,
             timeout=self._timeout,
-            max_retries=self._max_retries,
+            lost_seconds=float(2 ** (self._max_retries + 1) - 2),
+            hostname=platform.node(),
             sync_every=self._sync_every,
             num_fragments=self._num_fragments,
-            metrics=self.metrics,
         )
-        exchange.session.step = step
+        member.session.step = step
+        dtypes = {spec.name: parameters.dtype(spec.name) for spec in parameters.specs}
+        exchange = Exchange(member, dtypes, self._codec, self.metrics)
         if self._loaded is not None and self._loaded.get("exchange"):
             exchange.load_state_dict(self._loaded["exchange"])
         return exchange
 
-    def _new_client(self) -> DiLoCoClient:
-        silence = min(self._timeout, _SILENCE_SECONDS)
-        return DiLoCoClient(self.server_addr, silence, token=self._auth_token, verify=self._verify)
+    def _begin(self, world: World, parameters: Parameters, exchange: Exchange | None) -> Synchronizer:
+        registered = on_main(world, exchange, Exchange.join)
+        synchronizer = Synchronizer(world, parameters, exchange, registered, self._sync_every)
+        self._restore(synchronizer)
+        if exchange is not None and self._heartbeat_interval > 0:
+            interval = self._interval_for(registered.settings.heartbeat_timeout)
+            synchronizer.heartbeat = HeartbeatThread(exchange.member, interval, self._pace)
+        return synchronizer
 
     def _interval_for(self, timeout: float) -> float:
         """Seconds between heartbeats to a server that evicts a worker after `timeout` seconds of silence."""
@@ -206,74 +196,63 @@ class DiLoCoWorker:
             logger.info("heartbeats every %g s: the server evicts a worker after %g s of silence", longest, timeout)
         return min(self._heartbeat_interval, longest)
 
-    def _take_over(self, work: Work) -> None:
-        """Give the model the versions of the server, except where a restored one is on them already."""
+    def _restore(self, synchronizer: Synchronizer) -> None:
+        """Give the model the server's versions, except where a restored model is at them already."""
         loaded, self._loaded = self._loaded, None
-        state = None if loaded is None else loaded.get("exchange")
-        amounts = [] if loaded is None else loaded["since_base"]
+        state, mine = (None, []) if loaded is None else (loaded.get("exchange"), loaded["since_base"])
         # of rank 0, as a rank that the job did not have before has no state, and all ranks must exchange together
-        local_step, steps = self.share(
-            (0 if loaded is None else loaded["local_step"], [one["steps"] for one in amounts])
+        local_step, steps = synchronizer.world.share(
+            (0 if loaded is None else loaded["local_step"], [one["steps"] for one in mine])
         )
-        kept = 0
-        for index in work.fragments:
-            if on_main(work.world, partial(work.open, index, state)):
-                tokens = amounts[index]["tokens"] if amounts else 0.0
-                work.progress.restore(index, Amount(tokens, steps[index]))
-                kept += 1
-            else:
-                work.synchronizer.give(index)
-        work.cycle.step = min(local_step, work.cycle.length - 1) if kept else 0
-        if local_step and not kept:
+        tokens = [one["tokens"] for one in mine] or [0.0] * len(steps)
+        cycle = synchronizer.cycle
+        if synchronizer.restore(state, list(map(Amount, tokens, steps))):
+            cycle.step = min(local_step, cycle.length - 1)
+        elif local_step:
             logger.warning("the run is past this checkpoint: %d local steps of this worker are discarded", local_step)
 
     def end_step(self, tokens: Tensor | float | None = None) -> None:
-        """Count an optimizer step; exchange what is due after it. Collective.
+        """Count an optimizer step; exchange the fragments that are due after it. Collective.
 
         Args:
             tokens: that this rank has trained on, the weight of its work; in any unit, the same for all workers. None
                 counts steps.
 
         Raises:
-            SessionEndedError: if the server no longer accepts this worker.
+            RefusedByServerError: if the server no longer accepts this worker.
             InvalidTensorsError: if the model is not finite.
         """
-        work = self._started()
-        work.count(1.0 if tokens is None else tokens)
+        synchronizer, metrics, started = self._started(), self.metrics, time.monotonic()
+        cycle = synchronizer.cycle
+        synchronizer.progress.count(1.0 if tokens is None else tokens)
+        if synchronizer.exchange is not None:
+            synchronizer.exchange.member.session.step += 1
         self._pace.count_step()
-        started = time.monotonic()
-        work.synchronizer.land(wait=False)
-        fragments = work.cycle.advance()
+        synchronizer.merge_arrived(wait=False)
+        fragments = cycle.advance()
         if fragments:
-            self._exchange_due(work, fragments)
+            pace = self.get_steps_per_second()
+            synchronizer.exchange_due(fragments, cycle.length / pace if pace > 0 else 0.0)
+            metrics.fragment_syncs += len(fragments) if cycle.is_overlapped else 0
+            metrics.last_sync_time = time.monotonic() - started
+            metrics.total_sync_time += metrics.last_sync_time
         self._pace.leave_out(time.monotonic() - started)
-        if fragments:
-            self.metrics.last_sync_time = time.monotonic() - started
-            self.metrics.total_sync_time += self.metrics.last_sync_time
-        if work.cycle.turn(self._next_length(work) if work.cycle.step >= work.cycle.length else work.cycle.length):
-            self.metrics.sync_count += 1
+        if cycle.step >= cycle.length:
+            cycle.begin(self._next_length(synchronizer))
+            metrics.sync_count += 1
 
-    def _exchange_due(self, work: Work, fragments: tuple[int, ...]) -> None:
-        synchronizer, pace = work.synchronizer, self.get_steps_per_second()
-        on_main(work.world, work.check_heartbeat)
-        synchronizer.land(wait=True)
-        synchronizer.retry(fragments)
-        synchronizer.submit(fragments, work.cycle.length / pace if pace > 0 else 0.0)
-        if not work.cycle.is_overlapped:
-            synchronizer.land(wait=True)
-        else:
-            self.metrics.fragment_syncs += len(fragments)
-        work.registered = on_main(work.world, work.last_registered)
+    def _next_length(self, synchronizer: Synchronizer) -> int:
+        """Steps of the next cycle: with dynamic local updates, the server's recommendation."""
+        length, settings = synchronizer.cycle.length, synchronizer.registered.settings
+        if not self._is_dynamic(settings):
+            return length
+        heartbeat = synchronizer.heartbeat
+        recommended = synchronizer.world.share(heartbeat and heartbeat.recommended_sync_every) or length
+        self.metrics.dylu_adjustments += recommended != length
+        return int(recommended)
 
-    def _next_length(self, work: Work) -> int:
-        """Steps of the next cycle: with dynamic local updates, what the server recommends."""
-        if not work.is_dynamic:
-            return work.cycle.length
-        recommended = on_main(work.world, lambda: work.heartbeat and work.heartbeat.recommended_sync_every)
-        if not recommended or recommended == work.cycle.length:
-            return work.cycle.length
-        self.metrics.dylu_adjustments += 1
-        return recommended
+    def _is_dynamic(self, settings: Settings) -> bool:
+        return settings.dylu if self._dylu is None else self._dylu and settings.dylu
 
     def force_sync(self) -> None:
         """Exchange all fragments that have a new step now, and wait. Collective.
@@ -281,48 +260,49 @@ class DiLoCoWorker:
         Raises:
             RuntimeError: if it is not active.
         """
-        work = self._started()
-        work.synchronizer.land(wait=True)
-        work.synchronizer.retry(work.fragments)
-        work.synchronizer.submit(work.fragments, 0.0)
-        work.synchronizer.land(wait=True)
+        synchronizer = self._started()
+        synchronizer.exchange_due(synchronizer.fragments, 0.0)
+        synchronizer.merge_arrived(wait=True)
 
     def finish(self) -> None:
         """Submit the steps since the last submission, and continue from the result: training is over. Collective.
 
-        It waits until the round is committed, but not longer than `timeout`, the same again if an earlier submission is
-        still pending, and no longer than there are workers enough: two seconds after fewer than the quorum are
-        registered, it gives up. Then the last steps are in this worker's model only, or count without it knowing.
+        It waits until the round is committed, at most for `timeout`, and as long again if an earlier submission is
+        still pending. It gives up two seconds after fewer workers than the quorum are registered. Then the last steps
+        are in this worker's model only, or count without it knowing.
         """
-        work = self._started()
-        work.synchronizer.finish(work.fragments)
+        self._started().finish()
 
     def share(self, value: T) -> T:
         """Rank 0's value, on every rank. Collective."""
-        return on_main(self._started().world, lambda: value)
+        shared: T = self._started().world.share(value)
+        return shared
 
-    def settle(self) -> None:
+    def merge_in_flight(self) -> None:
         """Wait for the fragments in flight, and merge them. Collective."""
-        self._started().synchronizer.land(wait=True)
+        self._started().merge_arrived(wait=True)
 
     def stop(self, merge: bool = True) -> None:
         """Leave the run; may be repeated.
 
         Args:
-            merge: whether to `finish` first, which is collective; pass False to leave at once: after an error that
+            merge: whether to `finish` first, which is collective. Pass False to leave at once: after an error that
                 other ranks might not share, or to continue later from a checkpoint.
         """
-        work, self._work = self._work, None
+        synchronizer, self._synchronizer = self._synchronizer, None
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        if work is None:
+        if synchronizer is None:
             return
         try:
             if merge:
-                work.synchronizer.finish(work.fragments)
+                synchronizer.finish()
         finally:
-            work.leave()
+            if synchronizer.heartbeat is not None:
+                synchronizer.heartbeat.stop()
+            if synchronizer.exchange is not None:
+                synchronizer.exchange.leave()
 
     def get_steps_per_second(self) -> float:
         """Of the last 100 steps, without waiting for the server; 0 before the second step."""
@@ -330,48 +310,50 @@ class DiLoCoWorker:
 
     @property
     def sync_metrics(self) -> dict[str, float]:
-        """What happened so far; sizes and times of the server's side on rank 0 only."""
+        """The metrics so far; sizes and times of the network on rank 0 only."""
         logs = self.metrics.logs()
         logs["diloco/steps_per_second"] = self.get_steps_per_second()
-        if self._work is not None:
-            logs["diloco/local_step"] = self._work.cycle.step
-            logs["diloco/sync_every"] = self._work.cycle.length
-            if self._work.is_dynamic:
+        if self._synchronizer is not None:
+            cycle, settings = self._synchronizer.cycle, self._synchronizer.registered.settings
+            logs["diloco/local_step"] = cycle.step
+            logs["diloco/sync_every"] = cycle.length
+            if self._is_dynamic(settings):
                 logs["diloco/dylu_adjustments"] = self.metrics.dylu_adjustments
-            if self._work.cycle.is_overlapped:
-                logs["diloco/num_fragments"] = self._work.registered.settings.num_fragments
+            if cycle.is_overlapped:
+                logs["diloco/num_fragments"] = settings.num_fragments
                 logs["diloco/fragment_syncs"] = self.metrics.fragment_syncs
         return logs
 
     @property
     def registered(self) -> Registered:
-        """What the server said at registration: its settings, this worker's share of the data, the run's step.
+        """The server's answer to the registration: its settings, this worker's share of the data, the run's step.
 
-        A worker that was evicted and has come back may have another share; it is here after the next exchange.
+        A worker that was evicted and has registered again may have another share; it is here after the next exchange.
         """
         return self._started().registered
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts, position in the cycle and residuals of the codec; on other ranks than 0 without the server's side.
+        """Counts, position in the cycle, and on rank 0 the residuals of the codec.
 
-        The version that the model started from is not in it: the server has it.
+        It does not contain the version that the model started from: the server has it.
         """
-        work = self._started()
+        synchronizer = self._started()
+        exchange, progress = synchronizer.exchange, synchronizer.progress
         return {
             "worker_id": self.worker_id,
-            "sync_every": work.cycle.length,
-            "local_step": work.cycle.step,
-            "since_base": [vars(work.progress.since_base(index)) for index in work.fragments],
-            "exchange": None if work.exchange is None else work.exchange.state_dict(),
+            "sync_every": synchronizer.cycle.length,
+            "local_step": synchronizer.cycle.step,
+            "since_base": [vars(progress.since_base(index)) for index in synchronizer.fragments],
+            "exchange": None if exchange is None else exchange.state_dict(),
             **self.metrics.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()` of an earlier process, whose parameters the model has; before `start`."""
+        """Continue from the state of an earlier process, whose parameters the model has; before `start`."""
         self._loaded = state
         self.metrics.load_state_dict(state)
 
-    def _started(self) -> Work:
-        if self._work is None:
+    def _started(self) -> Synchronizer:
+        if self._synchronizer is None:
             raise RuntimeError("the worker is not active; call start(), or use it as a context manager.")
-        return self._work
+        return self._synchronizer

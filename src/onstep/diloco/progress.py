@@ -1,17 +1,19 @@
-"""Counts what this rank has trained since each fragment's version, and the steps of a cycle."""
+"""Counts the work of a rank since each fragment's version, and the steps of a cycle."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from onstep.diloco.fragments import due
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
 class Amount:
-    """Work done: tokens of this rank (or another unit, the same for all workers), and optimizer steps."""
+    """Work done: tokens (or another unit, the same for all workers), and optimizer steps."""
 
     tokens: float = 0.0
     steps: int = 0
@@ -21,7 +23,7 @@ class Amount:
 
 
 class Progress:
-    """Counts steps and tokens, and what of them each fragment's next submission has."""
+    """Counts steps and tokens, and how many of them each fragment's next submission will contain."""
 
     def __init__(self, num_fragments: int) -> None:
         self._tokens = 0.0
@@ -31,31 +33,31 @@ class Progress:
         self._base = [Amount() for _ in range(num_fragments)]
         self._submitted = [Amount() for _ in range(num_fragments)]
 
-    def count(self, tokens: Tensor | float) -> None:
-        """Add a step; a tensor is read only at the next submission."""
+    def count(self, tokens: Tensor | float, steps: int = 1) -> None:
+        """Add work; a tensor is read only at the next submission."""
         self._new_tokens = self._new_tokens + tokens
-        self._steps += 1
+        self._steps += steps
 
     def since_base(self, fragment: int) -> Amount:
-        """The work that the fragment's next submission has. Reads the tokens from the device."""
+        """The work that the fragment's next submission will contain. Reads the tokens from the device."""
         return self._total() - self._base[fragment]
 
     def submit(self, fragment: int) -> Amount:
-        """The same; what comes from now on is for the submission after it."""
+        """The same; later work is for the submission after this one."""
         amount = self.since_base(fragment)
         self._submitted[fragment] = self._total()
         return amount
 
     def has_steps(self, fragment: int) -> bool:
-        """Whether the fragment's next submission has any step."""
+        """Whether there is a step that the fragment's next submission will contain."""
         return self._base[fragment].steps != self._steps
 
     def has_moved(self, fragment: int) -> bool:
         """Whether there was a step since the fragment was submitted."""
         return self._submitted[fragment].steps != self._steps
 
-    def settle(self, fragment: int, is_counted: bool) -> None:
-        """The submission is settled; one that was not counted will be part of the next."""
+    def end_submission(self, fragment: int, is_counted: bool) -> None:
+        """The submission has a result; the work of one that was not counted will be part of the next."""
         if is_counted:
             self._base[fragment] = self._submitted[fragment]
 
@@ -86,9 +88,6 @@ class Cycle:
         self.step += 1
         return due(self.step, self.length, self._num_slots, self._num_shares)
 
-    def turn(self, length: int) -> bool:
-        """Begin the next cycle, of `length` steps, if this one is over."""
-        if self.step < self.length:
-            return False
+    def begin(self, length: int) -> None:
+        """Begin a cycle of `length` steps."""
         self.step, self.length = 0, length
-        return True

@@ -1,0 +1,130 @@
+"""Sends requests to the server of a run, or to several servers that each have a share of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+from onstep.diloco.client.connection import Body, Connection
+from onstep.diloco.protocol.messages import (
+    Await,
+    Beat,
+    Heartbeat,
+    Left,
+    Ready,
+    Refused,
+    Register,
+    Registered,
+    Reply,
+    Request,
+    Submit,
+)
+from onstep.diloco.protocol.session import RefusedByServerError
+from onstep.diloco.wire.http import INFO
+from onstep.errors import ConfigError
+
+NOTHING = memoryview(b"")
+
+
+class Servers:
+    """The servers of a run, in the order of their shares: to a worker they look like one.
+
+    Fragment `f` of server `s` is the worker's fragment `f * num_servers + s`.
+
+    Args:
+        addresses: `host:port`, or a URL with `http` or `https`; several are separated by commas.
+        timeout: seconds without a byte after which a server counts as lost.
+        token: the bearer token, see `Connection`.
+        verify: for `https`, the PEM file of the certification authority.
+
+    Raises:
+        ConfigError: for an invalid address.
+    """
+
+    def __init__(
+        self, addresses: str, timeout: float = 600.0, token: str | None = None, verify: str | Path | None = None
+    ) -> None:
+        given = [address.strip() for address in addresses.split(",") if address.strip()]
+        if not given:
+            raise ConfigError("server_addr must be the host:port of a server, got an empty text.")
+        self.connections = [Connection(address, timeout, token, verify) for address in given]
+
+    def send(self, request: Request, body: Body = b"", timeout: float | None = None) -> tuple[Reply, memoryview]:
+        """Send a request once, to the server that it concerns or to all; see `Connection.send`."""
+        if isinstance(request, Register) and (refused := self._misplaced(timeout)) is not None:
+            return refused, NOTHING
+        if len(self.connections) == 1:
+            return self.connections[0].send(request, body, timeout)
+        if isinstance(request, Submit | Await):
+            return self._send_to_one(request, body, timeout)
+        replies = []
+        for connection in self.connections:
+            reply = connection.send(request, body, timeout)[0]
+            if isinstance(request, Register) and isinstance(reply, Registered) and reply.offer:
+                reply = connection.send(replace(request, offer=reply.offer), body, timeout)[0]  # each has its own offer
+            if isinstance(reply, Refused):
+                return reply, NOTHING
+            replies.append(reply)
+        if isinstance(request, Register):
+            return self._joined_registered([reply for reply in replies if isinstance(reply, Registered)]), NOTHING
+        if isinstance(request, Heartbeat):
+            return _joined_beat([reply for reply in replies if isinstance(reply, Beat)]), NOTHING
+        return Left(), NOTHING
+
+    def close(self) -> None:
+        """Close the connections."""
+        for connection in self.connections:
+            connection.close()
+
+    def _misplaced(self, timeout: float | None) -> Refused | None:
+        """The refusal of servers that are not exactly those of a run, in the order of their shares."""
+        for number, connection in enumerate(self.connections):
+            try:
+                info = connection.json("GET", INFO, timeout=timeout)
+            except RefusedByServerError as error:
+                return Refused(error.status, str(error))
+            settings = info.get("settings")
+            shares = settings.get("num_shares") if isinstance(settings, dict) else None
+            if shares != len(self.connections):
+                error_text = (
+                    f"the parameters of this run are shared by {shares} servers, and {len(self.connections)} are given"
+                )
+                return Refused(422, f"{error_text}; give the addresses of all, in the order of their shares.")
+            if info.get("share") != number:
+                text = f"server {number} of the list, {connection.url}, has share {info.get('share')} of the parameters"
+                return Refused(422, f"{text}; give the addresses in the order of their shares, from 0.")
+        return None
+
+    def _send_to_one(self, request: Submit | Await, body: Body, timeout: float | None) -> tuple[Reply, memoryview]:
+        fragment, server = divmod(request.fragment, len(self.connections))
+        reply, received = self.connections[server].send(replace(request, fragment=fragment), body, timeout)
+        if isinstance(reply, Ready):
+            reply = replace(reply, fragment=request.fragment)
+        return reply, received
+
+    def _joined_registered(self, replies: Sequence[Registered]) -> Reply:
+        first = replies[0]
+        for connection, reply in zip(self.connections, replies, strict=True):
+            if reply.settings != first.settings:
+                error = f"the settings of {connection.url} are not those of {self.connections[0].url}"
+                return Refused(422, f"{error}; start all servers of a run with the same ones.")
+        return replace(
+            first,
+            run_id="+".join(reply.run_id for reply in replies),
+            versions=_interleaved([reply.versions for reply in replies]),
+            next_sequences=_interleaved([reply.next_sequences for reply in replies]),
+        )
+
+
+def _joined_beat(replies: Sequence[Beat]) -> Beat:
+    return Beat(
+        versions=_interleaved([reply.versions for reply in replies]),
+        num_registered=min(reply.num_registered for reply in replies),
+        recommended_sync_every=replies[0].recommended_sync_every,
+    )
+
+
+def _interleaved(parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(chain.from_iterable(zip(*parts, strict=True)))

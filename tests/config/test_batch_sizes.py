@@ -1,4 +1,4 @@
-"""The global batch as a function of consumed samples, against the formula that Megatron states, step by step."""
+"""The global batch as a function of consumed samples, and the progress that follows, against walking step by step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from onstep.config import ConfigContainer, resolve, validate
 from onstep.config.checks import batches
 from onstep.config.lengths import (
     BatchSizes,
+    ExpectedProgress,
     batch_sizes,
     parse_steps,
+    progress_after,
     ramp,
     steps_of_rampup_epochs,
     train_iters,
     warmup_and_decay,
 )
-from onstep.errors import ConfigError
 
 
 def config(**train: object) -> ConfigContainer:
@@ -115,70 +116,6 @@ def test_a_decay_in_samples_is_as_long_as_the_run() -> None:
     assert warmup_and_decay(made, iters)[1] == sum(walk(batch_sizes(made.train, 1, 256), iters))
 
 
-@pytest.mark.parametrize(
-    ("train", "words"),
-    [
-        ({"global_batch_size": 32, "rampup_batch_size": [8, 5, 100]}, ["rampup_batch_size=[8, 5, 100]", "28 or 33"]),
-        ({"global_batch_size": 32, "rampup_batch_size": [8, 4]}, ["[start, increment, samples]"]),
-        ({"global_batch_size": 32, "rampup_batch_size": [0, 4, 100]}, ["start must be > 0, got 0"]),
-        ({"global_batch_size": 8, "rampup_batch_size": [16, 4, 100]}, ["global_batch_size=8", "got 16"]),
-        ({"global_batch_size": 32, "rampup_batch_size": [2, 2, 5]}, ["15 increments within 5 samples"]),
-        ({"rampup_batch_size": [8, 4, 100]}, ["requires train.global_batch_size"]),
-        (
-            {"global_batch_size": 32, "rampup_batch_size": [3, 29, 100]},
-            ["rampup_batch_size=[3, 29, 100] has steps of 3 samples; 3 must be a multiple of micro_batch_size * ranks"],
-        ),
-        (
-            {"global_batch_size": 8, "rampup_batch_size": [4, 4, 9], "step_batch_size_schedule": "0:4 9:8"},
-            ["rampup_batch_size and train.step_batch_size_schedule", "keep one"],
-        ),
-        ({"step_batch_size_schedule": "0:4 5:8 5:16"}, ["increasing thresholds, got 0, 5, 5"]),
-        ({"step_batch_size_schedule": "0:4 5:8 3:16"}, ["increasing thresholds"]),
-        ({"step_batch_size_schedule": "10:4"}, ["begin with the threshold 0, got 10"]),
-        ({"step_batch_size_schedule": "0:8 10:4"}, ["never shrink, got 8, 4"]),
-        ({"step_batch_size_schedule": "0:2 1.5:8"}, ["threshold 1.5", "integer number of samples", "1 or 2"]),
-        ({"step_batch_size_schedule": "0:2 0.0015Ktok:8"}, ["0.0015Ktok", "integer number of tokens"]),
-        ({"global_batch_size": 8, "rampup_batch_size": [8, 4, 100]}, ["global_batch_size=8 and ramps nothing up"]),
-        (
-            {"global_batch_size": 8, "rampup_batch_size": [2, 2, 60], "train_iters": None, "train_samples": 1},
-            ["train_samples=1 is less than the first step of 2 samples"],
-        ),
-        ({"step_batch_size_schedule": "0:8 ten:16"}, ["'0:8 ten:16'", "'0:32 100K:64 1M:128'"]),
-        ({"step_batch_size_schedule": ""}, ["thresholds and sizes"]),
-        ({"step_batch_size_schedule": "0:4 9:8", "global_batch_size": 16}, ["ends at 8", "global_batch_size=16"]),
-        ({"step_batch_size_schedule": "0:4 9:8", "micro_batch_size": None}, ["requires train.micro_batch_size"]),
-        ({"step_batch_size_schedule": "0:3 9:8"}, ["3 must be a multiple"]),
-        ({"global_batch_size": 15}, ["must be a multiple of micro_batch_size * ranks"]),
-        ({"global_batch_size": 1, "decrease_batch_size_if_needed": True}, ["would leave nothing"]),
-        ({"iterations_to_skip": [0]}, ["iterations_to_skip holds 0", "counted from 1"]),
-        ({"empty_unused_memory_level": 3}, ["empty_unused_memory_level=3", "0 (never), 1"]),
-    ],
-)
-def test_sizes_that_do_not_go_together_are_refused(train: dict[str, object], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        validate(config(**train))
-    assert all(word in str(refusal.value) for word in words), refusal.value
-
-
-@pytest.mark.parametrize(
-    ("profiling", "words"),
-    [
-        ({"use_pytorch_profiler": True, "use_nsys_profiler": True}, ["a process has one profiler"]),
-        ({"use_pytorch_profiler": True, "profile_step_start": 12}, ["profile_step_end=12 must be after"]),
-        ({"profile_ranks": [-1]}, ["profile_ranks=[-1]"]),
-        ({"use_pytorch_profiler": True, "profile_ranks": [0, 4]}, ["profile_ranks=[0, 4] has the rank 4", "0 to 0"]),
-        ({"record_memory_history": True, "profile_ranks": [1]}, ["has the rank 1"]),
-    ],
-)
-def test_profiles_that_cannot_be_are_refused(profiling: dict[str, object], words: list[str]) -> None:
-    made = config(global_batch_size=4)
-    for name, value in profiling.items():
-        setattr(made.profiling, name, value)
-    with pytest.raises(ConfigError) as refusal:
-        validate(made)
-    assert all(word in str(refusal.value) for word in words), refusal.value
-
-
 def test_ranks_that_are_there_or_do_not_profile_are_no_mistake() -> None:
     made = config(global_batch_size=8)
     made.profiling.profile_ranks = [0, 3]
@@ -215,3 +152,46 @@ def test_a_ramp_and_a_skipped_step_that_the_last_step_comes_to_are_not_reported(
     sizes = batch_sizes(config(global_batch_size=8, rampup_batch_size=[2, 2, 60]).train, 1, 256)
     last = walk(sizes, 30).index(8) + 1
     resolve(config(global_batch_size=8, rampup_batch_size=[2, 2, 60], train_iters=last, iterations_to_skip=[last]))
+
+
+def walked(sizes: BatchSizes, num_samples: int, drop_last: bool, steps: int) -> list[ExpectedProgress]:
+    """Where a run stands before each of its first steps."""
+    whole = consumed = epoch = in_epoch = 0
+    met = []
+    for _ in range(steps):
+        met.append(ExpectedProgress(whole, consumed, epoch + in_epoch / num_samples))
+        size = sizes.at(consumed)
+        taken = min(size, num_samples - in_epoch)
+        whole, consumed, in_epoch = whole + size, consumed + taken, in_epoch + taken
+        left = num_samples - in_epoch
+        if left == 0 or (drop_last and left < sizes.at(consumed)):
+            epoch, in_epoch = epoch + 1, 0
+    return met
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("num_samples", [20, 23, 47, 500])
+@pytest.mark.parametrize(
+    "stages", [ramp([4, 4, 90], 20), ramp([2, 2, 400], 8), parse_steps("0:4 40:8 1K:12", 1), ((0,), (8,))]
+)
+def test_it_is_where_walking_step_by_step_comes_to(
+    stages: tuple[tuple[int, ...], tuple[int, ...]], num_samples: int, drop_last: bool
+) -> None:
+    sizes = BatchSizes(*stages)
+    for step, expected in enumerate(walked(sizes, num_samples, drop_last, 200)):
+        found = progress_after(step, sizes, num_samples, drop_last)
+        assert (found.whole, found.consumed) == (expected.whole, expected.consumed), step
+        assert found.epochs == pytest.approx(expected.epochs), step
+
+
+def test_epochs_without_a_tail_count_as_whole_steps_do() -> None:
+    sizes = BatchSizes(*ramp([4, 4, 90], 20))
+    assert [progress_after(step, sizes, 47, True).whole for step in range(60)] == [
+        sizes.samples_after(step) for step in range(60)
+    ]
+
+
+def test_a_long_run_over_a_short_dataset_is_not_walked_through() -> None:
+    """A billion epochs: this would not end if it went from one to the next."""
+    sizes = BatchSizes(*ramp([2, 2, 10**12], 8))
+    assert progress_after(5 * 10**9, sizes, 9, False) == ExpectedProgress(10 * 10**9, 9 * 10**9, 1e9)

@@ -24,6 +24,7 @@ from onstep.config import (
     save_yaml,
     to_flat,
 )
+from onstep.config.field_types import accepts_text
 from onstep.config.keys import KEYS
 from onstep.errors import ConfigError
 
@@ -289,3 +290,22 @@ def test_importing_the_configuration_imports_nothing_heavy() -> None:
     code = f"import sys, onstep.config, onstep.recipes; print(sorted({heavy} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+LISTS = [name for name, key in KEYS.items() if list[str] in (key.annotation, *get_args(key.annotation))]
+
+
+@pytest.mark.parametrize("key", LISTS)
+def test_a_text_is_a_list_of_one(key: str) -> None:
+    section, _, name = key.partition(".")
+    by_override = ConfigContainer()
+    apply_overrides(by_override, [f"{key}=one.txt"])
+    expected = "one.txt" if accepts_text(KEYS[key].annotation) else ["one.txt"]
+    assert KEYS[key].get(by_override) == expected
+    assert KEYS[key].get(from_dict(parse_yaml(f"{section}: {{{name}: one.txt}}"))) == expected
+    assert KEYS[key].get(from_dict({key: "one.txt"})) == expected
+
+
+def test_these_are_the_keys() -> None:
+    assert {"dataset.paths", "train.exit_signals", "peft.target_modules"} <= set(LISTS)
+    assert all(get_origin(KEYS[key].annotation) is not dict for key in LISTS)

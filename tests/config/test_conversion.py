@@ -143,21 +143,14 @@ def random_valid_config(seed: int) -> ConfigContainer:
         return config
 
 
-@pytest.mark.parametrize("first", range(0, 150, 25))
-def test_config_to_args_to_config_is_the_identity(first: int) -> None:
-    for seed in range(first, first + 25):
-        config = random_valid_config(seed)
-        assert diff(config, args_to_config(config_to_args(config))) == [], seed
-        resolved = resolve(config)
-        assert diff(resolved, args_to_config(config_to_args(resolved))) == [], seed
-
-
+@pytest.mark.parametrize("first", range(0, 80, 20))
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_the_identity_holds_for_any_number_of_ranks(world_size: int) -> None:
-    for seed in range(20):
+def test_config_to_args_to_config_is_the_identity(first: int, world_size: int) -> None:
+    for seed in range(first + world_size, first + 20, 2):
         config = random_valid_config(seed)
-        args = config_to_args(config, world_size=world_size)
-        assert args_to_config(args, world_size=world_size) == config
+        for written in (config, resolve(config)):
+            args = config_to_args(written, world_size=world_size)
+            assert diff(written, args_to_config(args, world_size=world_size)) == [], seed
 
 
 def test_the_default_configuration_is_identical_too() -> None:
@@ -348,7 +341,7 @@ def test_args_to_config_to_args_keeps_all_fields_at_once() -> None:
 
 
 def test_random_arguments_survive_the_round_trip() -> None:
-    for seed in range(60):
+    for seed in range(25):
         rng = random.Random(seed)
         excluded = ("mixed_precision", "fp16", "fp16_full_eval")
         names = [name for name in OTHER_VALUES if rng.random() < 0.4 and name not in excluded]

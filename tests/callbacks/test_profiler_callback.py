@@ -16,13 +16,17 @@ from onstep import Callback, pretrain
 from onstep.callbacks.profiler_callback import ProfilerCallback
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
+from tests.support.small_configs import small_pretrain_config
 
 
 @pytest.fixture
-def config(tiny_config: ConfigContainer) -> ConfigContainer:
-    tiny_config.validation.eval_interval = None
-    tiny_config.validation.eval_after_training = False
-    return tiny_config
+def config(corpus: Path, token_cache: Path) -> ConfigContainer:
+    """8 steps of a model of one layer: a trace has each of its operations."""
+    config = small_pretrain_config(corpus, token_cache)
+    config.train.train_iters, config.train.global_batch_size, config.train.micro_batch_size = 8, 1, 1
+    config.logger.log_interval = 4
+    config.validation.eval_interval, config.validation.eval_after_training = None, False
+    return config
 
 
 def profiler(directory: Path, **options: Any) -> ProfilerCallback:
@@ -59,7 +63,7 @@ def test_the_trace_has_the_steps_of_the_window_with_the_models_operations(
     events = trace(callback)
     assert steps_in(events) == [3, 4, 5]
     names = [event["name"] for event in events]
-    assert sum("scaled_dot_product" in name for name in names) >= 3 * 2
+    assert sum("scaled_dot_product" in name for name in names) >= 3
     assert {"aten::embedding", "aten::mm"} <= set(names)
     inside = [event for event in events if event["name"] == "aten::mm"]
     marks = [event for event in events if event["name"].startswith("step ")]

@@ -107,64 +107,65 @@ def calls(ranks: Ranks, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [
-        pytest.param(name, number, marks=[pytest.mark.slow] if number > 1 and is_of_one_rank(name) else [])
-        for name in NAMES
-        for number in (1, 2)
-    ],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(
-    name: str, number: int, ranks: Ranks, plain: dict[int, dict[str, Any]]
+    name: str, ranks: Ranks, plain: dict[int, dict[str, Any]]
 ) -> None:
-    whole, killed = f"{name}-whole-{number}", f"{name}-killed-{number}"
-    expected = ranks.finish(whole, "run", ranks=number, names=[name])
-    assert expected["weights"] == plain[number]["weights"], f"{name} changes what is learned"
-    assert expected["files"] == plain[number]["files"], f"{name} changes the random state"
-    for step in (6, 10) if number == 1 and name in STATEFUL else (6,):
-        assert -9 in ranks.start(killed, "run", ranks=number, names=[name], dies_at=step)
-    found = ranks.finish(killed, "run", ranks=number, names=[name])
-    check_same(found, expected)
-    if name not in WALL_CLOCK_STATES:
-        assert without_paths(calls(ranks, killed), killed) == without_paths(calls(ranks, whole), whole)
+    """So does a second run in a row with the same callback, and one that hears of its end twice."""
+    expected = ranks.finish(f"{name}-whole", "twice", ranks=1, names=[name])
+    check_learned(expected, plain[1], name)
+    runs = ranks.directory / f"{name}-whole" / "runs"
+    first, second = (read_records(runs / run / "trainer_logs.json") for run in ("run", "second"))
+    assert [one.get("loss") for one in first] == [one.get("loss") for one in second]
+    kills = (6, 10) if name in STATEFUL else (6,)
+    check_resumed(ranks, [name], kills, expected, f"{name}-whole", ranks_of_run=1)
 
 
-def without_paths(states: dict[str, Any], name: str) -> str:
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if not is_of_one_rank(name)])
+def test_so_does_each_alone_on_two_ranks(name: str, ranks: Ranks, plain: dict[int, dict[str, Any]]) -> None:
+    expected = ranks.finish(f"{name}-two", "run", ranks=2, names=[name])
+    check_learned(expected, plain[2], name)
+    check_resumed(ranks, [name], (6,), expected, f"{name}-two", ranks_of_run=2)
+
+
+@pytest.mark.distributed
+def test_so_do_all_together_on_two_ranks(ranks: Ranks, plain: dict[int, dict[str, Any]]) -> None:
+    names = [name for name in NAMES if name not in ("ProfilerCallback", "TraceMalloc")]
+    expected = ranks.finish("all", "run", ranks=2, names=names)
+    check_learned(expected, plain[2], "one of all")
+    check_resumed(ranks, names, (6,), expected, "all", ranks_of_run=2)
+
+
+def check_learned(found: dict[str, Any], plain: dict[str, Any], name: str) -> None:
+    assert found["weights"] == plain["weights"], f"{name} changes what is learned"
+    assert found["files"] == plain["files"], f"{name} changes the random state"
+
+
+def check_resumed(
+    ranks: Ranks, names: list[str], kills: tuple[int, ...], expected: dict[str, Any], whole: str, *, ranks_of_run: int
+) -> None:
+    """Check that a run that is killed at these steps ends as the one called `whole`."""
+    killed = f"{whole}-killed"
+    for step in kills:
+        assert -9 in ranks.start(killed, "run", ranks=ranks_of_run, names=names, dies_at=step)
+    check_same(ranks.finish(killed, "run", ranks=ranks_of_run, names=names), expected)
+    found, states = calls(ranks, killed), calls(ranks, whole)
+    for name in found.keys() - set(WALL_CLOCK_STATES):
+        assert without_paths(found[name], killed) == without_paths(states[name], whole), name
+    assert found.keys() == states.keys()
+
+
+def without_paths(states: Any, name: str) -> str:
     """The states as text, with the run's directory named alike, and without the hash of a log, which has times."""
     without_times = json.loads(json.dumps(states), object_hook=lambda entries: {**entries, "log_digest": None})
     return json.dumps(without_times, sort_keys=True).replace(f"/{name}/", "/run/")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_two_runs_in_a_row_and_a_second_end_are_fine(name: str, ranks: Ranks) -> None:
-    codes = ranks.start(f"{name}-twice", "twice", ranks=1, names=[name])
-    assert codes == [0], ranks.output(f"{name}-twice")
-    runs = ranks.directory / f"{name}-twice" / "runs"
-    losses = [
-        [one.get("loss") for one in read_records(runs / run / "trainer_logs.json")] for run in ("first", "second")
-    ]
-    assert losses[0] == losses[1]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_it_works_in_the_trainer_and_for_an_evaluation_after_training(name: str, ranks: Ranks) -> None:
-    codes = ranks.start(f"{name}-trainer", "trainer", ranks=1, names=[name])
+def test_it_works_in_the_trainer_with_evaluations_before_and_after_training(name: str, ranks: Ranks) -> None:
+    codes = ranks.start(f"{name}-trainer", "trainer", ranks=1, names=[name], own="run/own")
     assert codes == [0], ranks.output(f"{name}-trainer")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_it_works_in_an_evaluation_before_training(name: str, ranks: Ranks) -> None:
-    codes = ranks.start(f"{name}-first", "evaluate_first", ranks=1, names=[name], own="run/own")
-    assert codes == [0], ranks.output(f"{name}-first")
-    found = next((ranks.directory / f"{name}-first").rglob("trainer_logs.json"))
+    found = next((ranks.directory / f"{name}-trainer").rglob("trainer_logs.json"))
     assert any(record["global_step"] == 9 for record in read_records(found))
-
-
-@pytest.mark.distributed
-def test_all_together_on_two_ranks_change_nothing(ranks: Ranks, plain: dict[int, dict[str, Any]]) -> None:
-    names = [name for name in NAMES if name not in ("ProfilerCallback", "TraceMalloc")]
-    assert -9 in ranks.start("all", "run", ranks=2, names=names, dies_at=6)
-    found = ranks.finish("all", "run", ranks=2, names=names)
-    assert found["weights"] == plain[2]["weights"]
-    assert found["files"] == plain[2]["files"]

@@ -27,6 +27,7 @@ from tests.support.contract.the_page import (
     TB_TAGS,
     WRITER_METHODS,
 )
+from tests.support.small_configs import small_pretrain_config
 
 
 def parameters_of(name: str) -> dict[str, inspect.Parameter]:
@@ -128,19 +129,11 @@ def test_old_names_of_the_divergence_detector_mean_the_same_class() -> None:
 @pytest.fixture(scope="module")
 def documented_run(corpus: Path, token_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The logging directory of a run with every callback that leaves a file, at its documented defaults."""
-    from onstep.recipes import tiny_gpt_pretrain_config
-
     directory = tmp_path_factory.mktemp("documented")
-    config = tiny_gpt_pretrain_config()
-    config.dataset.paths, config.dataset.cache_dir = [str(corpus)], str(token_cache)
-    config.dataset.split = "80,10,10"
-    config.dataset.seq_length = config.model.seq_length = 32
-    config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads = 2, 32, 2
-    config.train.train_iters, config.train.global_batch_size, config.train.micro_batch_size = 8, 4, 4
-    config.scheduler.lr_warmup_iters = 2
-    config.validation.eval_on_start, config.validation.eval_interval, config.validation.eval_iters = False, 4, 2
+    config = small_pretrain_config(corpus, token_cache)
+    config.train.train_iters, config.train.global_batch_size, config.train.micro_batch_size = 8, 2, 2
+    config.validation.eval_interval, config.validation.eval_iters = 4, 2
     config.logger.log_interval, config.logger.logging_dir = 2, str(directory)
-    config.dist.device = "cpu"
     writer = callbacks.ResumableSummaryWriter(str(directory / "tensorboard"))
     pretrain(
         config,

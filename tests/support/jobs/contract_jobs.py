@@ -44,6 +44,11 @@ def job_run(settings: dict[str, Any]) -> None:
     if "dies_at" in settings:
         manager.register("on_step_end", die)
     pretrain(contract_config(settings), callbacks=manager)
+    write_states(manager)
+
+
+def write_states(manager: CallbackManager) -> None:
+    """Leave the states of the callbacks in a file of this rank."""
     states = {
         type(one).__name__: [encode_state(one.state_dict())[1]]
         for one in manager.callbacks
@@ -53,31 +58,29 @@ def job_run(settings: dict[str, Any]) -> None:
 
 
 def job_twice(settings: dict[str, Any]) -> None:
-    """Two runs in a row with the same callbacks, each of which hears of the end of each run twice."""
+    """The run `run` and another with the same callbacks, each of which hears of the end of each run twice."""
     manager = CallbackManager()
     manager.add(callbacks_of(settings))
-    for name in ("first", "second"):
+    for name in ("run", "second"):
         config = contract_config(settings)
         config.run.name = name
         state = pretrain(config, callbacks=manager)
+        if name == "run":
+            write_states(manager)
         again = CallbackManager()
         again.add(manager.callbacks)
         _tell_the_end_again(again, state)
 
 
 def job_trainer(settings: dict[str, Any]) -> None:
-    """The other door: train, then evaluate, which reopens what the end of training closed."""
-    trainer = _trainer(settings)
-    trainer.train()
-    trainer.evaluate()
-    trainer.train()
+    """The other door: evaluate, train in the directory that this has left files in, and both once more.
 
-
-def job_evaluate_first(settings: dict[str, Any]) -> None:
-    """Evaluate what is to be trained, and then train it in the directory that the evaluation left files in."""
+    The second evaluation reopens what the end of training closed.
+    """
     trainer = _trainer(settings)
-    trainer.evaluate()
-    trainer.train()
+    for _ in range(2):
+        trainer.evaluate()
+        trainer.train()
 
 
 def _trainer(settings: dict[str, Any]) -> Trainer:

@@ -15,7 +15,6 @@ from onstep.events import Dispatcher
 from onstep.optim import TrainingOptimizer
 from onstep.training import GlobalState, train
 from onstep.training.stages.job import Job, drive
-from onstep.training.stages.record import RunStart
 
 VOCABULARY, LENGTH = 16, 12
 
@@ -120,5 +119,4 @@ def small_job(state: GlobalState, model: nn.Module | None = None, optimizer: Any
         scheduler=None,
         reader=loader(),
         notify=Dispatcher(None, state, [model], optimizer),
-        start=RunStart.now(state),
     )

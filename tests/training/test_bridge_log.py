@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from onstep import CallbackManager
+from onstep.data import StepBatches
 from onstep.distributed import World
 from onstep.events import Control
 from onstep.training import GlobalState, training_log
-from onstep.training.bridge.bridge_log import BridgeLog
-from onstep.training.bridge.interval_log import add_to_interval
+from onstep.training.bridge.interval_sums import add_to_interval
 from onstep.training.compute.losses import StepLoss
+from onstep.training.compute.step import Step
+from onstep.training.interval_log.bridge_log import BridgeLog
 from onstep.training.reporting.loss_accumulator import LossAccumulator
 from tests.support.read_counter import ReadCounter, StepMarker
 from tests.support.recording_loggers import record_all
@@ -381,7 +383,7 @@ def test_nothing_is_done_where_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) 
     def fail(*args: Any, **options: Any) -> bool:
         raise AssertionError
 
-    monkeypatch.setattr("onstep.training.bridge.bridge_log.report_step", fail)
+    monkeypatch.setattr("onstep.training.interval_log.bridge_log.report_step", fail)
     state = small_state(train_iters=3)
     state.cfg.logger.log_interval = 1
     run(state)
@@ -426,10 +428,9 @@ def test_the_loop_prints_the_lines_that_training_log_prints_of_its_own_sums(
         loss, is_skipped = StepLoss(torch.tensor(losses(step)), 1, None), step in (2, 3)
         state.train_state.step = step
         accumulator.add(None if step == 2 else loss, None, successful=not is_skipped)
-        done: Any = SimpleNamespace(
-            loss_dict={"lm loss": loss.value()}, applied=not is_skipped, grad_norm=None, num_zeros=None
-        )
-        log_of_loop.after_count(done)
+        job.last = Step(step, StepBatches([], None, None, []), applied=not is_skipped)
+        job.last.total = loss
+        log_of_loop.after_count(job.last)
         log_of_loop._report(is_logged=step % 4 == 0)
         if step % 4 == 0:
             accumulator.flush()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from onstep.distributed import World
 from onstep.errors import CheckpointError, CollectiveAfterErrorError
 from onstep.events import EVENTS
 from onstep.processes.heartbeat import HEARTBEAT
-from onstep.training import EnergyMonitor, RerunStateMachine, StragglerDetector
+from onstep.training import EnergyMonitor, RerunStateMachine, StragglerDetector, run_job
 from onstep.training.feature import Feature
 from onstep.training.features import TRAINING
 from onstep.training.stages.job import Job
@@ -97,7 +96,7 @@ def test_the_watchdogs_limit_begins_when_every_feature_has_begun(monkeypatch: py
         def begin(self) -> None:
             phases.append(HEARTBEAT.phase)
 
-    monkeypatch.setattr(sys.modules["onstep.training.train"], "TRAINING", (*TRAINING, SlowToBegin))
+    monkeypatch.setattr(run_job, "TRAINING", (*TRAINING, SlowToBegin))
     manager = CallbackManager()
     manager.register("on_step_begin", lambda: phases.append(HEARTBEAT.phase))
     run(small_state(train_iters=1), manager)

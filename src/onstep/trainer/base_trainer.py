@@ -28,7 +28,7 @@ from onstep.trainer.own_arguments import own_arguments
 from onstep.trainer.predictions import EvalPrediction
 from onstep.trainer.reporting.argument_errors import errors_name_arguments
 from onstep.trainer.reporting.memory_metrics import MemoryMetrics
-from onstep.training.bridge.global_state import GlobalState
+from onstep.training import GlobalState
 from onstep.training.runs.identity import Identity
 from onstep.training.runs.run_dir import RunDir
 

@@ -67,7 +67,7 @@ from onstep.trainer.own_arguments import config_of, shown_arguments
 from onstep.trainer.reporting.special_tokens import align_special_tokens
 from onstep.trainer.reporting.tokenizer_record import record_tokenizer
 from onstep.trainer.user_methods import user_methods
-from onstep.training.bridge.global_state import GlobalState
+from onstep.training import GlobalState
 from onstep.training.compute.forward_errors import check_forward
 from onstep.training.features import SETUP
 from onstep.training.lifecycle.endings import Endings
@@ -198,12 +198,14 @@ def training_session(trainer: TrainerMethods, resume_from_checkpoint: Any = None
         entry_point.given_args = shown_arguments(trainer.args, None if claim is None else str(claim.directory.path))
         return claim, hold
 
-    with open_run(config, trainer.callback_manager, _world, claim_run, entry_point, accepts_finished=True) as opened:
-        run = opened.run
-        with _session(trainer, run, opened.notify, trains=True) as session:
-            _build_training(trainer, session, num_samples, data)
-            end_set_up(run, session.notify)
-            yield session
+    run = GlobalState(cfg=config, world=World(), entry_point=entry_point)
+    with (
+        open_run(run, trainer.callback_manager, _world, claim_run, accepts_finished=True) as opened,
+        _session(trainer, run, opened.notify, trains=True) as session,
+    ):
+        _build_training(trainer, session, num_samples, data)
+        end_set_up(run, session.notify)
+        yield session
 
 
 @contextmanager

@@ -15,10 +15,11 @@ from onstep.trainer.overrides import check_overrides
 from onstep.trainer.predictions import TrainOutput
 from onstep.trainer.reporting.argument_errors import errors_name_arguments
 from onstep.trainer.session import Session, check_training, evaluation_session, training_session
-from onstep.training.bridge.global_state import GlobalState
+from onstep.training import GlobalState
 from onstep.training.pretrain import load_best_model
+from onstep.training.run_job import run_job
 from onstep.training.setup.final_weights import write_final_weights
-from onstep.training.train import train
+from onstep.training.stages.job import Job
 
 
 class Trainer(TrainerMethods):
@@ -74,17 +75,17 @@ class Trainer(TrainerMethods):
         if self.model_init is not None:
             self.model = None
         with training_session(self, resume_from_checkpoint) as session:
-            train(
+            job = Job.of(
+                session.state,
                 session.forward_step,
                 session.model,
                 session.optimizer,
                 session.scheduler,
                 session.train_data,
-                None,
-                session.state,
-                callback_manager=self.callback_manager,
-                evaluation=lambda: self.evaluate_in_run(ignore_keys_for_eval),
+                self.callback_manager,
             )
+            job.evaluation = lambda: self.evaluate_in_run(ignore_keys_for_eval)
+            run_job(job)
             load_best_model(session.state, session.model)
             write_final_weights(session.state, partial(write_final_files, self))
             return _train_output(session.state)

@@ -5,10 +5,12 @@
 
 - `loop.py` is the loop, on one page; `stages/` are its stages, `compute/` is one step, `run.py` is the run it advances.
 - `feature.py` is what an optional feature is, `features.py` the table of them all, in their order: `anomalies/`,
-  `experts/`, `fault_tolerance/`, `lifecycle/`, `profiling/`, `rerun/`, `stragglers/`, `verification/`, `watchdog/`.
+  `experts/`, `fault_tolerance/`, `interval_log/`, `lifecycle/`, `model_parallel/`, `profiling/`, `rerun/`,
+  `stragglers/`, `verification/`, `watchdog/`.
 - `checkpointing/` writes and resumes, `reporting/` measures, `runs/` has the run directory and signals, `setup/`
-  builds, `opening.py` opens a run for both doors.
-- `bridge/` has Megatron Bridge's names; they resolve from this package too, and from Bridge's own module paths.
+  builds, `opening.py` opens a run for both doors, `run_job.py` trains it.
+- Above all this, `bridge/` and `train.py` have Megatron Bridge's names; they resolve from this package too, and from
+  Bridge's own module paths.
 """
 
 from typing import Any

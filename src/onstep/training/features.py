@@ -9,15 +9,15 @@ from typing import Any
 
 from onstep.training.anomalies.finite_weights import FiniteWeights
 from onstep.training.anomalies.gate import AnomalyGate
-from onstep.training.bridge.bridge_log import BridgeLog
-from onstep.training.bridge.model_parallel import ForwardPreHooks, ModelParallelAgreement
 from onstep.training.experts.experts import Experts
 from onstep.training.fault_tolerance.sections import FaultToleranceSections
 from onstep.training.feature import Feature
+from onstep.training.interval_log.bridge_log import BridgeLog
 from onstep.training.lifecycle.endings import Endings, TrainingEnd
 from onstep.training.lifecycle.environment import EnvironmentVariables, LogLevel, TrackerSessions
 from onstep.training.lifecycle.rampup import BatchRampup
 from onstep.training.lifecycle.signal_handling import DataTimeoutGuard, SignalHandling
+from onstep.training.model_parallel.model_parallel import ForwardPreHooks, ModelParallelAgreement
 from onstep.training.profiling.attention_logits import AttentionLogits
 from onstep.training.profiling.instruments import (
     DeviceSync,

@@ -21,11 +21,10 @@ from onstep.events import CallbackManager, Control, Dispatcher
 from onstep.processes.forking import check_imports_are_done
 from onstep.recipes import RECIPES
 from onstep.trackers.report_to import attach_trackers
-from onstep.training.bridge.global_state import GlobalState
 from onstep.training.checkpointing.writing import open_checkpoints
 from onstep.training.features import RUN, SECTIONS, SETUP
 from onstep.training.reporting.bridge_trackers import check_trackers
-from onstep.training.run import EntryPoint
+from onstep.training.run import Run
 from onstep.training.runs.claims import Claim, acquire_run_dir, without_effect
 from onstep.training.runs.hold import Hold, abandoned_on_error
 from onstep.training.runs.identity import Identify, Identity, remembered
@@ -42,21 +41,18 @@ ClaimRun = Callable[[ConfigContainer, World], tuple[Claim | None, Hold | None]]
 class OpenRun:
     """A run that is ready for its set-up."""
 
-    run: GlobalState
-    manager: CallbackManager | None
-    """The callbacks, including those that feed the configured trackers."""
     notify: Dispatcher
+    """Fires its events, to the callbacks and to those that feed the configured trackers."""
     claim: Claim | None
     """The state recorded in its directory; None for a run without one."""
 
 
 @contextmanager
 def open_run(
-    config: ConfigContainer,
+    run: Run,
     manager: CallbackManager | None,
     join: Callable[[ConfigContainer], AbstractContextManager[World]],
     claim_run: ClaimRun,
-    entry_point: EntryPoint,
     *,
     accepts_finished: bool = False,
 ) -> Iterator[OpenRun]:
@@ -65,23 +61,22 @@ def open_run(
     Only the directory of a finished run is opened, unless `accepts_finished`.
 
     Args:
-        config: the run's configuration, validated.
+        run: a new run in a world of its own, with a validated configuration.
         manager: the callbacks of the run; the one that feeds the configured trackers is added.
         join: joins the ranks, and leaves them at the end.
         claim_run: claims the run's directory.
-        entry_point: the caller's settings for callbacks and the console.
 
     Raises:
         ConfigError: for a tracker that cannot work, before anything is built.
     """
+    config = run.cfg
     check_imports_are_done()
     forget_warnings()
     callbacks = manager.callbacks if manager is not None else []
     has_trackers = any(hasattr(callback, "tag_loggers") for callback in callbacks)
     manager = attach_trackers(manager, config)
     check_trackers(config)
-    entry_point.prints_console_line = config.logger.console == "bridge"
-    run = GlobalState(cfg=config, world=World(), entry_point=entry_point)
+    run.entry_point.prints_console_line = config.logger.console == "bridge"
     with run.features.open(SETUP, run, run.world), join(config) as world:
         claim, hold = claim_run(config, world)
         with abandoned_on_error(hold):
@@ -91,7 +86,7 @@ def open_run(
                 run.run_dir.work_in(None if hold is None else hold.lock)
             notify = Dispatcher(manager, run)
         if claim is not None and claim.is_finished and not accepts_finished:
-            yield OpenRun(run, manager, notify, claim)
+            yield OpenRun(notify, claim)
             return
         with abandoned_on_error(hold):
             if claim is not None:
@@ -99,7 +94,7 @@ def open_run(
             if world.is_main:
                 _name_idle_settings(run, has_trackers)
             run.bridge_trackers.join(manager)
-            entry_point.fire = notify.fire
+            run.entry_point.fire = notify.fire
         try:
             with (
                 world.error_scope(),
@@ -107,7 +102,7 @@ def open_run(
                 _checkpoints(run, notify),
                 world.no_collectives_after_an_error(),
             ):
-                yield OpenRun(run, manager, notify, claim)
+                yield OpenRun(notify, claim)
         except BaseException as error:
             is_undone = False
             try:
@@ -125,7 +120,7 @@ def open_run(
                 hold.release()
 
 
-def _name_claim(run: GlobalState, claim: Claim) -> None:
+def _name_claim(run: Run, claim: Claim) -> None:
     """Say what has changed since the run started, and give its parts the name of its directory."""
     if claim.changes and run.world.is_main:
         logger.info("the configuration has changed since this run started:\n%s", describe(list(claim.changes)))
@@ -137,7 +132,7 @@ def _name_claim(run: GlobalState, claim: Claim) -> None:
     run.cfg.logger.logging_dir = os.path.abspath(run.cfg.logger.logging_dir or claim.directory.path)
 
 
-def _undo_start(run: GlobalState, hold: Hold | None, error: BaseException) -> bool:
+def _undo_start(run: Run, hold: Hold | None, error: BaseException) -> bool:
     """Restore the run's directory if an error ended the run before it took a step; whether that was done.
 
     From `on_train_start` on, an earlier run's metrics log may have been cut to its checkpoint, which is not undone. Its
@@ -179,7 +174,7 @@ def _name_threads_left() -> None:
         )
 
 
-def _name_idle_settings(run: GlobalState, has_trackers: bool) -> None:
+def _name_idle_settings(run: Run, has_trackers: bool) -> None:
     """Say in one line which settings have no effect in this run, whose user may have trackers of their own."""
     make = RECIPES.get(run.cfg.run.recipe or "")
     recipes = [] if make is None else [make(), make()]
@@ -195,7 +190,7 @@ def _name_idle_settings(run: GlobalState, has_trackers: bool) -> None:
 
 
 @contextmanager
-def _checkpoints(run: GlobalState, notify: Dispatcher) -> Iterator[None]:
+def _checkpoints(run: Run, notify: Dispatcher) -> Iterator[None]:
     """Open the run's checkpoints, and the one that it continues from."""
     run.checkpoints = checkpoints = open_checkpoints(run, notify)
     try:
@@ -208,7 +203,7 @@ def _checkpoints(run: GlobalState, notify: Dispatcher) -> Iterator[None]:
             checkpoints.close()
 
 
-def _record_end(run: GlobalState) -> None:
+def _record_end(run: Run) -> None:
     """Record in run.json how the run ended, on rank 0."""
     if run.run_dir is None or not run.world.is_main:
         return

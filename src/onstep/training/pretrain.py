@@ -25,6 +25,7 @@ from onstep.training.bridge.housekeeping import _finish_train
 from onstep.training.opening import already_finished, claim_for_all, open_run
 from onstep.training.protocols import ForwardStep
 from onstep.training.run import EntryPoint, Run
+from onstep.training.run_job import run_job
 from onstep.training.runs.claims import Claim, acquire_run_dir
 from onstep.training.runs.hold import Hold
 from onstep.training.runs.identity import configured_identity
@@ -35,7 +36,7 @@ from onstep.training.setup.pretrained import fill_from_pretrained
 from onstep.training.setup.setup import TrainingSetup, set_up
 from onstep.training.stages.evaluation import evaluate_and_print_results
 from onstep.training.stages.forward_step import forward_step
-from onstep.training.train import train
+from onstep.training.stages.job import Job
 
 logger = logging.getLogger(__name__)
 
@@ -89,15 +90,16 @@ def pretrain(
         pre_wrap_hooks=tuple(pre_wrap_hooks),
         identify=configured_identity,
     )
-    with open_run(config, manager, _joined, _claim_run, entry_point) as opened:
-        run, notify, claim = opened.run, opened.notify, opened.claim
+    run = GlobalState(cfg=config, world=World(), entry_point=entry_point)
+    with open_run(run, manager, _joined, _claim_run) as opened:
+        notify, claim = opened.notify, opened.claim
         if claim is not None and claim.is_finished:
             if run.world.is_main:
                 print(already_finished(claim), flush=True)  # noqa: T201 - the answer to the command
             return run
         setup = set_up(run, notify)
         try:
-            _train_and_evaluate(run, setup, forward_step_func, opened.manager, notify)
+            _train_and_evaluate(run, setup, forward_step_func, notify)
             _finish_train(run)
         finally:
             setup.close()
@@ -152,24 +154,15 @@ def _joined(config: ConfigContainer) -> AbstractContextManager[World]:
 
 
 def _train_and_evaluate(
-    state: GlobalState,
-    setup: TrainingSetup,
-    forward_step_func: ForwardStep,
-    manager: CallbackManager | None,
-    notify: Dispatcher,
+    state: GlobalState, setup: TrainingSetup, forward_step_func: ForwardStep, notify: Dispatcher
 ) -> None:
     progress = state.train_state
     if progress.do_train and setup.optimizer is not None:
-        train(
-            forward_step_func,
-            setup.model,
-            setup.optimizer,
-            setup.scheduler,
-            setup.train_data,
-            setup.valid_data if progress.do_valid else None,
-            state,
-            callback_manager=manager,
+        job = Job.of(
+            state, forward_step_func, setup.model, setup.optimizer, setup.scheduler, setup.train_data, notify.manager
         )
+        job.valid_data_iterator = setup.valid_data if progress.do_valid else None
+        run_job(job)
         load_best_model(state, setup.model)
         save_weights(state, setup.model)
     aborted = state.control.should_abort_without_save or state.exits.decided is not None

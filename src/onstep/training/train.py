@@ -1,55 +1,41 @@
-"""Provides Megatron Bridge's `train()` and `train_step()`, which build a job from their arguments and run the loop."""
+"""Provides Megatron Bridge's `train()` and `train_step()`, which build a job from their arguments and run it."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
-from onstep.data import Batch, IteratorReader, StepBatches, as_step_source
-from onstep.data.loaders.dead_workers import dead_workers_named
+from onstep.data import Batch, IteratorReader, StepBatches
 from onstep.data.loaders.step_source import only_iterator
-from onstep.distributed import check_ranks, check_weights
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager, Dispatcher, normalize_callbacks
-from onstep.optim import ForeignOptimizer, StepOptimizer, TorchSchedulerAdapter, check_length, check_scheduler
 from onstep.processes.forking import check_imports_are_done
 from onstep.training.bridge.exits import checkpoint_and_decide_exit, save_checkpoint_and_time
 from onstep.training.bridge.global_state import GlobalState, TrainStepResult
 from onstep.training.bridge.housekeeping import _finish_train as _finish_train
 from onstep.training.bridge.housekeeping import post_training_step_callbacks
-from onstep.training.bridge.model_parallel import _handle_mxfp8_param_buffer_copy as _handle_mxfp8_param_buffer_copy
-from onstep.training.bridge.model_parallel import (
+from onstep.training.features import STEP
+from onstep.training.loop import Loop
+from onstep.training.model_parallel.model_parallel import (
+    _handle_mxfp8_param_buffer_copy as _handle_mxfp8_param_buffer_copy,
+)
+from onstep.training.model_parallel.model_parallel import (
     disable_forward_pre_hook,
     enable_forward_pre_hook,
     should_disable_forward_pre_hook,
 )
-from onstep.training.checkpointing.writing import own_checkpoints
-from onstep.training.features import RUN, SECTIONS, STEP, TRAINING
-from onstep.training.loop import Loop
-from onstep.training.profiling.profilers import check_profilers
-from onstep.training.protocols import DataSource, ForwardStep, NonLossFunction, Trained, UserOptimizer, UserScheduler
+from onstep.training.protocols import DataSource, ForwardStep, NonLossFunction, UserOptimizer, UserScheduler
 from onstep.training.run import Run
-from onstep.training.stages.ending import Leave, exit_if_preempted
-from onstep.training.stages.forward_step import only_chunk, prepare_forward_step_func
-from onstep.training.stages.job import (
-    Evaluation,
-    Job,
-    drive,
-    warn_of_parameters_left_out,
-    warn_of_wrapper,
-)
-from onstep.training.stages.left_out import check_trains, warn_of_hidden_weights
+from onstep.training.run_job import run_job
+from onstep.training.stages.ending import Leave
+from onstep.training.stages.forward_step import only_chunk
+from onstep.training.stages.job import Job
 from onstep.training.stages.progress_log import (
     compute_throughputs_and_append_to_progress_log,
     get_start_time_from_progress_log,
 )
-from onstep.training.stages.record import RunStart
-
-logger = logging.getLogger(__name__)
 
 __all__ = [
     "checkpoint_and_decide_exit",
@@ -80,7 +66,6 @@ def train(
     *,
     pg_collection: object = None,
     callback_manager: CallbackManager | list[object] | None = None,
-    evaluation: Evaluation | None = None,
 ) -> None:
     """Train until the configured number of steps, or until a stop is requested. Collective.
 
@@ -101,7 +86,6 @@ def train(
         non_loss_data_func: see `evaluate_and_print_results`.
         pg_collection: kept for Megatron Bridge.
         callback_manager: the callbacks to call, or a list of them.
-        evaluation: the evaluation to run, if it is more than one validation set.
 
     Raises:
         NonFiniteError: if a loss or gradient norm is NaN or infinite; the update was not applied.
@@ -116,68 +100,11 @@ def train(
         raise ConfigError(
             f"global_state must be a GlobalState, got a {type(global_state).__name__}; pass GlobalState(config)"
         )
-    only_chunk(model)
-    check_weights(model)
-    check_ranks(model, global_state.world)
-    run, callback_manager = global_state, normalize_callbacks(callback_manager)
-    check_profilers(run.cfg.profiling, callback_manager)
-    driven, scheduler = _driven(optimizer, model, run), _checked(scheduler, optimizer)
-    optimizer = optimizer if isinstance(driven, ForeignOptimizer) else driven
-    notify = Dispatcher(callback_manager, run, model, optimizer, scheduler)
-    run.bridge_trackers.join(callback_manager)
-    is_by_hand = not run.ending.in_run
-    if is_by_hand:
-        run.entry_point.fire = notify.fire
-    with own_checkpoints(run, notify, Trained(model, optimizer, scheduler)):
-        job = Job(
-            run=run,
-            forward_step_func=prepare_forward_step_func(forward_step_func, run),
-            raw_forward_step_func=forward_step_func,
-            model=model,
-            optimizer=driven,
-            raw_optimizer=optimizer,
-            scheduler=scheduler,
-            reader=as_step_source(train_data_iterator, run.world.size),
-            notify=notify,
-            start=RunStart.now(run),
-            valid_data_iterator=valid_data_iterator,
-            evaluation=evaluation,
-            process_non_loss_data_func=process_non_loss_data_func,
-            non_loss_data_func=non_loss_data_func,
-        )
-        with (
-            run.world.error_scope(),
-            run.features.open((*RUN, *SECTIONS) if run.rank_monitor_client is not None else RUN, run, run.world),
-            run.features.open(TRAINING, job, run.world),
-            dead_workers_named(),
-            run.world.no_collectives_after_an_error(),
-        ):
-            if is_by_hand and run.has_all_steps and not run.stage.is_resumed and run.world.is_main:
-                logger.warning(
-                    "nothing is trained: the state has done its %d steps; make a new GlobalState, or raise train_iters",
-                    run.train_state.step,
-                )
-            check_length(scheduler, run.train_state.step, run.train_iters)
-            warn_of_parameters_left_out(job)
-            warn_of_hidden_weights(job.model, is_main=run.world.is_main)
-            warn_of_wrapper(job)
-            Loop(job).train()
-    exit_if_preempted(run)
-
-
-def _driven(optimizer: UserOptimizer, model: list[nn.Module], run: Run) -> StepOptimizer:
-    """The optimizer as the loop drives it, if it trains the model; one of Megatron's may have copies of the weights."""
-    driven = drive(optimizer, model, run)
-    if not isinstance(driven, ForeignOptimizer):
-        check_trains(driven.param_groups, model)
-    return driven
-
-
-def _checked(scheduler: UserScheduler | None, optimizer: UserOptimizer) -> UserScheduler | None:
-    """The scheduler as the loop steps it, if it is one of this optimizer."""
-    if scheduler is not None:
-        check_scheduler(scheduler, optimizer)
-    return TorchSchedulerAdapter(scheduler) if isinstance(scheduler, LRScheduler) else scheduler
+    callbacks = normalize_callbacks(callback_manager)
+    job = Job.of(global_state, forward_step_func, model, optimizer, scheduler, train_data_iterator, callbacks)
+    job.valid_data_iterator = valid_data_iterator
+    job.process_non_loss_data_func, job.non_loss_data_func = process_non_loss_data_func, non_loss_data_func
+    run_job(job)
 
 
 def train_step(
@@ -237,19 +164,8 @@ def _loop_of(
     is_same = len(given) == len(room.given) - 1 and all(a is b for a, b in zip(given, room.given, strict=False))
     if room.loop is not None and is_same and room.given[-1] is built:
         return room.loop
-    check_ranks(model, state.world)
-    job = Job(
-        run=state,
-        forward_step_func=forward_step_func,
-        raw_forward_step_func=forward_step_func,
-        model=model,
-        optimizer=_driven(optimizer, model, state),
-        raw_optimizer=optimizer,
-        scheduler=_checked(scheduler, optimizer),
-        reader=IteratorReader(iter(())),
-        notify=notify or Dispatcher(None, state),
-        start=RunStart.now(state),
-    )
+    job = Job.of(state, forward_step_func, model, optimizer, scheduler, iter(()))
+    job.notify = notify or job.notify
     state.features.build(STEP, job, state.world)
     room.loop = Loop(job)
     room.given = (*given, state.features.built)

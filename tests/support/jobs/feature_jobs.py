@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import Any
 from onstep.config import DistributedInitConfig
 from onstep.distributed import open_world
 from onstep.errors import CollectiveAfterErrorError, ConfigError
-from onstep.training import GlobalState
+from onstep.training import GlobalState, run_job
 from onstep.training.compute.step import Step
 from onstep.training.feature import Feature
 from onstep.training.features import TRAINING
@@ -99,7 +98,7 @@ class Asks(Feature[Job]):
 
 def job_error(settings: dict[str, Any]) -> None:
     """At step 2 both ranks, or rank 1 alone, meet an error."""
-    importlib.import_module("onstep.training.train").TRAINING = (*TRAINING, Asks)
+    run_job.TRAINING = (*TRAINING, Asks)
     state, notified = state_of_ranks(), ""
 
     def failing(data_iterator: Any, model: Any) -> Any:

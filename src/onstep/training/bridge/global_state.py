@@ -12,7 +12,7 @@ from onstep.training.compute.losses import Scalar, StepLoss
 from onstep.training.compute.step import LastStep, Step
 from onstep.training.experts.experts import Experts
 from onstep.training.fault_tolerance.sections import FaultToleranceState, sections_of
-from onstep.training.profiling.instruments import GivenMonitor, monitor_of
+from onstep.training.profiling.instruments import GivenMonitor, energy_monitor
 from onstep.training.reporting.gpu_telemetry import EnergyMonitor
 from onstep.training.rerun.machine import RerunStateMachine
 from onstep.training.rerun.rerun import GivenMachine, RerunMachine
@@ -178,7 +178,7 @@ class GlobalState(Run):
     @property
     def energy_monitor(self) -> EnergyMonitor | None:
         """Measures the energy of the GPUs; None unless `logger.log_energy`."""
-        return monitor_of(self) if self.cfg.logger.log_energy else self.features.room(GivenMonitor).monitor
+        return energy_monitor(self)
 
     @energy_monitor.setter
     def energy_monitor(self, monitor: EnergyMonitor | None) -> None:

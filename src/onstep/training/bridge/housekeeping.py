@@ -18,8 +18,8 @@ from torch import nn
 from onstep.config import ConfigContainer
 from onstep.distributed import World, shards
 from onstep.training.bridge.global_state import GlobalState
-from onstep.training.bridge.model_parallel import disable_forward_pre_hook, enable_forward_pre_hook
 from onstep.training.feature import is_due
+from onstep.training.model_parallel.model_parallel import disable_forward_pre_hook, enable_forward_pre_hook
 from onstep.training.profiling.instruments import MemoryRelease
 from onstep.training.profiling.profilers import NsysContext, Profiler, handle_profiling_stop
 from onstep.training.run import Run

@@ -225,11 +225,12 @@ class GivenMonitor:
     monitor: EnergyMonitor | None = None
 
 
-def monitor_of(run: Run) -> EnergyMonitor:
-    """The monitor of a run, created on first use."""
-    room = run.features.room(GivenMonitor)
-    room.monitor = room.monitor or EnergyMonitor(run.world)
-    return room.monitor
+def energy_monitor(run: Run) -> EnergyMonitor | None:
+    """The monitor of a run, created on first use; None without one, unless `logger.log_energy` requires it."""
+    given = run.features.room(GivenMonitor)
+    if given.monitor is None and run.cfg.logger.log_energy:
+        given.monitor = EnergyMonitor(run.world)
+    return given.monitor
 
 
 class Energy(Feature[Job]):
@@ -241,11 +242,11 @@ class Energy(Feature[Job]):
 
     @classmethod
     def wanted(cls, host: Job) -> bool:
-        return host.run.cfg.logger.log_energy or host.run.features.room(GivenMonitor).monitor is not None
+        return energy_monitor(host.run) is not None
 
     def __init__(self, host: Job) -> None:
         super().__init__(host)
-        self.monitor = monitor_of(host.run)
+        self.monitor = energy_monitor(host.run) or EnergyMonitor(host.run.world)
 
     @contextmanager
     def session(self) -> Iterator[None]:

@@ -33,6 +33,7 @@ def prepare(job: Job) -> None:
     What a checkpoint has restored is kept. Collective.
     """
     run, stage = job.run, job.run.stage
+    job.begin()
     for chunk in job.model:
         chunk.train()
     job.modes.keep(None)

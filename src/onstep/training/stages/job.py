@@ -8,12 +8,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
-from onstep.data import StepBatches, StepSource
-from onstep.distributed import has_fixed_buckets, is_bare
+from onstep.data import StepBatches, StepSource, as_step_source
+from onstep.distributed import check_ranks, check_weights, has_fixed_buckets, is_bare
 from onstep.errors import ConfigError
-from onstep.events import Dispatcher
-from onstep.optim import ScalesRates, StepOptimizer, as_step_optimizer
+from onstep.events import CallbackManager, Dispatcher
+from onstep.optim import (
+    ForeignOptimizer,
+    ScalesRates,
+    StepOptimizer,
+    TorchSchedulerAdapter,
+    as_step_optimizer,
+    check_scheduler,
+)
 from onstep.optim.param_groups import trainable_parameters
 from onstep.training.compute.step import LastStep, Step
 from onstep.training.compute.training_modes import TrainingModes
@@ -21,7 +29,8 @@ from onstep.training.protocols import DataSource, ForwardStep, NonLossFunction, 
 from onstep.training.reporting.loss_accumulator import LossAccumulator
 from onstep.training.run import Run
 from onstep.training.runs.steering import Steering
-from onstep.training.stages.left_out import LeftOut, first_of
+from onstep.training.stages.forward_step import only_chunk, prepare_forward_step_func
+from onstep.training.stages.left_out import LeftOut, check_trains, first_of
 from onstep.training.stages.record import RunStart
 
 logger = logging.getLogger(__name__)
@@ -44,7 +53,6 @@ class Job:
     scheduler: UserScheduler | None
     reader: StepSource
     notify: Dispatcher
-    start: RunStart
     valid_data_iterator: DataSource | None = None
     evaluation: Evaluation | None = None
     """The evaluation to run, if it is more than one validation set."""
@@ -57,7 +65,49 @@ class Job:
         """The current or most recent step."""
         return self.run.features.room(LastStep).step
 
+    @classmethod
+    def of(
+        cls,
+        run: Run,
+        forward_step_func: ForwardStep,
+        model: list[nn.Module],
+        optimizer: UserOptimizer,
+        scheduler: UserScheduler | None,
+        data: object,
+        callbacks: CallbackManager | None = None,
+    ) -> Job:
+        """A training of what a user has passed; `data` is a loader of `onstep.data`, an iterator or None.
+
+        Raises:
+            ConfigError: if the model has several chunks or weights without values, the run was made before the process
+                group of several ranks, the forward step cannot be called, the optimizer has no `step()` or no parameter
+                of the model, or the scheduler is one of another optimizer.
+            ShardingError: if parameters are sharded over ranks other than by `fully_shard` over all of them.
+        """
+        only_chunk(model)
+        check_weights(model)
+        check_ranks(model, run.world)
+        driven = drive(optimizer, model, run)
+        if not isinstance(driven, ForeignOptimizer):  # one of Megatron's may have copies of the weights
+            check_trains(driven.param_groups, model)
+            optimizer = driven
+        if scheduler is not None:
+            check_scheduler(scheduler, optimizer)
+        scheduler = TorchSchedulerAdapter(scheduler) if isinstance(scheduler, LRScheduler) else scheduler
+        return cls(
+            run=run,
+            forward_step_func=prepare_forward_step_func(forward_step_func, run),
+            raw_forward_step_func=forward_step_func,
+            model=model,
+            optimizer=driven,
+            raw_optimizer=optimizer,
+            scheduler=scheduler,
+            reader=as_step_source(data, run.world.size),
+            notify=Dispatcher(callbacks, run, model, optimizer, scheduler),
+        )
+
     def __post_init__(self) -> None:
+        self.begin()
         self.steering = self.run.features.room(Steering)
         """What the run is asked for while it runs."""
         self.scaler = self.optimizer.scaler
@@ -83,7 +133,10 @@ class Job:
         self.left_out = LeftOut(self.model)
         self.has_gradients = False
         """Whether this training's first backward passes are known to have given gradients."""
-        self.versions_at_start = _versions(self.model)
+
+    def begin(self) -> None:
+        """Take the counters and weights as they are for those that the training starts from."""
+        self.start, self.versions_at_start = RunStart.now(self.run), _versions(self.model)
 
     @property
     def trained(self) -> Trained:

@@ -14,7 +14,7 @@ from onstep.metrics.throughput import report_runtime, report_throughput
 from onstep.models.heads import LinearForLastLayer, ModelHook, ModelList, create_value_head_hook, make_value_model
 from onstep.models.heads import _ensure_model_list as _ensure_model_list
 from onstep.models.heads import _register_linear_for_last_layer_mapping as _register_linear_for_last_layer_mapping
-from onstep.training.bridge.interval_log import training_log
+from onstep.training.bridge.interval_sums import training_log
 from onstep.training.experts.moe_log import _build_moe_metric_writer as _build_moe_metric_writer
 from onstep.training.experts.moe_log import _MoeMetricFanoutWriter as _MoeMetricFanoutWriter
 from onstep.training.setup.freezing import _freeze_parameter_if_present as _freeze_parameter_if_present

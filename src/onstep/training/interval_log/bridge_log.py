@@ -10,12 +10,12 @@ from functools import partial
 from torch import Tensor
 
 from onstep.metrics.norms.params_l2_norm import unread_params_l2_norm
-from onstep.training.bridge.console_line import IntervalValues
-from onstep.training.bridge.global_state import GlobalState, TrainStepResult
-from onstep.training.bridge.interval_log import NAN, LogContext, is_nan, report_interval, report_step, whole
 from onstep.training.compute.step import Step
+from onstep.training.experts.experts import Experts
 from onstep.training.experts.moe_log import interval_losses
 from onstep.training.feature import Feature, is_due
+from onstep.training.interval_log.console_line import IntervalValues
+from onstep.training.interval_log.interval import LogContext, is_nan, report_interval, report_step, whole
 from onstep.training.protocols import StateDict
 from onstep.training.reporting.bridge_tags import StepValues
 from onstep.training.stages.job import Job
@@ -42,15 +42,14 @@ class BridgeLog(Feature[Job]):
 
     def __init__(self, host: Job) -> None:
         super().__init__(host)
-        assert isinstance(host.run, GlobalState)
         self._state = host.run
         self._writes = True
         """Whether any rank has a tracker to write to."""
         # two entries make the shortest window
         self._history: deque[float] = deque(maxlen=max(2, host.run.cfg.logger.throughput_window_size))
         self._reports_memory = True
-        self._pending: TrainStepResult | None = None
-        self._last: TrainStepResult | None = None
+        self._pending: Step | None = None
+        self._has_reported = False
         self._num_nan: Tensor | int = 0
         """Skipped steps of the interval with a non-finite loss."""
         self._seconds_before = 0.0
@@ -74,7 +73,7 @@ class BridgeLog(Feature[Job]):
 
     def after_count(self, step: Step) -> None:
         """Keep the step's values until it is known whether it is logged."""
-        self._pending = TrainStepResult.of(step)
+        self._pending = step
         if self._state.cfg.logger.log_throughput_to_tensorboard:
             self._history.append(self._state.clock.elapsed())
 
@@ -90,15 +89,16 @@ class BridgeLog(Feature[Job]):
 
         Without a step, as at the end of an epoch, logging reports the interval so far.
         """
-        result, self._pending = self._pending, None
+        step, self._pending = self._pending, None
         run = LogContext(self._state.cfg, self._state, self.host.model, loaded_iteration=self._state.sums.start_step)
-        if result is not None:
-            self._last = result
-            if result.skipped_iter:
-                self._num_nan = self._num_nan + is_nan(result.loss_dict)
-            report_step(run, lambda: self._values(result, is_logged), self._history)
-        if is_logged and self._last is not None:
-            values = self._values(self._last, is_logged and result is not None)
+        if step is not None:
+            self._has_reported = True
+            if not step.applied:
+                self._num_nan = self._num_nan + is_nan(step.loss_dict)
+            report_step(run, lambda: self._values(step, is_logged), self._history)
+        last = self.host.last
+        if is_logged and self._has_reported and last is not None:
+            values = self._values(last, step is not None)
             info, num_steps = partial(self._info, values), self.host.accumulator.num_steps
             self._reports_memory = report_interval(run, num_steps, info, self._reports_memory)
             self._num_nan = 0
@@ -116,30 +116,30 @@ class BridgeLog(Feature[Job]):
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue a checkpoint's interval; of older checkpoints, which hold their own sums, only a counter is used."""
-        older = state_dict.get("totals", {}).get(NAN, 0)
+        older = state_dict.get("totals", {}).get("nan iterations", 0)
         self._num_nan = int(state_dict.get("num_nan", older))
         self._state.sums.interval_samples = state_dict["samples"]
         self._seconds_before = state_dict["interval_runtime"]
         self._state.bridge_trackers.record.load_state_dict(state_dict.get("tags", {}))
 
-    def _values(self, result: TrainStepResult, is_logged: bool) -> StepValues:
+    def _values(self, step: Step, is_logged: bool) -> StepValues:
         """The values that the step reports. Collective with `logger.log_params_norm`."""
         scaler = self._state.loss_scaler(self.host.optimizer)
         return StepValues(
-            losses=result.loss_dict,
+            losses=step.loss_dict,
             learning_rate=learning_rate(self.host.optimizer),
             decoupled_learning_rate=decoupled_learning_rate(self.host.optimizer),
             loss_scale=1.0 if scaler is None else scaler.scale,
-            grad_norm=result.grad_norm,
-            num_zeros=whole(result.num_zeros_in_grad),
+            grad_norm=step.grad_norm,
+            num_zeros=whole(step.num_zeros),
             params_norm=self._params_norm(is_logged),
-            max_attention_logit=self._state.max_attention_logit,
+            max_attention_logit=step.max_attention_logit,
         )
 
     def _info(self, values: StepValues) -> IntervalValues:
         """The console line's values, from the single device read that the record shares."""
         unread = {**values.shown, "num_nan": self._num_nan}
-        report = self.host.accumulator.read(experts=interval_losses(self._state.experts), last=unread)
+        report = self.host.accumulator.read(experts=interval_losses(self._state.features.find(Experts)), last=unread)
         assert report is not None
         shown, experts = report.extras["last"], report.extras["experts"]
         losses = report.applied

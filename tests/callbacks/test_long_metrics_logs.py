@@ -14,8 +14,8 @@ import torch
 
 from onstep import Callback, CallbackManager, JsonLogger, Trainer, TrainingArguments, pretrain
 from onstep.config import ConfigContainer
-from onstep.metrics import JsonLogWriter, saved_log
-from onstep.record import MetricsLogHeldError, read_records, without_wall_clock
+from onstep.metrics import JsonLogWriter
+from onstep.record import MetricsLogHeldError, read_records, saved_log, without_wall_clock
 from onstep.record.saved_log import SavedLog
 from tests.support.resuming import Interrupted
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
+from onstep.record.forms import LINES, Form
+
 _BLANK = " \t\r\n\x00"
 """White space, and the zeros that some file systems leave at the end of a file after a power failure."""
 _SEPARATOR = re.compile(rf"[{_BLANK}]*(,?)[{_BLANK}]*")
@@ -56,9 +58,12 @@ def decode(content: bytes) -> Decoded:
     return Decoded(values, is_complete)
 
 
-def decode_rest(content: bytes) -> list[dict[str, Any]] | None:
-    """The records that follow another one in a metrics log; None if the content is damaged."""
+def decode_rest(content: bytes, form: Form) -> list[dict[str, Any]] | None:
+    """The records that follow another one in a file; None if the content is damaged."""
     rest = content.lstrip(_BLANK.encode())
+    if form is LINES:
+        decoded = decode(form.array(rest) if content[:1] in (b"", b"\n") else b"x")
+        return None if decoded.damage or decoded.foreign else decoded.records
     if rest[:1] not in (b"", b",", b"]"):
         return None
     decoded = decode(b"[" + rest.removeprefix(b","))

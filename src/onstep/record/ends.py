@@ -7,15 +7,18 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-OPENING = b"[\n"
+from onstep.record.forms import Form
+
 _BETWEEN = b", \t\r\n\x00"
 _FARTHEST = 64 << 20
 _BLOCK = 1 << 16
 """Bytes of the first read; each further one doubles what has been read."""
 
 
-def ends_of(descriptor: int, num_bytes: int, most: int) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
-    """The first record of an open metrics log, and its last ones up to byte `num_bytes`, oldest first.
+def ends_of(
+    descriptor: int, num_bytes: int, most: int, form: Form
+) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+    """The first record of an open file, and its last ones up to byte `num_bytes`, oldest first.
 
     Args:
         num_bytes: where the last record ends.
@@ -24,14 +27,15 @@ def ends_of(descriptor: int, num_bytes: int, most: int) -> tuple[dict[str, Any],
     Returns:
         None if no record ends there, or if the file does not have one record per line.
     """
-    if os.fstat(descriptor).st_size < num_bytes or os.pread(descriptor, len(OPENING), 0) != OPENING:
+    opening, comma = form.opening + form.before_first, form.between.removesuffix(b"\n")
+    if os.fstat(descriptor).st_size < num_bytes or os.pread(descriptor, len(opening), 0) != opening:
         return None
-    lines = _last_lines(descriptor, num_bytes, most)
-    if not lines or not all(line.endswith(b",") for line in lines[:-1]):
+    lines = _last_lines(descriptor, len(opening), num_bytes, most)
+    if not lines or not all(line.endswith(comma) for line in lines[:-1]):
         return None
     try:
-        first = json.loads(_first_line(descriptor, num_bytes).removesuffix(b","))
-        last = [json.loads(line[:-1]) for line in lines[:-1]] + [json.loads(lines[-1])]
+        first = json.loads(_first_line(descriptor, len(opening), num_bytes).removesuffix(comma))
+        last = [json.loads(line.removesuffix(comma)) for line in lines]
     except (ValueError, RecursionError):
         return None
     return (first, last) if all(isinstance(one, dict) for one in (first, *last)) else None
@@ -61,14 +65,14 @@ def end_of_record(descriptor: int, order: Callable[[dict[str, Any]], int]) -> in
     return found[0] if len(found) == 1 else None
 
 
-def end_of_body(descriptor: int) -> tuple[int, bool]:
-    """Where the closing bracket of a complete metrics log may be overwritten, and whether there are records before."""
-    size = os.fstat(descriptor).st_size
+def end_of_body(descriptor: int, form: Form) -> tuple[int, bool]:
+    """Where the closing of a complete file may be overwritten, and whether there are records before."""
+    size, bracket = os.fstat(descriptor).st_size, form.closing.strip()
     length, body = 0, b""
     while not body and length < size:
         length = min(max(_BLOCK, 2 * length), size)
-        body = os.pread(descriptor, length, size - length).rstrip()[:-1].rstrip()
-    return size - length + len(body), not body.endswith(b"[")
+        body = os.pread(descriptor, length, size - length).rstrip().removesuffix(bracket).rstrip()
+    return size - length + len(body), bool(body) and not (form.opening and body.endswith(form.opening))
 
 
 def _lines_backwards(descriptor: int, end: int) -> Iterator[tuple[int, bytes]]:
@@ -87,9 +91,9 @@ def _lines_backwards(descriptor: int, end: int) -> Iterator[tuple[int, bytes]]:
     yield 0, rest
 
 
-def _first_line(descriptor: int, end: int) -> bytes:
-    """The line after the opening bracket."""
-    content, start = b"", len(OPENING)
+def _first_line(descriptor: int, start: int, end: int) -> bytes:
+    """The line that begins at `start`."""
+    content = b""
     while b"\n" not in content and start < end:
         length = min(max(_BLOCK, len(content)), end - start)
         content += os.pread(descriptor, length, start)
@@ -97,11 +101,12 @@ def _first_line(descriptor: int, end: int) -> bytes:
     return content.partition(b"\n")[0]
 
 
-def _last_lines(descriptor: int, end: int, most: int) -> list[bytes]:
-    """The last lines before `end`, at most `most`, without the opening bracket."""
+def _last_lines(descriptor: int, begin: int, end: int, most: int) -> list[bytes]:
+    """The last lines between two offsets, at most `most`."""
     content, start = b"", end
-    while start > 0 and content.count(b"\n") < most:
-        length = min(max(_BLOCK, len(content)), start)
+    while start > begin and content.count(b"\n") < most:
+        length = min(max(_BLOCK, len(content)), start - begin)
         start -= length
         content = os.pread(descriptor, length, start) + content
-    return content.split(b"\n")[1:][-most:]
+    lines = content.split(b"\n")
+    return (lines if start == begin else lines[1:])[-most:]

@@ -1,9 +1,10 @@
-"""Reads and writes the metrics log of a run: an append-only JSON array, one record per line, valid after every record.
+"""Reads and writes append-only files of records, one per line: the record of a run, its metrics log and others.
 
-The file consists of ``[``, records joined by ``,`` and a line break, and ``]`` on the last line. Appending is a single
-positioned write of the separator, the record and a new closing bracket over the old one. A process killed at any time
-therefore leaves either the previous file or one whose last record is truncated, which `read_records` skips. NaN and
-infinities are written as by Python's ``json`` (``NaN``, ``Infinity``).
+A name that ends in ``.jsonl`` is a file of JSON lines. Any other is a JSON array, valid after every record: ``[``,
+records joined by ``,`` and a line break, and ``]`` on the last line. Appending is a single positioned write of the
+separator, the record and a new closing over the old one. A process killed at any time therefore leaves either the
+previous file or one whose last record is truncated, which `read_records` skips. NaN and infinities are written as by
+Python's ``json`` (``NaN``, ``Infinity``).
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from onstep.errors import OnstepError
 from onstep.files.durability import replace_durably, try_to_sync
 from onstep.files.json_values import encode
 from onstep.processes.forking import release_in_forked_children
-from onstep.record.decoding import decode, decode_rest
+from onstep.record.decoding import Decoded, decode, decode_rest
 from onstep.record.digests import hash_of
 from onstep.record.ends import end_of_body, end_of_record, ends_of
+from onstep.record.forms import ARRAY, form_of
 from onstep.record.names import free_name, rename_aside
 
 Record = dict[str, Any]
@@ -42,10 +44,9 @@ WALL_CLOCK_FIELDS = (
     "peak_mem_allocated",
     "bridge",
     "log_digest",
+    "record_position",
 )
 """Fields that depend on time or machine; all others are identical in a run that was killed and resumed."""
-
-_CLOSING = b"\n]"
 
 
 class MetricsLogError(OnstepError):
@@ -78,11 +79,11 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self._descriptor: int | None = descriptor
+        self._form = form_of(path)
         if os.fstat(descriptor).st_size == 0:
-            os.pwrite(descriptor, b"[" + _CLOSING, 0)
-        self._tail, has_records = end_of_body(descriptor)
-        """Offset of the next separator, which overwrites the closing bracket."""
-        self._separator = b",\n" if has_records else b"\n"
+            os.pwrite(descriptor, self._form.content([]), 0)
+        self._tail, self._has_records = end_of_body(descriptor, self._form)
+        """Offset of the next separator, which overwrites the closing."""
         self._undo(descriptor)
         self._hasher = hash_of(descriptor, self._tail)
         release_in_forked_children(self, MetricsLog._release)
@@ -140,16 +141,16 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         with ExitStack() as unless_opened:
             descriptor = _locked(path)
             unless_opened.callback(os.close, descriptor)
-            num_bytes = end_of_record(descriptor, order)
-            ends = None if num_bytes is None else ends_of(descriptor, num_bytes, most)
+            num_bytes, form = end_of_record(descriptor, order), form_of(path)
+            ends = None if num_bytes is None else ends_of(descriptor, num_bytes, most, form)
             if num_bytes is None or ends is None or not is_known(ends[0], ends[1][-1]):
                 return None
-            cut = decode_rest(os.pread(descriptor, os.fstat(descriptor).st_size - num_bytes, num_bytes))
+            cut = decode_rest(os.pread(descriptor, os.fstat(descriptor).st_size - num_bytes, num_bytes), form)
             if cut is None:
                 return None
             branch = _write_branch(path, cut)
-            os.ftruncate(descriptor, num_bytes)  # if killed here, the file lacks its bracket, which readers accept
-            os.pwrite(descriptor, _CLOSING, num_bytes)
+            os.ftruncate(descriptor, num_bytes)  # if killed here, the file lacks its closing, which readers accept
+            os.pwrite(descriptor, form.closing, num_bytes)
             metrics_log = cls(path, descriptor)
             unless_opened.pop_all()
         return metrics_log, ends[1], branch
@@ -181,8 +182,9 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         if self._descriptor is None:
             raise MetricsLogError(f"{self.path} is closed; reopen it with MetricsLog.open(path, 'a') to append to it.")
         self._settle(self._descriptor)
-        line = self._separator + text.encode("ascii")
-        data, written = line + _CLOSING, 0
+        form = self._form
+        line = (form.between if self._has_records else form.before_first) + text.encode("ascii")
+        data, written = line + form.closing, 0
         try:
             while written < len(data):
                 written += os.pwrite(self._descriptor, data[written:], self._tail + written)
@@ -191,7 +193,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             raise
         self._hasher.update(line)
         self._tail += len(line)
-        self._separator = b",\n"
+        self._has_records = True
 
     def sync(self) -> bool:
         """Make the file durable, wherever its directory was renamed to; a refusal is logged. Returns whether it is."""
@@ -210,20 +212,21 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
 
     def _settle(self, descriptor: int) -> None:
         """Complete or undo an append that was interrupted by an exception (Ctrl-C)."""
-        size = os.fstat(descriptor).st_size
-        if size == self._tail + len(_CLOSING):
+        size, closing = os.fstat(descriptor).st_size, self._form.closing
+        if size == self._tail + len(self._form.end(self._has_records)):
             return
-        if os.pread(descriptor, len(_CLOSING), size - len(_CLOSING)) == _CLOSING:
-            self._tail = size - len(_CLOSING)
+        if os.pread(descriptor, len(closing), size - len(closing)) == closing:
+            self._tail = size - len(closing)
             self._hasher = hash_of(descriptor, self._tail)
-            self._separator = b",\n"
+            self._has_records = True
         else:
             self._undo(descriptor)
 
     def _undo(self, descriptor: int) -> None:
         """Truncate the file after the last complete record."""
-        os.pwrite(descriptor, _CLOSING, self._tail)
-        os.ftruncate(descriptor, self._tail + len(_CLOSING))
+        end = self._form.end(self._has_records)
+        os.pwrite(descriptor, end, self._tail)
+        os.ftruncate(descriptor, self._tail + len(end))
 
     def _release(self) -> None:
         descriptor, self._descriptor = getattr(self, "_descriptor", None), None
@@ -249,7 +252,7 @@ def read_records(path: str | Path, num_bytes: int | None = None) -> list[Record]
     path = Path(path)
     if path.exists() and not (path.is_file() or path.is_dir()):  # a named pipe or a device does not end by itself
         raise MetricsLogError(f"{path} is not a metrics log: it is not a regular file.")
-    decoded = decode(path.read_bytes()[:num_bytes] + (b"" if num_bytes is None else _CLOSING))
+    decoded = _decoded(path, num_bytes)
     if decoded.foreign is not None:
         raise MetricsLogError(f"{path} is not a metrics log: {decoded.foreign}.")
     if decoded.damage is not None:
@@ -260,7 +263,7 @@ def read_records(path: str | Path, num_bytes: int | None = None) -> list[Record]
 def leading_records(path: str | Path) -> list[Record]:
     """The records of a metrics log up to its first damage; [] for a file that is missing or not a metrics log."""
     try:
-        return decode(Path(path).read_bytes() if Path(path).is_file() else b"").records
+        return _decoded(Path(path)).records if Path(path).is_file() else []
     except (FileNotFoundError, IsADirectoryError):
         return []
 
@@ -315,7 +318,7 @@ def align_to(
         chosen([], True)
         return [], rename_aside(path, "unreadable-")
     with os.fdopen(_locked(path)):
-        decoded = decode(path.read_bytes() if path.is_file() else b"x")  # a pipe or a device does not end: foreign
+        decoded = _decoded(path) if path.is_file() else Decoded(foreign="it is not a regular file")
         is_damaged = decoded.damage is not None or decoded.foreign is not None
         kept = chosen(decoded.records, is_damaged)
         if kept is None or is_damaged:
@@ -371,6 +374,11 @@ def without_wall_clock(record: Record) -> Record:
     return {key: value for key, value in record.items() if not any(fnmatchcase(key, one) for one in WALL_CLOCK_FIELDS)}
 
 
+def _decoded(path: Path, num_bytes: int | None = None) -> Decoded:
+    content = form_of(path).array(path.read_bytes()[:num_bytes])
+    return decode(content + (b"" if num_bytes is None else ARRAY.closing))
+
+
 def _step_of(record: Record) -> float:
     step = record.get("global_step")
     return step if isinstance(step, (int, float)) else 0
@@ -387,7 +395,7 @@ def _write_branch(path: Path, records: list[Record]) -> Path | None:
 
 def _replace(path: Path, records: list[Record]) -> None:
     """Write a complete metrics log atomically."""
-    replace_durably(path, b"[" + ",".join("\n" + encode(one) for one in records).encode("ascii") + _CLOSING)
+    replace_durably(path, form_of(path).content([encode(one).encode("ascii") for one in records]))
 
 
 def _locked(path: Path, flags: int = 0) -> int:

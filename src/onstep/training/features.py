@@ -16,6 +16,7 @@ from onstep.training.interval_log.bridge_log import BridgeLog
 from onstep.training.lifecycle.endings import Endings, TrainingEnd
 from onstep.training.lifecycle.environment import EnvironmentVariables, LogLevel, TrackerSessions
 from onstep.training.lifecycle.rampup import BatchRampup
+from onstep.training.lifecycle.recording import Recording
 from onstep.training.lifecycle.signal_handling import DataTimeoutGuard, SignalHandling
 from onstep.training.model_parallel.model_parallel import ForwardPreHooks, ModelParallelAgreement
 from onstep.training.profiling.attention_logits import AttentionLogits
@@ -45,6 +46,7 @@ SETUP: tuple[type[Feature[Run]], ...] = (EnvironmentVariables, LogLevel)
 RUN: tuple[type[Feature[Run]], ...] = (
     SignalHandling,  # first: a signal during the set-up already counts
     Watching,  # above the endings: it sees an error before the callbacks do, and outlives them
+    Recording,  # above the endings: its last line says how the run ended
     TrackerSessions,  # above the endings: what `on_run_end` logs still arrives
     Endings,
     MemoryHistory,  # before the model is built

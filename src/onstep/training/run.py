@@ -28,6 +28,7 @@ from onstep.train_state import TrainState
 from onstep.training.feature import Features
 from onstep.training.protocols import Metrics, Trained, UserOptimizer, UserScheduler
 from onstep.training.reporting.bridge_trackers import BridgeTrackers
+from onstep.training.reporting.run_record import Kind, RunRecord
 from onstep.training.reporting.timers import Clock, Timers
 from onstep.training.runs.identity import Identify
 from onstep.training.runs.microbatches import NumMicroBatchesCalculator
@@ -228,6 +229,8 @@ class Run:
     sums: RunSums = field(default_factory=RunSums)
     evaluated: EvaluationRecord = field(default_factory=EvaluationRecord)
     entry_point: EntryPoint = field(default_factory=EntryPoint)
+    record: RunRecord = field(default_factory=RunRecord)
+    """What happens in the run, line by line; `note` appends to it."""
     start_time: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
@@ -298,6 +301,12 @@ class Run:
     """MLflow, with `log_metrics`; None without `logger.mlflow_experiment`."""
     comet_logger = _logger_of("comet")
     """Comet, with `log_metrics`; None without `logger.comet_project`."""
+
+    def note(self, kind: Kind, data: Mapping[str, Any], step: int | None = None) -> None:
+        """Append a line to the record, on rank 0 of a run with a directory; `step` is by default the last one done."""
+        if self.run_dir is not None and self.world.is_main:
+            at = self.train_state.step if step is None else step
+            self.record.append(self.run_dir.path, kind, at, self.trainer_state.epoch, data)
 
     @property
     def flops_per_token(self) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onstep.checkpoint import verify
-from onstep.record import WALL_CLOCK_FIELDS, read_records
+from onstep.record import WALL_CLOCK_FIELDS, Record, read_records
 
 EXACT = ("model/", "optimizer/", "scheduler/", "rng/", "dataset/", "loop/", "rank/")
 """Files of a checkpoint that must be the same to the byte; others may differ where they hold a wall-clock field."""
@@ -56,6 +56,8 @@ def compare(whole: Path, killed: Path, ranks: int = 1) -> set[str]:
     assert (whole / name).read_bytes() == (killed / name).read_bytes(), name
     places = list(differences(read_records(whole / "trainer_logs.json"), read_records(killed / "trainer_logs.json")))
     found = wall_clock_fields(places, "the metrics log")
+    places = list(differences(course(whole / "record.jsonl"), course(killed / "record.jsonl")))
+    found |= wall_clock_fields(places, "the record")
     steps, there = _steps(whole), _steps(killed)
     # a process killed between its last save and the deletion of an older checkpoint leaves that one, too
     assert set(steps) <= set(there), f"the killed run has the checkpoints {there}, the other one {steps}"
@@ -64,6 +66,11 @@ def compare(whole: Path, killed: Path, ranks: int = 1) -> set[str]:
             *(directory / "checkpoints" / f"checkpoint-{step}" for directory in (whole, killed))
         )
     return found
+
+
+def course(record: Path) -> list[Record]:
+    """The lines of a record without those about the processes of the run."""
+    return [line for line in read_records(record) if line["kind"] not in ("start", "end")]
 
 
 def compare_checkpoints(whole: Path, killed: Path) -> set[str]:

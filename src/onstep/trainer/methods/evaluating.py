@@ -44,7 +44,7 @@ from onstep.training.stages.evaluation import (
     until_interrupted,
     write_evaluation,
 )
-from onstep.training.stages.record import publish_evaluation
+from onstep.training.stages.record import keep, publish_evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -296,7 +296,7 @@ class EvaluatingMethods(BaseTrainer):
             self._complete(output, prefix, time.perf_counter() - started, state.trainer_state.epoch)
             record_evaluation(state, output.metrics)
             if is_test:
-                state.info.history.append({**output.metrics, "step": state.train_state.step})
+                keep(state, "test", output.metrics)
             else:
                 publish_evaluation(state, output.metrics, session.notify)
             kind = "test" if is_test else "eval"

@@ -32,6 +32,7 @@ class RunProgress:
             "loss_sum": state.sums.loss_sum,
             "loss_steps": state.sums.loss_steps,
             "num_records": len(history),
+            "record_position": state.record.state_dict(),
             "final_metrics": None if history.final_metrics is None else dict(history.final_metrics),
             "last_metrics": dict(state.evaluated.last_metrics),
             "evaluated_at": state.evaluated.at_step,
@@ -40,8 +41,9 @@ class RunProgress:
         }
 
     def make_durable(self) -> None:
-        """Fsync the decisions that precede the checkpoint, on rank 0."""
+        """Fsync the record and the decisions that precede the checkpoint, on rank 0."""
         run_dir = self._state.run_dir
+        self._state.record.make_durable()
         if run_dir is not None and self._state.world.is_main:
             try_to_sync(run_dir.decisions)
 
@@ -57,6 +59,8 @@ class RunProgress:
         state.sums.loss_sum, state.sums.loss_steps = state_dict["loss_sum"], state_dict["loss_steps"]
         state.sums.first_loss = state_dict.get("first_loss")
         state.sums.logged_loss, state.sums.restored_loss = state_dict.get("logged_loss"), state_dict.get("last_loss")
+        if state.world.is_main and "record_position" in state_dict:  # since version 0.5
+            state.record.load_state_dict(state_dict["record_position"])
         history, final = state.info.history, state_dict.get("final_metrics")
         if "log_history" in state_dict:  # in checkpoints before version 0.5
             history.replace(state_dict["log_history"])

@@ -211,6 +211,7 @@ class RunCheckpoints:
         state, step = self.state, self.state.train_state.step
         self.notify.on_checkpoint_save_start(checkpoint_step=step)
         state.saving.is_unsaved = False
+        state.note("checkpoint", {"reason": state.saving.save_reason})
         with state.features.pause("write"):
             components = [
                 *self.components.progress(trained),

@@ -21,8 +21,9 @@ _DECISIONS = "decisions.jsonl"
 """Lines are only appended, so that restoring it is cutting it to its size."""
 PROBES = ".write-test-*"
 """Files with which processes check that they can write."""
-_OURS = frozenset((*_RECORDS, LOCK, LEASE, *(f"{name}.tmp" for name in _RECORDS), "trainer_logs.json"))
-"""What claiming a directory writes into it, and the metrics log, which is opened when training starts."""
+_LOGS = ("record.jsonl", "trainer_logs.json")
+_OURS = frozenset((*_RECORDS, LOCK, LEASE, *(f"{name}.tmp" for name in _RECORDS), *_LOGS))
+"""What claiming a directory writes into it, and the record and the metrics log, which a start of training opens."""
 
 
 class Hold:

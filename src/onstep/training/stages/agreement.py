@@ -143,9 +143,11 @@ def write_decision(state: Run, request: Request, step: int | None = None) -> Non
 
 
 def append_decision(state: Run, request: Request, step: int | None = None) -> None:
-    """Append a decision to the run's `decisions.jsonl`, if it has a directory; on rank 0. `step` as above."""
+    """Append a decision to the record and to `decisions.jsonl`, if the run has a directory; on rank 0."""
     if state.run_dir is None:
         return
+    if request.flag != "saved":  # its checkpoint has a line of its own
+        state.note("decision", vars(request), step)
     path = state.run_dir.decisions
     steering = state.features.room(Steering)
     head = {"timestamp": time.time(), "step": state.train_state.step if step is None else step, BRANCH: steering.branch}

@@ -28,6 +28,7 @@ from onstep.training.stages.agreement import agree
 from onstep.training.stages.evaluation_batches import eval_batches
 from onstep.training.stages.exits import EvaluationInterrupted, exit_if_decided
 from onstep.training.stages.forward_step import only_chunk, prepare_forward_step_func
+from onstep.training.stages.record import keep
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def evaluate(
             state, forward_step_func, data_iterator, model, notify, is_test=is_test, verbose=verbose, afterwards=collect
         )
         record_evaluation(state, metrics)
-        state.info.history.append({**metrics, "step": state.train_state.step})
+        keep(state, "test" if is_test else "evaluation", metrics)
         notify.fire(f"on_{kind}_end", total_loss_dict=means, metrics=metrics)
     return (None, None, True) if interruption.is_over else (means, collected, False)
 

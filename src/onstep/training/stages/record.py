@@ -16,11 +16,13 @@ from onstep.errors import warn_once
 from onstep.events import Dispatcher
 from onstep.events.manager import Listeners
 from onstep.optim import RecallsRates
+from onstep.trackers.tag_record import BRIDGE_KEY
 from onstep.train_state import TrainState
 from onstep.training.compute.losses import Scalar, check_tokens
 from onstep.training.compute.step import LastStep, Step
 from onstep.training.protocols import Metrics, UserOptimizer
 from onstep.training.reporting.loss_accumulator import IntervalReport, LossAccumulator
+from onstep.training.reporting.run_record import Kind
 from onstep.training.run import Run
 
 logger = logging.getLogger(__name__)
@@ -129,7 +131,7 @@ def record(state: Run, logs: Metrics, notify: Dispatcher) -> None:
     """
     if state.checkpoints is not None:
         check_savable(logs)
-    state.info.history.append({**logs, "step": state.train_state.step})
+    keep(state, "evaluation" if state.evaluated.is_being_logged else "log", logs)
     if state.evaluated.is_being_logged:
         notify = _to_those_that_log_evaluations(notify)
     notify.on_log(logs=logs)
@@ -140,6 +142,13 @@ def record(state: Run, logs: Metrics, notify: Dispatcher) -> None:
                 f"the metric {name!r} is a {type(value).__name__} of shape {tuple(value.shape)}, which trackers leave "
                 f"out; log one number for each name",
             )
+
+
+def keep(state: Run, kind: Kind, metrics: Metrics) -> None:
+    """Append metrics to `log_history`, and to the record, with Megatron Bridge's tags since the last line."""
+    state.info.history.append({**metrics, "step": state.train_state.step})
+    tags = {} if state.info.bridge_tags is None else state.info.bridge_tags.state_dict()
+    state.note(kind, {**metrics, BRIDGE_KEY: tags} if tags else metrics)
 
 
 def check_savable(logs: Metrics) -> None:

@@ -1,0 +1,59 @@
+"""Defines the record of a run: what happened in it, line by line, in one file that checkpoints have a position in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from onstep.record.writer import JsonLogWriter
+from onstep.training.protocols import StateDict
+
+FILE_NAME = "record.jsonl"
+
+Kind = Literal["start", "log", "evaluation", "test", "decision", "checkpoint", "end"]
+"""What a line is about: a start of the training, a logged step, an evaluation, a test, a decision, a checkpoint whose
+state holds everything up to this line, or the end of a process."""
+
+
+class RunRecord:
+    """`record.jsonl`: a line ``{"timestamp", "global_step", "epoch", "kind", ...}`` for everything that happens.
+
+    Rank 0 of a run with a directory writes it. A resumed run, and one that is rolled back, continues it at the position
+    of its checkpoint; what follows is moved to ``record.branch-<n>.jsonl``. See `JsonLogWriter` for what a full disk or
+    a power failure can do to it.
+    """
+
+    def __init__(self) -> None:
+        self._writer = JsonLogWriter(FILE_NAME)
+
+    def begin(self, directory: Path, step: int, epoch: float, data: Mapping[str, Any]) -> None:
+        """Continue the file for a training that begins after `step`, with a line about its start.
+
+        Raises:
+            ConfigError: if the file cannot be written.
+        """
+        self._writer.open(directory, step)
+        self.append(directory, "start", step, epoch, data)
+
+    def append(self, directory: Path, kind: Kind, step: int, epoch: float, data: Mapping[str, Any]) -> None:
+        """Append a line; it is in the file on return, or waits in memory while the disk refuses it."""
+        if not self._writer.is_open:
+            self._writer.reopen(directory)
+        self._writer.write_record(step, epoch, {"kind": kind, **data} | {"kind": kind})
+
+    def close(self) -> None:
+        """Make the file durable and close it; a later line reopens it."""
+        self._writer.close()
+
+    def state_dict(self) -> StateDict:
+        """The position after the newest line, and the lines that the disk might lack."""
+        return self._writer.state_dict()
+
+    def make_durable(self) -> None:
+        """Fsync the file, before a checkpoint with a position in it is committed."""
+        self._writer.make_durable()
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Continue at a checkpoint's position: when training begins, or at once in a rollback."""
+        self._writer.load_state_dict(state_dict)

@@ -1,0 +1,191 @@
+"""`record.jsonl` says what happened in a run, each thing once, however often the run is killed or rolled back."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onstep import Callback, Trainer, TrainingArguments, pretrain
+from onstep.config import ConfigContainer
+from onstep.record import Record, read_records, without_wall_clock
+from tests.support.resuming import Interrupted
+
+OF_A_PROCESS = ("start", "end")
+"""Kinds of lines of which a run has one for each of its processes."""
+
+
+@pytest.fixture
+def config(tiny_config: ConfigContainer, tmp_path: Path) -> ConfigContainer:
+    """8 steps, each logged, with evaluations and checkpoints at 4 and 8."""
+    tiny_config.run.name, tiny_config.run.output_dir, tiny_config.run.save_weights = "run", str(tmp_path), False
+    tiny_config.logger.log_interval = 1
+    tiny_config.checkpoint.save_interval = tiny_config.validation.eval_interval = 4
+    tiny_config.checkpoint.most_recent_k = -1
+    return tiny_config
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "record.jsonl"
+
+
+class At(Callback):
+    """Does something after a step, once."""
+
+    def __init__(self, step: int, act: Any) -> None:
+        self.step, self.act = step, act
+
+    def on_step_end(self, context: Any) -> None:
+        if context.step == self.step:
+            self.step = -1
+            self.act(context)
+
+
+def dies(context: Any) -> None:
+    raise Interrupted
+
+
+def interrupted(config: ConfigContainer, step: int, *callbacks: Callback) -> None:
+    with pytest.raises(Interrupted):
+        pretrain(config, callbacks=[*callbacks, At(step, dies)])
+
+
+def course(path: Path) -> list[Record]:
+    return [without_wall_clock(line) for line in read_records(path) if line["kind"] not in OF_A_PROCESS]
+
+
+def kinds(path: Path) -> list[tuple[str, int]]:
+    return [(line["kind"], line["global_step"]) for line in read_records(path)]
+
+
+def test_everything_that_happens_has_a_line(config: ConfigContainer, path: Path) -> None:
+    stop = At(6, lambda context: context.control.stop("enough"))
+    pretrain(config, callbacks=[stop])
+    logs = [("log", step) for step in range(1, 7)]
+    assert kinds(path) == [
+        ("start", 0),
+        *logs[:4],
+        ("evaluation", 4),
+        ("checkpoint", 4),
+        logs[4],
+        ("decision", 6),
+        logs[5],
+        ("log", 6),  # the totals
+        ("checkpoint", 6),
+        ("evaluation", 6),
+        ("test", 6),
+        ("end", 6),
+    ]
+    by_kind = {line["kind"]: line for line in read_records(path)}
+    assert by_kind["decision"]["reason"] == "enough"
+    assert by_kind["evaluation"]["eval_loss"] > 0
+    assert by_kind["end"]["reason"] == "stopped"
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_a_trainer_has_the_same_record(tmp_path: Path) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": (self.layer(x) - labels).square().mean(), "logits": self.layer(x)}
+
+    data = [{"x": torch.ones(2) * n, "labels": torch.ones(1)} for n in range(8)]
+    args = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, logging_steps=1, report_to="none", per_device_train_batch_size=2
+    )
+    trainer = Trainer(model=Net(), args=args, train_dataset=data, eval_dataset=data, default_callbacks=False)
+    trainer.train()
+    trainer.evaluate()
+    trainer.predict(data)
+    lines = read_records(tmp_path / "record.jsonl")
+    assert [line["kind"] for line in lines] == ["start", "log", "log", "log", "checkpoint", "end", "evaluation", "test"]
+    logged = [line["loss"] for line in lines if "loss" in line]
+    assert logged == [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("dies_at", [[3], [5, 6, 8], [4, 4]])
+def test_a_resumed_run_has_the_lines_of_one_that_was_not_interrupted(
+    config: ConfigContainer, path: Path, dies_at: list[int]
+) -> None:
+    pretrain(config)
+    whole = course(path)
+    config.run.name = "interrupted"
+    for step in dies_at:
+        interrupted(config, step)
+    pretrain(config)
+    path = path.parents[1] / "interrupted" / path.name
+    assert course(path) == whole
+    ends = [line["reason"] for line in read_records(path) if line["kind"] == "end"]
+    assert ends[-1] == "completed"
+
+
+def test_a_rollback_moves_the_lines_of_the_abandoned_steps_aside(config: ConfigContainer, path: Path) -> None:
+    pretrain(config, callbacks=[At(6, lambda context: context.control.rollback(to_step=4))])
+    assert [line["global_step"] for line in read_records(path) if "loss" in line] == [1, 2, 3, 4, 5, 6, 7, 8]
+    branch = read_records(path.with_name("record.branch-1.jsonl"))
+    assert [line["global_step"] for line in branch if "loss" in line] == [5]
+    decisions = [line["flag"] for line in [*branch, *read_records(path)] if line["kind"] == "decision"]
+    assert decisions == ["rollback", "rolled_back"]
+
+
+def test_lines_that_a_power_failure_took_are_named(
+    config: ConfigContainer, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    interrupted(config, 6)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:3]))
+    with caplog.at_level(logging.WARNING):
+        pretrain(config)
+    (gap,) = [line["missing_records"] for line in read_records(path) if "missing_records" in line]
+    assert (gap["number"], gap["after_step"], gap["up_to_step"]) == (4, 2, 4)
+    assert "4 records after step 2, up to step 4 are missing" in caplog.text
+    assert [line["global_step"] for line in read_records(path) if "loss" in line] == [1, 2, 5, 6, 7, 8]
+
+
+def test_a_changed_line_is_named_and_kept(
+    config: ConfigContainer, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    interrupted(config, 6)
+    changed = path.read_bytes().replace(b'"loss": ', b'"loss": 7', 1)
+    path.write_bytes(changed)
+    with caplog.at_level(logging.WARNING):
+        pretrain(config)
+    assert f"{path} is not what the run had written up to step 4" in caplog.text
+    assert path.read_bytes().startswith(b"".join(changed.splitlines(keepends=True)[:7]))
+
+
+def test_lines_that_a_full_disk_refused_come_from_the_checkpoint(
+    config: ConfigContainer, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    pretrain(config)
+    whole = course(path)
+    config.run.name, path = "full", path.parents[1] / "full" / path.name
+    real = os.pwrite
+
+    def full(descriptor: int, data: bytes, offset: int) -> int:
+        if len(data) > 1 and os.readlink(f"/proc/self/fd/{descriptor}").endswith(path.name):
+            raise OSError(28, "No space left on device")
+        return real(descriptor, data, offset)
+
+    with monkeypatch.context() as patch:
+        interrupted(config, 7, At(2, lambda context: patch.setattr(os, "pwrite", full)))
+    assert [line["global_step"] for line in read_records(path)] == [0, 1]
+    pretrain(config)
+    assert course(path) == whole
+
+
+def test_a_new_run_in_the_same_directory_moves_the_record_aside(config: ConfigContainer, path: Path) -> None:
+    config.checkpoint.save_interval = None
+    interrupted(config, 3)
+    pretrain(config)
+    assert [step for kind, step in kinds(path) if kind == "log"] == [*range(1, 9), 8]
+    assert kinds(path.with_name("record.1.jsonl"))[0] == ("start", 0)

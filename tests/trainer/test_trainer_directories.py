@@ -292,6 +292,19 @@ def test_a_run_of_an_earlier_version_is_continued_where_it_is(tmp_path: Path) ->
     assert steps(run / "checkpoints") == [1, 2, 3]
 
 
+def test_digests_that_an_earlier_version_made_otherwise_are_no_difference(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = trained(tmp_path / "whole")
+    interrupted(tmp_path)
+    path = tmp_path / "run" / "run.json"
+    record = json.loads(path.read_text())
+    record["identity"] = {part: digest.rpartition("-")[2] for part, digest in record["identity"].items()}
+    path.write_text(json.dumps(record))
+    assert weights(trained(tmp_path)) == weights(expected)
+    assert "from scratch" not in warned(caplog)
+
+
 def test_a_restart_by_torchrun_continues_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even with weights that are initialized without a seed."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -26,7 +26,7 @@ from onstep.training.runs.fingerprints import (
     structure,
     tensor_digest,
 )
-from onstep.training.runs.identity import Identity
+from onstep.training.runs.identity import VALUES, Identity
 from onstep.training.runs.user_code import is_users, names_in, reachable
 
 _LEARNING = (
@@ -59,109 +59,94 @@ def trainer_identity(trainer: BaseTrainer) -> Identity:
     No item of a dataset is read.
     """
     parts = {
-        "train_data": _data_entries(trainer.train_dataset),
-        "code": dict(_code_entries(trainer)),
-        "weights": {} if trainer.model is None else _weight_entries(trainer.model),
+        "train_data": _data(trainer.train_dataset),
+        "code": _code(trainer),
+        "weights": {} if trainer.model is None else _weights(trainer.model),
     }
     if trainer.eval_dataset is not None:
-        parts["eval_data"] = _data_entries(trainer.eval_dataset)
-    return Identity({name: _part(entries) for name, entries in parts.items()})
+        parts["eval_data"] = _data(trainer.eval_dataset)
+    return Identity({name: _part(values) for name, values in parts.items()})
 
 
-def _part(entries: Mapping[str, str]) -> InputFiles:
-    text = "\n".join(f"{name}\0{digest}" for name, digest in sorted(entries.items()))
-    return InputFiles(hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), dict(entries))
+def _part(values: Mapping[str, Any]) -> InputFiles:
+    digests = {name: digest_of(value) for name, value in values.items()}
+    text = "\n".join(f"{name}\0{digest}" for name, digest in sorted(digests.items()))
+    return InputFiles(f"{VALUES}{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}", digests)
 
 
-def _data_entries(dataset: Any) -> dict[str, str]:
-    """Digests by column for rows and tables, by attribute for a class of the user."""
+def _data(dataset: Any) -> dict[str, Any]:
+    """The columns of rows and tables, the attributes and methods of a class of the user."""
     if isinstance(dataset, DataLoader):
-        own = {"the DataLoader": digest_of((dataset.batch_size, type(dataset.sampler).__name__, dataset.drop_last))}
-        return {**_data_entries(dataset.dataset), **own}
+        settings = (dataset.batch_size, type(dataset.sampler).__name__, dataset.drop_last)
+        return {**_data(dataset.dataset), "the DataLoader": settings}
     if isinstance(dataset, Mapping):
-        sets = {name: _data_entries(one) for name, one in dataset.items()}
-        return {f"{name}: {entry}": digest for name, one in sets.items() for entry, digest in one.items()}
+        return {f"{name}: {entry}": value for name, one in dataset.items() for entry, value in _data(one).items()}
     if is_arrow_dataset(dataset):
-        return arrow_entries(dataset)
+        return dict(arrow_entries(dataset))
     if isinstance(dataset, (list, tuple)):
-        return _row_entries(dataset)
-    own = attributes(dataset) if _is_open(dataset) else {}
-    plain = {name: value for name, value in own.items() if is_scalar(value)}
-    entries = {name: digest_of(value) for name, value in own.items() if name not in plain}
-    roots = ("__getitem__", "__getitems__", "__iter__", "__len__")
-    entries |= {f"{name}()": digest_of(function) for name, function in reachable(type(dataset), roots).items()}
-    entries |= {f".{name}": digest_of(value) for name, value in plain.items()}
-    return {**entries, "its class": digest_of(type(dataset).__qualname__.rpartition("<locals>.")[2])}
+        return _rows(dataset)
+    cls = type(dataset)
+    is_open = is_users(cls.__module__) or cls.__module__.startswith("torch.utils.data")  # others may hold caches
+    own = attributes(dataset) if is_open else {}
+    methods = reachable(cls, ("__getitem__", "__getitems__", "__iter__", "__len__"))
+    return {
+        **{f".{name}" if is_scalar(value) else name: value for name, value in own.items()},
+        **{f"{name}()": function for name, function in methods.items()},
+        "its class": cls.__qualname__.rpartition("<locals>.")[2],
+    }
 
 
-def _is_open(dataset: Any) -> bool:
-    """Whether a dataset's attributes are its content: those of a library may be caches."""
-    return is_users(type(dataset).__module__) or type(dataset).__module__.startswith("torch.utils.data")
-
-
-def _row_entries(rows: Sequence[Any]) -> dict[str, str]:
+def _rows(rows: Sequence[Any]) -> dict[str, Any]:
     chosen = [rows[position] for position in sampled(len(rows), _ROWS)]
-    entries = {"the number of rows": str(len(rows))}
+    values: dict[str, Any] = {"the number of rows": len(rows)}
     columns = list(chosen[0]) if chosen and all(isinstance(row, Mapping) for row in chosen) else []
     if not 0 < len(columns) <= _COLUMNS or not all(isinstance(name, str) for name in columns):
-        return {**entries, "the rows": digest_of(chosen)}
+        return {**values, "the rows": chosen}
     for name in columns:  # of numbers, such as labels, all are looked at
         is_number = isinstance(chosen[0].get(name), (int, float)) and len(rows) <= _NUMBERS
-        entries[name] = digest_of(
-            [row.get(name) for row in (rows if is_number else chosen) if isinstance(row, Mapping)]
-        )
-    return entries
+        looked_at = rows if is_number else chosen
+        values[name] = digest_of([row.get(name) for row in looked_at if isinstance(row, Mapping)])
+    return values
 
 
-def _code_entries(trainer: BaseTrainer) -> Iterator[tuple[str, str]]:
-    cls, own = type(trainer), vars(trainer)
-    methods = reachable(cls, _LEARNING)
-    yield from ((name, digest_of(function)) for name, function in methods.items())
-    assigned = {name: own[name] for name in _LEARNING if name in own}
-    yield from ((f"trainer.{name}", digest_of(function)) for name, function in assigned.items())
+def _code(trainer: BaseTrainer) -> dict[str, Any]:
+    """The user's methods and functions that decide what is learned, and the attributes and arguments that they name."""
+    own, collator, model = vars(trainer), trainer.data_collator, trainer.model
+    methods = reachable(type(trainer), _LEARNING)
     names = {name for function in methods.values() for name in names_in(function.__code__)}
-    for name in sorted(names & own.keys() - trainer.library_attributes):
-        yield f"trainer.{name}", digest_of(own[name])
-    known = {field.name for field in fields(TrainingArguments)}
-    for name in sorted(names & vars(trainer.args).keys() - known):
-        yield f"args.{name}", digest_of(vars(trainer.args)[name])
-    for name in ("compute_loss_func", "optimizer_cls_and_kwargs"):
-        if getattr(trainer, name) is not None:
-            yield name, digest_of(getattr(trainer, name))
-    if trainer.data_collator is not None:
-        plain = {name: value for name, value in attributes(trainer.data_collator).items() if is_scalar(value)}
-        yield "data_collator", digest_of((trainer.data_collator, plain))
-    for name in ("optimizer", "lr_scheduler"):
-        if own.get(name) is not None:
-            yield name, _optimizer_digest(own[name])
-    if trainer.model is not None:
-        yield from _forward_entries(trainer.model)
+    foreign = names - {field.name for field in fields(TrainingArguments)}
+    values: dict[str, Any] = {
+        **methods,
+        **{f"trainer.{name}": own[name] for name in {*_LEARNING, *(names - trainer.library_attributes)} & own.keys()},
+        **{f"args.{name}": value for name, value in vars(trainer.args).items() if name in foreign},
+        **{name: getattr(trainer, name) for name in ("compute_loss_func", "optimizer_cls_and_kwargs")},
+        **{name: _settings(own.get(name)) for name in ("optimizer", "lr_scheduler")},
+    }
+    if collator is not None:
+        plain = {name: value for name, value in attributes(collator).items() if is_scalar(value)}
+        values["data_collator"] = (collator, plain)
+    if model is not None:
+        for cls in dict.fromkeys(type(module) for module in model.modules()):
+            values |= reachable(cls, ("forward",))
+        values["model.forward"] = vars(model).get("forward")
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def _optimizer_digest(optimizer: Any) -> str:
-    """Of an optimizer the class and settings; of a factory its code."""
+def _settings(optimizer: Any) -> Any:
+    """Of an optimizer the class and settings; a factory is itself."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        return digest_of(optimizer)
+        return optimizer
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return digest_of((type(optimizer).__qualname__, groups))
+    return type(optimizer).__qualname__, groups
 
 
-def _forward_entries(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """The user's `forward` methods of the model and its parts."""
-    classes = dict.fromkeys(type(module) for module in model.modules())
-    found = {name: function for cls in classes for name, function in reachable(cls, ("forward",)).items()}
-    yield from ((name, digest_of(function)) for name, function in sorted(found.items()))
-    if "forward" in vars(model):
-        yield "model.forward", digest_of(vars(model)["forward"])
-
-
-def _weight_entries(model: nn.Module) -> dict[str, str]:
-    """A digest of each parameter and buffer, and of how the model is built."""
+def _weights(model: nn.Module) -> dict[str, Any]:
+    """Each parameter and buffer, and how the model is built."""
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     limit = max(64, _TENSOR_VALUES // max(1, len(tensors)))
-    entries = {name: tensor_digest(value, limit) for name, value in tensors.items()}
-    entries["the architecture"] = digest_of(structure(model))
+    values: dict[str, Any] = {name: tensor_digest(value, limit) for name, value in tensors.items()}
+    values["the architecture"] = structure(model)
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     if callable(to_dict):
-        entries["the configuration"] = digest_of({k: v for k, v in to_dict().items() if k not in _OF_THE_SOURCE})
-    return entries
+        values["the configuration"] = {k: v for k, v in to_dict().items() if k not in _OF_THE_SOURCE}
+    return values

@@ -11,7 +11,7 @@ import os
 import re
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AnySet
 from enum import Enum
 from functools import partial
@@ -23,37 +23,41 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
-from onstep.training.runs.user_code import full_name, globals_in, is_users, names_in, reachable, short_name
+from onstep.training.runs.user_code import full_name, is_users, names_in, reachable, short_name
 
-_MAX_VALUES = 20_000
-"""Values of one entry that are looked at, besides lists of numbers."""
-_MAX_NUMBERS = 1_000_000
+_MOST_VALUES = 100_000
+"""Values that are looked at, besides lists of numbers."""
+_MOST_ELEMENTS, _FEWER = 4096, 8
+"""Elements of a container that are looked at; of one inside another, so many times fewer."""
+_MOST_NUMBERS = 1_000_000
 """Length of a list of numbers that is hashed in full."""
 _WHOLE_BYTES = 16 * 1024**2
 """Arrays and texts up to this size are hashed in full; of larger ones, `_BLOCKS` blocks."""
 _BLOCKS = 64
 _BLOCK_BYTES = 16 * 1024
 _MAX_LEVELS = 12
-_SCALARS = (bool, int, float, complex, str, bytes, type(None))
-_WITHOUT_CONTENT = (types.ModuleType, types.BuiltinFunctionType, Iterator, torch.Generator, np.random.Generator)
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), Enum, np.generic, PurePath)
+_WITHOUT_CONTENT = (types.BuiltinFunctionType, Iterator, torch.Generator, np.random.Generator, type(os.environ))
+"""Of a generator or a file only the type is hashed; the environment holds what changes at every start."""
 _NO_SETTINGS = ("training", "name_or_path")
 """Attributes of a module that say how it is used, or where it came from."""
-_NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
+_OPEN = (argparse.Namespace, types.SimpleNamespace, torch.utils.data.Dataset)
+"""Objects of installed packages whose attributes are their content; those of others may be caches."""
 
 
-def digest_of(value: Any, budget: int = _MAX_VALUES) -> str:
+def digest_of(value: Any) -> str:
     """32 hexadecimal digits of a value: its numbers, text, arrays and attributes, and the code of functions in it."""
-    feed = _Feed()
+    digest = _Digest()
     try:
-        feed.value(value, budget, 0)
+        digest.add(value)
     except Exception as error:  # noqa: BLE001 - an attribute of the user's object may raise anything
-        feed.text(type(error).__name__)
-    return feed.hexdigest()
+        digest.text(type(error).__name__)
+    return digest.hexdigest()
 
 
 def is_scalar(value: object) -> bool:
     """Whether a value is a single number or text, or None."""
-    return isinstance(value, (*_SCALARS, Enum, np.generic, PurePath))
+    return isinstance(value, _SCALARS)
 
 
 def sampled(length: int, limit: int) -> Sequence[int]:
@@ -63,29 +67,14 @@ def sampled(length: int, limit: int) -> Sequence[int]:
     return sorted({round(index * (length - 1) / max(1, limit - 1)) for index in range(limit)})
 
 
-def arrow_digest(column: Any) -> str:
-    """The content of a column of a pyarrow table, sampled if it is large."""
-    import pyarrow as pa
-
-    hasher = blake3(f"{column.type} {len(column)}".encode())
-    if column.nbytes <= _WHOLE_BYTES:
-        slices = [column]
-    else:
-        slices = [column.slice(start, 16) for start in sampled(max(1, len(column) - 16), _BLOCKS)]
-    for one in slices:
-        array = one.combine_chunks()
-        for chunk in array.chunks if isinstance(array, pa.ChunkedArray) else [array]:
-            hasher.update(pa.RecordBatch.from_arrays([chunk], ["column"]).serialize())
-    return hasher.hexdigest(16)
-
-
-class _Feed:
+class _Digest:
     """Hashes values one after another."""
 
     def __init__(self) -> None:
         self._hasher = blake3()
         self._seen: dict[int, tuple[int, object]] = {}
         """Objects met so far: they are hashed once, and a cycle ends there."""
+        self._level, self._num_values = 0, 0
 
     def hexdigest(self) -> str:
         return self._hasher.hexdigest(16)
@@ -93,30 +82,47 @@ class _Feed:
     def text(self, text: str) -> None:
         self._hasher.update(text.encode("utf-8", "surrogatepass") + b"\0")
 
-    def value(self, value: Any, budget: int, level: int) -> None:
+    def add(self, value: Any, names: Collection[str] | None = None) -> None:
         """Hash a value of any type.
 
         Args:
             value: what to hash.
-            budget: how many values inside it are looked at.
-            level: how deep it lies.
+            names: of the code that refers to the value: of an object or a class, only what they name counts.
         """
+        self._num_values += 1
         if is_scalar(value):
             self._scalar(value)
             return
+        if isinstance(value, types.ModuleType):
+            self.text(value.__name__)
+            return
         self.text(full_name(type(value)))
-        if level > _MAX_LEVELS or self._is_known(value) or isinstance(value, type(os.environ)):
-            return  # the environment holds what changes at every start
-        feed = self._feed_of(value)
-        if feed is not None:
-            feed(self, value, budget, level + 1)
+        if self._num_values > _MOST_VALUES or self._level > _MAX_LEVELS or self._is_known(value):
+            return
+        self._level += 1
+        self._content(value, names)
+        self._level -= 1
+
+    def _content(self, value: Any, names: Collection[str] | None) -> None:
+        is_own = is_users(type(value).__module__)
+        if isinstance(value, _WITHOUT_CONTENT) and not is_own:
+            return
+        is_read = is_own and isinstance(value, (Mapping, AnySet)) and not isinstance(value, dict)  # from anywhere
+        add = None if is_read else next((add for kinds, add in self._BY_KIND if isinstance(value, kinds)), None)
+        if add is not None:
+            add(self, value)
+        elif isinstance(value, type):
+            self._class(value, names or ())
         elif callable(getattr(value, "to_numpy", None)):  # pandas
-            self._value_of_pandas(value, budget, level + 1)
+            columns = {name: value[name] for name in getattr(value, "columns", ())} or {"": value}
+            self._mapping({name: np.asarray(column.to_numpy()) for name, column in columns.items()})
         elif is_arrow_dataset(value):
-            for name, digest in arrow_entries(value).items():
-                self.text(f"{name} {digest}")
-        else:
-            self._object(value, budget, level + 1)
+            self._mapping(arrow_entries(value))
+        elif is_own or isinstance(value, _OPEN):
+            if is_own:
+                self._methods(type(value), ("__getitem__", "__iter__", "__len__") if names is None else names)
+            own = attributes(value)
+            self._mapping({name: own[name] for name in own if names is None or name in names})
 
     def _scalar(self, value: Any) -> None:
         if isinstance(value, (str, bytes)) and len(value) > _WHOLE_BYTES:
@@ -130,36 +136,36 @@ class _Feed:
         self._seen[id(value)] = len(self._seen), value  # kept, so that its id stays its own
         return False
 
-    def _sequence(self, values: Sequence[Any], budget: int, level: int) -> None:
-        self.text(str(len(values)))
+    def _chosen(self, length: int) -> Sequence[int]:
+        """The positions of a container that are looked at."""
+        self.text(str(length))
+        return sampled(length, max(16, _MOST_ELEMENTS // _FEWER ** (self._level - 1)))
+
+    def _sequence(self, values: Sequence[Any]) -> None:
         if isinstance(values, range):
             self.text(repr(values))
         elif len(values) > 8 and (numbers := _numbers(values)) is not None:
-            self._array(numbers, budget, level)
+            self._array(numbers)
         else:
-            positions = sampled(len(values), max(1, min(4096, budget // 4)))
-            for position in positions:
-                self.value(values[position], budget // len(positions), level)
+            for position in self._chosen(len(values)):
+                self.add(values[position])
 
-    def _mapping(self, values: Mapping[Any, Any], budget: int, level: int) -> None:
-        self.text(str(len(values)))
-        limit = max(1, budget // 2)
-        chosen = set(sampled(len(values), limit))
+    def _mapping(self, values: Mapping[Any, Any]) -> None:
+        chosen = set(self._chosen(len(values)))
         for position, key in enumerate(values):
             if position in chosen:
-                self.value(key, 1, level)
-                self.value(values[key], budget // len(chosen), level)
+                self.add(key)
+                self.add(values[key])
 
-    def _set(self, values: AnySet[Any], budget: int, level: int) -> None:
+    def _set(self, values: AnySet[Any]) -> None:
         self.text(str(len(values)))
-        if len(values) <= budget:
-            for digest in sorted(digest_of(value, 16) for value in values):
-                self.text(digest)
+        for digest in sorted(map(digest_of, values)) if len(values) <= _MOST_ELEMENTS else ():
+            self.text(digest)
 
-    def _array(self, array: np.ndarray[Any, Any], budget: int, level: int) -> None:
+    def _array(self, array: np.ndarray[Any, Any]) -> None:
         self.text(f"{array.dtype} {array.shape}")
         if array.dtype.hasobject:
-            self._sequence(array.reshape(-1), budget, level)  # type: ignore[arg-type]
+            self._sequence(array.reshape(-1))  # type: ignore[arg-type]
             return
         if array.nbytes <= _WHOLE_BYTES:
             self._hasher.update(np.ascontiguousarray(array).tobytes())
@@ -169,112 +175,61 @@ class _Feed:
         for start in sampled(max(1, len(rows) - each), _BLOCKS):
             self._hasher.update(np.ascontiguousarray(rows[start : start + each]).tobytes())
 
-    def _tensor(self, tensor: Tensor, budget: int, level: int) -> None:
-        self.text(f"{tensor.dtype} {tuple(tensor.shape)}")
-        self._hasher.update(tensor_bytes(tensor, _WHOLE_BYTES))
+    def _tensor(self, tensor: Tensor) -> None:
+        self.text(tensor_digest(tensor, _WHOLE_BYTES))
 
-    def _module(self, module: nn.Module, budget: int, level: int) -> None:
+    def _module(self, module: nn.Module) -> None:
         for line in structure(module):
             self.text(line)
-        for function in {type(one): reachable(type(one), ("forward",)) for one in module.modules()}.values():
-            for name, forward in function.items():
-                self.text(name)
-                self.value(forward, 1000, level)
+        for cls in dict.fromkeys(type(one) for one in module.modules()):
+            self._methods(cls, ("forward",))
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            self.text(name)
-            self._hasher.update(tensor_bytes(tensor, _BLOCK_BYTES))
+            self.text(f"{name} {tensor_digest(tensor, _BLOCK_BYTES)}")
 
-    def _function(self, function: types.FunctionType, budget: int, level: int) -> None:
+    def _function(self, function: types.FunctionType) -> None:
         self.text(short_name(function))
         if not is_users(function.__module__):
             return
-        self._code(function.__code__, function.__doc__)
-        self.value(function.__defaults__, budget // 4, level)
-        self.value(function.__kwdefaults__, budget // 4, level)
         names = names_in(function.__code__)
+        self._code(function.__code__, function.__doc__)
+        self.add((function.__defaults__, function.__kwdefaults__))
         for cell in function.__closure__ or ():
             try:
-                self._referred(cell.cell_contents, names, budget // 4, level)
+                value = cell.cell_contents
             except ValueError:  # an empty cell
                 continue
-        for name in sorted(globals_in(function.__code__) & function.__globals__.keys()):
+            self.add(value, names)
+        for name in sorted(names & function.__globals__.keys()):
             self.text(name)
-            self._referred(function.__globals__[name], names, budget // 4, level)
+            self.add(function.__globals__[name], names)
 
     def _code(self, code: types.CodeType, docstring: str | None = None) -> None:
         """What code does: neither line numbers, nor names of files, nor docstrings."""
         self.text(repr((code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)))
         self.text(repr((code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)))
-        self._hasher.update(code.co_code)
-        self._hasher.update(code.co_exceptiontable)
-        constants = code.co_consts
-        if docstring is not None and constants[:1] == (docstring,):
-            constants = (None, *constants[1:])
-        for constant in constants:
+        self._hasher.update(code.co_code + code.co_exceptiontable)
+        for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self._code(constant)
-            else:
-                self.value(constant, 1000, 0)
+            elif docstring is None or constant != docstring:
+                self.add(constant)
 
-    def _referred(self, value: Any, names: set[str], budget: int, level: int) -> None:
-        """A value that code refers to: of an object's attributes, only those whose names the code has."""
-        if isinstance(value, types.ModuleType):
-            self.text(value.__name__)
-        elif isinstance(value, type):
-            self._class(value, names, level)
-        elif not (is_scalar(value) or callable(value) or self._feed_of(value) or is_arrow_dataset(value)):
-            self.text(full_name(type(value)))
-            if not self._is_known(value) and (is_users(type(value).__module__) or isinstance(value, _NAMESPACES)):
-                self._mapping({name: one for name, one in attributes(value).items() if name in names}, budget, level)
-        else:
-            self.value(value, budget, level)
-
-    def _class(self, cls: type, names: set[str], level: int) -> None:
+    def _class(self, cls: type, names: Iterable[str]) -> None:
         self.text(full_name(cls))
-        if level <= _MAX_LEVELS and not self._is_known(cls):
-            self._methods(cls, names, level)
+        self._methods(cls, names)
 
-    def _methods(self, cls: type, names: Iterable[str], level: int) -> None:
+    def _methods(self, cls: type, names: Iterable[str]) -> None:
         """The user's methods of a class that code with these names may call."""
         for name, function in reachable(cls, {"__init__", "__call__", "forward", *names}).items():
             self.text(name)
-            self.value(function, 1000, level + 1)
+            self.add(function)
 
-    def _any_class(self, cls: type, budget: int, level: int) -> None:
-        self.text(full_name(cls))
-        self._methods(cls, (), level)
+    def _partial(self, value: partial[Any]) -> None:
+        self.add((value.func, value.args, value.keywords))
 
-    def _partial(self, value: partial[Any], budget: int, level: int) -> None:
-        self.value((value.func, value.args, value.keywords), budget, level)
-
-    def _method(self, method: types.MethodType, budget: int, level: int) -> None:
-        self.value(method.__func__, budget, level)
-        self._referred(method.__self__, names_in(method.__func__.__code__), budget, level)
-
-    def _nothing(self, value: object, budget: int, level: int) -> None:
-        """Of a generator, file or module only the type."""
-
-    def _value_of_pandas(self, value: Any, budget: int, level: int) -> None:
-        columns = [value[name] for name in value.columns] if hasattr(value, "columns") else [value]
-        self.text(repr(list(getattr(value, "columns", ()))))
-        for column in columns:
-            self.value(np.asarray(column.to_numpy()), budget // len(columns), level)
-
-    def _feed_of(self, value: object) -> Callable[..., None] | None:
-        """The method that hashes values of this kind; None for a single number or any other object."""
-        if isinstance(value, _WITHOUT_CONTENT) and not is_users(type(value).__module__):
-            return _Feed._nothing
-        if isinstance(value, (Mapping, AnySet)) and is_users(type(value).__module__) and not isinstance(value, dict):
-            return None  # its items may be read from anywhere
-        return next((feed for kinds, feed in self._BY_KIND if isinstance(value, kinds)), None)
-
-    def _object(self, value: Any, budget: int, level: int) -> None:
-        cls = type(value)
-        if is_users(cls.__module__):
-            self._methods(cls, ("__getitem__", "__iter__", "__len__"), level)
-        elif not isinstance(value, (torch.utils.data.Dataset, *_NAMESPACES)):
-            return  # of an installed package: its attributes may be caches
-        self._mapping(attributes(value), budget, level)
+    def _method(self, method: types.MethodType) -> None:
+        self.add(method.__func__)
+        self.add(method.__self__, names_in(method.__func__.__code__))
 
     _BY_KIND: tuple[tuple[Any, Callable[..., None]], ...] = (
         (np.ndarray, _array),
@@ -283,7 +238,6 @@ class _Feed:
         (types.FunctionType, _function),
         (types.MethodType, _method),
         (partial, _partial),
-        (type, _any_class),
         (Mapping, _mapping),
         (AnySet, _set),
         ((list, tuple, deque, range, bytearray), _sequence),
@@ -333,12 +287,28 @@ def attributes(value: Any) -> dict[str, Any]:
     return dict(sorted({**found, **getattr(value, "__dict__", {})}.items()))
 
 
+def _arrow_digest(column: Any) -> str:
+    """The content of a column of a pyarrow table, sampled if it is large."""
+    import pyarrow as pa
+
+    hasher = blake3(f"{column.type} {len(column)}".encode())
+    if column.nbytes <= _WHOLE_BYTES:
+        slices = [column]
+    else:
+        slices = [column.slice(start, 16) for start in sampled(max(1, len(column) - 16), _BLOCKS)]
+    for one in slices:
+        array = one.combine_chunks()
+        for chunk in array.chunks if isinstance(array, pa.ChunkedArray) else [array]:
+            hasher.update(pa.RecordBatch.from_arrays([chunk], ["column"]).serialize())
+    return hasher.hexdigest(16)
+
+
 def arrow_entries(dataset: Any) -> dict[str, str]:
     """The digest of each column of a `datasets.Dataset`, and of what selects and transforms its rows."""
     table, indices = dataset.data.table, dataset._indices
-    entries = {name: arrow_digest(table.column(name)) for name in table.column_names}
+    entries = {name: _arrow_digest(table.column(name)) for name in table.column_names}
     if indices is not None:
-        entries["the choice of rows"] = arrow_digest(indices.table.column(0))
+        entries["the choice of rows"] = _arrow_digest(indices.table.column(0))
     shown = dataset.format
     entries["the format"] = digest_of((shown.get("type"), shown.get("columns"), shown.get("format_kwargs")))
     return entries
@@ -355,7 +325,7 @@ def _as_names(slots: Any) -> Iterable[str]:
 
 def _numbers(values: Sequence[Any]) -> np.ndarray[Any, Any] | None:
     """A sequence of numbers as an array; None for any other."""
-    if isinstance(values, np.ndarray) or len(values) > _MAX_NUMBERS or not isinstance(values[0], (bool, int, float)):
+    if isinstance(values, np.ndarray) or len(values) > _MOST_NUMBERS or not isinstance(values[0], (bool, int, float)):
         return None
     if not all(isinstance(value, (bool, int, float)) for value in values):
         return None

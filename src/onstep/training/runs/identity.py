@@ -22,6 +22,8 @@ from onstep.files.durability import replace_durably
 IDENTITY_FILE = "identity.json"
 """In a run's directory; for a run without one, beside its checkpoints."""
 
+VALUES = "values-2-"
+"""Begins the digest of a part whose files are values. Digests of versions that hashed otherwise are ignored."""
 _NAMED_FILES = 5
 """Changed files of one part that a message names."""
 
@@ -170,7 +172,11 @@ def changed_tokenizer(config: TokenizerConfig, recorded: object) -> str:
 
 def _digests(recorded: object) -> dict[str, str]:
     found = recorded if isinstance(recorded, dict) else {}
-    return {name: digest for name, digest in found.items() if isinstance(name, str) and isinstance(digest, str)}
+    return {
+        name: digest
+        for name, digest in found.items()
+        if isinstance(digest, str) and (name not in _SUBJECTS or digest.startswith(VALUES))
+    }
 
 
 def _files_of(name: str, digest: str, directories: tuple[Path, ...]) -> dict[str, str] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import sys
 import types
 from collections.abc import Iterable
@@ -37,15 +36,6 @@ def names_in(code: types.CodeType) -> set[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names |= names_in(constant)
-    return names
-
-
-def globals_in(code: types.CodeType) -> set[str]:
-    """The names of globals that code reads, including nested functions."""
-    names = {str(step.argval) for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= globals_in(constant)
     return names
 
 

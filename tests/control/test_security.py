@@ -153,7 +153,7 @@ def test_a_server_on_all_addresses_has_the_names_of_the_machine() -> None:
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:1", "file://", "", "https://evil"])
 def test_a_foreign_origin_is_refused_on_every_route(job: Served, origin: str) -> None:
-    for method, path in (*ROUTES, ("GET", "/"), ("POST", "/login"), ("GET", "/static/plotly.min.js")):
+    for method, path in (*ROUTES, ("GET", "/"), ("POST", "/login"), ("GET", "/static/chart.js")):
         head = f"{method} {path} HTTP/1.1\r\nHost: localhost:{job.server.port}\r\nOrigin: {origin}\r\n"
         answer = job.raw(head.encode() + BEARER + b"Connection: close\r\n\r\n")
         assert status_of(answer) == 403, (method, path)

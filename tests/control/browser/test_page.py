@@ -15,6 +15,8 @@ from tests.control.browser.steered_job import Served, SteeredJob
 
 pytestmark = pytest.mark.process
 
+CHART = "document.querySelector('[data-chart=loss] .place')?.chart"
+"""The drawn chart of the loss."""
 HOSTILE = "<img src=x onerror=\"document.title='stolen'\"><b>bold</b>"
 
 
@@ -27,7 +29,7 @@ def test_the_page_loads_nothing_from_elsewhere(opened: Watched) -> None:
 def test_curves_grow_while_one_looks(opened: Watched, job: SteeredJob) -> None:
     before = opened.points("loss")
     job.step(25)
-    drawn = "document.querySelector('[data-chart=loss] .plot').calcdata[0].length"
+    drawn = f"{CHART}.lines[0].x.length"
     opened.until(f"{drawn} >= {before + 25}")
     opened.until("document.querySelector('.progress-words').textContent.includes('Step 55 of 400')")
 
@@ -35,7 +37,7 @@ def test_curves_grow_while_one_looks(opened: Watched, job: SteeredJob) -> None:
 def test_curves_of_a_streamed_page_are_those_of_a_fresh_one(opened: Watched, job: SteeredJob) -> None:
     job.step(10)
     opened.until("document.querySelector('[data-chart=loss]').dataset.points >= 40")
-    read = "() => document.querySelector('[data-chart=loss] .plot').data.map((one) => [[...one.x], [...one.y]])"
+    read = f"() => {CHART}.lines.map((one) => [one.x, one.y])"
     streamed = opened.page.evaluate(read)
     opened.page.reload()
     opened.until("document.querySelector('[data-chart=loss]')?.dataset.points >= 40")
@@ -60,7 +62,7 @@ def test_a_run_of_100000_points_is_drawn_with_few(
     watched.page.goto(serve(job).new_link())
     watched.until("document.querySelector('[data-chart=loss]')?.dataset.points > 0")
     assert 100 < watched.points("loss") <= 1500
-    drawn = watched.page.evaluate("Math.max(...document.querySelector('[data-chart=loss] .plot').data[0].y)")
+    drawn = watched.page.evaluate(f"Math.max(...{CHART}.lines[0].y)")
     assert drawn == 5.0  # the one spike is there
 
 
@@ -74,28 +76,27 @@ def test_zooming_asks_for_more_points_of_the_part_in_view(
     watched = new_page()
     watched.page.goto(serve(job).new_link())
     watched.until("document.querySelector('[data-chart=loss]')?.dataset.points > 0")
-    within = "document.querySelector('[data-chart=loss] .plot').data[0].x.filter((x) => x > 10000 && x < 12000).length"
+    within = f"{CHART}.lines[0].x.filter((x) => x > 10000 && x < 12000).length"
     before = watched.page.evaluate(within)
-    box = watched.page.locator("[data-chart=loss] .nsewdrag").first.bounding_box()
+    box = watched.page.locator("[data-chart=loss] .plot").bounding_box()
     watched.page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 50)
     watched.page.mouse.down()
     watched.page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 55, steps=4)
     watched.page.mouse.up()
     watched.until(f"{within} > {3 * before}")
     watched.page.get_by_role("button", name="Reset zoom").click()
-    watched.until("document.querySelector('[data-chart=loss] .plot').layout.xaxis.range[1] > 15000")
+    watched.until(f"{CHART}.x.high > 15000")
 
 
 def test_controls_change_the_charts(opened: Watched, job: SteeredJob) -> None:
-    plot = "document.querySelector('[data-chart=loss] .plot')"
     opened.page.get_by_label("Log y").check()
-    opened.until(f"{plot}.layout.yaxis.type === 'log'")
+    opened.until(f"{CHART}.y.isLog")
     opened.page.get_by_label("Smoothing").fill("0.9")
-    opened.until(f"{plot}.data.length === 2")
+    opened.until(f"{CHART}.lines.length === 2")
     opened.page.get_by_label("x axis").select_option("Wall time")
-    opened.until(f"{plot}.layout.xaxis.type === 'date'")
+    opened.until(f"{CHART}.x.low > 1e12")
     opened.page.reload()
-    opened.until(f"{plot}?.layout?.yaxis?.type === 'log' && {plot}.data.length === 2")
+    opened.until(f"{CHART}?.y.isLog && {CHART}.lines.length === 2")
 
 
 def test_runs_are_overlaid(serve: Callable[..., Served], new_page: Callable[..., Watched]) -> None:
@@ -106,14 +107,13 @@ def test_runs_are_overlaid(serve: Callable[..., Served], new_page: Callable[...,
     watched.page.goto(serve(one, two).new_link())
     watched.page.get_by_role("checkbox", name="run-b").check()
     watched.until("document.querySelector('[data-chart=loss]').dataset.points === '30'")
-    plot = "document.querySelector('[data-chart=loss] .plot')"
-    names, colours = (watched.page.evaluate(f"{plot}.data.map((one) => one.{key})") for key in ("name", "line.color"))
+    names, colours = (watched.page.evaluate(f"{CHART}.lines.map((one) => one.{key})") for key in ("label", "className"))
     assert names == ["run-a", "run-b"]
     assert len(set(colours)) == 2
     assert watched.page.locator(".card").count() == 2
     watched.page.reload()
     watched.until("document.querySelector('[data-chart=loss]')?.dataset.points === '30'")
-    assert watched.page.evaluate(f"{plot}.data.map((one) => one.line.color)") == colours
+    assert watched.page.evaluate(f"{CHART}.lines.map((one) => one.className)") == colours
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,7 @@ def test_losses_of_different_tokenizers_are_drawn_per_byte_or_said_not_to_be_com
     watched.page.goto(serve(*jobs).new_link())
     watched.page.get_by_role("checkbox", name="run-b").check()
     watched.until("document.querySelector('[data-chart=loss]').dataset.points === '4'")
-    plot = "document.querySelector('[data-chart=loss] .plot')"
-    assert watched.page.evaluate(f"{plot}.data.map((one) => one.y.at(-1))") == last
+    assert watched.page.evaluate(f"{CHART}.lines.map((one) => one.y.at(-1))") == last
     assert watched.page.locator("[data-chart=loss] h3").text_content() == title
     watched.page.get_by_role("checkbox", name="run-b").uncheck()
     watched.until("document.querySelector('[data-chart=loss]').dataset.points === '2'")
@@ -158,10 +157,10 @@ def test_what_a_job_sends_is_shown_as_text(serve: Callable[..., Served], new_pag
     watched = new_page(viewport={"width": 1280, "height": 900})
     watched.page.goto(serve(job, other).new_link())
     watched.page.get_by_role("checkbox", name="other").check()
-    watched.until("document.querySelector('[data-chart=loss] .plot')?.data?.length === 2")
+    watched.until(f"{CHART}?.lines.length === 2")
     watched.page.locator("#more summary").click()
-    watched.page.locator("[data-chart=loss] .nsewdrag").first.hover()
-    watched.page.locator(".hovertext").first.wait_for()
+    watched.page.locator("[data-chart=loss] .plot").hover()
+    watched.page.locator("[data-chart=loss] .tip").wait_for()
     for place in (".card h2", "#runs-list .run-name", "#samples pre", "#events p", "#more h3"):
         assert HOSTILE in watched.page.locator(place).first.text_content(), place
     assert watched.page.locator("[onerror], #events b, .card b b").count() == 0

@@ -1,13 +1,16 @@
-// Draws the curves with Plotly. Charts share their x axis: zooming one zooms all.
+// Draws the curves, with the `Chart` of chart.js. They share their x axis: zooming one zooms all.
 
 import { byId, element, setText } from "./dom.js";
-import { colour, preferences } from "./preferences.js";
+import { preferences } from "./preferences.js";
 import { bytes, count, number } from "./format.js";
 import { extent, isEvaluation, isLoss, isNoisy, lossUnit, smoothed, variant } from "./metrics.js";
 
 const DRAW_MS = 400;
 const FEW_POINTS = 40;
-const DASHES = ["solid", "dot", "dashdot", "longdash", "dash"];
+const DASHES = ["", "2 4", "8 3 2 3", "10 4", "6 4"];
+const AXES = { step: "step", elapsed: "minutes", clock: "time" };
+const CLOCK_STEPS_MS = [1, 5, 15, 30, 60, 300, 900, 1800, 3600, 10_800, 21_600, 43_200].map((one) => one * 1000);
+const DAY_MS = 86_400_000;
 
 /** A grid of charts of the shown runs. */
 export class Charts {
@@ -21,6 +24,7 @@ export class Charts {
     this.watcher = new IntersectionObserver((entries) => entries.forEach((entry) => this.seen(entry)), {
       rootMargin: "200px",
     });
+    new ResizeObserver(() => this.draw()).observe(node);
   }
 
   /** Makes the charts those of a list of {id, title, names, unit}. */
@@ -28,7 +32,6 @@ export class Charts {
     for (const [id, chart] of this.charts) {
       if (wanted.some((one) => one.id === id)) continue;
       this.watcher.unobserve(chart.figure);
-      Plotly.purge(chart.plot);
       chart.figure.remove();
       this.charts.delete(id);
     }
@@ -39,14 +42,14 @@ export class Charts {
   }
 
   made({ id, title, names, unit }) {
-    const plot = element("div", { class: "plot" });
+    const place = element("div", { class: "place" });
     const latest = element("span", { class: "latest" });
     const legend = element("ul", { class: "legend" });
     const heading = element("h3", {}, title);
     const caption = element("figcaption", {}, heading, latest, legend);
-    const figure = element("figure", { class: "chart panel", "data-chart": id, role: "group", "aria-label": title }, caption, plot);
+    const figure = element("figure", { class: "chart panel", "data-chart": id, role: "group", "aria-label": title }, caption, place);
     this.watcher.observe(figure);
-    return { id, title, names, unit, figure, heading, plot, latest, legend, isVisible: false, isDirty: true };
+    return { id, title, names, unit, figure, heading, place, latest, legend, isVisible: false, isDirty: true };
   }
 
   seen(entry) {
@@ -84,14 +87,9 @@ export class Charts {
     setText(chart.heading, chart.title + this.per(lines, unit));
     chart.figure.classList.toggle("is-empty", lines.length === 0);
     this.describe(chart, lines);
-    const traces = lines.flatMap((line) => tracesOf(line));
-    const isFirst = !chart.plot.classList.contains("js-plotly-plot");
-    const config = { responsive: true, displayModeBar: false, doubleClick: false, showTips: false };
-    Plotly.react(chart.plot, traces, this.layout(chart, lines), config);
+    chart.drawing ??= new Chart(chart.place, chart.title, this.onZoom);
+    chart.drawing.draw(lines.flatMap(drawnOf), this.view(chart, lines));
     chart.figure.dataset.points = String(lines.reduce((sum, line) => sum + line.y.length, 0));
-    if (!isFirst) return;
-    chart.plot.on("plotly_relayout", (change) => this.relayout(change));
-    chart.plot.on("plotly_doubleclick", () => this.onZoom(null));
   }
 
   lines(chart, runs, unit) {
@@ -113,36 +111,11 @@ export class Charts {
     return unit.ratios && lines.every(({ name }) => isLoss(name)) ? " per byte" : " per token of different tokenizers: not comparable";
   }
 
-  layout(chart, lines) {
-    const style = getComputedStyle(document.documentElement);
-    const token = (name) => style.getPropertyValue(name).trim();
-    const axis = { gridcolor: token("--grid"), zeroline: false, linecolor: token("--border"), tickfont: { size: 11 } };
-    const isTime = preferences.axis === "clock";
-    const range = this.zoom.range;
-    this.revision = (this.revision ?? 0) + 1;
-    return {
-      datarevision: this.revision, // the arrays are the same ones, with further points
-      margin: { l: 52, r: 10, t: 6, b: 28 },
-      font: { family: token("--font"), size: 12, color: token("--muted") },
-      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false,
-      hovermode: "x", hoverdistance: 40, dragmode: "zoom",
-      hoverlabel: { bgcolor: token("--surface"), bordercolor: token("--border"), font: { color: token("--text"), size: 12 }, namelength: 40 },
-      xaxis: {
-        ...axis, type: isTime ? "date" : "linear", exponentformat: "SI", nticks: 7,
-        ticksuffix: preferences.axis === "elapsed" ? " min" : "",
-        ...(range ? { range: [...range], autorange: false } : { autorange: true }),
-      },
-      yaxis: {
-        ...axis, type: preferences.logY ? "log" : "linear", fixedrange: true, nticks: 6,
-        exponentformat: chart.id === "throughput" ? "SI" : "e", ticksuffix: lines[0]?.suffix ?? "",
-        ...yRange(lines, range),
-      },
-    };
-  }
-
-  relayout(change) {
-    const from = change["xaxis.range[0]"], to = change["xaxis.range[1]"];
-    if (from !== undefined && to !== undefined) this.onZoom([from, to]);
+  view(chart, lines) {
+    const x = this.zoom.range ?? xRange(lines), logY = preferences.logY, isStep = preferences.axis === "step";
+    const clock = preferences.axis === "clock" ? { ticksOf: clockTicks, textOf: clockText(x) } : {};
+    const height = chart.place.clientHeight, unit = lines[0]?.suffix ?? "";
+    return { x, y: yRange(lines, x, logY), logX: false, logY, xName: AXES[preferences.axis], whole: isStep, height, unit, ...clock };
   }
 
   /** The latest values, as text, for those who cannot see or hover. */
@@ -155,7 +128,7 @@ export class Charts {
     setText(chart.latest, lines.length === 1 ? shown(lines[0]) : "");
     const several = lines.length > 1 ? lines.slice(0, 12) : [];
     chart.legend.replaceChildren(...several.map((line) => {
-      const swatch = element("span", { class: `swatch run-${line.colourIndex} dash-${DASHES[dashOf(line)]}`, "aria-hidden": "true" });
+      const swatch = element("span", { class: `swatch run-${line.colourIndex} ${dashOf(line) ? "is-dashed" : ""}`, "aria-hidden": "true" });
       const isSeveral = this.getRuns().length > 1;
       const words = variant(line.name) || (isSeveral ? "" : "train");
       const label = element("span", { class: chart.id === "loss" ? "name" : "visually-hidden" }, line.label);
@@ -173,7 +146,7 @@ function last(values) {
 /** The x values of a curve. */
 function across(series, job) {
   if (preferences.axis === "step") return series.step;
-  if (preferences.axis === "clock") return series.time.map((one) => one * 1000 - new Date(one * 1000).getTimezoneOffset() * 60_000);
+  if (preferences.axis === "clock") return series.time.map((one) => one * 1000);
   const start = job.status.started_at ?? series.time[0];
   const first = Math.min(start, series.time[0] ?? start);
   return series.time.map((one) => (one - first) / 60);
@@ -184,22 +157,14 @@ function dashOf(line) {
   return /\[\d+\]$/.test(line.name) ? line.index % DASHES.length : 0;
 }
 
-/** Plotly reads a few HTML tags in names: what a job sends is shown as it is. */
-function escaped(text) {
-  return text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
-}
-
-function tracesOf(line) {
-  const isFew = isEvaluation(line.name) || line.y.length <= FEW_POINTS;
-  const weight = isNoisy(line.name) ? preferences.smoothing : 0;
-  const base = {
-    type: "scatter", x: line.x, connectgaps: isEvaluation(line.name), marker: { size: 5 },
-    mode: isFew ? "lines+markers" : "lines", name: escaped([line.label, variant(line.name)].filter(Boolean).join(" ")),
-  };
-  const stroke = { color: colour(line.colourIndex), width: 1.8, dash: DASHES[dashOf(line)] };
-  if (weight === 0) return [{ ...base, y: line.y, line: stroke }];
-  const faint = { ...base, y: line.y, opacity: 0.25, hoverinfo: "skip", mode: "lines", line: { ...stroke, width: 1 } };
-  return [faint, { ...base, y: smoothed(line.y, weight), line: stroke }];
+/** A curve as lines of a `Chart`: smoothed, the values themselves are faint. */
+function drawnOf(line) {
+  const isSparse = isEvaluation(line.name), weight = isNoisy(line.name) ? preferences.smoothing : 0;
+  const isThere = (_, index) => !isSparse || line.y[index] !== null;
+  const x = line.x.filter(isThere), y = line.y.filter(isThere);
+  const label = [line.label, variant(line.name)].filter(Boolean).join(" ");
+  const base = { x, y, label, className: `run-${line.colourIndex}`, dash: DASHES[dashOf(line)], markers: isSparse || y.length <= FEW_POINTS };
+  return weight === 0 ? [base] : [{ ...base, faint: true, markers: false }, { ...base, y: smoothed(y, weight) }];
 }
 
 /** Bytes in MiB or GiB, the same for all curves of a chart. */
@@ -210,24 +175,39 @@ function scaled(chart, lines) {
   return lines.map((line) => ({ ...line, scale, suffix, y: line.y.map((one) => (one === null ? null : one / scale)) }));
 }
 
-/** While zoomed, the y axis shows what is in view; a constant is in the middle. */
-function yRange(lines, range) {
-  const whole = extent(lines, [-Infinity, Infinity]);
-  const isConstant = whole !== null && whole[1] - whole[0] <= 1e-9 * Math.abs(whole[1]);
-  if (!range && !isConstant) return { autorange: true };
-  if (!range) return constantRange(whole[0]);
-  const edges = range.map((one) => (typeof one === "string" ? Date.parse(`${one.replace(" ", "T")}Z`) : one));
-  const found = extent(lines, edges);
-  if (!found || (preferences.logY && found[0] <= 0)) return { autorange: true };
-  const [low, high] = preferences.logY ? found.map(Math.log10) : found;
-  const room = (high - low) * 0.05 || Math.abs(high) * 0.05 || 1;
-  return { range: [low - room, high + room], autorange: false };
+function xRange(lines) {
+  const ends = lines.flatMap(({ x }) => [x[0], x[x.length - 1]]), low = Math.min(...ends), high = Math.max(...ends);
+  if (ends.length === 0) return [0, 1];
+  return high > low ? [low, high] : [low - 0.5, high + 0.5];
 }
 
-function constantRange(value) {
-  const room = Math.abs(value) * 0.5 || 1;
-  if (!preferences.logY) return { range: [value - room, value + room], autorange: false };
-  return value > 0 ? { range: [Math.log10(value) - 0.5, Math.log10(value) + 0.5], autorange: false } : { autorange: true };
+/** What the y axis shows of the part in view; a constant is in the middle. */
+function yRange(lines, range, isLog) {
+  const shown = lines.map(({ x, y }) => ({ x, y: isLog ? y.map((one) => (one > 0 ? one : null)) : y }));
+  const [low, high] = extent(shown, range) ?? (isLog ? [0.1, 1] : [0, 1]);
+  if (isLog) {
+    const factor = high > low ? Math.max((high / low) ** 0.05, 1.02) : 3;
+    return [low / factor, high * factor];
+  }
+  const isConstant = high - low <= 1e-9 * Math.abs(high);
+  const room = isConstant ? Math.abs(high) * 0.5 || 1 : (high - low) * 0.05;
+  return [low - room, high + room];
+}
+
+/** Round times of the day, or days, in the time zone of the reader. */
+function clockTicks(low, high, count) {
+  const least = (high - low) / count;
+  const step = CLOCK_STEPS_MS.find((one) => one >= least) ?? Math.ceil(least / DAY_MS) * DAY_MS;
+  const zone = new Date(low).getTimezoneOffset() * 60_000, found = [];
+  for (let at = Math.ceil((low - zone) / step) * step + zone; at <= high; at += step) found.push(at);
+  return found;
+}
+
+function clockText([low, high]) {
+  const day = { month: "short", day: "numeric" }, time = { hour: "2-digit", minute: "2-digit" };
+  const isShort = high - low < DAY_MS / 48;
+  const options = high - low > 3 * DAY_MS ? { ...day, ...time } : isShort ? { ...time, second: "2-digit" } : time;
+  return (at) => new Date(at).toLocaleString([], options);
 }
 
 /** The controls above the charts; `onChange` redraws them. */

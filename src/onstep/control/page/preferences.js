@@ -37,7 +37,3 @@ export function colourOf(jobId, listedIds) {
   }
   return preferences.colours[jobId];
 }
-
-export function colour(index) {
-  return getComputedStyle(document.documentElement).getPropertyValue(`--run-${index}`).trim();
-}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from functools import cache
 from hashlib import sha256
-from importlib.util import find_spec
 from pathlib import Path
 
 from starlette.requests import Request
@@ -17,6 +16,8 @@ from onstep.control.serving.limits import LOGIN_SECONDS, LOGINS_AT_ONCE
 from onstep.control.serving.messages import answer, json_object, refusal
 
 PAGE = Path(__file__).parents[1] / "page"
+_CHART = Path(__file__).parents[2] / "analysis" / "reports" / "page" / "chart.js"
+"""Draws the charts, those of reports too."""
 _TYPES = {
     ".css": "text/css",
     ".html": "text/html",
@@ -28,7 +29,6 @@ _TYPES = {
     ".svg": "image/svg+xml",
     ".woff2": "font/woff2",
 }
-_PLOTLY = "plotly.min.js"
 
 
 def page(name: str, instead: str, status: int = 200) -> Response:
@@ -54,11 +54,8 @@ async def static_file(request: Request) -> Response:
 
 def _files() -> dict[str, Path]:
     """The files that are served, by name."""
-    own = {path.name: path for path in PAGE.iterdir() if path.suffix in _TYPES} if PAGE.is_dir() else {}
-    spec = find_spec("plotly")  # does not import it
-    folders = [] if spec is None else list(spec.submodule_search_locations or ())
-    found = [Path(folder) / "package_data" / _PLOTLY for folder in folders]
-    return own | {_PLOTLY: found[0]} if found and found[0].is_file() else own
+    own = [path for path in PAGE.iterdir() if path.suffix in _TYPES] if PAGE.is_dir() else []
+    return {path.name: path for path in (*own, _CHART) if path.is_file()}
 
 
 @cache

@@ -123,6 +123,7 @@ class Chart {
   /** @param node where; `onZoom([from, to] or null)` is called when the user drags or double-clicks. */
   constructor(node, label, onZoom) {
     this.node = node;
+    node.chart = this;
     this.onZoom = onZoom;
     this.clip = `clip-${clips += 1}`;
     this.svg = shape("svg", { class: "plot", role: "img", "aria-label": label }, node);
@@ -137,32 +138,38 @@ class Chart {
     this.svg.addEventListener("dblclick", () => this.onZoom(null));
   }
 
-  /** Lines are {x, y, className, dash, label, faint, markers, band, gaps}; `view` is {x, y, logX, logY, xName}. */
+  /**
+   * Lines are {x, y, className, dash, label, faint, markers, band, gaps}; `view` is {x, y, logX, logY, xName, whole} and,
+   * where they differ from those of numbers, {height, unit, ticksOf(low, high, count), textOf(x)}.
+   */
   draw(lines, view) {
     this.lines = lines;
+    this.view = view;
+    this.height = view.height || HEIGHT;
     const width = Math.max(240, this.node.clientWidth);
-    this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
+    this.svg.setAttribute("viewBox", `0 0 ${width} ${this.height}`);
     this.svg.replaceChildren();
     const [xLow, xHigh] = view.x, [yLow, yHigh] = view.y;
     this.x = makeScale(xLow, xHigh, ROOM.left, width - ROOM.right, view.logX);
-    this.y = makeScale(yLow, yHigh, HEIGHT - ROOM.bottom, ROOM.top, view.logY);
+    this.y = makeScale(yLow, yHigh, this.height - ROOM.bottom, ROOM.top, view.logY);
     this.drawAxes(width, view);
     const clip = shape("clipPath", { id: this.clip }, shape("defs", {}, this.svg));
-    const inside = { x: ROOM.left - 4, y: ROOM.top - 4, width: width - ROOM.left - ROOM.right + 8, height: HEIGHT - ROOM.top - ROOM.bottom + 8 };
+    const inside = { x: ROOM.left - 4, y: ROOM.top - 4, width: width - ROOM.left - ROOM.right + 8, height: this.height - ROOM.top - ROOM.bottom + 8 };
     shape("rect", inside, clip);
     const place = shape("g", { "clip-path": `url(#${this.clip})` }, this.svg);
     lines.forEach((line) => this.drawLine(line, place));
-    this.cross = shape("line", { class: "cross", y1: ROOM.top, y2: HEIGHT - ROOM.bottom, visibility: "hidden" }, this.svg);
-    this.brush = shape("rect", { class: "brush", y: ROOM.top, height: HEIGHT - ROOM.top - ROOM.bottom, visibility: "hidden" }, this.svg);
+    this.cross = shape("line", { class: "cross", y1: ROOM.top, y2: this.height - ROOM.bottom, visibility: "hidden" }, this.svg);
+    this.brush = shape("rect", { class: "brush", y: ROOM.top, height: this.height - ROOM.top - ROOM.bottom, visibility: "hidden" }, this.svg);
     this.dots = shape("g", {}, this.svg);
   }
 
   drawAxes(width, view) {
-    const axes = shape("g", { class: "axes" }, this.svg), bottom = HEIGHT - ROOM.bottom;
+    const axes = shape("g", { class: "axes" }, this.svg), bottom = this.height - ROOM.bottom;
     const room = (width - ROOM.left - ROOM.right) / 80;
-    const across = view.logX ? logTicks(this.x.low, this.x.high, room) : linearTicks(this.x.low, this.x.high, room, view.whole);
+    const ticksOf = view.ticksOf || (view.logX ? logTicks : linearTicks), across = ticksOf(this.x.low, this.x.high, room, view.whole);
     const upward = view.logY ? logTicks(this.y.low, this.y.high, 6) : linearTicks(this.y.low, this.y.high, 5);
-    const names = tickLabels(across), values = tickLabels(upward);
+    const names = view.textOf ? across.map(view.textOf) : tickLabels(across);
+    const values = tickLabels(upward).map((text) => text + (view.unit || ""));
     upward.forEach((tick, index) => {
       const at = this.y(tick).toFixed(1);
       shape("line", { class: "grid", x1: ROOM.left, x2: width - ROOM.right, y1: at, y2: at }, axes);
@@ -174,7 +181,7 @@ class Chart {
       shape("text", { class: "x", x: at, y: bottom + 17 }, axes).textContent = names[index];
     });
     shape("line", { class: "edge", x1: ROOM.left, x2: width - ROOM.right, y1: bottom, y2: bottom }, axes);
-    shape("text", { class: "x name", x: (ROOM.left + width - ROOM.right) / 2, y: HEIGHT - 6 }, axes).textContent = view.xName;
+    shape("text", { class: "x name", x: (ROOM.left + width - ROOM.right) / 2, y: this.height - 6 }, axes).textContent = view.xName;
   }
 
   drawLine(line, place) {
@@ -184,7 +191,7 @@ class Chart {
     shape("path", line.dash && !line.faint ? { ...attributes, "stroke-dasharray": line.dash } : attributes, place);
     if (line.markers) this.drawDots(line, place);
     (line.gaps || []).filter((at) => !this.x.isLog || at > 0).forEach((at) => {
-      const left = this.x(at), bottom = HEIGHT - ROOM.bottom;
+      const left = this.x(at), bottom = this.height - ROOM.bottom;
       shape("path", { class: `gap ${line.className}`, d: `M${left - 3},${bottom - 3}l6,6m0,-6l-6,6` }, place);
     });
   }
@@ -245,14 +252,14 @@ class Chart {
     this.cross.setAttribute("x2", left);
     this.cross.setAttribute("visibility", "visible");
     this.dots.replaceChildren();
-    this.tip.replaceChildren(element("div", { className: "quiet", textContent: number(at, 6) }));
+    this.tip.replaceChildren(element("div", { className: "quiet", textContent: this.view.textOf ? this.view.textOf(at) : number(at, 6) }));
     shown.forEach((line, index) => {
       const value = line.y[places[index]];
       if (value === null || Math.abs(this.x(xs[index]) - left) > 12) return;
       const row = element("div", {}, this.tip);
       element("span", { className: `swatch ${line.className}` }, row);
       element("span", { className: "name", textContent: line.label }, row);
-      element("b", { textContent: number(value, 5) }, row);
+      element("b", { textContent: number(value, 5) + (this.view.unit || "") }, row);
       if (!this.y.isLog || value > 0) shape("circle", { class: `dot ${line.className}`, cx: this.x(xs[index]), cy: this.y(value), r: 3.5 }, this.dots);
     });
     this.tip.hidden = false;

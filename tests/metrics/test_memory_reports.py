@@ -113,16 +113,8 @@ def test_a_report_of_one_stage_stays_as_it_is() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_estimate_counts_the_parameters_of_the_model(tied: bool, bias: bool) -> None:
     config = ConfigContainer()
-    config.model = ModelConfig(
-        num_layers=3,
-        hidden_size=48,
-        num_attention_heads=6,
-        num_query_groups=2,
-        vocab_size=100,
-        seq_length=32,
-        share_embeddings_and_output_weights=tied,
-        add_qkv_bias=bias,
-    )
+    sizes = {"num_layers": 3, "hidden_size": 48, "num_attention_heads": 6, "num_query_groups": 2, "vocab_size": 100}
+    config.model = ModelConfig(**sizes, seq_length=32, share_embeddings_and_output_weights=tied, add_qkv_bias=bias)
     config.train.micro_batch_size = 2
     estimate = estimate_training_memory(config)
     assert estimate is not None

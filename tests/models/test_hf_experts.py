@@ -10,6 +10,8 @@ from onstep.models import build_transformer, config_from_hf, from_hf_state_dict,
 
 TOKENS = torch.randint(0, 40, (2, 50), generator=torch.Generator().manual_seed(0))
 
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 40, "qk_layernorm": True, "num_moe_experts": 4}
+
 KINDS = {
     "normed": {"norm_topk_prob": True},
     "not normed": {"norm_topk_prob": False},
@@ -72,14 +74,10 @@ def test_a_model_of_transformers_has_the_same_logits_here_and_back_again(kind, t
 def test_files_name_each_expert_and_the_configuration_says_how_they_are_chosen(tmp_path):
     config = ModelConfig(
         num_layers=3,
-        hidden_size=32,
-        num_attention_heads=4,
+        **SIZES,
         num_query_groups=2,
         kv_channels=8,
         ffn_hidden_size=48,
-        vocab_size=40,
-        qk_layernorm=True,
-        num_moe_experts=4,
         moe_ffn_hidden_size=24,
         moe_router_topk=3,
         moe_layer_freq=[0, 1, 1],
@@ -110,30 +108,14 @@ def test_files_name_each_expert_and_the_configuration_says_how_they_are_chosen(t
     ],
 )
 def test_what_qwen3_moe_does_not_compute_is_refused_by_name(option, tmp_path):
-    config = ModelConfig(
-        num_layers=1,
-        hidden_size=32,
-        num_attention_heads=4,
-        vocab_size=40,
-        qk_layernorm=True,
-        num_moe_experts=4,
-        **option,
-    )
+    config = ModelConfig(num_layers=1, **SIZES, **option)
     name, value = next(iter(option.items()))
     with pytest.raises(ConfigError, match=f"Qwen3MoeForCausalLM is the closest, but does not support {name}={value!r}"):
         save_hf(build_transformer(config, seed=0), tmp_path)
 
 
 def test_a_model_that_drops_in_training_computes_the_same_there(tmp_path):
-    config = ModelConfig(
-        num_layers=1,
-        hidden_size=32,
-        num_attention_heads=4,
-        vocab_size=40,
-        qk_layernorm=True,
-        num_moe_experts=4,
-        moe_expert_capacity_factor=0.5,
-    )
+    config = ModelConfig(num_layers=1, moe_expert_capacity_factor=0.5, **SIZES)
     model = build_transformer(config, seed=0).eval()
     save_hf(model, tmp_path)
     with torch.no_grad():

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from onstep.optim import DeviceFiniteGate, OptimizerParamScheduler, TrainingOptimizer, finite_gate
+from tests.support.exact_steps import bits, stack
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -32,8 +32,7 @@ EVERY = FUSED | OTHERS
 
 
 def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)).cuda()
+    return stack().cuda()
 
 
 def fill_grads(model: nn.Module, seed: int) -> None:
@@ -48,15 +47,6 @@ def spoil(model: nn.Module, value: float) -> None:
     grad = next(model.parameters()).grad
     assert grad is not None
     grad[0, 0].fill_(value)
-
-
-def bits(state: Any) -> Any:
-    """`state` with every tensor as its bytes, for an exact comparison."""
-    if isinstance(state, Tensor):
-        return state.detach().cpu().numpy().tobytes()
-    if isinstance(state, dict):
-        return {key: bits(value) for key, value in state.items()}
-    return [bits(value) for value in state] if isinstance(state, list) else state
 
 
 @pytest.fixture
@@ -77,7 +67,7 @@ def test_twenty_steps_are_bitwise_those_of_plain_torch() -> None:
         plain_optimizer.step()
         assert bits(optimizer.prepare()) == bits(norm)
         optimizer.apply()
-    assert bits(list(ours.parameters())) == bits(list(plain.parameters()))
+    assert bits(ours.parameters()) == bits(plain.parameters())
 
 
 @pytest.mark.parametrize("make_optimizer", FUSED.values(), ids=FUSED.keys())
@@ -116,7 +106,7 @@ def test_what_is_not_finite_is_never_applied(make_optimizer: Any, value: float) 
         fill_grads(model, step)
         optimizer.prepare()
         assert optimizer.apply() is True
-    before = bits(list(model.parameters())), bits(copy.deepcopy(optimizer.state_dict()))
+    before = bits(model.parameters()), bits(optimizer.state_dict())
     for step in range(3, 6):
         optimizer.gate.begin_step(step)
         fill_grads(model, step)
@@ -124,7 +114,7 @@ def test_what_is_not_finite_is_never_applied(make_optimizer: Any, value: float) 
             spoil(model, value)
         optimizer.prepare()
         optimizer.apply()
-    assert (bits(list(model.parameters())), bits(optimizer.state_dict())) == before
+    assert (bits(model.parameters()), bits(optimizer.state_dict())) == before
     assert optimizer.gate.poll(force=True) == 3
     assert optimizer.apply() is False
 
@@ -141,7 +131,7 @@ def test_a_bad_first_step_leaves_nothing_behind(make_optimizer: Any) -> None:
         for step in range(2):
             fill_grads(model, step)
             assert optimizer.step()[0] is True
-    assert bits(list(spoiled.parameters())) == bits(list(clean.parameters()))
+    assert bits(spoiled.parameters()) == bits(clean.parameters())
 
 
 @pytest.mark.parametrize("bad_step", range(1, 12))
@@ -175,14 +165,14 @@ def test_a_loss_that_is_not_finite_closes_the_gate() -> None:
     optimizer = TrainingOptimizer(FUSED["adamw-fused"](model.parameters()))
     fill_grads(model, 0)
     optimizer.step()
-    before = bits(list(model.parameters()))
+    before = bits(model.parameters())
     optimizer.gate.begin_step(4)
     fill_grads(model, 1)
     optimizer.observe_loss(torch.tensor(float("inf"), dtype=torch.bfloat16, device="cuda"))
     optimizer.prepare()
     optimizer.apply()
     assert optimizer.gate.poll(force=True) == 4
-    assert bits(list(model.parameters())) == before
+    assert bits(model.parameters()) == before
 
 
 @pytest.mark.parametrize("cpu_first", [True, False])

@@ -22,6 +22,7 @@ from onstep.optim import (
     build_optimizer,
     wrap_optimizer,
 )
+from tests.support.exact_steps import bits
 
 INFINITY = float("inf")
 GATES = {"host": HostFiniteGate, "device": lambda: DeviceFiniteGate(torch.device("cpu"))}
@@ -85,18 +86,18 @@ def test_the_configuration_reaches_the_scaler() -> None:
     assert scales(scaler, "...xxx") == [64, 64, 128, 64, 32, 16]
 
 
-def test_it_doubles_after_a_window_of_clean_steps_in_a_row() -> None:
-    assert scales(LossScaler(8.0, window=3, hysteresis=1), "..x...") == [8, 8, 4, 4, 4, 8]
-
-
-def test_it_halves_with_the_second_overflow_and_every_further_one() -> None:
-    assert scales(LossScaler(64.0, window=4, hysteresis=2), "xx.x.x") == [64, 32, 32, 16, 16, 8]
-
-
-def test_only_growth_forgives_an_overflow() -> None:
-    scaler = LossScaler(64.0, window=3, hysteresis=2)
-    assert scales(scaler, "x..x") == [64, 64, 64, 32], "clean steps short of a window must not forgive the first"
-    assert scales(scaler, "...xx") == [32, 32, 64, 64, 32], "growth must"
+@pytest.mark.parametrize(
+    ("scale", "window", "hysteresis", "steps", "expected"),
+    [
+        (8.0, 3, 1, "..x...", [8, 8, 4, 4, 4, 8]),  # doubles after a window of clean steps in a row
+        (64.0, 4, 2, "xx.x.x", [64, 32, 32, 16, 16, 8]),  # halves with the second overflow and every further one
+        (64.0, 3, 2, "x..x...xx", [64, 64, 64, 32, 32, 32, 64, 64, 32]),  # only growth forgives an overflow
+    ],
+)
+def test_steps_scale_as_worked_out_by_hand(
+    scale: float, window: int, hysteresis: int, steps: str, expected: list[float]
+) -> None:
+    assert scales(LossScaler(scale, window=window, hysteresis=hysteresis), steps) == expected
 
 
 def test_an_overflow_is_one_only_while_the_scale_can_fall() -> None:
@@ -202,10 +203,6 @@ def spoil(model: nn.Module, step: int) -> None:
         gradient = next(model.parameters()).grad
         assert gradient is not None
         gradient[0, 0] = INFINITY if step % 2 else -INFINITY
-
-
-def bits(tensors: Any) -> list[bytes]:
-    return [tensor.detach().numpy().tobytes() for tensor in tensors]
 
 
 @pytest.mark.parametrize("make_gate", GATES.values(), ids=GATES.keys())
@@ -351,22 +348,16 @@ def test_the_state_of_the_optimizer_holds_the_scalers() -> None:
     assert "scaler" in state, "loading must leave the state as it is"
 
 
-def test_a_state_without_a_scaler_starts_one_anew() -> None:
+def test_a_state_without_a_scaler_starts_one_anew_and_without_one_its_state_is_passed_over() -> None:
     plain = TrainingOptimizer(torch.optim.AdamW(make_model().parameters()))
     assert set(plain.state_dict()) == {"state", "param_groups"}
-    optimizer = TrainingOptimizer(torch.optim.AdamW(make_model().parameters()), scaler=LossScaler(64.0))
-    overflow(optimizer, 4)
-    optimizer.load_state_dict(plain.state_dict())
-    assert optimizer.scaler is not None
-    assert optimizer.scaler.state_dict() == LossScaler(64.0).state_dict()
-
-
-def test_an_optimizer_without_a_scaler_passes_over_the_state_of_one() -> None:
     scaled = TrainingOptimizer(torch.optim.AdamW(make_model().parameters()), scaler=LossScaler(64.0))
-    plain = TrainingOptimizer(torch.optim.AdamW(make_model().parameters()))
+    overflow(scaled, 4)
     plain.load_state_dict(scaled.state_dict())
     assert plain.scaler is None
-    assert set(plain.state_dict()) == {"state", "param_groups"}
+    scaled.load_state_dict(plain.state_dict())
+    assert scaled.scaler is not None
+    assert scaled.scaler.state_dict() == LossScaler(64.0).state_dict()
 
 
 def test_float16_weights_are_refused() -> None:

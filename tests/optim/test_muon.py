@@ -15,22 +15,14 @@ from onstep.config import ModelConfig, OptimizerConfig, SchedulerConfig
 from onstep.errors import ConfigError
 from onstep.models import build_transformer
 from onstep.optim import DeviceFiniteGate, MuonWithAdamW, TrainingOptimizer, build_optimizer, build_scheduler
+from tests.support.exact_steps import bits, fill_grads
 
 CPU = torch.device("cpu")
 
 
 def transformer() -> nn.Module:
-    return build_transformer(
-        ModelConfig(
-            num_layers=2,
-            hidden_size=8,
-            num_attention_heads=2,
-            vocab_size=16,
-            seq_length=8,
-            share_embeddings_and_output_weights=False,
-        ),
-        seed=0,
-    )
+    sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 16, "seq_length": 8}
+    return build_transformer(ModelConfig(**sizes, share_embeddings_and_output_weights=False), seed=0)
 
 
 def built(model: nn.Module, **options: Any) -> TrainingOptimizer:
@@ -39,22 +31,8 @@ def built(model: nn.Module, **options: Any) -> TrainingOptimizer:
     )
 
 
-def fill_grads(model: nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for param in model.parameters():
-        param.grad = torch.randn(param.shape, generator=generator)
-
-
-def bits(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone().numpy().tobytes()
-    if isinstance(value, dict):
-        return {key: bits(one) for key, one in value.items()}
-    return [bits(one) for one in value] if isinstance(value, (list, tuple)) else value
-
-
 def everything(model: nn.Module, optimizer: TrainingOptimizer) -> Any:
-    return bits([list(model.parameters()), optimizer.state_dict()])
+    return bits([model.parameters(), optimizer.state_dict()])
 
 
 def test_layer_matrices_are_muons_and_the_rest_is_adamws() -> None:
@@ -137,7 +115,7 @@ def test_it_is_torchs_two_optimizers_bit_for_bit() -> None:
         optimizer.apply()
         muon.step()
         adamw.step()
-    assert bits(list(ours.parameters())) == bits(list(theirs.parameters()))
+    assert bits(ours.parameters()) == bits(theirs.parameters())
 
 
 def test_a_run_continued_from_its_state_is_the_uninterrupted_one() -> None:
@@ -202,11 +180,11 @@ def test_a_group_added_later_is_adamws() -> None:
     model, late = transformer(), nn.Linear(3, 3)
     optimizer = built(model)
     optimizer.add_param_group({"params": list(late.parameters())})
-    before = bits(list(late.parameters()))
+    before = bits(late.parameters())
     fill_grads(model, 0)
     fill_grads(late, 1)
     optimizer.step()
-    assert bits(list(late.parameters())) != before
+    assert bits(late.parameters()) != before
     assert set(optimizer.state[late.weight]) == {"step", "exp_avg", "exp_avg_sq"}
     assert optimizer.param_groups[-1]["betas"] == (0.9, 0.999)
 
@@ -242,5 +220,5 @@ def test_a_copy_goes_on_as_the_original(copied: Any) -> None:
     for one, its in ((model, optimizer), (other_model, other)):
         fill_grads(one, 1)
         its.step()
-    assert bits(list(other_model.parameters())) == bits(list(model.parameters()))
+    assert bits(other_model.parameters()) == bits(model.parameters())
     assert bits(other.state_dict()) == bits(optimizer.state_dict())

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from onstep.config import OptimizerConfig
 from onstep.optim import TrainingOptimizer, build_optimizer
+from tests.support.exact_steps import bits, fill_grads
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -18,20 +16,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 def make_model(device: str = "cuda") -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 3)).to(device)
-
-
-def fill_grads(model: nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for param in model.parameters():
-        param.grad = torch.randn(param.shape, generator=generator).to(param.device)
-
-
-def bits(state: Any) -> Any:
-    if isinstance(state, Tensor):
-        return state.detach().cpu().numpy().tobytes()
-    if isinstance(state, dict):
-        return {key: bits(value) for key, value in state.items()}
-    return [bits(value) for value in state] if isinstance(state, list) else state
 
 
 def test_zeros_are_counted_on_the_device_without_waiting() -> None:
@@ -56,12 +40,12 @@ def test_a_step_above_the_threshold_or_not_finite_changes_nothing() -> None:
         optimizer = build_optimizer([model], OptimizerConfig(optimizer=name, lr=0.01, grad_norm_skip_threshold=100.0))
         fill_grads(model, 0)
         assert optimizer.step()[0] is True
-        before = bits([*model.parameters()]), bits(copy.deepcopy(optimizer.state_dict()))
+        before = bits(model.parameters()), bits(optimizer.state_dict())
         for value in (1e4, float("nan")):
             fill_grads(model, 1)
             model[1].weight.grad[0, 0] = value  # type: ignore[index, union-attr]
             optimizer.step()
-            assert (bits([*model.parameters()]), bits(optimizer.state_dict())) == before, (name, value)
+            assert (bits(model.parameters()), bits(optimizer.state_dict())) == before, (name, value)
 
 
 def test_muon_steps_as_on_the_cpu() -> None:

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onstep.optim import MuonWithAdamW, TrainingOptimizer
 from onstep.optim.fused_step import FusedStep
+from tests.support.exact_steps import bits, fill_grads, stack
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -40,8 +41,7 @@ OTHERS: dict[str, Make] = {
 
 
 def make_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3), nn.Linear(3, 3).double())
+    return stack().append(nn.Linear(3, 3).double())
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -49,24 +49,8 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": params[:3], "lr": 3e-2}, {"params": params[3:], "weight_decay": 0.0}]
 
 
-def fill_grads(model: nn.Module, seed: int, without: tuple[int, ...] = ()) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for place, param in enumerate(model.parameters()):
-        grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-        param.grad = None if place in without else grad
-
-
-def bits(value: Any) -> Any:
-    """`value` with every tensor as its bytes."""
-    if isinstance(value, Tensor):
-        return str(value.dtype), value.detach().numpy().tobytes()
-    if isinstance(value, dict):
-        return {key: bits(one) for key, one in value.items()}
-    return [bits(one) for one in value] if isinstance(value, list) else value
-
-
 def assert_same(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    left, right = ([bits(list(m.parameters())), bits(o.state_dict())] for m, o in zip(models, optimizers, strict=True))
+    left, right = ([bits(m.parameters()), bits(o.state_dict())] for m, o in zip(models, optimizers, strict=True))
     assert left == right
 
 
@@ -80,7 +64,7 @@ class Pair:
 
     def step(self, seed: int, without: tuple[int, ...] = ()) -> None:
         for model in self.models:
-            fill_grads(model, seed, without)
+            fill_grads(model, seed, without=without)
         self.torchs.step()
         self.own_step()
         self.check()
@@ -107,6 +91,13 @@ def profiled_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+def three_steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    step = FusedStep(optimizer)
+    for seed in range(3):
+        fill_grads(model, seed)
+        step()
+
+
 @pytest.mark.parametrize("name", [*FUSED, *OTHERS])
 def test_twenty_steps_of_two_groups_are_bitwise_torchs(name: str) -> None:
     pair = Pair({**FUSED, **OTHERS}[name])
@@ -114,24 +105,13 @@ def test_twenty_steps_of_two_groups_are_bitwise_torchs(name: str) -> None:
         pair.step(seed)
 
 
-@pytest.mark.parametrize("name", FUSED)
-def test_after_the_first_step_torchs_own_is_not_called(name: str, profiled_steps: list[str]) -> None:
+@pytest.mark.parametrize(("name", "counts"), [*((name, (0, 1)) for name in FUSED), *((name, (3,)) for name in OTHERS)])
+def test_after_the_first_step_torchs_is_called_for_what_is_not_known_only(
+    name: str, counts: tuple[int, ...], profiled_steps: list[str]
+) -> None:
     model = make_model()
-    step = FusedStep(FUSED[name](two_groups(model)))
-    for seed in range(3):
-        fill_grads(model, seed)
-        step()
-    assert len(profiled_steps) <= 1
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_is_not_known_is_torchs_business(name: str, profiled_steps: list[str]) -> None:
-    model = make_model()
-    step = FusedStep(OTHERS[name](two_groups(model)))
-    for seed in range(3):
-        fill_grads(model, seed)
-        step()
-    assert len(profiled_steps) == 3
+    three_steps({**FUSED, **OTHERS}[name](two_groups(model)), model)
+    assert len(profiled_steps) in counts
 
 
 @pytest.mark.parametrize(
@@ -349,37 +329,25 @@ def test_a_subclass_steps_by_itself() -> None:
             self.calls += 1
             super().step(closure)
 
-    model = make_model()
-    optimizer = Halving(model.parameters(), fused=True)
-    step = FusedStep(optimizer)
-    for seed in range(3):
-        fill_grads(model, seed)
-        step()
+    optimizer = Halving((model := make_model()).parameters(), fused=True)
+    three_steps(optimizer, model)
     assert optimizer.calls == 3
 
 
-def test_a_subclass_without_a_step_of_its_own_steps_by_torch(profiled_steps: list[str]) -> None:
-    class Named(torch.optim.AdamW):
-        pass
-
-    model = make_model()
-    step = FusedStep(Named(model.parameters(), fused=True))
-    for seed in range(3):
-        fill_grads(model, seed)
-        step()
-    assert len(profiled_steps) == 3
+class Named(torch.optim.AdamW):
+    pass
 
 
-def test_a_subclass_of_parameter_steps_by_torch(profiled_steps: list[str]) -> None:
-    class Tagged(nn.Parameter):
-        pass
+class Tagged(nn.Parameter):
+    pass
 
-    param = Tagged(torch.ones(3))
-    step = FusedStep(FUSED["adamw"]([param]))
-    for _ in range(3):
-        param.grad = torch.ones(3)
-        step()
-    assert len(profiled_steps) == 3
+
+def test_a_subclass_of_optimizer_or_parameter_steps_by_torch(profiled_steps: list[str]) -> None:
+    plain, tagged = make_model(), nn.Module()
+    tagged.weight = Tagged(torch.ones(3))
+    three_steps(Named(plain.parameters(), fused=True), plain)
+    three_steps(FUSED["adamw"](tagged.parameters()), tagged)
+    assert len(profiled_steps) == 6
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -458,7 +426,7 @@ def test_muon_with_adamw_is_bitwise_torchs_two(nesterov: bool, profiled_steps: l
             one.step()  # type: ignore[no-untyped-call]
         joined.prepare()
         assert joined.apply() is True
-        assert bits(list(models[0].parameters())) == bits(list(models[1].parameters()))
+        assert bits(models[0].parameters()) == bits(models[1].parameters())
     for plain, mine in zip(*optimizers, strict=True):
         theirs = [plain.state[p] for group in plain.param_groups for p in group["params"]]
         assert bits(theirs) == bits([mine.state[p] for group in mine.param_groups for p in group["params"]])

@@ -29,6 +29,13 @@ def make(optimizer: Any = None, **changes: Any) -> OptimizerParamScheduler:
     return OptimizerParamScheduler(optimizer or sgd(), **(values | changes))
 
 
+def saved_at_60() -> dict[str, Any]:
+    """The state of the schedule in the middle of its decay, where the rate is 0.5."""
+    scheduler = make()
+    scheduler.step(60)
+    return scheduler.state_dict()
+
+
 def sgd(*groups: dict[str, Any]) -> torch.optim.SGD:
     """An optimizer with one parameter for each of `groups`."""
     return torch.optim.SGD([{"params": [nn.Parameter(torch.ones(2))], **group} for group in groups or ({},)], lr=7.0)
@@ -125,55 +132,33 @@ def test_state_has_the_keys_of_megatron_core_and_its_start_and_plain_values() ->
     }
 
 
-def test_loading_continues_where_the_state_was_saved() -> None:
-    saved, optimizer = make(), sgd()
-    saved.step(60)
-    loaded = make(optimizer)
-    loaded.load_state_dict(saved.state_dict())
+def test_loading_continues_where_the_state_was_saved_and_adds_to_the_present_count() -> None:
+    loaded, later = make(optimizer := sgd()), make()
+    loaded.load_state_dict(saved_at_60())
     assert (loaded.num_steps, optimizer.param_groups[0]["lr"]) == (60, 0.5)
+    later.step(20)
+    later.load_state_dict(saved_at_60())
+    assert later.num_steps == 80
 
 
-def test_loading_adds_to_the_present_count() -> None:
-    saved, loaded = make(), make()
-    saved.step(60)
-    loaded.step(20)
-    loaded.load_state_dict(saved.state_dict())
-    assert loaded.num_steps == 80
-
-
-def test_checkpoint_values_are_taken_over_by_default() -> None:
+def test_checkpoint_values_are_taken_over_by_default_and_own_are_kept_with_override() -> None:
     loaded = make(max_lr=3.0, lr_decay_style="cosine")
-    saved = make()
-    saved.step(60)
-    loaded.load_state_dict(saved.state_dict())
-    assert loaded.get_lr({}) == 0.5
-    assert loaded.state_dict() == saved.state_dict()
+    loaded.load_state_dict(saved_at_60())
+    assert (loaded.get_lr({}), loaded.state_dict()) == (0.5, saved_at_60())
+    own = make(max_lr=2.0, use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True)
+    own.load_state_dict(saved_at_60())
+    assert own.get_lr({}) == 1.0
 
 
-def test_own_values_are_kept_with_override() -> None:
-    loaded = make(max_lr=2.0, use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True)
-    saved = make()
-    saved.step(60)
-    loaded.load_state_dict(saved.state_dict())
-    assert loaded.get_lr({}) == 1.0
-
-
-def test_a_different_schedule_is_refused_and_changes_nothing() -> None:
+def test_without_either_option_equal_schedules_load_and_another_is_refused_and_changes_nothing() -> None:
+    equal = make(use_checkpoint_opt_param_scheduler=False)
+    equal.load_state_dict(saved_at_60())
+    assert equal.num_steps == 60
     loaded = make(lr_decay_steps=210, use_checkpoint_opt_param_scheduler=False)
-    saved = make()
-    saved.step(60)
     before = loaded.state_dict()
     with pytest.raises(ConfigError, match="lr_decay_steps must be 110, as in the checkpoint, got 210"):
-        loaded.load_state_dict(saved.state_dict())
+        loaded.load_state_dict(saved_at_60())
     assert loaded.state_dict() == before
-
-
-def test_equal_schedules_load_without_either_option() -> None:
-    loaded = make(use_checkpoint_opt_param_scheduler=False)
-    saved = make()
-    saved.step(60)
-    loaded.load_state_dict(saved.state_dict())
-    assert loaded.num_steps == 60
 
 
 WSD = {"lr_decay_style": "WSD", "wsd_decay_steps": 40, "lr_wsd_decay_style": "linear"}

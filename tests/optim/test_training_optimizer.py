@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,33 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from onstep.errors import ConfigError
 from onstep.optim import DeviceFiniteGate, LossScaler, TrainingOptimizer
+from tests.support.exact_steps import HOST_READS, OpCounter, bits, fill_grads
+from tests.support.exact_steps import stack as make_model
 
 CPU = torch.device("cpu")
-
-
-def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)).to(dtype)
-
-
-def fill_grads(model: nn.Module, seed: int, scale: float = 1.0) -> None:
-    """Random gradients of global norm about 10 * scale."""
-    generator = torch.Generator().manual_seed(seed)
-    for param in model.parameters():
-        param.grad = (torch.randn(param.shape, generator=generator) * scale).to(param.dtype)
-
-
-def weights(model: nn.Module) -> list[Tensor]:
-    return [param.detach().clone() for param in model.parameters()]
-
-
-def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
-    """Bitwise, not only close."""
-    assert [a.numpy().tobytes() for a in left] == [b.numpy().tobytes() for b in right]
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e6], ids=["clipped", "below", "far-above"])
@@ -49,10 +28,10 @@ def test_twenty_steps_are_bitwise_those_of_plain_torch(scale: float) -> None:
         fill_grads(ours, step, scale)
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         plain_optimizer.step()
-        assert_same([optimizer.prepare()], [norm])
-        assert_same([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])  # type: ignore[misc]
+        assert bits(optimizer.prepare()) == bits(norm)
+        assert bits(p.grad for p in ours.parameters()) == bits(p.grad for p in plain.parameters())
         assert optimizer.apply() is True
-    assert_same(weights(ours), weights(plain))
+    assert bits(ours.parameters()) == bits(plain.parameters())
 
 
 def test_a_norm_just_around_the_limit_is_clipped_as_torch_clips() -> None:
@@ -61,7 +40,7 @@ def test_a_norm_just_around_the_limit_is_clipped_as_torch_clips() -> None:
         plain.weight.grad, ours.weight.grad = torch.full((1, 1), 10.0), torch.full((1, 1), 10.0)
         nn.utils.clip_grad_norm_(plain.parameters(), limit)
         TrainingOptimizer(torch.optim.SGD(ours.parameters()), clip_grad=limit).prepare()
-        assert_same([ours.weight.grad], [plain.weight.grad])
+        assert bits(ours.weight.grad) == bits(plain.weight.grad)
 
 
 @pytest.mark.parametrize("clip_grad", [None, 0.0, 1.0])
@@ -80,21 +59,6 @@ def test_grad_scale_is_scaling_by_hand_and_then_clipping(clip_grad: float | None
     torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
     for mine, theirs in zip(ours.parameters(), by_hand.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=0)
-
-
-class OpCounter(TorchDispatchMode):
-    """Counts the operators that reach the dispatcher, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.name().split("::")[1].split(".")[0])
-        return func(*args, **(kwargs or {}))
-
-
-HOST_READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "_to_copy", "nonzero"}
 
 
 def test_nothing_is_read_on_the_host() -> None:
@@ -179,15 +143,6 @@ def spoil(model: nn.Module, value: float, place: int = 0) -> None:
     grad.view(-1)[0] = value
 
 
-def bits(state: Any) -> Any:
-    """`state` with every tensor as its bytes, for an exact comparison."""
-    if isinstance(state, Tensor):
-        return state.numpy().tobytes()
-    if isinstance(state, dict):
-        return {key: bits(value) for key, value in state.items()}
-    return [bits(value) for value in state] if isinstance(state, list) else state
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_is_never_applied(make_optimizer: Any, make_gate: Any, value: float) -> None:
     model = make_model()
@@ -197,7 +152,7 @@ def test_what_is_not_finite_is_never_applied(make_optimizer: Any, make_gate: Any
         fill_grads(model, step)
         optimizer.prepare()
         optimizer.apply()
-    before = weights(model), copy.deepcopy(optimizer.state_dict())
+    before = bits([model.parameters(), optimizer.state_dict()])
     for step in range(3, 6):  # the later ones are finite: the gate stays closed
         optimizer.gate.begin_step(step)
         fill_grads(model, step)
@@ -205,8 +160,7 @@ def test_what_is_not_finite_is_never_applied(make_optimizer: Any, make_gate: Any
             spoil(model, value)
         optimizer.prepare()
         optimizer.apply()
-    assert_same(weights(model), before[0])
-    assert bits(optimizer.state_dict()) == bits(before[1])
+    assert bits([model.parameters(), optimizer.state_dict()]) == before
     assert optimizer.gate.poll(force=True) == 3
     assert optimizer.apply() is False
 
@@ -223,21 +177,21 @@ def test_a_bad_first_step_leaves_nothing_behind(make_optimizer: Any, make_gate: 
         for step in range(2):
             fill_grads(model, step)
             assert optimizer.step()[0] is True
-    assert_same(weights(spoiled), weights(clean))
+    assert bits(spoiled.parameters()) == bits(clean.parameters())
 
 
 def test_a_loss_that_is_not_finite_closes_the_gate(make_gate: Any) -> None:
     for value, dtype in [(float("nan"), torch.float32), (float("-inf"), torch.float32), (float("inf"), torch.bfloat16)]:
         model = make_model()
         optimizer = TrainingOptimizer(OPTIMIZERS["adamw-fused"](model.parameters()), gate=make_gate())
-        before = weights(model)
+        before = bits(model.parameters())
         fill_grads(model, 0)
         optimizer.gate.begin_step(4)
         optimizer.observe_loss(torch.tensor(value, dtype=dtype, requires_grad=True))
         optimizer.prepare()
         optimizer.apply()
         assert optimizer.gate.poll(force=True) == 4
-        assert_same(weights(model), before)
+        assert bits(model.parameters()) == before
 
 
 def test_observing_a_loss_leaves_it_fit_for_backward(make_gate: Any) -> None:
@@ -277,10 +231,10 @@ def test_low_precision_norms_are_accumulated_in_float32() -> None:
 def test_parameters_without_gradients_are_left_out() -> None:
     model = make_model()
     optimizer = TrainingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    before = weights(model)
+    before = bits(model.parameters())
     assert float(optimizer.prepare()) == 0.0
     assert optimizer.apply() is True
-    assert_same(weights(model), before)
+    assert bits(model.parameters()) == before
     first = next(model.parameters())
     first.grad = torch.full_like(first, 0.1)
     assert float(optimizer.prepare()) == pytest.approx(0.1 * first.numel() ** 0.5)
@@ -346,7 +300,8 @@ def test_without_a_norm_gradients_and_weights_are_the_same(factor: float | None,
             norm = optimizer.prepare(factor, needs_norm=needs_norm)
             assert (norm is not None, optimizer.grad_norm is norm) == (needs_norm, True)
             assert optimizer.apply() is True
-    assert_same(*([p.detach().double() for p in model.parameters()] for model in models))
+    first, second = (bits(p.double() for p in model.parameters()) for model in models)
+    assert first == second
 
 
 def test_without_a_norm_none_is_computed_nor_anything_read() -> None:
@@ -364,7 +319,7 @@ def test_without_a_norm_none_is_computed_nor_anything_read() -> None:
 def test_without_a_norm_what_is_not_finite_is_never_applied(make_optimizer: Any, make_gate: Any, value: float) -> None:
     model = make_model()
     optimizer = TrainingOptimizer(make_optimizer(model.parameters()), gate=make_gate(), clip_grad=None)
-    before = weights(model)
+    before = bits(model.parameters())
     for step in (4, 5):
         optimizer.gate.begin_step(step)
         fill_grads(model, step)
@@ -372,7 +327,7 @@ def test_without_a_norm_what_is_not_finite_is_never_applied(make_optimizer: Any,
             spoil(model, value)
         optimizer.prepare(0.5, needs_norm=False)
         optimizer.apply()
-        assert_same(weights(model), before)
+        assert bits(model.parameters()) == before
     assert optimizer.gate.poll(force=True) == 4
     optimizer.gate.reset()
     optimizer.prepare(needs_norm=False)
@@ -383,12 +338,12 @@ def test_without_a_norm_what_is_not_finite_is_never_applied(make_optimizer: Any,
 def test_without_a_norm_every_gradient_is_looked_at(make_optimizer: Any, make_gate: Any, place: int) -> None:
     model = make_model()
     optimizer = TrainingOptimizer(make_optimizer(model.parameters()), gate=make_gate(), clip_grad=None)
-    before = weights(model)
+    before = bits(model.parameters())
     fill_grads(model, 0)
     spoil(model, float("nan"), place)
     optimizer.prepare(needs_norm=False)
     optimizer.apply()
-    assert_same(weights(model), before)
+    assert bits(model.parameters()) == before
     assert optimizer.gate.poll(force=True) is not None
 
 
@@ -398,12 +353,12 @@ def test_without_a_norm_a_loss_that_is_not_finite_keeps_the_update_out(
 ) -> None:
     model = make_model()
     optimizer = TrainingOptimizer(make_optimizer(model.parameters()), gate=make_gate(), clip_grad=None)
-    before = weights(model)
+    before = bits(model.parameters())
     fill_grads(model, 0)
     optimizer.observe_loss(torch.tensor(loss))
     optimizer.prepare(needs_norm=False)
     optimizer.apply()
-    assert_same(weights(model), before)
+    assert bits(model.parameters()) == before
     assert optimizer.gate.poll(force=True) is not None
 
 
@@ -464,6 +419,6 @@ def test_sharded_parameters_give_a_plain_norm_and_the_same_update() -> None:
         norms.append(optimizer.prepare())
         assert optimizer.apply() is True
     assert type(norms[1]) is Tensor
-    assert_same(norms[1:], norms[:1])
+    assert bits(norms[1]) == bits(norms[0])
     full = [param.full_tensor().detach() for param in sharded.parameters()]  # type: ignore[attr-defined]
-    assert_same(full, weights(plain))
+    assert bits(full) == bits(plain.parameters())

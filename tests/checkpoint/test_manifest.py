@@ -165,20 +165,18 @@ def test_a_component_that_no_writer_would_make_is_refused(changes: dict[str, Any
     assert "is invalid" in refusal(tmp_path, forged(components={"model": component | changes}))
 
 
-def test_a_repeated_key_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("entry", "instead", "message"),
+    [
+        ('"step": 10', '"step": 10, "step": 20', "twice"),
+        ('"extra": {}', '"extra": ' + "[" * 200_000 + "]" * 200_000, "not valid JSON"),
+        ('"step": 10', '"step": ' + "9" * 10**6, "not valid JSON"),
+    ],
+    ids=["a repeated key", "deep nesting", "a million digits"],
+)
+def test_json_that_no_writer_would_make_is_refused(entry: str, instead: str, message: str, tmp_path: Path) -> None:
     body = forged().decode().rpartition(',\n  "blake3"')[0]
-    assert "twice" in refusal(tmp_path, seal(body.replace('"step": 10', '"step": 10, "step": 20') + "\n}"))
-
-
-def test_deep_nesting_is_refused(tmp_path: Path) -> None:
-    nested = "[" * 200_000 + "]" * 200_000
-    body = forged().decode().rpartition(',\n  "blake3"')[0]
-    assert "not valid JSON" in refusal(tmp_path, seal(body.replace('"extra": {}', f'"extra": {nested}') + "\n}"))
-
-
-def test_a_number_of_a_million_digits_is_refused(tmp_path: Path) -> None:
-    body = forged().decode().rpartition(',\n  "blake3"')[0]
-    assert "not valid JSON" in refusal(tmp_path, seal(body.replace('"step": 10', f'"step": {"9" * 10**6}') + "\n}"))
+    assert message in refusal(tmp_path, seal(body.replace(entry, instead) + "\n}"))
 
 
 def test_a_huge_manifest_is_refused_unread(tmp_path: Path) -> None:

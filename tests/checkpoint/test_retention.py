@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,42 +25,43 @@ def deleted(infos: list[CheckpointInfo], retention: Retention, **more: Any) -> l
     return [info.step for info in to_delete(infos, retention, **more)]
 
 
+def best_step(infos: Iterable[CheckpointInfo], retention: Retention) -> int:
+    chosen = best(infos, retention)
+    assert chosen is not None
+    return chosen.step
+
+
 def with_losses(losses: dict[int, float]) -> list[CheckpointInfo]:
     return [info(step, metrics={"loss": loss}) for step, loss in losses.items()]
 
 
-def test_the_last_k_are_kept_in_order_of_steps() -> None:
-    infos = [info(step) for step in (100, 9, 30, 20)]
-    assert deleted(infos, Retention(most_recent_k=2)) == [9, 20]
-    assert deleted(infos, Retention(most_recent_k=1)) == [9, 20, 30]
-    assert deleted(infos, Retention()) == []
+FIVE = {10: 1.0, 20: 0.5, 30: 2.0, 40: 3.0, 50: 4.0}
+"""The losses of steps."""
 
 
-def test_the_newest_stays_even_where_none_are_asked_for() -> None:
-    assert deleted([info(10), info(20)], Retention(most_recent_k=0)) == [10]
-    assert deleted([info(10)], Retention(most_recent_k=0)) == []
-    assert deleted([], Retention(most_recent_k=0)) == []
+@pytest.mark.parametrize(
+    ("losses", "rules", "gone"),
+    [
+        (dict.fromkeys((100, 9, 30, 20), 1.0), {"most_recent_k": 2}, [9, 20]),  # in order of steps
+        (dict.fromkeys((100, 9, 30, 20), 1.0), {"most_recent_k": 1}, [9, 20, 30]),
+        (FIVE, {}, []),
+        ({10: 1.0, 20: 1.0}, {"most_recent_k": 0}, [10]),  # the newest stays even where none are asked for
+        ({10: 1.0}, {"most_recent_k": 0}, []),
+        ({}, {"most_recent_k": 0}, []),
+        (FIVE, {"most_recent_k": 2, "keep_best_n": 2}, [30]),  # beyond the last k
+        (FIVE, {"most_recent_k": 2, "keep_best_n": 1}, [10, 30]),
+        ({10: 1.0, 20: 3.0, 30: 2.0, 40: 9.0}, {"most_recent_k": 1, "keep_best_n": 2}, [20]),  # 30 takes its place
+        (FIVE, {"most_recent_k": 1, "keep_every_n": 20}, [10, 30]),
+        ({10: 0.0, 20: 0.5, 30: math.nan, 40: 1.0}, {"most_recent_k": 1, "keep_best_n": 1}, [20, 30]),
+    ],
+)
+def test_the_newest_the_best_and_multiples_are_kept(
+    losses: dict[int, float], rules: dict[str, Any], gone: list[int]
+) -> None:
+    assert deleted(with_losses(losses), Retention(**rules)) == gone
 
 
-def test_the_best_are_kept_beyond_the_last_k() -> None:
-    infos = with_losses({10: 1.0, 20: 0.5, 30: 2.0, 40: 3.0, 50: 4.0})
-    assert deleted(infos, Retention(most_recent_k=2, keep_best_n=2)) == [30]
-    assert deleted(infos, Retention(most_recent_k=2, keep_best_n=1)) == [10, 30]
-
-
-def test_a_second_best_enters_and_the_third_leaves() -> None:
-    infos = with_losses({10: 1.0, 20: 3.0, 30: 2.0, 40: 9.0})
-    assert deleted(infos, Retention(most_recent_k=1, keep_best_n=2)) == [20]
-
-
-def test_multiples_are_kept_beyond_the_last_k() -> None:
-    infos = [info(step) for step in (10, 20, 30, 40, 50)]
-    assert deleted(infos, Retention(most_recent_k=1, keep_every_n=20)) == [10, 30]
-
-
-def test_zero_is_a_value_and_nan_is_none() -> None:
-    infos = with_losses({10: 0.0, 20: 0.5, 30: math.nan, 40: 1.0})
-    assert deleted(infos, Retention(most_recent_k=1, keep_best_n=1)) == [20, 30]
+def test_without_a_number_nothing_is_the_best() -> None:
     assert best(with_losses({10: math.nan}), Retention()) is None
     assert best([info(10)], Retention()) is None
 
@@ -79,23 +81,17 @@ def test_zero_is_a_value_and_nan_is_none() -> None:
 def test_the_direction_follows_the_name_unless_it_is_said(metric: str, greater: bool | None, expected: int) -> None:
     key = metric if metric.startswith("eval_") else f"eval_{metric}"
     infos = [info(10, metrics={key: 1.0}), info(20, metrics={key: 2.0})]
-    chosen = best(infos, Retention(metric=metric, greater_is_better=greater))
-    assert chosen is not None
-    assert chosen.step == expected
+    assert best_step(infos, Retention(metric=metric, greater_is_better=greater)) == expected
 
 
 def test_the_value_of_an_evaluation_counts_before_that_of_training() -> None:
     infos = [info(10, metrics={"loss": 1.0, "eval_loss": 3.0}), info(20, metrics={"loss": 2.0, "eval_loss": 2.0})]
     for metric in ("loss", "eval_loss"):
-        chosen = best(infos, Retention(metric=metric))
-        assert chosen is not None
-        assert chosen.step == 20
+        assert best_step(infos, Retention(metric=metric)) == 20
 
 
 def test_of_equal_values_the_oldest_is_the_best() -> None:
-    chosen = best(reversed(with_losses({10: 1.0, 20: 1.0})), Retention())
-    assert chosen is not None
-    assert chosen.step == 10
+    assert best_step(reversed(with_losses({10: 1.0, 20: 1.0})), Retention()) == 10
 
 
 def test_of_temporary_ones_only_the_newest_is_kept_and_they_take_no_place() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import multiprocessing
 import pickle
 from collections import Counter
@@ -137,8 +136,7 @@ def test_a_conversation_that_is_too_long_is_cut_and_counted_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = records(("a", "b" * 60), ("x" * 60, "never reached"), ("c", "d" * 50), ("e", "f"))
-    with caplog.at_level(logging.WARNING):
-        dataset = PackedDataset(chats_of(tmp_path, rows), 40, pad_id=END)
+    dataset = PackedDataset(chats_of(tmp_path, rows), 40, pad_id=END)
     assert [record.getMessage() for record in caplog.records] == [
         "of 4 conversations, 2 are longer than seq_length=40 and are truncated and 1 have no answer within a sequence "
         "and are dropped"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from onstep.checkpoint import CheckpointManager
+from onstep.checkpoint.catalog.discovery import CheckpointInfo
 from onstep.checkpoint.format.tensor_file import FileDigest
 from onstep.checkpoint.storage.manifest import ComponentEntry, Manifest
 from onstep.checkpoint.storage.store import FileStore
@@ -37,3 +39,23 @@ def write_checkpoint(root: Path, step: int, files: dict[str, bytes] = FILES, **c
     """A whole checkpoint; `changes` go into its manifest."""
     transaction, digests = prepared(root, step, files)
     return transaction.commit(make_manifest(step, digests, **changes))
+
+
+class Box:
+    """A state of any content."""
+
+    def __init__(self, **content: Any) -> None:
+        self.content = content
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.content
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.content = state_dict
+
+
+def newest(manager: CheckpointManager) -> CheckpointInfo:
+    """The newest verified checkpoint, which there must be."""
+    info = manager.newest()
+    assert info is not None
+    return info

@@ -118,9 +118,8 @@ def test_a_declared_condition_is_about_keys_that_exist(need: str) -> None:
 
 def test_the_explanation_of_a_key_names_what_it_requires() -> None:
     assert "requires    train.manual_gc=true" in explain("train.manual_gc_interval")
-    assert "requires    straggler.log_straggler=true; straggler.open_port=true" in explain(
-        "straggler.straggler_ctrlr_port"
-    )
+    assert "requires    mixed_precision=fp16_mixed; optimizer.loss_scale=null" in explain("optimizer.hysteresis")
+    assert "requires    straggler.log_straggler=true" in explain("straggler.threshold")
     assert "requires" not in explain("straggler.log_straggler")
 
 

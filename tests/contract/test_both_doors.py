@@ -316,7 +316,7 @@ UNREAD = {
         )
     },
     **{f"straggler.{name}": RANKS for name in ("threshold", "stop_if_detected")},
-    "straggler.straggler_ctrlr_port": "read where straggler.open_port is",
+    "straggler.straggler_ctrlr_port": "of Megatron Bridge's configurations",
     "logger.log_throughput": "of the console line, which a Trainer leaves to ProgressCallback",
     "logger.memory_keys": CUDA,
     "profiling.record_shapes": CUDA,

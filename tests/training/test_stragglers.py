@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from typing import Any
 
@@ -113,8 +110,8 @@ class Peers(World):
         self.factors = factors
 
     def gather_numbers(self, numbers: list[float]) -> list[list[float]]:
-        wanted, step, *parts = numbers
-        others = [[wanted, step, *(part * factor for part in parts)] for factor in self.factors]
+        step, *parts = numbers
+        others = [[step, *(part * factor for part in parts)] for factor in self.factors]
         return [numbers, *others]
 
 
@@ -192,60 +189,34 @@ def test_what_is_off_measures_nothing_and_says_nothing(now: Now, capsys: pytest.
     assert capsys.readouterr().out == ""
 
 
-def ask(port: int, method: str = "GET", **headers: str) -> str:
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/", method=method, headers=headers)
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        return str(answer.read().decode())
+@pytest.mark.parametrize("starts_off", [False, True])
+def test_a_command_turns_it_off_and_on_from_the_next_report_on(
+    starts_off: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = small_state(train_iters=12)
+    state.cfg.straggler.log_straggler, state.cfg.logger.log_interval = True, 2
+    state.cfg.straggler.disable_straggler_on_startup = starts_off
+    manager = CallbackManager()
+    reported = []
+
+    def send(context: Any) -> None:
+        step = state.train_state.step
+        if "straggler report" in capsys.readouterr().out:
+            reported.append(step - 1)
+        if step in (3, 7):
+            context.control.set("log_straggler", int((step == 7) is not starts_off))
+
+    manager.register("on_step_end", send)
+    run(state, manager)
+    assert reported == ([6, 8] if starts_off else [2, 4, 10])
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-def test_a_request_switches_it_on_from_the_next_report_on(now: Now, capsys: pytest.CaptureFixture[str]) -> None:
-    port = free_port()
-    options = {"open_port": True, "straggler_ctrlr_port": port, "disable_straggler_on_startup": True}
-    timer, captured = detector(now, Peers(3.0), **options)
-    try:
-        assert "off" in ask(port)
-        assert "on" in ask(port, "POST")
-        assert not timer.enabled
-        take_steps(timer, now)
-        assert timer.report(1.0, 4) is False
-        assert timer.enabled
-        assert capsys.readouterr().out == ""
-        take_steps(timer, now)
-        assert timer.report(1.0, 4) is True
-        assert len(captured) == 1
-        with pytest.raises(urllib.error.HTTPError, match="403"):
-            ask(port, "POST", Origin="http://a.page")
-        ask(port, "POST")
-        timer.report(1.0, 4)
-        assert not timer.enabled
-    finally:
-        timer.close()
-    with pytest.raises(urllib.error.URLError):
-        ask(port)
-
-
-def test_nothing_listens_unless_that_is_asked_for(now: Now) -> None:
-    port = free_port()
-    timer, _ = detector(now, Peers(1.0), straggler_ctrlr_port=port)
-    with pytest.raises(urllib.error.URLError):
-        ask(port)
-    timer.close()
-
-
-def test_a_port_that_is_taken_costs_a_warning(now: Now, caplog: pytest.LogCaptureFixture) -> None:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        one.listen()
-        timer, _ = detector(now, Peers(1.0), open_port=True, straggler_ctrlr_port=one.getsockname()[1])
-    assert timer.enabled
-    assert "to toggle the straggler detection" in caplog.text
-    timer.close()
+def test_without_the_detection_a_command_says_that_it_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    state = small_state(train_iters=2)
+    manager = CallbackManager()
+    manager.register("on_step_end", lambda context: context.control.set("log_straggler", 1))
+    run(state, manager)
+    assert "log_straggler has no effect: start the run with straggler.log_straggler=true" in caplog.text
 
 
 def test_a_run_without_it_has_a_timer_that_does_nothing() -> None:

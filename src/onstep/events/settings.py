@@ -34,6 +34,7 @@ SETTABLE: dict[str, Setting] = {
     "eval_interval": Setting(int, 0, "Steps between evaluations; 0 means never"),
     "save_interval": Setting(int, 0, "Steps between checkpoints; 0 means never"),
     "train_iters": Setting(int, 1, "Steps of the whole run"),
+    "log_straggler": Setting(int, 0, "1 compares the speed of the ranks at logged steps, 0 does not", 1),
 }
 """The loop's own values."""
 

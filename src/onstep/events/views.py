@@ -120,4 +120,5 @@ def configured_values(run: RunView) -> dict[str, float | None]:
         "eval_interval": config.validation.eval_interval,
         "save_interval": config.checkpoint.save_interval,
         "train_iters": config.train.train_iters or run.info.max_steps or None,
+        "log_straggler": int(config.straggler.log_straggler and not config.straggler.disable_straggler_on_startup),
     }

@@ -96,9 +96,6 @@ class Hooks:
     def after_read(self) -> None:
         """The logging interval was read, and the next one begins."""
 
-    def before_exit_decision(self) -> None:
-        """The ranks are about to decide whether the process exits."""
-
     def after_iteration(self, step: Step) -> None:
         """The step is complete, saves included."""
 

@@ -79,12 +79,10 @@ class StragglerDetectionConfig(ConfigSection):
         65535,
         SAFE,
         bound=_PORT,
-        needs="straggler.open_port=true",
-        help="Port on rank 0's loopback interface where a request toggles detection; used only with `open_port`.",
+        help="Accepted for configurations of Megatron Bridge, without effect: nothing listens there.",
     )
-    open_port: bool = option(False, SAFE, help="Listen on `straggler_ctrlr_port`.")
     disable_straggler_on_startup: bool = option(
-        False, SAFE, help="Start with detection off, until a request turns it on."
+        False, SAFE, help="Start with detection off, until `onstep control set log_straggler=1` turns it on."
     )
     threshold: float = option(
         0.7,

@@ -57,11 +57,9 @@ def checkpoint_and_decide_exit(
     is_last = state.train_iters is not None and step >= state.train_iters
     if exits.decided in ("duration", "straggler") and is_last:
         exits.decided, exits.straggler = None, ""
-    if exits.decided is None and not is_last:
-        if state.stage.has_stepped and is_due(step, state.cfg.train.exit_interval):
-            exits.decided = "interval"
-        else:
-            state.features.before_exit_decision()
+    may_leave = exits.decided is None and not is_last and state.stage.has_stepped
+    if may_leave and is_due(step, state.cfg.train.exit_interval):
+        exits.decided = "interval"
     leaves = exits.decided is not None
     saving, every = state.saving, state.cfg.checkpoint.non_persistent_save_interval
     is_requested = state.control.should_save

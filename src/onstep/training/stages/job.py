@@ -120,9 +120,7 @@ class Job:
         self.needs_norm = bool(options.log_interval or options.log_first_step or options.log_on_each_epoch)
         """Whether the log needs the gradient norm of each step."""
         train, checkpoint = self.run.cfg.train, self.run.cfg.checkpoint
-        self.decides_at_every_step = bool(
-            train.exit_interval or checkpoint.non_persistent_save_interval or self.run.cfg.nvrx_straggler.enabled
-        )
+        self.decides_at_every_step = bool(train.exit_interval or checkpoint.non_persistent_save_interval)
         """Whether a save or an exit may be due at a step without any request."""
         sizes = self.run.batch_sizes
         self._step_size = None if sizes is None or sizes.varies else sizes.current_running_global_batch_size

@@ -47,6 +47,8 @@ def apply_overrides(job: Job) -> None:
         steering.applied = dict(overrides)
         if scheduler is None and "lr_factor" in overrides and job.run.world.is_main:
             logger.warning("lr_factor=%s has no effect: the run's scheduler cannot be scaled", overrides["lr_factor"])
+        if "log_straggler" in overrides and not job.run.cfg.straggler.log_straggler and job.run.world.is_main:
+            logger.warning("log_straggler has no effect: start the run with straggler.log_straggler=true")
         _apply_to_callbacks(job.run, steering)
 
 

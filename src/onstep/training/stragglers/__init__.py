@@ -1,5 +1,5 @@
 """Finds slow ranks.
 
-`detector.Stragglers` times data and forward passes, `comparison` compares the ranks, `nvrx.NvrxStragglers` uses
+`detector.Stragglers` times data and forward passes, `rank_times` compares the ranks, `nvrx.NvrxStragglers` uses
 `nvidia-resiliency-ext`.
 """

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Generic, ParamSpec, TypeVar
 
@@ -22,7 +20,7 @@ from onstep.training.compute.step import Step
 from onstep.training.feature import Feature, Interruption
 from onstep.training.reporting.gpu_telemetry import open_gpu_telemetry
 from onstep.training.run import Run
-from onstep.training.stages.agreement import write_decision
+from onstep.training.stages.agreement import current_value, write_decision
 from onstep.training.stages.job import Job
 from onstep.training.stages.step_flops import flops_of_samples
 from onstep.training.stragglers.rank_times import RankTimes, Straggler, find_stragglers, ranking_lines, straggler_line
@@ -32,56 +30,6 @@ logger = logging.getLogger(__name__)
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
 Mark = TypeVar("Mark")
-
-
-class TogglePort(ThreadingHTTPServer):
-    """Listens on 127.0.0.1; `curl -X POST http://127.0.0.1:<port>/` toggles the detection, GET only queries it.
-
-    A change applies from the next report on.
-
-    Args:
-        port: 0 selects a free one.
-        is_wanted: whether the detection is currently on.
-
-    Raises:
-        OSError: for a port in use.
-    """
-
-    daemon_threads = True
-
-    def __init__(self, port: int, is_wanted: bool) -> None:
-        self.is_wanted = is_wanted
-        super().__init__(("127.0.0.1", port), _Toggle)
-        self._thread = threading.Thread(target=self.serve_forever, name="straggler port", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop listening."""
-        self.shutdown()
-        self.server_close()
-        self._thread.join()
-
-
-class _Toggle(BaseHTTPRequestHandler):
-    server: TogglePort
-
-    def do_GET(self) -> None:
-        body = f"straggler detection is {'on' if self.server.is_wanted else 'off'} from the next report on\n".encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/plain")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def do_POST(self) -> None:
-        if self.headers.get("Origin") is not None:  # a web page in a browser
-            self.send_error(403)
-            return
-        self.server.is_wanted = not self.server.is_wanted
-        self.do_GET()
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Do not log requests."""
 
 
 class _Section(Generic[Mark]):
@@ -149,16 +97,10 @@ class StragglerDetector:
             self._forward = _Section(_device_mark, _seconds_on_device)
             self._telemetry = open_gpu_telemetry(self._world.device)
         self.enabled = not options.disable_straggler_on_startup
+        """Whether to measure; changed between two reports, on all ranks alike."""
         self.stragglers: tuple[Straggler, ...] = ()
         """The findings of the last report."""
         self._since = clock()
-        self._port: TogglePort | None = None
-        if options.open_port and self._world.is_main:
-            port = options.straggler_ctrlr_port
-            try:
-                self._port = TogglePort(port, self.enabled)
-            except OSError as error:
-                logger.warning("cannot open port %d of 127.0.0.1 to toggle the straggler detection: %s", port, error)
 
     def __call__(self, bdata: bool = False) -> _Section[float] | _Section[torch.cuda.Event] | StragglerDetector:
         """The context manager for the reading of a batch (`bdata`), or for the forward pass."""
@@ -198,16 +140,11 @@ class StragglerDetector:
         Returns:
             Whether a rank is slow; the same on all ranks.
         """
-        if not (self.enabled or self._options.open_port):  # the same on all ranks: a request to rank 0 may turn it on
+        if not self.enabled:
             return False
-        is_wanted = self._port.is_wanted if self._port is not None else self.enabled
         steps = max(len(self._data.pairs) or log_interval, 1)
-        rows = self._world.gather_numbers([float(is_wanted), *astuple(self._times(steps))])
-        was_enabled, self.enabled = self.enabled, bool(rows[0][0])
+        times = [RankTimes(*row) for row in self._world.gather_numbers(list(astuple(self._times(steps))))]
         self.restart()
-        if not was_enabled:
-            return False
-        times = [RankTimes(*row[1:]) for row in rows]
         if self._world.is_main:
             lines = [straggler_line(times, total_flops / steps)]
             lines += ranking_lines(times, self._options.straggler_minmax_count)
@@ -217,12 +154,6 @@ class StragglerDetector:
         if found and self._on_found is not None:
             self._on_found(found)
         return bool(found)
-
-    def close(self) -> None:
-        """Stop listening."""
-        if self._port is not None:
-            self._port.close()
-            self._port = None
 
     def _times(self, steps: int) -> RankTimes:
         gpu = self._telemetry
@@ -268,10 +199,9 @@ class Stragglers(Feature[Job]):
         self.detector = detector_of(host.run)
         self._flops = 0.0
 
-    def session(self) -> AbstractContextManager[object]:
-        return closing(self.detector)
-
     def restart_interval(self) -> None:
+        """Measure from here on, unless that was turned off while the run ran (`log_straggler` of the control)."""
+        self.detector.enabled = bool(current_value(self._run, "log_straggler"))
         self.detector.restart()
 
     def wrap_read(self, read: Callable[Given, Found]) -> Callable[Given, Found]:
@@ -288,6 +218,7 @@ class Stragglers(Feature[Job]):
         if log_interval and run.train_state.step % log_interval == 0:
             self.detector.report(self._flops, log_interval)
             self._flops = 0.0
+            self.restart_interval()
 
     @contextmanager
     def pause(self, work: Interruption) -> Iterator[None]:

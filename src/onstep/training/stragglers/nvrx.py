@@ -196,7 +196,6 @@ class NvrxStragglers(Feature[Job]):
 
     def __init__(self, host: Job) -> None:
         super().__init__(host)
-        self._checked_at: int | None = None
         self.manager: NVRxStragglerDetectionManager | None = NVRxStragglerDetectionManager(
             host.run.cfg.nvrx_straggler, host.run.world, self._write
         )
@@ -220,14 +219,10 @@ class NvrxStragglers(Feature[Job]):
     def wrap_step(self, train_step: Callable[[Step], None]) -> Callable[[Step], None]:
         return train_step if self.manager is None else self.manager.wrap_train_step_function(train_step)
 
-    def before_exit_decision(self) -> None:
-        """Check, once per step, whether a GPU is so slow that the run should end. Collective."""
-        run, manager = self.host.run, self.manager
-        if manager is None or self._checked_at == run.train_state.step:
-            return
-        self._checked_at = run.train_state.step
-        if check_nvrx_straggler_detection(manager):
-            run.exits.decided, run.exits.straggler = "straggler", manager.found
+    def after_count(self, step: Step) -> None:
+        """Request the end of the run if a GPU is too slow. Collective."""
+        if self.manager is not None and check_nvrx_straggler_detection(self.manager):
+            self.host.run.exits.straggler = self.manager.found
 
     def _write(self, scores: Mapping[str, float]) -> None:
         run, progress = self.host.run, self.host.run.train_state

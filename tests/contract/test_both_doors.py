@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from onstep import Trainer, TrainingArguments
 from onstep.config import KEYS
+from onstep.config.trackers import BRIDGE_FIELDS
 from onstep.errors import ConfigError
+from onstep.trackers import TRACKERS, tracker_class
 from tests.support.contract.two_doors import (
     Outcome,
     configuration,
@@ -27,6 +29,13 @@ from tests.support.contract.two_doors import (
 )
 from tests.support.tracker_files import scalars
 
+TRACKER_KEYS = {
+    key
+    for name in TRACKERS
+    for keys in tracker_class(name).options.values()
+    for key in keys
+    if key in KEYS and key.removeprefix("logger.") not in BRIDGE_FIELDS.values()
+}
 BOARD = {"logger.tensorboard_dir": "{directory}/board"}
 HUGE = {"optimizer.lr": 1e30}
 """The loss is NaN from step 2 on."""
@@ -318,6 +327,7 @@ UNREAD = {
     **{f"straggler.{name}": RANKS for name in ("threshold", "stop_if_detected")},
     "straggler.straggler_ctrlr_port": "of Megatron Bridge's configurations",
     "logger.log_throughput": "of the console line, which a Trainer leaves to ProgressCallback",
+    **{key: "of another tracker" for key in TRACKER_KEYS},
     "logger.memory_keys": CUDA,
     "profiling.record_shapes": CUDA,
     "profiling.memory_snapshot_path": CUDA,
@@ -325,7 +335,6 @@ UNREAD = {
     **{f"ft.{name}": FAULT for name in ("simulated_fault_type", "simulated_fault_rank", "simulated_fault_base_delay")},
     **{key: NVRX for key in KEYS if key.startswith("nvrx_straggler.") and key != "nvrx_straggler.enabled"},
     "run.default_callbacks": "of Trainer and the command line: pretrain adds no callbacks",
-    "trainer": "of Trainer alone: fields of TrainingArguments that no other key names",
 }
 """Keys that none of these runs reads, and why; code that both doors share reads them where they count."""
 

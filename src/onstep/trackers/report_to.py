@@ -56,12 +56,20 @@ def tracker_options(name: str, logger: LoggerConfig, trainer: Mapping[str, Any] 
         trainer: The configuration's section of that name, with the options common to all trackers (`project`,
             `run_name`); None leaves them out.
     """
-    common = {key: value for key, value in (trainer or {}).items() if value and (key, value) != _UNSET}
-    values = {f"trainer.{key}": value for key, value in common.items()}
-    values |= {f"logger.{key}": value for key, value in vars(logger).items() if value is not None}
-    options = tracker_class(name).options.items()
-    given = {argument: [values[key] for key in keys if key in values] for argument, keys in options}
+    values = {
+        argument: [_value_of(key, logger, trainer or {}) for key in keys]
+        for argument, keys in tracker_class(name).options.items()
+    }
+    given = {argument: [value for value in found if value is not None] for argument, found in values.items()}
     return {argument: found[0] for argument, found in given.items() if found}
+
+
+def _value_of(key: str, logger: LoggerConfig, trainer: Mapping[str, Any]) -> Any:
+    section, _, name = key.partition(".")
+    if section == "logger":
+        return getattr(logger, name)
+    value = trainer.get(name)
+    return value if value and (name, value) != _UNSET else None
 
 
 def attach_trackers(callbacks: CallbackManager | None, config: ConfigContainer) -> CallbackManager | None:

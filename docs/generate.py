@@ -20,11 +20,12 @@ from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from onstep import callbacks
 from onstep.cli.why_features import PARTS, Row
 from onstep.config import KEYS, Key, TrainingArguments
 from onstep.config.hf.argument import KEY_OF
 from onstep.config.hf.reserved import REASONS, reserved_fields
-from onstep.events import EVENTS
+from onstep.events import EVENTS, Callback, TrainerCallback
 from onstep.events.events import Event
 from onstep.trackers import TRACKERS, tracker_class
 from onstep.training import loop
@@ -145,6 +146,33 @@ def tracker_table() -> str:
     return _table(("Name in `report_to`", "Extra", "Where it writes"), rows)
 
 
+def callback_table() -> str:
+    """Every built-in callback, from its docstring, with its section of the pages beside the table."""
+    pages = {page.name: page.read_text(encoding="utf-8") for page in sorted((DOCS / "callbacks").glob("*.md"))}
+    rows = []
+    for name in callbacks.__all__:
+        kind = getattr(callbacks, name)
+        is_alias = getattr(kind, "__name__", "") != name
+        if inspect.isclass(kind) and issubclass(kind, Callback | TrainerCallback) and not is_alias:
+            summary = (inspect.getdoc(kind) or "").partition("\n\n")[0]
+            own = f"[`{name}`](../reference/callbacks.md#onstep.callbacks.{name})"
+            rows.append((own, _prose(summary.replace("``", "`")), _section_of(name, pages)))
+    return _table(("Callback", "What it does", "More"), rows)
+
+
+def _section_of(name: str, pages: Mapping[str, str]) -> str:
+    """A link to the heading with this name, and the title of its page.
+
+    Raises:
+        KeyError: if no page has one.
+    """
+    for page, text in pages.items():
+        if heading := re.search(rf"^(##?) {name}$", text, re.MULTILINE):
+            anchor, title = f"#{name.lower()}" if heading[1] == "##" else "", text.splitlines()[0].removeprefix("# ")
+            return f"[{title}]({page}{anchor})"
+    raise KeyError(f"no page of docs/callbacks has a heading {name}")
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "readme": readme,
     "events": events_table,
@@ -156,6 +184,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "arguments": argument_table,
     "refused arguments": refused_table,
     "trackers": tracker_table,
+    "callbacks": callback_table,
 }
 """The generated parts, by the name in their marker."""
 

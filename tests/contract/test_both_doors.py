@@ -327,7 +327,7 @@ UNREAD = {
     **{f"straggler.{name}": RANKS for name in ("threshold", "stop_if_detected")},
     "straggler.straggler_ctrlr_port": "of Megatron Bridge's configurations",
     "logger.log_throughput": "of the console line, which a Trainer leaves to ProgressCallback",
-    **{key: "of another tracker" for key in TRACKER_KEYS},
+    **dict.fromkeys(TRACKER_KEYS, "of another tracker"),
     "logger.memory_keys": CUDA,
     "profiling.record_shapes": CUDA,
     "profiling.memory_snapshot_path": CUDA,

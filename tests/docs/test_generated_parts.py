@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 
 import onstep
+from onstep import callbacks
 from onstep.config import ConfigContainer, TrainingArguments, to_flat
-from onstep.events import EVENTS
+from onstep.events import EVENTS, Callback, TrainerCallback
 from onstep.training.feature import HOOKS
 from onstep.training.features import FEATURES
 
@@ -83,6 +84,14 @@ def test_the_table_of_hooks_has_every_hook_with_its_doc_string(generate: ModuleT
     table = generate.hook_table()
     assert [cell.strip("`") for cell in first_cells(table)] == list(HOOKS)
     assert "| `after_count` | The counters hold this step. |" in table
+
+
+def test_the_table_of_callbacks_has_each_with_its_section(generate: ModuleType) -> None:
+    rows = generate.callback_table().splitlines()[2:]
+    kinds = [kind for kind in map(callbacks.__dict__.get, callbacks.__all__) if inspect.isclass(kind)]
+    names = {kind.__name__ for kind in kinds if issubclass(kind, Callback | TrainerCallback)}
+    assert [row.partition("`")[2].partition("`")[0] for row in rows] == [n for n in callbacks.__all__ if n in names]
+    assert all(re.search(r"\| \[[^\]]+\]\([a-z_-]+\.md(#\w+)?\) \|$", row) for row in rows)
 
 
 def test_every_row_of_a_table_has_the_cells_of_its_head(generate: ModuleType) -> None:

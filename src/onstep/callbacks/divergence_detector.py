@@ -18,7 +18,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, repr=False)
 class DivergenceDetector(TrainerCallback):
-    """Compares the smoothed loss with its best value so far, and acts when it stays too far above.
+    """Stops, aborts or rolls back a run whose smoothed loss stays too far above its best value so far.
 
     Each observation `x` updates the smoothed value to ``smoothing * x + (1 - smoothing) * smoothed``; the best smoothed
     value is kept. An observation counts if ``smoothed - best >= threshold`` or, with a `relative_threshold`, if

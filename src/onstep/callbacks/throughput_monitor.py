@@ -24,7 +24,7 @@ _UNTIMED = ("save", "eval")
 
 
 class DefaultMetrics(TrainerCallback):
-    """Adds derived performance metrics to `logs`, before they are reported at `on_log`.
+    """Adds tokens per second, MFU and peak memory to `logs`, before they are reported at `on_log`.
 
     - `tok_per_sec`: tokens of all ranks per second of wall time since the last logged step (including evaluation,
       saving and logging), an integer; from the second logged step on.

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := .venv-peers
 
-.PHONY: demo test test-all test-slow faults faults-diloco promises check lint bench bench-peers browser docs docs-serve docs-tables clean
+.PHONY: demo test test-all test-slow faults faults-diloco promises release-check check lint bench bench-peers browser docs docs-serve docs-tables clean
 
 demo: $(READY)
 	$(BIN)/onstep demo
@@ -29,10 +29,15 @@ faults: $(READY)
 faults-diloco: $(READY)
 	$(BIN)/python -m pytest -s -m "faults or not faults" tests/diloco/faults tests/diloco/protocol/test_random_walks.py
 
-# Every test there is, and the page of promises with what it counted: half an hour on two cores that do nothing else.
+# Every test there is, and, if none fails, the page of promises with what it counted: half an hour on two quiet cores.
 promises: $(READY)
-	ONSTEP_RESULTS=build/results.json $(BIN)/python -m pytest -n 3 --dist loadfile; \
+	ONSTEP_RESULTS=build/results.json $(BIN)/python -m pytest -n 3 --dist loadfile
 	$(BIN)/python tools/promises.py build/results.json
+
+# Builds the archives of a release, installs the wheel into an empty environment outside of the clone, and tries it.
+release-check: $(READY)
+	rm -rf build/release
+	$(BIN)/python tools/release_check.py build/release
 
 check: lint test-all
 

@@ -1,9 +1,9 @@
 """Writes docs/promises.md: what Onstep promises, which tests show it, and what the last run of them counted.
 
-    python tools/promises.py [RESULTS.json]
+    python tools/promises.py RESULTS.json
 
-`make promises` runs every test, the long sweeps included, and then this, which refuses results with a failure. Without
-results it writes the page without counts.
+`make promises` runs every test, the long sweeps included, and then this, if nothing has failed; results with a failure
+are refused.
 """
 
 from __future__ import annotations
@@ -195,16 +195,13 @@ def files_of(promise: Promise, tests: Path = ROOT / "tests") -> list[str]:
     return sorted(found)
 
 
-def page(results: Mapping[str, Any] | None) -> str:
-    """The page, in Markdown; without results, which tests there are but not what they have counted."""
-    title = ["<!-- written by `make promises`; do not edit -->", "# What Onstep promises and how it is tested", ""]
-    if results is None:
-        said = "Each promise with the tests that show it. `make promises` runs them all and writes their counts here."
-        rows = [f"| **{promise.title}.** | {promise.how} {_shown_tests(promise)} |" for promise in PROMISES]
-        return "\n".join([*title, said, "", "| Promise | How it is tested |", "| --- | --- |", *rows]) + "\n"
+def page(results: Mapping[str, Any]) -> str:
+    """The page, in Markdown."""
     total = _sum(results, results["files"])
     lines = [
-        *title,
+        "<!-- written by `make promises`; do not edit -->",
+        "# What Onstep promises and how it is tested",
+        "",
         f"Each promise with the tests that show it, and the counts of the last complete run (`make promises`): "
         f"{results['date']}, revision {results['revision']}, {results['machine']}, {results['versions']}, "
         f"{results['seconds'] / 60:.0f} minutes. It ran {_counted(total)}. Skipped tests need a GPU or an optional "
@@ -262,16 +259,16 @@ def _shown(value: Any) -> str:
 
 def main(arguments: list[str]) -> int:
     """Write the page; 1 if a test failed, so that it is not written, or the arguments are wrong."""
-    if len(arguments) > 1:
+    if len(arguments) != 1:
         print(__doc__)
         return 1
-    results = json.loads(Path(arguments[0]).read_text(encoding="utf-8")) if arguments else None
-    failed = 0 if results is None else _sum(results, results["files"]).get("failed", 0)
+    results = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+    failed = _sum(results, results["files"]).get("failed", 0)
     if failed:
         print(f"{failed} tests failed; the page is not written: fix them and run `make promises` again.")
         return 1
     PAGE.write_text(page(results), encoding="utf-8")
-    print(f"{PAGE.name}: {len(PROMISES)} promises{', without counts' if results is None else ''}")
+    print(f"{PAGE.name}: {len(PROMISES)} promises")
     return 0
 
 

@@ -119,45 +119,30 @@ def evaluates(args: Any) -> bool:
     return own or bool(getattr(args, "eval_on_save", False)) or getattr(args, "eval_strategy", "steps") != "no"
 
 
-_OF_WORKERS = {
-    "dataloader_persistent_workers": False,
-    "dataloader_prefetch_factor": None,
-    "dataloader_multiprocessing_context": None,
-}
+_OF_WORKERS = "dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context"
 _GROUPS = ("group_by_length", "batch_rebalance")
 
 
 def idle_arguments(args: Any) -> list[tuple[str, list[str]]]:
     """The arguments that have no effect in combination with the others, each with what it requires."""
+    follows = args.lr_scheduler_type in ("constant", *FOLLOW_METRIC)
     rows = (
-        (args.eval_strategy != "no", "an eval_strategy", {"eval_steps": None, "eval_delay": 0}),
-        (args.max_steps < 1, "max_steps=-1, which else is the length", {"num_train_epochs": 3.0}),
-        (
-            args.lr_scheduler_type not in ("constant", *FOLLOW_METRIC),
-            "lr_scheduler_type='constant_with_warmup'",
-            {"warmup_steps": 0},
-        ),
-        (
-            args.optim not in WITHOUT_BETAS,
-            "an optim with betas",
-            {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8},
-        ),
-        (args.preserve_best_model, "preserve_best_model=True", {"preserve_n_best": 1, "best_model_metric": "loss"}),
-        (args.activation_checkpointing, "activation_checkpointing=True", {"activation_checkpointing_kwargs": None}),
-        (args.use_liger_kernel, "use_liger_kernel=True", {"liger_kernel_config": None}),
+        (args.eval_strategy != "no", "an eval_strategy", "eval_steps eval_delay"),
+        (args.max_steps < 1, "max_steps=-1, which else is the length", "num_train_epochs"),
+        (not follows, "lr_scheduler_type='constant_with_warmup'", "warmup_steps"),
+        (args.optim not in WITHOUT_BETAS, "an optim with betas", "adam_beta1 adam_beta2 adam_epsilon"),
+        (args.preserve_best_model, "preserve_best_model=True", "preserve_n_best best_model_metric"),
+        (args.activation_checkpointing, "activation_checkpointing=True", "activation_checkpointing_kwargs"),
+        (args.use_liger_kernel, "use_liger_kernel=True", "liger_kernel_config"),
         (args.dataloader_num_workers > 0, "dataloader_num_workers > 0", _OF_WORKERS),
-        (
-            args.train_sampling_strategy in _GROUPS,
-            "a train_sampling_strategy that groups",
-            {"length_column_name": "length"},
-        ),
+        (args.train_sampling_strategy in _GROUPS, "a train_sampling_strategy that groups", "length_column_name"),
     )
-    found = [
-        (need, [f"{name}={getattr(args, name)!r}" for name, default in names.items() if getattr(args, name) != default])
-        for acts, need, names in rows
-        if not acts
-    ]
-    return [(need, settings) for need, settings in found if settings]
+    known, found = args.__dataclass_fields__, []
+    for acts, need, names in rows:
+        changed = [name for name in names.split() if getattr(args, name) != known[name].default]
+        if changed and not acts:
+            found.append((need, [f"{name}={getattr(args, name)!r}" for name in changed]))
+    return found
 
 
 def _saves_meet_evaluations(args: Any) -> bool:

@@ -29,7 +29,7 @@ VERDICTS = ("read", "refused", "growth", "hang", "raw error")
 IMPORTED = (
     "torch", "torch._dynamo", "matplotlib.figure", "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg",
     "PIL.PngImagePlugin", "omegaconf", "transformers", "transformers.models.auto.tokenization_auto", "tokenizers",
-    "safetensors.torch", "jinja2", "plotly.graph_objects", "pyarrow.parquet", "onstep", "onstep.analysis.plots.plots",
+    "safetensors.torch", "jinja2", "pyarrow.parquet", "onstep", "onstep.analysis.plots.plots",
     "onstep.analysis.plots.heatmap", "onstep.analysis.reports.report", "onstep.callbacks",
     "onstep.cli.generation.generate", "onstep.cli.logs.replay", "onstep.cli.logs.summary", "onstep.cli.logs.tail",
     "onstep.cli.main", "onstep.cli.plot",

@@ -36,10 +36,10 @@ from onstep.control.feed import Feed
 from onstep.control.history import History
 from onstep.control.inbox import Inbox
 from onstep.control.registry import JobInfo, describe_jobs
-from onstep.control.serving.access import Access
 from onstep.control.serving.app import build_app
 from onstep.control.serving.served_job import LiveJob
 from onstep.control.serving.server import ControlServer
+from onstep.http.access import Access
 from onstep.recipes import tiny_gpt_pretrain_config
 from onstep.training import forward_step, pretrain
 from step_times import StepTimes

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from onstep.control.registry import JobInfo, Registration
-from onstep.control.serving.access import Access, names_of
+from onstep.http.access import Access, names_of
 from tests.support.control_server import TOKEN, Served, received, status_of
 
 BEARER = f"Authorization: Bearer {TOKEN}\r\n".encode()
@@ -38,11 +38,11 @@ def a_leaked_token_fails(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
         assert not [one for one in ours if one.name.startswith("uvicorn")]
 
 
-def works(job: Served) -> bool:
-    """Whether the server answers a normal request within a second."""
+def works(job: Served, within: float = 1.0) -> bool:
+    """Whether the server answers a normal request within some seconds."""
     began = time.monotonic()
     answer = httpx.get(f"{job.url}/jobs/job/status", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=5)
-    return answer.status_code == 200 and time.monotonic() - began < 1.0
+    return answer.status_code == 200 and time.monotonic() - began < within
 
 
 ROUTES = [
@@ -240,12 +240,16 @@ def test_bodies_and_headers_have_limits(job: Served) -> None:
         chunked = iter([b" " * 1000] * 100)
         assert client.post("/jobs/job/control", content=chunked, headers=json_type).status_code == 413
         assert client.get("/jobs", headers={"X": "x" * 15_000}).status_code == 200
-        assert client.get("/jobs", headers={"X": "x" * 17_000}).status_code == 431
-        assert client.get("/jobs", headers={"X": "x" * 200_000}).status_code == 431
-        assert client.get("/jobs?" + "x" * 17_000).status_code == 431
-        for number in range(2_000):
-            client.headers[f"x-{number}"] = "1234567"
-        assert client.get("/jobs").status_code == 431
+    assert works(job)
+
+
+def test_headers_without_an_end_are_not_read(job: Served) -> None:
+    began = time.monotonic()
+    with job.connect() as connection, suppress(OSError):
+        connection.sendall(b"GET /jobs HTTP/1.1\r\nHost: localhost\r\nX: ")
+        for _ in range(1_000):
+            connection.sendall(b"x" * 65_536)
+    assert time.monotonic() - began < 5.0
     assert works(job)
 
 
@@ -372,7 +376,7 @@ def test_a_thousand_idle_connections_do_not_lock_anyone_out(job: Served) -> None
     while psutil.Process().num_fds() > before + 16 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert psutil.Process().num_fds() <= before + 16
-    assert works(job)
+    assert works(job, within=3.0)  # it pauses for a second after too many connections
 
 
 def test_the_connection_that_idles_for_longest_makes_room(job: Served) -> None:

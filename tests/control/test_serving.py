@@ -11,11 +11,11 @@ import httpx
 import pytest
 
 from onstep.control.registry import JobInfo, Registration, describe_jobs
-from onstep.control.serving.access import Access
 from onstep.control.serving.app import build_app
 from onstep.control.serving.served_job import LiveJob
 from onstep.control.serving.server import ControlServer
 from onstep.errors import ConfigError
+from onstep.http.access import Access
 from tests.support.control_server import Served, received, served
 
 
@@ -238,7 +238,7 @@ def test_a_bug_in_a_handler_is_answered_and_logged_without_its_text(
     server.stop()
     assert (answer.status_code, answer.json()) == (500, {"error": "ZeroDivisionError"})
     assert again.status_code == 200
-    assert "A request to the control server failed" in caplog.text
+    assert "A request failed" in caplog.text
 
 
 def test_the_page_and_its_library_need_no_token(job: Served) -> None:

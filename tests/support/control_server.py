@@ -13,10 +13,10 @@ import httpx
 from onstep.control.feed import Feed
 from onstep.control.inbox import Inbox
 from onstep.control.registry import JobInfo, describe_jobs
-from onstep.control.serving.access import Access
 from onstep.control.serving.app import build_app
 from onstep.control.serving.served_job import LiveJob
 from onstep.control.serving.server import ControlServer
+from onstep.http.access import Access
 
 TOKEN = "5f" * 32
 

@@ -12,10 +12,10 @@ from onstep.control.commands import COMMANDS
 from onstep.control.feed import Feed
 from onstep.control.inbox import Check, Inbox, Ticket
 from onstep.control.registry import JobInfo, Registration, describe_jobs
-from onstep.control.serving.access import Access, names_of
 from onstep.control.serving.app import build_app
 from onstep.control.serving.served_job import LiveJob
 from onstep.control.serving.server import ControlServer
+from onstep.http.access import Access, names_of
 
 SETTABLE = {
     "lr_factor": {"kind": "float", "minimum": 0.0, "value": 1.0, "configured": 1.0, "help": "Multiplies the rate"},

@@ -109,10 +109,10 @@ class JobServer:
     def _serve(
         self, registration: Registration, feed: Feed, inbox: Inbox, own: Mapping[str, str], dirs: dict[str, str | None]
     ) -> None:
-        from onstep.control.serving.access import Access, names_of
         from onstep.control.serving.app import build_app
         from onstep.control.serving.served_job import LiveJob
         from onstep.control.serving.server import ControlServer
+        from onstep.http.access import Access, names_of
 
         address, path = self.address, registration.socket_path
         token = None if address.is_open or address.uds else address.token or secrets.token_hex(32)

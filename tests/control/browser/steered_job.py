@@ -11,10 +11,10 @@ from onstep.control.commands import COMMANDS, CommandRefusedError
 from onstep.control.feed import Feed
 from onstep.control.inbox import Inbox, Ticket
 from onstep.control.registry import JobInfo
-from onstep.control.serving.access import Access, names_of
 from onstep.control.serving.app import build_app
 from onstep.control.serving.served_job import LiveJob
 from onstep.control.serving.server import ControlServer
+from onstep.http.access import Access, names_of
 
 TOKEN = "a-token-for-tests"
 ENDING = ("graceful_stop", "save_and_stop", "abort")

@@ -18,9 +18,9 @@ from onstep.diloco.client import DiLoCoClient, RefusedByServerError, ServerLostE
 from onstep.diloco.client.connection import url_of
 from onstep.diloco.protocol.messages import Accepted, Refused, Registered, Settings
 from onstep.diloco.server import DiLoCoServer
-from onstep.diloco.server.serving.thread import TlsFiles
 from onstep.diloco.wire.tokens import find_token, keep_token, own_address_towards, token_path
 from onstep.errors import ConfigError
+from onstep.http.server import TlsFiles
 from tests.support.diloco.raw_worker import RawWorker
 from tests.support.diloco.tls import make_tls_files
 

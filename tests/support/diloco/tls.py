@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from onstep.diloco.server.serving.thread import TlsFiles
+from onstep.http.server import TlsFiles
 
 
 def make_tls_files(directory: Path) -> TlsFiles:

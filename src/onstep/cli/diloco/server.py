@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from onstep.diloco.server.server import DiLoCoServer
-    from onstep.diloco.server.serving.thread import TlsFiles
+    from onstep.http.server import TlsFiles
 
 
 def server(
@@ -197,7 +197,7 @@ def _share(text: str) -> tuple[int, int]:
 
 
 def _tls(certificate: Path | None, key: Path | None) -> TlsFiles | None:
-    from onstep.diloco.server.serving.thread import TlsFiles
+    from onstep.http.server import TlsFiles
 
     if (certificate is None) != (key is None):
         raise ConfigError("--tls-cert and --tls-key belong together; give both.")

@@ -13,7 +13,7 @@ from onstep.control.dashboard.dashboard import Dashboard
 from onstep.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from onstep.control.serving.access import Access
+    from onstep.http.access import Access
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -41,9 +41,9 @@ def serve(dashboard: Dashboard, host: str = "127.0.0.1", port: int | None = None
         MissingExtraError: where the libraries of the server are not installed.
     """
     try:
-        from onstep.control.serving.access import Access, names_of
         from onstep.control.serving.app import build_app
         from onstep.control.serving.server import ControlServer
+        from onstep.http.access import Access, names_of
     except ImportError as error:
         raise MissingExtraError("The dashboard requires a web server: pip install 'onstep[control]'") from error
     if host not in _LOOPBACK:

@@ -1,7 +1,7 @@
-"""Serves jobs over HTTP: `server`, `accepting`, `connections` (the thread), `app`, `guard`, `access` (who may do what).
+"""Serves jobs over HTTP: `server` runs the thread, `app` has the routes, `guard` checks requests before them.
 
 `routes`, `event_streams`, `pages`, `prometheus` and `openapi` are what it answers, `served_job` is what it asks,
-`messages` reads requests and makes answers, `limits` bounds what clients cost the training.
+`limits` bounds what may be asked. What it shares with other servers is in `onstep.http`.
 """
 
 from onstep.errors import MissingExtraError

@@ -6,19 +6,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from onstep.control.serving.access import Access
 from onstep.control.serving.guard import Guard
-from onstep.control.serving.messages import RefusedError, answer, refusal
 from onstep.control.serving.openapi import describe_api
 from onstep.control.serving.pages import LoginRoutes, page, static_file
 from onstep.control.serving.routes import JobRoutes
 from onstep.control.serving.served_job import ServedJob
+from onstep.http.access import Access
+from onstep.http.messages import ERROR_HANDLERS, answer
 
 
 def build_app(
@@ -66,17 +65,7 @@ def build_app(
     app = Starlette(
         routes=routes,
         middleware=[Middleware(Guard, access=access)],
-        exception_handlers={RefusedError: _refused, HTTPException: _http_error},
+        exception_handlers=ERROR_HANDLERS,
     )
     app.router.redirect_slashes = False
     return app
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RefusedError)
-    return error.response
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return refusal(error.status_code, error.detail, error.headers)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 from onstep.control.feed import Feed, FeedEvent
 from onstep.control.serving.limits import HEARTBEAT_SECONDS
-from onstep.control.serving.messages import strict_json
+from onstep.http.messages import strict_json
 
 _LOOK_SECONDS = 0.25
 """Between two looks at the feed. Looking costs the training thread nothing; a notification would."""

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
-from onstep.control.serving.access import Access
-from onstep.control.serving.limits import (
-    MOST_BODY_BYTES,
-    MOST_HEADER_BYTES,
-    MOST_STRANGERS_WAITING,
-    STRANGERS_AT_ONCE,
-    STRANGERS_PER_SECOND,
-    Throttle,
-)
-from onstep.control.serving.messages import answer, refusal
+from onstep.control.serving.limits import MOST_STRANGERS_WAITING, STRANGERS_AT_ONCE, STRANGERS_PER_SECOND
+from onstep.http.access import Access
+from onstep.http.messages import MOST_BODY_BYTES, answer, refusal
+from onstep.http.throttle import Throttle
+from onstep.http.watch import client_of
 
 if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-logger: logging.Logger = logging.getLogger(__name__)
 
 _SAFE_METHODS = frozenset({"GET", "HEAD"})
 _HEADERS = [
@@ -45,27 +37,22 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        if scope["type"] != "http":
-            return
-        sender = _Sender(send)
-        try:
-            refused = await self._refusal(scope)
-            await (refused or self._app)(scope, receive, sender)
-        except Exception as error:  # whatever a handler raises is answered, without its text
-            logger.warning("A request to the control server failed", exc_info=error)
-            if not sender.has_started:
-                await refusal(500, type(error).__name__)(scope, receive, sender)
+
+        async def send_protected(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                names = {name for name, _ in message["headers"]}
+                extra = _HEADERS if b"cache-control" in names else [*_HEADERS, (b"cache-control", b"no-store")]
+                message = {**message, "headers": [*message["headers"], *extra]}
+            await send(message)
+
+        refused = await self._refusal(scope)
+        await (refused or self._app)(scope, receive, send_protected)
 
     async def _refusal(self, scope: Scope) -> Response | None:
         """The answer to a request that goes no further."""
         headers: list[tuple[bytes, bytes]] = scope["headers"]
-        size = (
-            sum(len(name) + len(value) for name, value in headers) + len(scope["raw_path"]) + len(scope["query_string"])
-        )
-        if size > MOST_HEADER_BYTES:
-            return refusal(431, f"The headers have {size} bytes; at most {MOST_HEADER_BYTES} are read.")
         host, origin = _one(headers, b"host"), _one(headers, b"origin")
-        is_admitted = scope["state"]["connection"].is_admitted = self._admits(scope, headers, host or "")
+        is_admitted = client_of(scope).is_admitted = self._admits(scope, headers, host or "")
         if not is_admitted and self._strangers.waiting >= MOST_STRANGERS_WAITING:
             return refusal(503, "Too many requests without a valid token.", {"Connection": "close", "Retry-After": "1"})
         if not is_admitted:
@@ -108,22 +95,6 @@ class Guard:
         if origin is not None:
             return self._access.is_own_origin(origin, host)
         return _one(headers, b"sec-fetch-site") == "same-origin"
-
-
-class _Sender:
-    """Adds headers to an answer, and notes that it has begun."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.has_started = False
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.has_started = True
-            names = {name for name, _ in message.get("headers", [])}
-            extra = [*_HEADERS] if b"cache-control" in names else [*_HEADERS, (b"cache-control", b"no-store")]
-            message = {**message, "headers": [*message.get("headers", []), *extra]}
-        await self._send(message)
 
 
 def unauthenticated() -> Response:

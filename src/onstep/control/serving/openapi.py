@@ -6,7 +6,8 @@ from typing import Any
 
 from onstep.control.commands import COMMANDS
 from onstep.control.feed import KINDS
-from onstep.control.serving.limits import MOST_BODY_BYTES, MOST_HEADER_BYTES, MOST_WAIT_SECONDS
+from onstep.control.serving.limits import MOST_WAIT_SECONDS
+from onstep.http.messages import MOST_BODY_BYTES
 
 Json = dict[str, Any]
 
@@ -169,7 +170,6 @@ def _finished(operations: Json) -> Json:
         "403": "The request comes from the page of another server",
         "413": f"The body has more than {MOST_BODY_BYTES} bytes",
         "421": "The server is not called by the name in Host",
-        "431": f"The headers have more than {MOST_HEADER_BYTES} bytes",
         "500": "A bug of the server",
         "503": "Too many event streams, or requests without a valid token",
     }

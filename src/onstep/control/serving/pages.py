@@ -10,10 +10,10 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
-from onstep.control.serving.access import Access
 from onstep.control.serving.guard import unauthenticated
 from onstep.control.serving.limits import LOGIN_SECONDS, LOGINS_AT_ONCE
-from onstep.control.serving.messages import answer, json_object, refusal
+from onstep.http.access import Access
+from onstep.http.messages import answer, json_object, refusal
 
 PAGE = Path(__file__).parents[1] / "page"
 _CHART = Path(__file__).parents[2] / "analysis" / "reports" / "page" / "chart.js"

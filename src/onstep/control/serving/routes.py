@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -15,7 +15,9 @@ from onstep.control.feed import KINDS
 from onstep.control.inbox import Ticket
 from onstep.control.serving.event_streams import stream
 from onstep.control.serving.limits import MOST_POINTS, MOST_STREAMS, MOST_WAIT_SECONDS
-from onstep.control.serving.messages import (
+from onstep.control.serving.prometheus import CONTENT_TYPE, prometheus_text
+from onstep.control.serving.served_job import ServedJob
+from onstep.http.messages import (
     RefusedError,
     answer,
     choice,
@@ -25,8 +27,6 @@ from onstep.control.serving.messages import (
     strict_json,
     whole_number,
 )
-from onstep.control.serving.prometheus import CONTENT_TYPE, prometheus_text
-from onstep.control.serving.served_job import ServedJob
 
 _FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.01, 0.2
 _MOST_EVENT_ID = 2**53
@@ -64,13 +64,17 @@ class JobRoutes:
         wanted = choice(request, "names")
         chosen = names if wanted is None else [name for name in names if name in wanted]
         points = min(points, max(10, MOST_POINTS // max(1, len(chosen))))
-        series = []
-        for name in chosen:
-            series.append(f"{strict_json(name)}: {strict_json(history.series([name], points, since)[name])}")
-            await asyncio.sleep(0)  # other requests, and the training thread, have their turn between two curves
         about = {"job_id": request.path_params["job_id"], "names": names, "num_points": history.num_points()}
-        text = f'{strict_json(about)[:-1]}, "series": {{{", ".join(series)}}}}}'
-        return Response(text, media_type="application/json")
+
+        async def pieces() -> AsyncIterator[str]:
+            yield f'{strict_json(about)[:-1]}, "series": {{'
+            for index, name in enumerate(chosen):
+                curve = strict_json(history.series([name], points, since)[name])
+                yield f"{', ' if index else ''}{strict_json(name)}: {curve}"
+                await asyncio.sleep(0)  # other requests, and the training thread, have their turn between two curves
+            yield "}}"
+
+        return StreamingResponse(pieces(), media_type="application/json")
 
     async def events(self, request: Request) -> Response:
         """GET /jobs/{job_id}/events"""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, asdict, fields
+from functools import cache
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -110,8 +111,13 @@ def _made(kind: type, values: Mapping[str, object]) -> Any:
         raise InvalidMessageError(f"{kind.__name__} has no field {str(unknown[0])[:100]!r}")
     if missing := [name for name, field in known.items() if name not in values and _is_required(field)]:
         raise InvalidMessageError(f"{kind.__name__} needs {missing[0]!r}")
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     return kind(**{name: _checked(f"{kind.__name__}.{name}", hints[name], one) for name, one in values.items()})
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _is_required(field: Field[Any]) -> bool:

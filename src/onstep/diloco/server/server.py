@@ -13,8 +13,6 @@ from types import TracebackType
 from torch import Tensor
 
 from onstep.checkpoint import checkpoints
-from onstep.control.serving.access import Access
-from onstep.control.serving.listening import listen
 from onstep.diloco.codec import check_codec, specs_of
 from onstep.diloco.fragments import assign
 from onstep.diloco.outer import OuterFactory, delayed, nesterov_sgd
@@ -27,12 +25,16 @@ from onstep.diloco.server.memory import Buffers
 from onstep.diloco.server.operator import Operator
 from onstep.diloco.server.served_run import ServedRun, rest_of
 from onstep.diloco.server.serving.app import build_app
-from onstep.diloco.server.serving.thread import BACKLOG, Serving, TlsFiles
+from onstep.diloco.server.serving.limits import BACKLOG, client_limits
 from onstep.diloco.server.store import Store
 from onstep.diloco.server.weights import WeightFiles
 from onstep.diloco.wire.http import PORTS
 from onstep.diloco.wire.tokens import checked, keep_token, token_path
 from onstep.errors import CheckpointError, ConfigError, require
+from onstep.http.access import Access
+from onstep.http.binding import listen
+from onstep.http.listener import Listener
+from onstep.http.server import HttpServer, TlsFiles
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -139,7 +141,7 @@ class DiLoCoServer:
         self._store = None if directory is None else Store(directory / STATE)
         try:
             self._coordinator = self._restored()
-            self._listener = listen(host, port, PORTS, BACKLOG)
+            self._listener = Listener(listen(host, port, PORTS, BACKLOG), client_limits(self.settings.num_workers))
         except BaseException:
             self._close_store()
             raise
@@ -147,7 +149,7 @@ class DiLoCoServer:
         self.token = keep_token(self.port, renew=renews_token) if token is None else checked(token) if token else None
         self._drops_token = port == 0 and token is None  # no later server will look for the file of this port
         self._scheme = "http" if tls is None else "https"
-        self._serving: Serving | None = None
+        self._serving: HttpServer | None = None
         self._tls = tls
         self._failure: BaseException | None = None
         self._is_stopped = False
@@ -192,8 +194,14 @@ class DiLoCoServer:
             save=None if self._weights is None else self._save_weights,
             shut_down=self._ask_to_stop,
         )
-        app = build_app(run, operator, Access(self.token, None), self._model, self._buffers)
-        self._serving = Serving(app, run, self._listener, self._tls, self._note_failure)
+        self._serving = HttpServer(
+            build_app(run, operator, Access(self.token, None), self._model, self._buffers),
+            self._listener,
+            name="onstep-diloco-server",
+            beside=run.serve,
+            on_end=lambda error: self._end(run, error),
+            tls=self._tls,
+        )
         self._serving.start()
         logger.debug("DiLoCo server of %d workers at %s", self.settings.num_workers, self.address)
 
@@ -341,8 +349,11 @@ class DiLoCoServer:
         if self._serving is not None:
             self._serving.ask_to_stop()
 
-    def _note_failure(self, error: BaseException) -> None:
+    def _end(self, run: ServedRun, error: BaseException | None) -> None:
+        if error is not None:
+            logger.error("The DiLoCo server has ended", exc_info=error)
         self._failure = error
+        run.close()
 
     def _require_idle(self, what: str) -> None:
         if self._serving is not None and not self._is_stopped:

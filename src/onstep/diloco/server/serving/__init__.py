@@ -1,5 +1,5 @@
-"""Serves a run over HTTP: `thread` listens and answers, `app` has the routes of workers, `control` those of operators.
+"""Serves a run over HTTP: `app` has the routes of workers, `control` those of operators.
 
-`connections` and `receiving` bring bodies from the socket into memory, `sending` the way back, `guard` checks requests
-before either.
+`guard` checks requests before they are read, `receiving` brings bodies into memory, `sending` the way back, `limits`
+makes room for the connections of all workers. The server itself is in `onstep.http`.
 """

@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,8 +14,6 @@ from starlette.routing import Route
 from torch import Tensor
 
 from onstep.checkpoint.format.tensor_header import LENGTH_BYTES
-from onstep.control.serving.access import Access
-from onstep.control.serving.messages import RefusedError, answer, refusal
 from onstep.diloco.codec import (
     CODECS,
     InvalidTensorsError,
@@ -50,8 +47,14 @@ from onstep.diloco.wire.http import (
 )
 from onstep.errors import DataError
 from onstep.files.bounded_reading import parse_json
+from onstep.http.access import Access
+from onstep.http.listener import Client
+from onstep.http.messages import ERROR_HANDLERS, RefusedError, answer
+from onstep.http.watch import client_of
 
 _MOST_MESSAGE_BYTES = 64 << 10
+_MOST_BYTES_AT_ONCE = 64 << 10
+"""Of a submission that is checked in the loop: a thread would last longer."""
 _HEADER_SLACK = 4096
 """For metadata and spaces in the header of a submission."""
 
@@ -66,7 +69,6 @@ def build_app(
         operator: what can be asked and changed apart from the protocol.
         access: who may use it.
         model: all parameters of the model, also those that other servers have.
-        buffers: has memory for submissions.
     """
     routes, control = ProtocolRoutes(run, model, buffers), ControlRoutes(operator)
     posts = [Route(path, routes.answer, methods=["POST"]) for path in PATHS.values()]
@@ -80,30 +82,20 @@ def build_app(
             Route(CONTROL + "/{action}", control.act, methods=["POST"]),
         ],
         middleware=[Middleware(Guard, access=access)],
-        exception_handlers={HTTPException: _not_found, RefusedError: _refused},
+        exception_handlers=ERROR_HANDLERS,
     )
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RefusedError)
-    return error.response
-
-
-async def _not_found(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return refusal(error.status_code, f"{request.method} {request.url.path[:100]}: {error.detail}", error.headers)
 
 
 class ProtocolRoutes:
     """Answers the requests of workers."""
 
     def __init__(self, run: ServedRun, model: Sequence[ParameterSpec], buffers: Buffers) -> None:
+        self._buffers = buffers
         self._run = run
         self._model = model
-        self._buffers = buffers
         self._largest_body = max(_most_bytes(one.specs, codec) for one in run.fragments for codec in CODECS)
-        self._receiving: dict[tuple[str, int], asyncio.Timeout] = {}
-        """By worker and fragment: ends the reading of a submission when the worker sends the next one."""
+        self._receiving: dict[tuple[str, int], Client] = {}
+        """The connections on which submissions arrive, by worker and fragment."""
 
     async def answer(self, request: Request) -> Response:
         """Answer one request of the protocol."""
@@ -150,7 +142,10 @@ class ProtocolRoutes:
         specs = self._run.fragments[message.fragment].specs
         body = await self._received(request, message, _most_bytes(specs, message.codec))
         try:
-            encoded = await asyncio.to_thread(_checked, body, specs, message.codec)
+            if body.nbytes > _MOST_BYTES_AT_ONCE:
+                encoded = await asyncio.to_thread(_checked, body, specs, message.codec)
+            else:
+                encoded = _checked(body, specs, message.codec)
         except InvalidTensorsError as error:
             self._run.coordinator.counts["invalid"] += 1
             raise RefusedError(422, str(error), kind="tensors") from None
@@ -158,18 +153,14 @@ class ProtocolRoutes:
 
     async def _received(self, request: Request, message: Submit, most_bytes: int) -> memoryview:
         """The body; a worker that starts again has lost its connection, and what it sent before is given up."""
-        key = (message.worker_id, message.fragment)
-        before = self._receiving.get(key)
-        if before is not None and not before.expired():
-            before.reschedule(asyncio.get_running_loop().time())
+        key, client = (message.worker_id, message.fragment), client_of(request.scope)
+        if key in self._receiving:
+            self._receiving[key].cut()
+        self._receiving[key] = client
         try:
-            async with asyncio.timeout(None) as bound:
-                self._receiving[key] = bound
-                return await receive_body(request, most_bytes, self._buffers)
-        except TimeoutError:
-            raise RefusedError(409, "The worker has sent this submission again.", kind="superseded") from None
+            return await receive_body(request, most_bytes, self._buffers)
         finally:
-            if self._receiving.get(key) is bound:
+            if self._receiving.get(key) is client:
                 del self._receiving[key]
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from onstep.control.serving.messages import RefusedError, answer, json_object
 from onstep.diloco.server.operator import Operator
 from onstep.diloco.server.serving.sending import TensorResponse
 from onstep.errors import CheckpointError, ConfigError
+from onstep.http.messages import RefusedError, answer, json_object
 
 
 class ControlRoutes:

@@ -1,4 +1,4 @@
-"""Reads the body of a request into memory of exactly its size, with bounds on size and time."""
+"""Reads the body of a request into memory of exactly its size."""
 
 from __future__ import annotations
 
@@ -6,35 +6,34 @@ from contextlib import suppress
 
 from starlette.requests import Request
 
-from onstep.control.serving.messages import RefusedError
 from onstep.diloco.server.memory import Buffers
-from onstep.diloco.server.serving.connections import STALL_SECONDS, connection_of
+from onstep.http.messages import RefusedError
 
 
 async def read_body(request: Request, most_bytes: int, buffers: Buffers) -> memoryview:
     """The body, in memory that may be written.
 
-    Memory is reserved at once and used as bytes arrive, so that a body costs what was sent of it, or of those before
-    it, not what its header says.
+    Memory is reserved at once and used as bytes arrive, so that a body costs what was sent of it, not what its header
+    says.
 
     Raises:
-        RefusedError: 411 without a length, 413 if it is too large, 408 if it stalls, 400 if it is incomplete.
+        RefusedError: 411 without a length, 413 if it is too large.
+        ClientDisconnect: if the client leaves before its end.
     """
-    size = _length(request, most_bytes)
-    memory = buffers.take(size).data if size else memoryview(bytearray())
-    try:
-        received = await connection_of(request).read_body(memory)
-    except TimeoutError:
-        raise RefusedError(408, f"The body stopped for {STALL_SECONDS:g} s before its {size} bytes.") from None
-    if received != size:
-        raise RefusedError(400, "The body is incomplete.")
+    memory = buffers.take(_length(request, most_bytes)).data
+    position = 0
+    async for piece in request.stream():
+        memory[position : position + len(piece)] = piece
+        position += len(piece)
     return memory
 
 
 async def skip_body(request: Request, most_bytes: int) -> None:
-    """Read a body of which nothing is needed, if it has at most this size: until it is sent, nobody reads an answer."""
-    with suppress(RefusedError, TimeoutError):
-        await connection_of(request).skip_body(_length(request, most_bytes))
+    """Read a body of which nothing is needed, so that its connection stays, unless it is too large or not yet sent."""
+    with suppress(RefusedError):
+        if "expect" not in request.headers and _length(request, most_bytes):
+            async for _ in request.stream():
+                pass
 
 
 def _length(request: Request, most_bytes: int) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import asyncio
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from starlette.responses import Response
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from onstep.checkpoint import write_tensors
 from onstep.diloco.codec import body_bytes
-from onstep.diloco.server.serving.connections import Connection
 from onstep.diloco.wire.http import MESSAGE_HEADER, TENSORS
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ class _Pieces:
         self.buffers: list[memoryview] = []
 
     def write(self, buffer: bytes | memoryview, /) -> None:
-        """Append a buffer."""
-        self.buffers.append(memoryview(buffer))
+        """Append a buffer, in pieces."""
+        view = memoryview(buffer)
+        self.buffers += [view[start : start + PIECE_BYTES] for start in range(0, view.nbytes, PIECE_BYTES)]
 
 
 class TensorResponse(Response):
@@ -46,16 +47,9 @@ class TensorResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        connection: Connection = scope["state"]["connection"]
-        for piece in _pieces(self._tensors):
-            if not await connection.write_body(piece):
-                return
+        pieces = _Pieces()
+        write_tensors(pieces, self._tensors)
+        for piece in pieces.buffers:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(0)  # so that a client that leaves is noticed
         await send({"type": "http.response.body", "body": b""})
-
-
-def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    collected = _Pieces()
-    write_tensors(collected, tensors)
-    for buffer in collected.buffers:
-        for start in range(0, buffer.nbytes, PIECE_BYTES):
-            yield buffer[start : start + PIECE_BYTES]

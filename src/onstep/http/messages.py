@@ -7,13 +7,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 
-from onstep.control.serving.limits import MOST_BODY_BYTES
 from onstep.errors import DataError
 from onstep.files.bounded_reading import parse_json
 from onstep.files.json_values import encode
+
+MOST_BODY_BYTES = 64 << 10
+"""Of a body in JSON."""
 
 
 def strict_json(value: Any) -> str:
@@ -48,6 +51,19 @@ class RefusedError(Exception):
     def __init__(self, status: int, error: str, **more: Any) -> None:
         super().__init__(error)
         self.response = refusal(status, error, **more)
+
+
+async def refused(request: Request, error: Exception) -> Response:
+    """The answer to a request that a handler refused, or in which it failed; of a bug, only the name of the error."""
+    if isinstance(error, RefusedError):
+        return error.response
+    if isinstance(error, HTTPException):
+        return refusal(error.status_code, error.detail, error.headers)
+    return refusal(500, type(error).__name__)
+
+
+ERROR_HANDLERS = dict.fromkeys((RefusedError, HTTPException, Exception), refused)
+"""For applications of Starlette."""
 
 
 async def json_object(request: Request) -> dict[str, Any]:
@@ -115,11 +131,8 @@ def _number(name: str, text: str, least: float, most: float) -> float:
 
 async def _body(request: Request) -> bytes:
     body = bytearray()
-    try:
-        async for piece in request.stream():
-            body += piece
-            if len(body) > MOST_BODY_BYTES:
-                raise RefusedError(413, f"A body may have at most {MOST_BODY_BYTES} bytes.")
-    except ClientDisconnect:
-        raise RefusedError(400, "The body is incomplete.") from None
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MOST_BODY_BYTES:
+            raise RefusedError(413, f"A body may have at most {MOST_BODY_BYTES} bytes.")
     return bytes(body)

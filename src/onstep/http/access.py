@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import urlsplit
 
-from onstep.control.serving.limits import LINK_SECONDS, MOST_LINKS, MOST_SESSIONS, MOST_TOKEN_BYTES
-
+MOST_TOKEN_BYTES = 4096
+LINK_SECONDS, MOST_LINKS = 60.0, 16
+MOST_SESSIONS = 64
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 

@@ -80,8 +80,14 @@ def test_a_continued_run_has_the_history_of_its_metrics_log(config: ConfigContai
     assert plain[0] == plain[1]
 
 
-def test_without_a_metrics_log_it_begins_with_what_there_is(config: ConfigContainer) -> None:
+def test_without_a_metrics_log_it_is_read_from_the_record(config: ConfigContainer) -> None:
     interrupted(config)
+    assert losses(pretrain(config)) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_without_either_it_begins_with_what_there_is(config: ConfigContainer, tmp_path: Path) -> None:
+    interrupted(config)
+    (tmp_path / "run" / "record.jsonl").unlink()
     assert losses(pretrain(config)) == [5, 6, 7, 8]
 
 

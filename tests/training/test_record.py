@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from onstep import Callback, Trainer, TrainingArguments, pretrain
+from onstep import Callback, JsonLogger, Trainer, TrainingArguments, pretrain
+from onstep.analysis.logs.files import find_log_files
+from onstep.analysis.logs.reading import LogTail
+from onstep.analysis.logs.training_log import TrainingLog
 from onstep.config import ConfigContainer
 from onstep.record import Record, read_records, without_wall_clock
 from tests.support.resuming import Interrupted
@@ -127,6 +130,14 @@ def test_a_resumed_run_has_the_lines_of_one_that_was_not_interrupted(
     assert ends[-1] == "completed"
 
 
+def test_log_history_of_a_resumed_run_is_read_from_its_record(config: ConfigContainer, path: Path) -> None:
+    whole = pretrain(config).trainer_state.log_history
+    config.run.name = "interrupted"
+    interrupted(config, 6)
+    resumed = pretrain(config).trainer_state.log_history
+    assert [without_wall_clock(one) for one in resumed] == [without_wall_clock(one) for one in whole]
+
+
 def test_a_rollback_moves_the_lines_of_the_abandoned_steps_aside(config: ConfigContainer, path: Path) -> None:
     pretrain(config, callbacks=[At(6, lambda context: context.control.rollback(to_step=4))])
     assert [line["global_step"] for line in read_records(path) if "loss" in line] == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -189,3 +200,24 @@ def test_a_new_run_in_the_same_directory_moves_the_record_aside(config: ConfigCo
     pretrain(config)
     assert [step for kind, step in kinds(path) if kind == "log"] == [*range(1, 9), 8]
     assert kinds(path.with_name("record.1.jsonl"))[0] == ("start", 0)
+
+
+def test_a_run_without_a_metrics_log_is_read_from_its_record(config: ConfigContainer, path: Path) -> None:
+    pretrain(config)
+    log = TrainingLog.from_run_dir(path.parent)
+    assert log.log_path == path
+    assert [record["global_step"] for record in log.get_training_records()] == list(range(1, 9))
+    assert [record["global_step"] for record in log.get_eval_records()] == [4, 8, 8]
+    assert log.notes == []
+    assert "num_ranks" not in [*log.keys()]
+    assert [record["kind"] for record in LogTail(path).last(2)] == ["evaluation", "test"]
+    assert find_log_files(path.parents[1]) == [path]
+
+
+def test_a_metrics_log_goes_before_the_record(config: ConfigContainer, path: Path) -> None:
+    pretrain(config, callbacks=[JsonLogger()])
+    assert find_log_files(path.parents[1]) == [path.with_name("trainer_logs.json")]
+    logged, recorded = (TrainingLog.from_file(one) for one in (path.with_name("trainer_logs.json"), path))
+    assert [{**one, "timestamp": 0} for one in logged.records] == [
+        {key: value for key, value in one.items() if key != "kind"} | {"timestamp": 0} for one in recorded.records
+    ]

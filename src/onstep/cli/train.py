@@ -337,12 +337,14 @@ def try_it(path: Path, kind: str) -> str:
 
 def _is_drawn(directory: RunDir) -> bool:
     """Plot the loss; False if the run logged none or plotting failed."""
+    from onstep.analysis.logs.files import log_in
     from onstep.analysis.plots.plots import plot_loss
 
-    if not directory.metrics_log.exists():
+    log = log_in(directory.path)
+    if not log.exists():
         return False
     try:
-        plot_loss(directory.metrics_log, directory.plot)
+        plot_loss(log, directory.plot)
     except DataError:
         return False
     except Exception as error:  # noqa: BLE001 - the run is done; a failed plot must not change the exit code

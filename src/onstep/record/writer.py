@@ -57,6 +57,8 @@ class JsonLogWriter:
         """The file of this run, also while it is closed; None before the first `open`."""
         self.last_step = -1
         """Step of the last record; -1 if there is none."""
+        self.level_of_branches = logging.WARNING
+        """Level of the message about records that were moved to another file."""
         self.metrics_log: MetricsLog | None = None
         """The open file; None while the writer is closed."""
         self._saved: SavedLog | None = None
@@ -197,7 +199,7 @@ class JsonLogWriter:
         if opened is None:
             return False
         metrics_log, records, aside = opened
-        _note_aside(path, aside)
+        self._note_aside(path, aside)
         if saved is not None and saved.digest not in (None, (metrics_log.num_bytes, metrics_log.digest)):
             metrics_log.close()
             return False
@@ -220,7 +222,7 @@ class JsonLogWriter:
             lacking = [text for text in self._newest.waiting if step_of(json.loads(text)) <= step]
         elif path.exists():
             aside = set_aside(path)
-        _note_aside(path, aside)
+        self._note_aside(path, aside)
         return records, lacking
 
     def _make_ready_for(self, saved: SavedLog, path: Path, step: int) -> tuple[list[Record], list[str]]:
@@ -253,7 +255,7 @@ class JsonLogWriter:
                 describe_gap(found.gap),
                 f" ({len(lacking) - 1} were restored from it)" if len(lacking) > 1 else "",
             )
-        _note_aside(path, aside)
+        self._note_aside(path, aside)
         return records, lacking
 
     def _open(self, path: Path, records: list[Record], lacking: list[str]) -> list[Record]:
@@ -283,6 +285,11 @@ class JsonLogWriter:
         """All records of a file, repaired if a crash has damaged it, and those that wait to be written."""
         return align_to(path, up_to())[0] if path.exists() else [], self._newest.waiting
 
+    def _note_aside(self, path: Path, aside: Path | None) -> None:
+        if aside is not None:
+            text = "%s: records that this run does not continue were moved to %s"
+            logger.log(self.level_of_branches, text, path, aside)
+
     def _write_what_waits(self, metrics_log: MetricsLog) -> None:
         """Append records that are not in the file yet; those that the disk refuses stay in memory."""
         newest = self._newest
@@ -296,11 +303,6 @@ class JsonLogWriter:
                 )
         finally:
             newest.num_bytes, newest.digest = metrics_log.num_bytes, metrics_log.digest
-
-
-def _note_aside(path: Path, aside: Path | None) -> None:
-    if aside is not None:
-        logger.warning("%s: records that this run does not continue were moved to %s", path, aside)
 
 
 def _last_step(records: list[Record]) -> int:

@@ -24,11 +24,12 @@ from onstep.events import CallbackManager, Control, Request, RunInfo, RunState
 from onstep.events.exportable_state import exported_states
 from onstep.models.heads import ModelHook
 from onstep.optim import LossScaler, TrainingOptimizer, build_loss_scaler
+from onstep.record.kinds import Kind
 from onstep.train_state import TrainState
 from onstep.training.feature import Features
 from onstep.training.protocols import Metrics, Trained, UserOptimizer, UserScheduler
 from onstep.training.reporting.bridge_trackers import BridgeTrackers
-from onstep.training.reporting.run_record import Kind, RunRecord
+from onstep.training.reporting.run_record import RunRecord
 from onstep.training.reporting.timers import Clock, Timers
 from onstep.training.runs.identity import Identify
 from onstep.training.runs.microbatches import NumMicroBatchesCalculator

@@ -6,6 +6,8 @@ import glob
 from collections.abc import Iterable
 from pathlib import Path
 
+from onstep.record.kinds import FILE_NAME as RECORD_NAME
+
 FILE_NAME = "trainer_logs.json"
 FOREIGN_FILE_NAME = "trainer_state.json"
 """The file with all records so far that Hugging Face's Trainer writes to each checkpoint."""
@@ -22,7 +24,15 @@ def find_log_files(project_dir: str | Path, model_name: str | None = None) -> li
         project_dir: The project; the result is empty if it does not exist.
         model_name: Only the runs of this model.
     """
-    return _newest_first(_found(Path(project_dir), FILE_NAME, model_name))
+    found = {name: _found(Path(project_dir), name, model_name) for name in (FILE_NAME, RECORD_NAME)}
+    with_log = {path.parent for path in found[FILE_NAME]}
+    return _newest_first(found[FILE_NAME] | {path for path in found[RECORD_NAME] if path.parent not in with_log})
+
+
+def log_in(directory: Path) -> Path:
+    """The log in a run's directory: its metrics log, or else the record; the former's path if there is neither."""
+    path, record = directory / FILE_NAME, directory / RECORD_NAME
+    return record if record.is_file() and not path.is_file() else path
 
 
 def find_foreign_log(directory: str | Path) -> Path | None:
@@ -67,7 +77,7 @@ def _modified(path: Path) -> float:
 
 
 _RUNS = "runs"
-_USUAL_FILES = ("trainer_logs", "trainer_state")
+_USUAL_FILES = ("trainer_logs", "record", "trainer_state")
 """Log file names that do not identify a run."""
 
 

@@ -14,6 +14,7 @@ from onstep.analysis.logs.record_file import BYTE_ORDER_MARK, RecordFile, decode
 from onstep.errors import DataError
 from onstep.files.bounded_reading import MAX_JSON_BYTES, check_nesting
 from onstep.record import Record
+from onstep.record.kinds import has_metrics
 
 _HEAD_BYTES = 1 << 16
 _MOST_WHOLE_BYTES = MAX_JSON_BYTES
@@ -282,7 +283,7 @@ class LogTail:
                 text = line.strip(BLANK + b",[]")
                 stop = offset + line.find(text) + len(text)
                 if stop > self._position and isinstance(record := decoded(text), dict):
-                    records.append(record)
+                    records += [record] if has_metrics(record) else []
                     self._position = stop
                 offset += len(line) + 1
         return records

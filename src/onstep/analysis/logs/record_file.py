@@ -17,6 +17,7 @@ from onstep.analysis.logs.lines import BLANK, PIECE_BYTES, FileSource, Piece
 from onstep.errors import DataError
 from onstep.files.bounded_reading import MAX_NESTING, check_nesting
 from onstep.record import Record
+from onstep.record.kinds import has_metrics
 
 _BETWEEN = BLANK + b","
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -145,6 +146,8 @@ class RecordFile(Sequence[Record]):
         records = _decoded_together([line.text for line in lines])
         if records is None:
             lines, records = self._decoded_one_by_one(lines)
+        kept = [pair for pair in zip(lines, records, strict=True) if has_metrics(pair[1])]
+        lines, records = [line for line, _ in kept], [record for _, record in kept]
         self.columns.add(records)
         starts = np.array([line.offset for line in lines], np.int64)
         return np.stack([starts, starts + np.array([len(line.text) for line in lines], np.int64)])

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onstep.analysis.logs.columns import Columns
-from onstep.analysis.logs.files import FILE_NAME, name_of_place, names_in_path
+from onstep.analysis.logs.files import log_in, name_of_place, names_in_path
 from onstep.analysis.logs.reading import read_log
 from onstep.analysis.logs.record_file import RecordFile
 from onstep.errors import ConfigError
@@ -74,8 +74,8 @@ class TrainingLog:
 
     @classmethod
     def from_run_dir(cls, run_dir: str | Path) -> TrainingLog:
-        """Read the `trainer_logs.json` in a run's directory; raises the same errors as `from_file`."""
-        return cls.from_file(Path(run_dir) / FILE_NAME)
+        """Read the metrics log in a run's directory, or else its record; raises the same errors as `from_file`."""
+        return cls.from_file(log_in(Path(run_dir)))
 
     @cached_property
     def columns(self) -> Columns:

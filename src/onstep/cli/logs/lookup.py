@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from onstep.analysis.logs.files import FILE_NAME, FOREIGN_FILE_NAME, find_foreign_log, find_log_files
+from onstep.analysis.logs.files import FILE_NAME, FOREIGN_FILE_NAME, find_foreign_log, find_log_files, log_in
 from onstep.analysis.logs.training_log import TrainingLog, distinct_labels
 from onstep.cli.runs import find_named, not_found
 from onstep.errors import ConfigError
@@ -29,9 +29,9 @@ def find_log(words: str | None) -> Path:
     if words is None:
         return _newest(Path())
     path = Path(words)
-    found = find_named(words, lambda one: one.is_file() or (one / FILE_NAME).is_file())
+    found = find_named(words, lambda one: one.is_file() or log_in(one).is_file())
     if found is not None:
-        return found if found.is_file() else found / FILE_NAME
+        return found if found.is_file() else log_in(found)
     if path.is_dir():
         if not find_log_files(path) and (foreign := find_foreign_log(path)) is not None:
             return foreign

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from onstep.analysis.logs.files import FILE_NAME, find_log_files, name_of_place
+from onstep.analysis.logs.files import FILE_NAME, find_log_files, log_in, name_of_place
 from onstep.errors import ConfigError
 
 _RUN_FILES = ("run.json", FILE_NAME)
@@ -45,8 +45,8 @@ def _logs_at(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if is_run(path):
-        return [path / FILE_NAME]
-    below = [run.parent / FILE_NAME for run in path.glob("*/run.json")]
+        return [log_in(path)]
+    below = [log_in(run.parent) for run in path.glob("*/run.json")]
     return [*below, *find_log_files(path)]
 
 

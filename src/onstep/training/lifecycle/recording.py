@@ -7,10 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from onstep.errors import ConfigError
+from onstep.events.trainer_state import Record
+from onstep.record.gaps import MISSING
+from onstep.record.kinds import has_metrics
+from onstep.trackers.tag_record import BRIDGE_KEY
 from onstep.training.feature import Feature
 from onstep.training.run import Run
 
 logger = logging.getLogger(__name__)
+
+_NOT_REPORTED = ("timestamp", "global_step", "kind", BRIDGE_KEY)
 
 
 class Recording(Feature[Run]):
@@ -49,4 +55,19 @@ class Recording(Feature[Run]):
         self._has_begun = True
         if run.run_dir is not None and run.world.is_main:
             start = {"run_id": run.run_dir.run_id, "num_ranks": run.world.size}
-            run.record.begin(run.run_dir.path, run.train_state.step, run.trainer_state.epoch, start)
+            progress, history = run.train_state, run.info.history
+            read = run.record.begin(run.run_dir.path, progress.step, run.trainer_state.epoch, start)
+            if read is not None and progress.step > 0 and history.num_saved > len(history):
+                history.begin_with(history.num_saved, lambda: _history(read()))
+
+
+def _history(lines: list[Record] | None) -> list[Record] | None:
+    """The lines with metrics in the form of `log_history`; None, with a warning, if they are lost."""
+    if lines is None:
+        logger.warning("state.log_history lacks the records before the resume: the record no longer begins with them")
+        return None
+    return [_reported(line) for line in lines if has_metrics(line) and MISSING not in line]
+
+
+def _reported(line: Record) -> Record:
+    return {**{key: value for key, value in line.items() if key not in _NOT_REPORTED}, "step": line["global_step"]}

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from onstep.record import Record
+from onstep.record.kinds import FILE_NAME, Kind
 from onstep.record.writer import JsonLogWriter
 from onstep.training.protocols import StateDict
-
-FILE_NAME = "record.jsonl"
-
-Kind = Literal["start", "log", "evaluation", "test", "decision", "checkpoint", "end"]
-"""What a line is about: a start of the training, a logged step, an evaluation, a test, a decision, a checkpoint whose
-state holds everything up to this line, or the end of a process."""
 
 
 class RunRecord:
@@ -26,15 +23,25 @@ class RunRecord:
 
     def __init__(self) -> None:
         self._writer = JsonLogWriter(FILE_NAME)
+        self._writer.level_of_branches = logging.DEBUG  # every resume after a kill has some
 
-    def begin(self, directory: Path, step: int, epoch: float, data: Mapping[str, Any]) -> None:
+    def begin(
+        self, directory: Path, step: int, epoch: float, data: Mapping[str, Any]
+    ) -> Callable[[], list[Record] | None] | None:
         """Continue the file for a training that begins after `step`, with a line about its start.
+
+        Returns:
+            What reads the lines before, or None if the file has lost them by then; None if there are none.
 
         Raises:
             ConfigError: if the file cannot be written.
         """
-        self._writer.open(directory, step)
+        lines = self._writer.open(directory, step)
+        position = self._writer.position
         self.append(directory, "start", step, epoch, data)
+        if lines is None:
+            return position.read
+        return (lambda: lines) if lines else None
 
     def append(self, directory: Path, kind: Kind, step: int, epoch: float, data: Mapping[str, Any]) -> None:
         """Append a line; it is in the file on return, or waits in memory while the disk refuses it."""

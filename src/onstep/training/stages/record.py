@@ -16,13 +16,13 @@ from onstep.errors import warn_once
 from onstep.events import Dispatcher
 from onstep.events.manager import Listeners
 from onstep.optim import RecallsRates
+from onstep.record.kinds import Kind
 from onstep.trackers.tag_record import BRIDGE_KEY
 from onstep.train_state import TrainState
 from onstep.training.compute.losses import Scalar, check_tokens
 from onstep.training.compute.step import LastStep, Step
 from onstep.training.protocols import Metrics, UserOptimizer
 from onstep.training.reporting.loss_accumulator import IntervalReport, LossAccumulator
-from onstep.training.reporting.run_record import Kind
 from onstep.training.run import Run
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,20 @@
+"""Names the kinds of lines in the record of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+FILE_NAME = "record.jsonl"
+
+Kind = Literal["start", "log", "evaluation", "test", "decision", "checkpoint", "end"]
+"""What a line is about: a start of the training, a logged step, an evaluation, a test, a decision, a checkpoint whose
+state holds everything up to this line, or the end of a process."""
+
+_WITHOUT_METRICS = frozenset({"start", "decision", "checkpoint", "end"})
+
+
+def has_metrics(line: Mapping[str, Any]) -> bool:
+    """Whether a line holds metrics; so does every record of a metrics log, which has no kinds."""
+    kind = line.get("kind")
+    return not (isinstance(kind, str) and kind in _WITHOUT_METRICS)

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 
 from onstep import Trainer, TrainingArguments
 from onstep.errors import ConfigError
-from tests.support.small_models import Regression, arguments, regression_rows
+from tests.support.small_models import Regression, regression_rows
 
 parser_module = pytest.importorskip("transformers.hf_argparser")
 
 
 @dataclass
 class ScriptArguments(TrainingArguments):
-    """As in Alpaca's train.py."""
+    """A script's own, as public ones write them."""
 
-    cache_dir: str | None = field(default=None, metadata={"help": "where downloads are kept"})
-    model_max_length: int = 512
+    cache_dir: Optional[str] = field(default=None)  # noqa: UP045
+    layers: list[int] = field(default_factory=lambda: [1, 2])
+    remove_unused_columns: bool = field(default=False)
+    learning_rate: float = field(default=1e-3, metadata={"help": "another default"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.width = len(self.layers)
+
+    @property
+    def total(self) -> int:
+        """The sum of the layers."""
+        return sum(self.layers)
 
 
 def parsed(cls: type[Any], *words: str) -> Any:
@@ -48,11 +60,28 @@ def test_without_words_every_argument_has_its_default() -> None:
     }
 
 
-def test_a_subclass_with_fields_of_its_own_trains(tmp_path: Path) -> None:
-    own = ScriptArguments(**{**arguments(tmp_path).to_dict(), "max_steps": 2, "cache_dir": "here"})
-    trainer = Trainer(Regression(), own, train_dataset=regression_rows(8), default_callbacks=False)
-    assert trainer.train().global_step == 2
-    assert trainer.args.cache_dir == "here"
+@pytest.mark.parametrize("kind", ["words", "dict", "json", "yaml"])
+@pytest.mark.parametrize("cls", [TrainingArguments, ScriptArguments])
+def test_the_argument_parser_of_transformers_makes_them(tmp_path: Path, cls: Any, kind: str) -> None:
+    parser = parser_module.HfArgumentParser(cls)
+    values = {"output_dir": str(tmp_path / "run"), "max_steps": 2, "per_device_train_batch_size": 4, "use_cpu": True}
+    if kind == "words":
+        words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+        (args,) = parser.parse_args_into_dataclasses(words)
+    elif kind == "dict":
+        (args,) = parser.parse_dict(values)
+    else:
+        (tmp_path / f"args.{kind}").write_text(json.dumps(values))  # JSON is YAML too
+        (args,) = getattr(parser, f"parse_{kind}_file")(str(tmp_path / f"args.{kind}"))
+
+    assert type(args) is cls
+    assert (args.max_steps, args.per_device_train_batch_size) == (2, 4)
+    if cls is ScriptArguments:
+        assert (args.layers, args.width, args.total, args.learning_rate) == ([1, 2], 2, 3, 1e-3)
+        assert ScriptArguments("other").layers is not args.layers
+        trainer = Trainer(Regression(), args, train_dataset=regression_rows(8), default_callbacks=False)
+        assert trainer.train().global_step == 2
+        assert trainer.args.total == 3
 
 
 @pytest.mark.parametrize("name", ["config_overrides", "lr_scheduler_kwargs"])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 import torch
@@ -139,48 +139,6 @@ def test_set_methods_check_what_they_set() -> None:
         args.set_logging(steps=0, replica_level="warning")
     with pytest.raises(ConfigError, match="push_to_hub=True is not supported"):
         TrainingArguments("out").set_push_to_hub("me/model")
-
-
-@dataclass
-class ScriptArguments(TrainingArguments):
-    """A script's own, as public ones write them."""
-
-    cache_dir: Optional[str] = field(default=None)  # noqa: UP045
-    layers: list[int] = field(default_factory=lambda: [1, 2])
-    remove_unused_columns: bool = field(default=False)
-    learning_rate: float = field(default=1e-3, metadata={"help": "another default"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.width = len(self.layers)
-
-    @property
-    def total(self) -> int:
-        """The sum of the layers."""
-        return sum(self.layers)
-
-
-@pytest.mark.parametrize("kind", ["words", "dict", "json", "yaml"])
-@pytest.mark.parametrize("cls", [TrainingArguments, ScriptArguments])
-def test_the_argument_parser_of_transformers_makes_them(tmp_path: Path, cls: Any, kind: str) -> None:
-    parser = transformers.HfArgumentParser(cls)
-    values = {"output_dir": str(tmp_path / "run"), "max_steps": 2, "per_device_train_batch_size": 4, "use_cpu": True}
-    if kind == "words":
-        words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-        (args,) = parser.parse_args_into_dataclasses(words)
-    elif kind == "dict":
-        (args,) = parser.parse_dict(values)
-    else:
-        (tmp_path / f"args.{kind}").write_text(json.dumps(values))  # JSON is YAML too
-        (args,) = getattr(parser, f"parse_{kind}_file")(str(tmp_path / f"args.{kind}"))
-
-    assert type(args) is cls
-    assert (args.max_steps, args.per_device_train_batch_size) == (2, 4)
-    if cls is ScriptArguments:
-        assert (args.layers, args.width, args.total, args.learning_rate) == ([1, 2], 2, 3, 1e-3)
-        assert ScriptArguments("other").layers is not args.layers
-        trainer = Trainer(Regression(), args, train_dataset=regression_rows(8), default_callbacks=False)
-        assert trainer.train().global_step == 2
 
 
 def test_the_annotations_of_a_subclass_need_not_be_known_elsewhere() -> None:

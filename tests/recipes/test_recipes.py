@@ -31,65 +31,24 @@ from onstep.recipes import (
     tiny_gpt_pretrain_config,
 )
 
-QWEN25 = {"rms_norm_eps": 1e-6, "rope_theta": 1e6}
+
+def qwen25(
+    parameters: int, width: int, ffn: int, layers: int, heads: int, groups: int, vocabulary: int = 151_936
+) -> tuple[int, str, dict[str, Any]]:
+    """A dense Qwen2.5; all but those with more rows in their vocabulary have tied embeddings."""
+    sizes = {"hidden_size": width, "intermediate_size": ffn, "num_hidden_layers": layers}
+    attention = {"num_attention_heads": heads, "num_key_value_heads": groups}
+    vocabularies = {"vocab_size": vocabulary, "tie_word_embeddings": vocabulary == 151_936}
+    return parameters, "Qwen2", {**QWEN, **sizes, **attention, **vocabularies}
+
+
+QWEN = {"rms_norm_eps": 1e-6, "rope_theta": 1e6}
 PUBLISHED: dict[str, tuple[int, str, dict[str, Any]]] = {
     "gpt2_124m": (124_439_808, "GPT2", {}),  # GPT2Config's defaults are that model
-    "qwen25_500m": (
-        494_032_768,
-        "Qwen2",
-        {
-            **QWEN25,
-            "vocab_size": 151_936,
-            "hidden_size": 896,
-            "intermediate_size": 4864,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 14,
-            "num_key_value_heads": 2,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "qwen25_1p5b": (
-        1_543_714_304,
-        "Qwen2",
-        {
-            **QWEN25,
-            "vocab_size": 151_936,
-            "hidden_size": 1536,
-            "intermediate_size": 8960,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 12,
-            "num_key_value_heads": 2,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "qwen25_3b": (
-        3_085_938_688,
-        "Qwen2",
-        {
-            **QWEN25,
-            "vocab_size": 151_936,
-            "hidden_size": 2048,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 2,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "qwen25_7b": (
-        7_615_616_512,
-        "Qwen2",
-        {
-            **QWEN25,
-            "vocab_size": 152_064,
-            "hidden_size": 3584,
-            "intermediate_size": 18944,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "tie_word_embeddings": False,
-        },
-    ),
+    "qwen25_500m": qwen25(494_032_768, 896, 4864, layers=24, heads=14, groups=2),
+    "qwen25_1p5b": qwen25(1_543_714_304, 1536, 8960, layers=28, heads=12, groups=2),
+    "qwen25_3b": qwen25(3_085_938_688, 2048, 11008, layers=36, heads=16, groups=2),
+    "qwen25_7b": qwen25(7_615_616_512, 3584, 18944, layers=28, heads=28, groups=4, vocabulary=152_064),
     "llama32_1b": (
         1_235_814_400,
         "Llama",
@@ -117,7 +76,7 @@ PUBLISHED: dict[str, tuple[int, str, dict[str, Any]]] = {
         30_532_122_624,
         "Qwen3Moe",
         {
-            **QWEN25,
+            **QWEN,
             "vocab_size": 151_936,
             "hidden_size": 2048,
             "intermediate_size": 6144,
@@ -137,29 +96,27 @@ PUBLISHED: dict[str, tuple[int, str, dict[str, Any]]] = {
 """Parameters, architecture and settings of `transformers`, as each model's config.json has them."""
 
 SAME_IN_BOTH = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_experts",
-    "num_experts_per_tok",
-    "norm_topk_prob",
-    "head_dim",
-    "rms_norm_eps",
-    "rope_parameters",
-    "tie_word_embeddings",
-    "hidden_act",
-    "attention_bias",
-    "n_embd",
-    "n_layer",
-    "n_head",
-    "n_inner",
-    "n_positions",
-    "activation_function",
-    "layer_norm_epsilon",
+    *[
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+    ],
+    *["moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob", "head_dim", "rms_norm_eps"],
+    *[
+        "rope_parameters",
+        "tie_word_embeddings",
+        "hidden_act",
+        "attention_bias",
+        "n_embd",
+        "n_layer",
+        "n_head",
+        "n_inner",
+        "n_positions",
+    ],
+    *["activation_function", "layer_norm_epsilon"],
 )
 
 

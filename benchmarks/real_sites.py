@@ -49,7 +49,7 @@ def run_for_real(scenario: Scenario) -> RealRun:
     model = _model(scenario.parameters)
     steps: dict[str, float] = {}
     with ExitStack() as stack:
-        server = stack.enter_context(DiLoCoServer(model, settings=scenario.settings(), port=0, token=_TOKEN))
+        server = stack.enter_context(DiLoCoServer(model, settings=scenario.settings, port=0, token=_TOKEN))
         addresses = [stack.enter_context(_proxy(server, site)).port for site in scenario.sites.values()]
         commits = _Commits(server, scenario.rounds)
         workers = [

@@ -67,5 +67,5 @@ def test_the_shares_of_a_fragment_are_due_together() -> None:
 
 
 def test_the_simulator_can_use_sizes_and_fragments_without_torch() -> None:
-    code = "import sys, onstep.diloco.fragments, onstep.diloco.codec.sizes; assert 'torch' not in sys.modules"
+    code = "import sys, onstep.diloco.fragments, onstep.diloco.sizes; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

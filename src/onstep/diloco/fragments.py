@@ -1,4 +1,4 @@
-"""Divides the parameters into fragments of whole transformer blocks, and says when which fragment is submitted.
+"""Divides the parameters into fragments of whole transformer blocks, and schedules their submissions.
 
 Source: Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", section 2 (strided fragments and
 their offsets). Does not import torch.

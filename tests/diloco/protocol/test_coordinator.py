@@ -7,12 +7,11 @@ import dataclasses
 import pytest
 
 from onstep.diloco.protocol.messages import Accepted, Await, Dropped, NotYet, Ready, Refused, Settings, Submit
-from tests.support.diloco.stepped_run import THREE, SteppedRun, weights
+from tests.support.diloco.stepped_run import THREE, SteppedRun, joined, weights
 
 
 def test_a_round_closes_when_all_have_submitted_with_weights_by_tokens() -> None:
-    run = SteppedRun()
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c")
     assert run.submit("a", tokens=10) == Accepted(1)
     assert run.submit("b", tokens=20) == Accepted(1)
     assert run.commit() == []
@@ -24,8 +23,7 @@ def test_a_round_closes_when_all_have_submitted_with_weights_by_tokens() -> None
 
 
 def test_a_version_is_there_only_after_its_round_was_committed() -> None:
-    run = SteppedRun()
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c")
     for worker in "abc":
         run.submit(worker)
     assert run.ask("a", version=1, sequence=0) == NotYet(0)
@@ -34,12 +32,10 @@ def test_a_version_is_there_only_after_its_round_was_committed() -> None:
 
 
 def test_a_submission_sent_again_counts_once() -> None:
-    run = SteppedRun()
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c")
     run.submit("a")
     assert run.submit("a") == Accepted(1, is_repeat=True)
-    run.submit("b")
-    run.submit("c")
+    run.submit_each("b", "c")
     assert run.submit("c") == Accepted(1, is_repeat=True)
     (closed,) = run.commit()
     assert len(closed.contributions) == 3
@@ -49,8 +45,7 @@ def test_a_submission_sent_again_counts_once() -> None:
 
 
 def test_an_older_sequence_that_arrives_out_of_order_is_refused() -> None:
-    run = SteppedRun()
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c")
     for number in range(2):
         run.round(number, "a", "b", "c")
     reply = run.submit("a", 0, 0)
@@ -74,8 +69,7 @@ def test_what_is_previewed_is_what_handle_answers_and_nothing_counts() -> None:
 
 
 def test_a_late_submission_joins_the_next_round_with_less_weight() -> None:
-    run = SteppedRun()
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c")
     run.round(0, "a", "b")
     run.wait(THREE.initial_deadline)
     assert run.coordinator.versions == (1,)
@@ -89,8 +83,7 @@ def test_a_late_submission_joins_the_next_round_with_less_weight() -> None:
 
 
 def test_a_submission_later_than_the_greatest_staleness_is_dropped_and_counted_once() -> None:
-    run = SteppedRun()
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c")
     run.round(0, "a", "b")
     run.wait(THREE.initial_deadline)
     run.round(1, "a", "b")
@@ -104,8 +97,7 @@ def test_a_submission_later_than_the_greatest_staleness_is_dropped_and_counted_o
 
 
 def test_what_arrives_while_a_round_is_executed_joins_the_next_one() -> None:
-    run = SteppedRun()
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c")
     for worker in "abc":
         run.submit(worker)
     (closed,) = run.coordinator.take_closed()
@@ -118,8 +110,7 @@ def test_what_arrives_while_a_round_is_executed_joins_the_next_one() -> None:
 
 
 def test_a_base_that_does_not_exist_is_refused() -> None:
-    run = SteppedRun()
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c")
     reply = run.submit("a", 0, base=1)
     assert isinstance(reply, Refused)
     assert reply.details["kind"] == "future_version"
@@ -127,8 +118,7 @@ def test_a_base_that_does_not_exist_is_refused() -> None:
 
 @pytest.mark.parametrize("fragment", [-1, 2])
 def test_a_fragment_that_does_not_exist_is_refused(fragment: int) -> None:
-    run = SteppedRun(dataclasses.replace(THREE, num_fragments=2))
-    run.join("a")
+    run = joined("a", settings=dataclasses.replace(THREE, num_fragments=2))
     for request in (Submit("a", "s1", 0, fragment, 0, 1, 1), Await("a", "s1", fragment, 0)):
         reply = run.coordinator.handle(request, 0.0)
         assert isinstance(reply, Refused)
@@ -136,8 +126,7 @@ def test_a_fragment_that_does_not_exist_is_refused(fragment: int) -> None:
 
 
 def test_fragments_have_rounds_of_their_own() -> None:
-    run = SteppedRun(dataclasses.replace(THREE, num_fragments=2))
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c", settings=dataclasses.replace(THREE, num_fragments=2))
     for worker in "abc":
         run.submit(worker, fragment=1)
     run.submit("a", fragment=0)
@@ -146,8 +135,7 @@ def test_fragments_have_rounds_of_their_own() -> None:
 
 
 def test_without_what_leads_to_the_newest_version_its_parameters_are_sent() -> None:
-    run = SteppedRun(dataclasses.replace(THREE, codec="int8"))
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c", settings=dataclasses.replace(THREE, codec="int8"))
     run.round(0, "a", "b", "c")
     restarted = SteppedRun(run.coordinator.settings, state=run.coordinator.state_dict())
     assert restarted.ask("a", have=0) == Ready(0, 1, "full", "fp32", "digest1", 3)
@@ -159,8 +147,7 @@ def test_without_what_leads_to_the_newest_version_its_parameters_are_sent() -> N
 
 
 def test_an_answer_is_an_update_only_for_who_has_the_version_before() -> None:
-    run = SteppedRun(dataclasses.replace(THREE, codec="int8"))
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c", settings=dataclasses.replace(THREE, codec="int8"))
     run.round(0, "a", "b", "c")
     run.round(1, "a", "b", "c")
     answers = [run.ask("a", have=have) for have in (None, 0, 1)]
@@ -172,8 +159,7 @@ def test_an_answer_is_an_update_only_for_who_has_the_version_before() -> None:
 
 
 def test_in_asynchronous_mode_every_submission_is_a_round_in_order_however_late() -> None:
-    run = SteppedRun(Settings(mode="async", num_workers=3, min_workers=1, sync_every=10))
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c", settings=Settings(mode="async", num_workers=3, min_workers=1, sync_every=10))
     replies = [run.submit(worker, sequence) for sequence in range(2) for worker in "abc"]
     assert replies == [Accepted(version) for version in range(1, 7)]
     closed = run.coordinator.take_closed()
@@ -188,8 +174,7 @@ def test_in_asynchronous_mode_every_submission_is_a_round_in_order_however_late(
 
 
 def test_the_steps_of_the_run_are_those_of_its_rounds() -> None:
-    run = SteppedRun()
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c")
     for number in range(3):
         run.round(number, "a", "b", "c")
     (late,) = run.join("d")

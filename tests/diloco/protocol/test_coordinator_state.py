@@ -10,7 +10,7 @@ import pytest
 from onstep.diloco.protocol.coordinator import Coordinator
 from onstep.diloco.protocol.messages import Accepted, Dropped, NotYet, Ready
 from onstep.errors import ConfigError
-from tests.support.diloco.stepped_run import THREE, SteppedRun, weights
+from tests.support.diloco.stepped_run import THREE, SteppedRun, joined, weights
 
 
 def through_json(state: dict[str, object]) -> dict[str, object]:
@@ -20,8 +20,7 @@ def through_json(state: dict[str, object]) -> dict[str, object]:
 
 
 def test_the_state_to_persist_with_a_round_is_the_state_once_it_is_committed() -> None:
-    run = SteppedRun()
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c")
     for worker in "abc":
         run.submit(worker)
     (closed,) = run.coordinator.take_closed()
@@ -34,8 +33,7 @@ def test_the_state_to_persist_with_a_round_is_the_state_once_it_is_committed() -
 
 
 def test_a_round_that_was_not_committed_is_not_counted_as_one() -> None:
-    run = SteppedRun()
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c")
     for worker in "abc":
         run.submit(worker)
     run.join("d")  # the roster is saved, and the server killed, while the round is executed
@@ -48,8 +46,7 @@ def test_a_round_that_was_not_committed_is_not_counted_as_one() -> None:
 
 
 def test_a_server_killed_after_persisting_a_round_knows_what_it_counted() -> None:
-    run = SteppedRun()
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c")
     for worker in "abc":
         run.submit(worker)
     (closed,) = run.coordinator.take_closed()
@@ -63,8 +60,7 @@ def test_a_server_killed_after_persisting_a_round_knows_what_it_counted() -> Non
 
 
 def test_a_server_killed_before_a_commit_says_so_and_counts_what_is_sent_again() -> None:
-    run = SteppedRun()
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c")
     run.round(0, "a", "b", "c")
     state = through_json(run.coordinator.state_dict())
     run.submit("a", 1, 1)
@@ -75,8 +71,7 @@ def test_a_server_killed_before_a_commit_says_so_and_counts_what_is_sent_again()
 
 
 def test_a_dropped_submission_stays_dropped() -> None:
-    run = SteppedRun(dataclasses.replace(THREE, max_staleness=0))
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c", settings=dataclasses.replace(THREE, max_staleness=0))
     run.round(0, "a", "b")
     run.wait(THREE.initial_deadline)
     assert run.submit("c") == Dropped("1 versions late, max_staleness is 0", 1)
@@ -97,8 +92,7 @@ def test_the_registered_have_a_heartbeat_timeout_to_come_back() -> None:
 
 
 def test_a_restarted_server_has_learned_deadlines() -> None:
-    run = SteppedRun()
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c")
     for number in range(5):
         run.round(number, "a", "b", "c", seconds=100.0)
     restarted = SteppedRun(state=through_json(run.coordinator.state_dict()), now=7.0)
@@ -123,10 +117,8 @@ def test_the_run_keeps_its_id() -> None:
 
 
 def test_the_status_is_json_and_names_who_is_missing() -> None:
-    run = SteppedRun()
-    run.join("a", "b", "c")
-    run.submit("a")
-    run.submit("b")
+    run = joined("a", "b", "c")
+    run.submit_each("a", "b")
     status = through_json(run.coordinator.status(run.now))
     (opened,) = status["rounds"]  # type: ignore[misc]
     assert (opened["arrived"], opened["missing"]) == (["a", "b"], ["c"])

@@ -7,14 +7,12 @@ from dataclasses import replace
 import pytest
 
 from onstep.diloco.protocol.messages import Deregister, Settings
-from tests.support.diloco.stepped_run import THREE, SteppedRun, weights
+from tests.support.diloco.stepped_run import THREE, SteppedRun, joined, weights
 
 
 def test_the_first_round_waits_for_the_expected_workers_until_the_initial_deadline() -> None:
-    run = SteppedRun()
-    run.join("a", "b")
-    run.submit("a")
-    run.submit("b")
+    run = joined("a", "b")
+    run.submit_each("a", "b")
     assert run.wait(THREE.initial_deadline - 1) == []
     (closed,) = run.wait(1.0)
     assert weights(closed) == {"a": 10, "b": 10}
@@ -22,10 +20,8 @@ def test_the_first_round_waits_for_the_expected_workers_until_the_initial_deadli
 
 
 def test_the_first_round_closes_at_once_when_the_last_expected_worker_has_come() -> None:
-    run = SteppedRun()
-    run.join("a", "b")
-    run.submit("a")
-    run.submit("b")
+    run = joined("a", "b")
+    run.submit_each("a", "b")
     run.join("c")
     run.submit("c")
     (closed,) = run.commit()
@@ -34,15 +30,13 @@ def test_the_first_round_closes_at_once_when_the_last_expected_worker_has_come()
 
 @pytest.mark.parametrize("how", ["departed", "evicted"])
 def test_who_came_and_went_does_not_complete_the_first_round(how: str) -> None:
-    run = SteppedRun()
-    run.join("gone", "a")
+    run = joined("gone", "a")
     if how == "departed":
         run.coordinator.handle(Deregister("gone", "s1"), run.now)
     else:
         run.coordinator.evict("gone", run.now)
     run.join("b")
-    run.submit("a")
-    run.submit("b")
+    run.submit_each("a", "b")
     assert run.commit() == []  # two of three are there
     if how == "departed":
         run.join("c")
@@ -55,8 +49,7 @@ def test_who_came_and_went_does_not_complete_the_first_round(how: str) -> None:
 
 
 def test_who_has_submitted_and_left_is_part_of_the_first_round() -> None:
-    run = SteppedRun()
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c")
     run.submit("a")
     run.coordinator.handle(Deregister("a", "s1"), run.now)
     run.submit("b")
@@ -67,8 +60,7 @@ def test_who_has_submitted_and_left_is_part_of_the_first_round() -> None:
 
 
 def test_who_leaves_after_all_were_there_does_not_hold_up_the_first_round_of_a_restarted_server() -> None:
-    run = SteppedRun()
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c")
     run.coordinator.handle(Deregister("c", "s1"), run.now)
     restarted = SteppedRun(state=run.coordinator.state_dict())
     restarted.submit("a")
@@ -77,8 +69,7 @@ def test_who_leaves_after_all_were_there_does_not_hold_up_the_first_round_of_a_r
 
 
 def test_one_who_comes_back_is_not_counted_twice() -> None:
-    run = SteppedRun()
-    run.join("a", "b")
+    run = joined("a", "b")
     run.submit("a")
     run.coordinator.evict("a", run.now)
     run.join("a")
@@ -87,8 +78,7 @@ def test_one_who_comes_back_is_not_counted_twice() -> None:
 
 
 def test_without_a_quorum_a_round_waits_for_ever() -> None:
-    run = SteppedRun(replace(THREE, heartbeat_timeout=60.0))
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c", settings=replace(THREE, heartbeat_timeout=60.0))
     run.submit("a")
     assert run.wait(1e6) == []
     assert run.coordinator.status(run.now)["num_registered"] == 0
@@ -99,8 +89,7 @@ def test_without_a_quorum_a_round_waits_for_ever() -> None:
 
 
 def test_after_regular_rounds_a_dead_worker_delays_a_round_by_little() -> None:
-    run = SteppedRun(THREE)
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c", settings=THREE)
     for number in range(5):
         run.round(number, "a", "b", "c", seconds=100.0)
     run.round(5, "a", "b", seconds=100.0)
@@ -109,8 +98,7 @@ def test_after_regular_rounds_a_dead_worker_delays_a_round_by_little() -> None:
 
 
 def test_a_worker_that_usually_comes_later_is_waited_for() -> None:
-    run = SteppedRun(THREE)
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c", settings=THREE)
     for number in range(5):
         assert run.round(number, "a", "b", "c", seconds=100.0, after=20.0)
     run.round(5, "a", "b", seconds=100.0, after=20.0)
@@ -121,8 +109,7 @@ def test_a_worker_that_usually_comes_later_is_waited_for() -> None:
 
 
 def test_a_worker_that_missed_a_round_is_waited_for_the_next_time() -> None:
-    run = SteppedRun(replace(THREE, initial_deadline=1.0))
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c", settings=replace(THREE, initial_deadline=1.0))
     run.round(0, "a", "b", seconds=100.0)
     (first,) = run.wait(20.0)
     assert not first.is_complete
@@ -138,8 +125,7 @@ def test_a_worker_that_missed_a_round_is_waited_for_the_next_time() -> None:
 
 @pytest.mark.parametrize("patience", [1.5, 3.0])
 def test_patience_bounds_how_long_a_straggler_is_waited_for(patience: float) -> None:
-    run = SteppedRun(replace(THREE, patience=patience, initial_deadline=5000.0))
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c", settings=replace(THREE, patience=patience, initial_deadline=5000.0))
     run.round(0, "a", "b", seconds=100.0)
     run.wait(900.0)
     run.submit("c")  # ten times as long as the others
@@ -151,8 +137,7 @@ def test_patience_bounds_how_long_a_straggler_is_waited_for(patience: float) -> 
 
 
 def test_an_outage_does_not_make_later_rounds_long() -> None:
-    run = SteppedRun(THREE)
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c", settings=THREE)
     for number in range(5):
         run.round(number, "a", "b", "c", seconds=100.0)
     run.round(5, "a", "b", "c", seconds=36_000.0)
@@ -161,8 +146,7 @@ def test_an_outage_does_not_make_later_rounds_long() -> None:
 
 
 def test_late_results_alone_do_not_close_the_next_round_early() -> None:
-    run = SteppedRun(Settings(num_workers=3, min_workers=1, sync_every=10, heartbeat_timeout=0.0))
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c", settings=Settings(num_workers=3, min_workers=1, sync_every=10, heartbeat_timeout=0.0))
     for number in range(3):
         run.round(number, "a", "b", "c", seconds=100.0)
     run.round(3, "a", "b", seconds=100.0)
@@ -177,10 +161,8 @@ def test_late_results_alone_do_not_close_the_next_round_early() -> None:
 
 def test_a_round_that_has_a_quorum_closes_when_the_missing_leave_or_are_evicted() -> None:
     for leave in ("deregister", "evict"):
-        run = SteppedRun()
-        run.join("a", "b", "c")
-        run.submit("a")
-        run.submit("b")
+        run = joined("a", "b", "c")
+        run.submit_each("a", "b")
         if leave == "evict":
             assert run.coordinator.evict("c", run.now)
         else:
@@ -189,21 +171,17 @@ def test_a_round_that_has_a_quorum_closes_when_the_missing_leave_or_are_evicted(
 
 
 def test_what_a_worker_submitted_before_it_died_counts() -> None:
-    run = SteppedRun()
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c")
     run.submit("a")
     run.coordinator.evict("a", run.now)
-    run.submit("b")
-    run.submit("c")
+    run.submit_each("b", "c")
     (closed,) = run.commit()
     assert weights(closed) == {"a": 10, "b": 10, "c": 10}
 
 
 def test_only_one_round_of_a_fragment_is_executed_at_a_time() -> None:
-    run = SteppedRun(Settings(num_workers=2, min_workers=1, sync_every=10, max_staleness=3))
-    run.join("a", "b")
-    run.submit("a")
-    run.submit("b")
+    run = joined("a", "b", settings=Settings(num_workers=2, min_workers=1, sync_every=10, max_staleness=3))
+    run.submit_each("a", "b")
     (closed,) = run.coordinator.take_closed()
     run.submit("a", 1, 0)
     run.submit("b", 1, 0)
@@ -214,8 +192,7 @@ def test_only_one_round_of_a_fragment_is_executed_at_a_time() -> None:
 
 
 def test_a_quorum_of_late_results_in_every_round_does_not_shorten_the_rounds() -> None:
-    run = SteppedRun(replace(THREE, num_workers=6, initial_deadline=1.0, patience=1.0))
-    run.join(*"abcdef")
+    run = joined(*"abcdef", settings=replace(THREE, num_workers=6, initial_deadline=1.0, patience=1.0))
     run.round(0, "a", "b", seconds=100.0)
     run.wait(1.0)
     for base in range(1, 15):

@@ -21,12 +21,12 @@ from onstep.diloco.protocol.messages import (
     Request,
     Settings,
     Submit,
+    default_quorum,
     fingerprint,
     first_difference,
-    majority,
 )
 from onstep.errors import ConfigError
-from tests.support.diloco.stepped_run import THREE, SteppedRun
+from tests.support.diloco.stepped_run import THREE, SteppedRun, joined
 
 TWO = dataclasses.replace(THREE, num_workers=2)
 OF_A: list[Request] = [Submit("a", "s1", 0, 0, 0, 10, 10), Await("a", "s1", 0, 0), Heartbeat("a", "s1")]
@@ -65,8 +65,7 @@ def test_an_evicted_worker_comes_back_with_its_submission_and_its_share_of_the_d
 
 
 def test_a_silent_worker_is_evicted_and_any_request_is_a_sign_of_life() -> None:
-    run = SteppedRun(dataclasses.replace(THREE, heartbeat_timeout=60.0))
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c", settings=dataclasses.replace(THREE, heartbeat_timeout=60.0))
     run.wait(40.0)
     run.coordinator.handle(Heartbeat("a", "s1"), run.now)
     run.submit("b")
@@ -79,16 +78,14 @@ def test_a_silent_worker_is_evicted_and_any_request_is_a_sign_of_life() -> None:
 
 
 def test_without_a_heartbeat_timeout_nobody_is_evicted() -> None:
-    run = SteppedRun(dataclasses.replace(THREE, heartbeat_timeout=0.0))
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c", settings=dataclasses.replace(THREE, heartbeat_timeout=0.0))
     run.wait(1e9)
     run.coordinator.tick(run.now)
     assert run.coordinator.status(run.now)["num_registered"] == 3
 
 
 def test_a_worker_that_leaves_did_not_die() -> None:
-    run = SteppedRun()
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c")
     assert run.coordinator.handle(Deregister("a", "s1"), run.now) == Left()
     assert run.coordinator.handle(Deregister("a", "s1"), run.now) == Left()
     assert run.coordinator.handle(Deregister("nobody", "s1"), run.now) == Left()
@@ -98,8 +95,7 @@ def test_a_worker_that_leaves_did_not_die() -> None:
 @pytest.mark.parametrize("request_of_a", [*OF_A, Register("a", "s1", "model")], ids=lambda one: type(one).__name__)
 @pytest.mark.parametrize("how", ["left", "replaced"])
 def test_a_session_that_is_over_can_do_nothing_more(request_of_a: Request, how: str) -> None:
-    run = SteppedRun()
-    run.join("a")
+    run = joined("a")
     if how == "left":
         run.coordinator.handle(Deregister("a", "s1"), run.now)
     else:
@@ -111,23 +107,20 @@ def test_a_session_that_is_over_can_do_nothing_more(request_of_a: Request, how: 
 
 
 def test_what_a_replaced_session_submitted_counts_once_and_its_successor_continues_behind_it() -> None:
-    run = SteppedRun()
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c")
     run.submit("a", steps=7)
     (again,) = run.join("a", session="s2")
     assert (again.next_sequences, again.slot_steps) == ((1,), 7)
     assert run.submit("a", 0, session="s2") == Accepted(1, is_repeat=True)
     run.submit("a", 1, session="s2")
-    run.submit("b")
-    run.submit("c")
+    run.submit_each("b", "c")
     (closed,) = run.commit()
     assert [one.submit.sequence for one in closed.contributions] == [0, 1, 0, 0]
     assert closed.contributors == ("a", "b", "c")
 
 
 def test_two_submissions_of_one_worker_are_one_contributor() -> None:
-    run = SteppedRun(dataclasses.replace(THREE, initial_deadline=1.0))
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c", settings=dataclasses.replace(THREE, initial_deadline=1.0))
     run.submit("a")
     run.join("a", session="s2")
     run.submit("a", 1, session="s2")
@@ -135,8 +128,7 @@ def test_two_submissions_of_one_worker_are_one_contributor() -> None:
 
 
 def test_the_share_of_one_who_is_gone_is_given_to_a_newcomer_from_where_it_ended() -> None:
-    run = SteppedRun()
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c")
     run.submit("b", steps=40)
     run.coordinator.handle(Deregister("b", "s1"), run.now)
     (newcomer,) = run.join("d")
@@ -146,8 +138,7 @@ def test_the_share_of_one_who_is_gone_is_given_to_a_newcomer_from_where_it_ended
 
 
 def test_a_newcomer_gets_the_share_of_one_who_left_before_that_of_one_who_may_come_back() -> None:
-    run = SteppedRun()
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c")
     run.coordinator.evict("a", run.now)
     run.coordinator.handle(Deregister("c", "s1"), run.now)
     assert run.join("d")[0].slot == 2
@@ -157,8 +148,7 @@ def test_a_newcomer_gets_the_share_of_one_who_left_before_that_of_one_who_may_co
 
 
 def test_an_evicted_session_keeps_its_share_unless_it_was_given_away() -> None:
-    run = SteppedRun()
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c")
     run.coordinator.evict("a", run.now)
     (back,) = run.join("a")
     assert back.slot == 0
@@ -173,8 +163,7 @@ def test_an_evicted_session_keeps_its_share_unless_it_was_given_away() -> None:
 
 
 def test_a_process_that_replaces_an_evicted_one_gets_another_share_if_its_own_was_given_away() -> None:
-    run = SteppedRun()
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c")
     run.submit("c", steps=4)
     run.coordinator.evict("a", run.now)
     assert run.join("d")[0].slot == 0
@@ -187,8 +176,7 @@ def test_a_process_that_replaces_an_evicted_one_gets_another_share_if_its_own_wa
 
 
 def test_the_status_has_the_step_of_who_has_not_sent_a_heartbeat() -> None:
-    run = SteppedRun()
-    run.join("a", "b")
+    run = joined("a", "b")
     run.submit("a", steps=7)
     run.submit("a", steps=7)
     assert workers_of(run)["a"]["step"] == 7
@@ -200,8 +188,7 @@ def test_the_status_has_the_step_of_who_has_not_sent_a_heartbeat() -> None:
 
 
 def test_a_worker_that_starts_from_an_older_state_is_shown_at_its_own_step() -> None:
-    run = SteppedRun()
-    run.join("a")
+    run = joined("a")
     run.submit("a", steps=40)
     for offer in (0, 1):
         run.coordinator.handle(Register("a", "s2", "model", step=30, offer=offer), run.now)
@@ -210,8 +197,7 @@ def test_a_worker_that_starts_from_an_older_state_is_shown_at_its_own_step() -> 
 
 
 def test_steps_are_noted_once_however_often_a_submission_and_the_server_come_back() -> None:
-    run = SteppedRun()
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c")
     run.submit("a", steps=7)
     state = run.coordinator.state_dict()
     restarted = SteppedRun(state=state)
@@ -221,8 +207,7 @@ def test_steps_are_noted_once_however_often_a_submission_and_the_server_come_bac
 
 
 def test_a_worker_restored_to_before_a_submission_that_the_server_lost_repeats_it() -> None:
-    run = SteppedRun()
-    run.join("a", "b")
+    run = joined("a", "b")
     run.submit("a", steps=7)
     restarted = SteppedRun(state=run.coordinator.state_dict())
     (again,) = restarted.join("a", session="s2", resumes_at=0)
@@ -235,8 +220,7 @@ def test_a_worker_restored_to_before_a_submission_that_the_server_lost_repeats_i
 
 def test_it_repeats_it_also_after_one_that_never_settled() -> None:
     """The first submission died with the server, and its worker began anew, without a checkpoint."""
-    run = SteppedRun()
-    run.join("a", "b")
+    run = joined("a", "b")
     run.submit("a", steps=7)
     run = SteppedRun(state=run.coordinator.state_dict())
     assert run.join("a", session="s2")[0].next_sequences == (1,)
@@ -247,8 +231,7 @@ def test_it_repeats_it_also_after_one_that_never_settled() -> None:
 
 
 def test_the_steps_of_a_lost_submission_are_those_of_the_share_that_they_were_noted_for() -> None:
-    run = SteppedRun(TWO)
-    run.join("a", "b")
+    run = joined("a", "b", settings=TWO)
     run.round(0, "a", "b")
     run.submit("a", 1, 1, steps=7)
     run.coordinator.evict("a", run.now)
@@ -264,8 +247,7 @@ def test_the_steps_of_a_lost_submission_are_those_of_the_share_that_they_were_no
 
 
 def test_data_that_another_worker_has_used_since_a_lost_submission_stays_used() -> None:
-    run = SteppedRun(TWO)
-    run.join("a", "b")
+    run = joined("a", "b", settings=TWO)
     run.submit("a", steps=7)
     run.coordinator.evict("a", run.now)
     assert run.join("c")[0].slot_steps == 7
@@ -277,8 +259,7 @@ def test_data_that_another_worker_has_used_since_a_lost_submission_stays_used() 
 
 
 def test_the_steps_of_a_lost_submission_are_taken_from_the_worker_once() -> None:
-    run = SteppedRun(TWO)
-    run.join("a", "b")
+    run = joined("a", "b", settings=TWO)
     run.round(0, "a", "b")
     run.submit("a", 1, 1, steps=7)
     run = SteppedRun(TWO, run.coordinator.state_dict())
@@ -289,8 +270,7 @@ def test_the_steps_of_a_lost_submission_are_taken_from_the_worker_once() -> None
 
 
 def test_steps_are_noted_once_for_all_fragments() -> None:
-    run = SteppedRun(dataclasses.replace(THREE, num_fragments=2))
-    run.join("a")
+    run = joined("a", settings=dataclasses.replace(THREE, num_fragments=2))
     run.submit("a", fragment=1, steps=4)
     run.submit("a", fragment=0, steps=7)
     (again,) = run.join("a", session="s2")
@@ -319,8 +299,7 @@ def test_the_first_differing_parameter_is_named() -> None:
 
 
 def test_slower_workers_are_recommended_fewer_steps() -> None:
-    run = SteppedRun(dataclasses.replace(THREE, dylu=True, sync_every=100))
-    run.join("a", "b", "c")
+    run = joined("a", "b", "c", settings=dataclasses.replace(THREE, dylu=True, sync_every=100))
 
     def recommended(worker: str, speed: float) -> int | None:
         reply = run.coordinator.handle(Heartbeat(worker, "s1", speed), run.now)
@@ -338,32 +317,27 @@ def test_slower_workers_are_recommended_fewer_steps() -> None:
 
 
 def test_who_has_left_is_not_the_fastest_any_more() -> None:
-    run = SteppedRun(dataclasses.replace(THREE, dylu=True, sync_every=100))
-    run.join("a", "b")
+    run = joined("a", "b", settings=dataclasses.replace(THREE, dylu=True, sync_every=100))
     run.coordinator.handle(Heartbeat("a", "s1", 10.0), run.now)
     run.coordinator.evict("a", run.now)
     assert run.coordinator.handle(Heartbeat("b", "s1", 2.0), run.now) == Beat((0,), 1, 100)
 
 
 def test_only_the_newest_offer_to_a_session_can_be_accepted() -> None:
-    run = SteppedRun()
-    run.join("a")
+    run = joined("a")
     offers = [run.coordinator.handle(Register("a", "dead", "model", offer=number), run.now) for number in (0, 0, 1)]
     assert [reply.offer for reply in offers if isinstance(reply, Registered)] == [1, 2, 3]
     assert isinstance(run.coordinator.handle(Heartbeat("a", "s1"), run.now), Beat)
 
 
 def test_without_dylu_nothing_is_recommended() -> None:
-    run = SteppedRun()
-    run.join("a")
+    run = joined("a")
     assert run.coordinator.handle(Heartbeat("a", "s1", 3.0), 0.0) == Beat((0,), 1, None)
 
 
 def test_the_expected_number_can_change() -> None:
-    run = SteppedRun()
-    run.join("a", "b")
-    run.submit("a")
-    run.submit("b")
+    run = joined("a", "b")
+    run.submit_each("a", "b")
     with pytest.raises(ConfigError, match=r"min_workers must be at most num_workers \(1\), got 2"):
         run.coordinator.set_num_workers(1, run.now)
     run.coordinator.set_num_workers(2, run.now)
@@ -404,5 +378,5 @@ def test_settings_out_of_range_are_refused(changes: dict[str, object], message: 
 
 
 def test_the_default_quorum_is_more_than_half() -> None:
-    assert [majority(num_workers) for num_workers in range(1, 6)] == [1, 2, 2, 3, 3]
+    assert [default_quorum(num_workers, "sync") for num_workers in range(1, 6)] == [1, 2, 2, 3, 3]
     assert isinstance(SteppedRun(Settings()).join("a")[0], Registered)

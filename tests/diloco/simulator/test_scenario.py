@@ -28,7 +28,7 @@ def test_a_file_gives_sites_server_and_settings_with_a_majority_as_the_quorum(tm
     scenario = from_values(load_yaml(file))
     assert scenario.sites["lima"].packet_loss == 1e-3
     assert (scenario.total_workers, scenario.parameters) == (5, 1_200_000_000)
-    settings = scenario.settings()
+    settings = scenario.settings
     assert (settings.num_workers, settings.min_workers, settings.sync_every, settings.codec) == (5, 3, 100, "int8")
 
 
@@ -70,7 +70,7 @@ def test_variations_are_all_combinations_in_the_order_of_the_options() -> None:
         "sync_every=100 codec=fp32",
         "sync_every=100 codec=int8",
     ]
-    assert (found[2].scenario.sync_every, found[2].scenario.codec) == (100, "fp32")
+    assert (found[2].scenario.settings.sync_every, found[2].scenario.settings.codec) == (100, "fp32")
     assert "sync_every" not in values
 
 

@@ -39,6 +39,11 @@ class SteppedRun:
     ) -> Reply:
         return self.coordinator.handle(Submit(worker, session, sequence, fragment, base, tokens, steps), self.now)
 
+    def submit_each(self, *workers: str) -> None:
+        """Each worker submits its first pseudo-gradient."""
+        for worker in workers:
+            self.submit(worker)
+
     def ask(self, worker: str, version: int = 0, sequence: int | None = None, have: int | None = None) -> Reply:
         return self.coordinator.handle(Await(worker, "s1", 0, version, have, sequence), self.now)
 
@@ -72,6 +77,13 @@ class SteppedRun:
         """Whose submissions are in the open round."""
         (rounds,) = self.coordinator.status(self.now)["rounds"]  # type: ignore[misc]
         return list(rounds["arrived"])
+
+
+def joined(*workers: str, settings: Settings = THREE) -> SteppedRun:
+    """A run that these workers have joined."""
+    run = SteppedRun(settings)
+    run.join(*workers)
+    return run
 
 
 def weights(closed: Closed) -> dict[str, float]:

@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -55,15 +55,6 @@ def server(
         int | None, typer.Option(help="Quorum of a round; default: more than half of the workers.")
     ] = None,
     max_staleness: Annotated[int, typer.Option(help="A submission late by more rounds than this is dropped.")] = 1,
-    patience: Annotated[
-        float, typer.Option(help="A round lasts at most so many times as long as its quorum needed.")
-    ] = 2.0,
-    initial_deadline: Annotated[
-        float, typer.Option(help="Seconds that the first round with a quorum waits for the other workers.")
-    ] = 600.0,
-    blend: Annotated[
-        float, typer.Option(help="Share of the local parameters in the merge of a fragment that was in flight.")
-    ] = 0.5,
     heartbeat_timeout: Annotated[
         float, typer.Option(help="Seconds of silence after which a worker is evicted; 0: never.")
     ] = 120.0,
@@ -75,7 +66,6 @@ def server(
     outer_lr: Annotated[float, typer.Option(help="Learning rate of the outer optimizer.")] = 0.7,
     outer_momentum: Annotated[float, typer.Option(help="Its Nesterov momentum; 0: plain SGD.")] = 0.9,
     save_every: Annotated[int, typer.Option(help="Rounds between two checkpoints for other programs; 0: none.")] = 10,
-    save_total_limit: Annotated[int, typer.Option(help="How many of those are kept.")] = 3,
     change_settings: Annotated[
         bool, typer.Option("--change-settings", help="Continue the saved run with all options as given here.")
     ] = False,
@@ -94,7 +84,6 @@ def server(
         Path | None, typer.Option(help="PEM file to serve https with, together with --tls-key.")
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM file with its private key.")] = None,
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Show warnings only.")] = False,
 ) -> None:
     """Serve a run: hold its parameters, and average what workers learn.
 
@@ -102,29 +91,26 @@ def server(
     any worker sees it; after a crash, the same command continues, with what `onstep diloco control` has changed. Ctrl-C
     ends it.
     """
-    logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, format="%(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     for name in ("httpx", "uvicorn"):
         logging.getLogger(name).setLevel(logging.WARNING)
     if token_file is not None and (no_auth or regen_token):
         raise ConfigError("--token-file names the token; drop --no-auth and --regen-token.")
-    from onstep.diloco.protocol.messages import Settings, majority
+    from onstep.diloco.protocol.messages import Settings, default_quorum
     from onstep.diloco.server.server import DiLoCoServer
     from onstep.diloco.wire.tokens import read_token
 
-    quorum = min_workers if min_workers is not None else 1 if async_mode else majority(num_workers)
+    mode: Literal["sync", "async"] = "async" if async_mode else "sync"
     settings = Settings(
-        mode="async" if async_mode else "sync",
+        mode=mode,
         num_workers=num_workers,
-        min_workers=quorum,
+        min_workers=default_quorum(num_workers, mode) if min_workers is None else min_workers,
         sync_every=sync_every,
         num_fragments=num_fragments,
         codec=codec,
         dylu=dylu,
-        blend=blend,
         max_staleness=max_staleness,
         heartbeat_timeout=heartbeat_timeout,
-        initial_deadline=initial_deadline,
-        patience=patience,
     )
     made = DiLoCoServer(
         _source(model, words or []),
@@ -136,7 +122,6 @@ def server(
         outer_optimizer_factory=_outer(outer_lr, outer_momentum),
         dn_buffer_size=dn_buffer_size,
         save_every_n_rounds=save_every,
-        save_total_limit=save_total_limit,
         share=_share(share),
         change_settings=change_settings,
         exclude=exclude or [],

@@ -1,4 +1,4 @@
-"""Speaks HTTP with one server."""
+"""Sends requests to one server over HTTP."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MOST_BYTES = 1 << 40
 """Of an answer; memory is used as bytes arrive."""
 _MOST_JSON_BYTES = 64 << 20
 _TRANSIENT = frozenset({408, 500, 502, 504})
-"""Statuses after which the same request may be answered."""
+"""Statuses after which the same request may succeed."""
 Body = bytes | bytearray | memoryview
 
 
@@ -53,8 +53,7 @@ class Connection:
         address: `host`, `host:port`, or a URL with `http` or `https`.
         timeout: seconds without a byte from the server, or to it, after which it counts as lost.
         token: None for that of the environment, or of the token file of a server on this machine.
-        verify: for `https`, the PEM file of the authority that vouches for the server; None for those that the
-            system knows.
+        verify: for `https`, the PEM file of the certification authority; None for those of the system.
     """
 
     def __init__(
@@ -154,10 +153,10 @@ class Connection:
         try:
             return reply_from_json(document)
         except InvalidMessageError as error:
-            raise ServerLostError(f"{self.url} answers in another way than a DiLoCo server: {error}") from error
+            raise ServerLostError(f"{self.url} does not answer like a DiLoCo server: {error}") from error
 
     def _document(self, received: Received) -> dict[str, Any]:
-        """The JSON object of an answer; of any other text, its beginning as an error."""
+        """The JSON object of an answer; for any other text, an object with its beginning as `error`."""
         if received.body.nbytes > _MOST_JSON_BYTES:
             raise ServerLostError(f"{self.url} sent {received.body.nbytes} bytes where a DiLoCo server sends JSON.")
         content = bytes(received.body)
@@ -174,7 +173,7 @@ def url_of(address: str) -> str:
     """The URL of an address: `http` and port 8512 unless it says otherwise.
 
     Raises:
-        ConfigError: if it is none of a server.
+        ConfigError: for anything but the address of a server.
     """
     url = address if re.match(r"https?://", address) else f"http://{address}"
     try:
@@ -209,7 +208,7 @@ def _http_client(url: str, timeout: float, token: str | None, verify: str | Path
 
 
 def _trusted(url: str, verify: str | Path | None) -> Any:
-    """What decides whether a server is the one that it says to be; preparing that costs 20 ms, so not without TLS."""
+    """The SSL context that verifies a server; creating one costs 20 ms, so only for TLS."""
     if not url.startswith("https:"):
         return False
     import ssl

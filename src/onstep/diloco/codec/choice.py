@@ -6,8 +6,11 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 
-from onstep.diloco.codec.sizes import check_codec, encoded_bytes
+import torch
+
+from onstep.diloco.codec.feedback import ErrorFeedback
 from onstep.diloco.protocol.messages import ParameterSpec
+from onstep.diloco.sizes import check_codec, encoded_bytes
 
 AUTO = "auto"
 CANDIDATES = ("fp32", "bf16", "int8", "int4")
@@ -64,10 +67,6 @@ class CodecChoice:
 
 def measure_encoding() -> dict[str, float]:
     """Seconds per value that encoding and the residual take on this machine, for each candidate."""
-    import torch  # not at the top: the simulator uses `cheapest_exact` without it
-
-    from onstep.diloco.codec.feedback import ErrorFeedback
-
     sample = {"sample": torch.linspace(-1, 1, _SAMPLE_VALUES)}
     measured = {}
     for codec in CANDIDATES:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from onstep.checkpoint.format.tensor_header import DTYPE_NAMES
 from onstep.diloco.codec.blocks import BlockFormat, are_valid_scales
-from onstep.diloco.codec.sizes import BLOCKS, check_codec
 from onstep.diloco.codec.specs import InvalidTensorsError, master_dtype
 from onstep.diloco.protocol.messages import ParameterSpec
+from onstep.diloco.sizes import BLOCKS, check_codec
 
 BLOCK_FORMATS = {"int8": BlockFormat(8, BLOCKS["int8"]), "int4": BlockFormat(4, BLOCKS["int4"])}
 _CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}

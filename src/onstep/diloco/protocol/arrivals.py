@@ -1,20 +1,21 @@
-"""Learns when workers arrive in rounds, and from that how long a round should wait for those that are missing."""
+"""Learns when workers arrive in rounds, and from that how long a round waits for missing workers."""
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from onstep.diloco.protocol.messages import Settings
 
 MIN_SLACK = 1.0
-"""Seconds: what a scheduler or a garbage collector may take."""
+"""Seconds, for delays by a scheduler or a garbage collector."""
 RELATIVE_SLACK = 0.1
-"""Of a round's usual duration: evaluations, checkpoints, a busy network."""
+"""Of a round's usual duration, for evaluations, checkpoints and a busy network."""
 NUM_DURATIONS = 9
-"""The median of so many rounds is not moved by an outage."""
+"""Rounds of which the median is used, so that one outage does not matter."""
 
 
 @dataclass(slots=True)
@@ -92,11 +93,8 @@ class Arrivals:
             "durations": list(self._durations),
         }
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        lags, durations = state["lags"], state["durations"]
-        assert isinstance(lags, dict)
-        assert isinstance(durations, list)
-        self._lags = {worker_id: Lag(mean, deviation) for worker_id, (mean, deviation) in lags.items()}
-        self._durations = deque(durations, maxlen=NUM_DURATIONS)
-        self._usual = statistics.median(durations) if durations else None
+        self._lags = {worker_id: Lag(mean, deviation) for worker_id, (mean, deviation) in state["lags"].items()}
+        self._durations.extend(state["durations"])
+        self._usual = statistics.median(self._durations) if self._durations else None

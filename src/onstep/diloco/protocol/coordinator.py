@@ -1,6 +1,6 @@
-"""The server's side of the protocol: decides what counts and when a round closes.
+"""Decides which submissions count and when a round closes: the server's side of the protocol.
 
-It sees metadata only. It has no clock (`now` is an argument, in seconds, and never goes back), no threads and no
+It handles metadata only. It has no clock (`now` is an argument, in seconds, and never goes back), no threads and no
 randomness, so that the same code serves real workers and a simulated thousand.
 """
 
@@ -10,6 +10,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from typing import Any
 
 from onstep.diloco.protocol.messages import (
     PROTOCOL_VERSION,
@@ -32,8 +33,7 @@ from onstep.diloco.protocol.messages import (
 )
 from onstep.diloco.protocol.roster import Member, Roster
 from onstep.diloco.protocol.rounds import Closed, Contribution, Rounds
-from onstep.diloco.protocol.settings import STATE_VERSION, check_settings, check_state
-from onstep.diloco.protocol.verdicts import no_such_fragment, unfit, verdict
+from onstep.diloco.protocol.settings import STATE_VERSION, check_settings, check_state, misfit
 
 
 class Coordinator:
@@ -41,12 +41,12 @@ class Coordinator:
 
     The owner passes each request to `handle` and calls `tick` at `next_wake`. After either, it executes the rounds of
     `take_closed`: the outer step, then persisting the tensors together with `state_after`, then `committed`. Only then
-    is the version there for the workers. Nothing else may be persisted between the last two: it would undo the commit.
-    The owner keeps the tensors of a submission that was accepted until its round is taken.
+    do workers get the version. Nothing else may be persisted between the last two: it would undo the commit. The owner
+    keeps the tensors of an accepted submission until its round is taken.
 
     A round closes when all registered workers are in it and it has a quorum, or when it has a quorum and its deadline
-    has passed (see `Arrivals`). Until `num_workers` have been there together, registered or with a submission, the
-    first round only closes by its deadline.
+    has passed (see `Arrivals`). Until `num_workers` have been registered, or have submitted, at the
+    same time, the first round closes only by its deadline.
 
     A submission that is late by `s` versions joins the open round with the weight `tokens / (1 + s)`, or is dropped if
     `s > max_staleness`. In asynchronous mode every submission is a round of its own and is never too late.
@@ -58,7 +58,7 @@ class Coordinator:
         *,
         run_id: str,
         fingerprint: str,
-        state: Mapping[str, object] | None = None,
+        state: Mapping[str, Any] | None = None,
         now: float = 0.0,
     ) -> None:
         """Start a run, or continue the one whose `state_dict` is given.
@@ -71,7 +71,7 @@ class Coordinator:
         self.run_id = run_id
         self.fingerprint = fingerprint
         self.revision = 0
-        """Changes when the roster does. Persist `state_dict` then, before the request that changed it is answered."""
+        """Incremented when the roster changes; `state_dict` must then be persisted before the request is answered."""
         self.counts: Counter[str] = Counter()
         self._roster = Roster(settings.num_workers)
         self._rounds = [Rounds(fragment, now) for fragment in range(settings.num_fragments)]
@@ -95,7 +95,7 @@ class Coordinator:
     @property
     def step(self) -> int:
         """Optimizer steps of the run so far."""
-        return round(max(rounds.steps for rounds in self._rounds))
+        return round(max(rounds.committed.steps for rounds in self._rounds))
 
     def handle(self, request: Request, now: float) -> Reply:
         """Answer a request."""
@@ -105,13 +105,13 @@ class Coordinator:
         return reply
 
     def begin(self, now: float) -> None:
-        """Start all clocks, where the owner begins to serve later than it made this, or by another clock."""
+        """Restart all clocks: serving begins later than the construction, or with another clock."""
         self._roster.begin(now)
         for rounds in self._rounds:
             rounds.open.start = now
 
     def tick(self, now: float) -> None:
-        """Evict who has been silent for too long and close the rounds whose deadline has passed."""
+        """Evict workers after their heartbeat timeout, and close rounds after their deadline."""
         if self.settings.heartbeat_timeout:
             for worker_id in self._roster.silent(now, self.settings.heartbeat_timeout):
                 self._remove(worker_id, "deaths")
@@ -119,7 +119,7 @@ class Coordinator:
             self._close_if_due(rounds, now)
 
     def next_wake(self) -> float | None:
-        """When `tick` has something to do, if nothing else happens before."""
+        """The time of the next `tick`, if no request comes before."""
         times = [
             rounds.open.deadline for rounds in self._rounds if rounds.open.deadline is not None and not rounds.closing
         ]
@@ -128,13 +128,13 @@ class Coordinator:
         return min(times, default=None)
 
     def take_closed(self) -> list[Closed]:
-        """The rounds that were closed since the last call, to be executed in this order."""
+        """The rounds closed since the last call, to be executed in this order."""
         taken = list(self._to_take)
         self._to_take.clear()
         return taken
 
     def committed(self, closed: Closed, digest: str, now: float) -> None:
-        """Make an executed and persisted round's version the newest.
+        """Make the version of an executed and persisted round the newest.
 
         Raises:
             ValueError: if an earlier round of the fragment is not committed yet.
@@ -145,21 +145,20 @@ class Coordinator:
         self._close_if_due(rounds, now)
 
     def forget_update(self, fragment: int) -> None:
-        """Offer the parameters themselves from now on, where the owner has freed what led to the newest version."""
+        """Send whole parameters from now on: the owner has freed the update to the newest version."""
         self._rounds[fragment].has_update = False
 
     def preview(self, request: Submit, now: float) -> Reply | None:
-        """What the answer to a submission will be, before its tensors are read; None if it will count."""
+        """The answer to a submission whose tensors need not be read; None if it will count."""
         member = self._roster.find(request.worker_id, request.session)
         if isinstance(member, Refused):
             return member
         self._roster.touch(request.worker_id, now)
-        if not 0 <= request.fragment < len(self._rounds):
-            return no_such_fragment(request.fragment, len(self._rounds))
-        return verdict(request, self._rounds[request.fragment], self.settings)
+        rounds = self._rounds_of(request.fragment)
+        return rounds if isinstance(rounds, Refused) else rounds.answer(request, self.settings)
 
     def evict(self, worker_id: str, now: float) -> bool:
-        """Remove a worker as if it had been silent for too long; whether it was registered."""
+        """Remove a worker as after its heartbeat timeout; whether it was registered."""
         return self._leave(worker_id, "evictions", now)
 
     def set_num_workers(self, num_workers: int, now: float) -> None:
@@ -177,8 +176,14 @@ class Coordinator:
         for rounds in self._rounds:
             self._close_if_due(rounds, now)
 
+    def _rounds_of(self, fragment: int) -> Rounds | Refused:
+        if 0 <= fragment < len(self._rounds):
+            return self._rounds[fragment]
+        error = f"fragment must be from 0 to {len(self._rounds) - 1}, got {fragment}"
+        return Refused(400, error, {"kind": "fragment"})
+
     def _register(self, request: Register, now: float) -> Reply:
-        refused = unfit(request, self.fingerprint, self.settings.num_fragments)
+        refused = misfit(request, self.fingerprint, self.settings.num_fragments)
         if refused is not None:
             return refused
         is_known = request.worker_id in self._roster.members
@@ -194,11 +199,11 @@ class Coordinator:
             self._has_assembled = self._has_assembled or self._are_all_there()
         for rounds in self._rounds:
             if rounds.version == 0 and not rounds.open.contributions:
-                rounds.open.start = now  # time spent waiting for the first workers does not belong to a round
+                rounds.open.start = now  # the wait for the first workers is not part of a round
         return self._registered(member)
 
     def _are_all_there(self) -> bool:
-        """Whether so many workers as are expected are registered, or were and are in an open round."""
+        """Whether all expected workers are registered or have a submission in an open round."""
         arrived = [rounds.open.contributions.keys() for rounds in self._rounds]
         return len(set(self._roster.last_seen).union(*arrived)) >= self.settings.num_workers
 
@@ -242,8 +247,7 @@ class Coordinator:
 
     def _count_dropped(self, request: Submit, now: float) -> None:
         rounds = self._rounds[request.fragment]
-        settled = rounds.settled.get(request.worker_id)
-        if settled is not None and settled.sequence == request.sequence:
+        if rounds.was_dropped(request):
             self.counts["repeats"] += 1
             return
         rounds.observe_late(request, now)
@@ -255,9 +259,9 @@ class Coordinator:
         if isinstance(member, Refused):
             return member
         self._roster.touch(request.worker_id, now)
-        if not 0 <= request.fragment < len(self._rounds):
-            return no_such_fragment(request.fragment, len(self._rounds))
-        rounds = self._rounds[request.fragment]
+        rounds = self._rounds_of(request.fragment)
+        if isinstance(rounds, Refused):
+            return rounds
         if request.sequence is not None:
             version = rounds.known_version(request.worker_id, request.sequence)
             if version is None:
@@ -267,7 +271,7 @@ class Coordinator:
         return self._ready(request, rounds) if request.version <= rounds.version else NotYet(rounds.version)
 
     def _ready(self, request: Await, rounds: Rounds) -> Ready:
-        """The newest version: what leads to it from the one before, if the owner has that and the worker this one."""
+        """The newest version: as an update, if the owner has it and the worker has the previous version."""
         codec = self.settings.codec
         is_update = rounds.has_update and codec != "fp32" and request.have_version == rounds.version - 1
         return Ready(
@@ -275,8 +279,8 @@ class Coordinator:
             version=rounds.version,
             kind="update" if is_update else "full",
             codec=codec if is_update else "fp32",
-            digest=rounds.digest,
-            num_contributors=len(rounds.contributors),
+            digest=rounds.committed.digest,
+            num_contributors=len(rounds.committed.contributors),
         )
 
     def _heartbeat(self, request: Heartbeat, now: float) -> Reply:
@@ -290,7 +294,7 @@ class Coordinator:
         return Beat(self.versions, len(self._roster.last_seen), self._recommended(member))
 
     def _recommended(self, member: Member) -> int | None:
-        """Steps that a worker should take a round, so that all arrive together. Source: Liu et al. 2024, section 5."""
+        """Steps per round with which a worker submits together with the others. Source: Liu et al. 2024, section 5."""
         if not self.settings.dylu or member.steps_per_second <= 0:
             return None
         return max(1, math.floor(member.steps_per_second / self._roster.fastest * self.settings.sync_every))
@@ -325,12 +329,12 @@ class Coordinator:
             self._to_take.append(closed)
 
     def _steps_of(self, closed: Closed) -> float:
-        """Optimizer steps by which a version brings the run forward."""
+        """Optimizer steps by which a version advances the run."""
         steps = max(one.submit.steps for one in closed.contributions)
         return steps if self.settings.mode == "sync" else steps / max(1, len(self._roster.last_seen))
 
     def state_dict(self) -> dict[str, object]:
-        """JSON-safe: all that is committed. Rounds that are not are made again from repeated submissions."""
+        """JSON-safe: everything committed. Open rounds are rebuilt from repeated submissions."""
         return {
             "state_version": STATE_VERSION,
             "protocol_version": PROTOCOL_VERSION,
@@ -344,7 +348,7 @@ class Coordinator:
         }
 
     def state_after(self, closed: Closed, digest: str) -> dict[str, object]:
-        """What `state_dict` will be when a closed round is committed: what to persist together with its tensors."""
+        """The `state_dict` after the commit of a closed round: to be persisted together with its tensors."""
         state = self.state_dict()
         fragments = state["fragments"]
         assert isinstance(fragments, list)
@@ -366,20 +370,16 @@ class Coordinator:
             "counts": dict(self.counts),
         }
 
-    def _load(self, state: Mapping[str, object], now: float) -> None:
+    def _load(self, state: Mapping[str, Any], now: float) -> None:
         check_state(state, self.fingerprint, self.settings.num_fragments)
-        roster, fragments, counts = (state[key] for key in ("roster", "fragments", "counts"))
-        assert isinstance(roster, dict)
-        assert isinstance(fragments, list)
-        assert isinstance(counts, dict)
-        self.run_id, self._has_assembled = str(state["run_id"]), bool(state["has_assembled"])
-        self._roster.load_state_dict(roster, now)
-        for rounds, one in zip(self._rounds, fragments, strict=True):
-            rounds.load_state_dict(one, now)
-        self.counts = Counter(counts)
+        self.run_id, self._has_assembled = state["run_id"], state["has_assembled"]
+        self._roster.load_state_dict(state["roster"], now)
+        for rounds, saved in zip(self._rounds, state["fragments"], strict=True):
+            rounds.load_state_dict(saved, now)
+        self.counts = Counter(state["counts"])
 
 
 def _counted(closed: Closed) -> Counter[str]:
-    """What a committed round adds to the counts."""
+    """The counts of one committed round."""
     how = "complete_rounds" if closed.is_complete else "rounds_by_deadline"
     return Counter({"commits": 1, how: 1, "contributions": len(closed.contributions)})

@@ -1,8 +1,8 @@
-"""The requests of workers and the replies of a server.
+"""Defines the requests of workers and the replies of a server.
 
 A run's parameters are divided into fragments (one, unless streaming), and each fragment has versions: 0 is what the
-server started with, and every outer step on the fragment makes the next one. A round is what leads from one version of
-a fragment to the next. Tensors travel beside these messages, as the body of a submission or of a reply.
+server started with, and every outer step on the fragment makes the next one. A round leads from one version of a
+fragment to the next. Tensors travel beside these messages, as the body of a submission or of a reply.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 PROTOCOL_VERSION = 1
-"""Incremented by every change after which an older worker or server would misunderstand the other."""
+"""Incremented by every incompatible change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +47,14 @@ def _described(spec: ParameterSpec | None) -> str:
 
 
 def fingerprint(specs: Sequence[ParameterSpec]) -> str:
-    """What two models have in common if all parameters have the same names and shapes and are averaged in the same
-    dtype, in any order."""
+    """A hash that is equal for models whose parameters have the same names, shapes and averaging dtypes."""
     text = json.dumps(sorted([spec.name, list(spec.shape), averaged_dtype(spec.dtype)] for spec in specs))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the server decides for all workers; sent at registration."""
+    """The settings of a run, decided by the server and sent at registration."""
 
     mode: Literal["sync", "async"] = "sync"
     num_workers: int = 1
@@ -83,14 +82,14 @@ class Settings:
     """A round lasts at most this many times as long as it took to reach the quorum, plus a little slack; at least 1."""
 
 
-def majority(num_workers: int) -> int:
-    """Default quorum: more than half of the expected workers."""
-    return num_workers // 2 + 1
+def default_quorum(num_workers: int, mode: str) -> int:
+    """More than half of the expected workers; 1 in asynchronous mode, which has no quorum."""
+    return 1 if mode == "async" else num_workers // 2 + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """Join the run, or come back to it."""
+    """Join the run, or rejoin it."""
 
     worker_id: str
     session: str
@@ -107,7 +106,7 @@ class Register:
     offer: int = 0
     """Number from the answer to an earlier registration, to accept it; 0 to ask."""
     resumes_at: int | None = None
-    """First submission of fragment 0 that a restored state does not have; None for a worker without one."""
+    """First sequence number of fragment 0 after the restored state; None for a worker without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,7 @@ class Registered:
     step: int
     """Optimizer steps of the run so far: where a joiner's learning-rate schedule continues."""
     next_sequences: tuple[int, ...] = ()
-    """First sequence number of each fragment that the server does not know from this worker."""
+    """First sequence number of each fragment that is unknown to the server."""
     offer: int = 0
     """If not 0, nothing has changed yet, because the id has another session: register again with this number to replace
     it. (A delayed registration of a process that is dead by now is never followed by a second one.)"""
@@ -146,7 +145,7 @@ class Submit:
     tokens: int
     """Tokens (or samples, or steps: the same unit for all workers) behind it, its weight in the average; > 0."""
     steps: int
-    """Optimizer steps behind it."""
+    """Optimizer steps that led to it."""
     codec: str = "fp32"
 
 
@@ -155,7 +154,7 @@ class Accepted:
     """The submission counts, or counted already if it was sent again."""
 
     version: int
-    """The version that has or will have it."""
+    """The version that contains or will contain it."""
     is_repeat: bool = False
 
 
@@ -170,7 +169,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Ask for a version of a fragment that is, or may be, still being made. Repeated until the answer is Ready."""
+    """Ask for a version of a fragment that might not exist yet. Repeated until the answer is Ready."""
 
     worker_id: str
     session: str
@@ -178,9 +177,9 @@ class Await:
     version: int
     """The oldest version that will do."""
     have_version: int | None = None
-    """The version that the worker has; what differs from it may be all that is sent. None for all parameters."""
+    """The version that the worker has, so that an update may be sent; None for whole parameters."""
     sequence: int | None = None
-    """The submission that the worker waits for. If given, Ready means that it was counted."""
+    """Sequence number of the submission that the worker waits for. If given, Ready means that it was counted."""
     wait: float = 0.0
     """Seconds that the server may take before it answers NotYet."""
 
@@ -197,12 +196,12 @@ class Ready:
     digest: str = ""
     """Hash of the version's parameters, equal on all workers."""
     num_contributors: int = 0
-    """Workers whose submissions the version has."""
+    """Workers whose submissions the version contains."""
 
 
 @dataclass(frozen=True, slots=True)
 class NotYet:
-    """The version is not there yet."""
+    """The version does not exist yet."""
 
     version: int
     """Newest version of the fragment."""
@@ -240,12 +239,12 @@ class Deregister:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The worker is not a member, or not any more."""
+    """The worker is not a member."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The request cannot be answered; trying the same again will not help, except with status 503."""
+    """The request is refused; repeating it will not help, except with status 503."""
 
     status: int
     """Of HTTP: 400 malformed, 401 token, 404 unknown worker (register again), 409 another worker has the id, or another

@@ -1,9 +1,11 @@
-"""Keeps the members of a run: their sessions, shares of the data and signs of life."""
+"""Keeps the members of a run: their sessions, shares of the data and last requests."""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from onstep.diloco.protocol.messages import Refused, Register, Submit
 
@@ -13,7 +15,7 @@ NUM_RETIRED = 8
 
 @dataclass(slots=True)
 class Member:
-    """A worker that has registered at some time."""
+    """A worker that has registered at least once."""
 
     worker_id: str
     session: str
@@ -21,26 +23,26 @@ class Member:
     hostname: str = ""
     step: int = 0
     submitted_steps: int = 0
-    """Those of `step` that are behind submissions."""
+    """Those of `step` that were submitted."""
     steps_per_second: float = 0.0
     retired: list[str] = field(default_factory=list)
-    """Sessions that left or that a newer one replaced: a request of theirs that was under way must not count."""
+    """Sessions that left or were replaced: requests of theirs that arrive later must not count."""
 
     candidate: str = ""
-    """Session that has asked to replace this one."""
+    """Session that asked to replace this one."""
     offer: int = 0
-    """Number that the candidate has to send back."""
+    """Number that the candidate must send back."""
     last_noted: int = -1
-    """Newest sequence number whose steps are part of the slot's."""
+    """Newest sequence number whose steps are included in the slot's."""
     last_steps: int = 0
-    """The steps of that submission."""
+    """Steps of that submission."""
     last_slot: int = -1
-    """The slot that it was noted for."""
+    """Slot at that submission."""
     last_end: int = -1
-    """How far that slot was used then."""
+    """Steps of that slot after it."""
 
     def accepts(self, request: Register) -> bool:
-        """Whether a new session may replace this one; if not yet, a new offer is made to it."""
+        """Whether a new session may replace this one; if not yet, it gets a new offer."""
         if request.session == self.candidate and request.offer == self.offer:
             return True
         self.candidate, self.offer = request.session, self.offer + 1
@@ -48,46 +50,43 @@ class Member:
 
     @property
     def has_left(self) -> bool:
-        """Whether its session will not come back."""
+        """Whether its session deregistered."""
         return self.session in self.retired
 
     def retire(self) -> None:
-        """Accept nothing more from the session."""
+        """Refuse all later requests of the session."""
         self.retired = [*self.retired, self.session][-NUM_RETIRED:]
 
     def begin_session(self, session: str, step: int) -> None:
-        """Continue with another process, which may have started from an older state."""
+        """Replace the session by that of another process, which may have started from an older state."""
         if not self.has_left:
             self.retire()
         self.session, self.steps_per_second = session, 0.0
         self.submitted_steps = min(self.submitted_steps, step)
 
     def note_submission(self, sequence: int, steps: int, slot_steps: int) -> None:
-        """Note the newest submission, and how far it has brought the worker and its slot."""
+        """Note the newest submission, and the steps of the worker and its slot after it."""
         self.last_noted, self.last_steps = sequence, steps
         self.last_slot, self.last_end = self.slot, slot_steps
         self.submitted_steps += steps
         self.step = max(self.step, self.submitted_steps)
 
     def take_back_note(self) -> int:
-        """As if the newest submission had not been noted; returns its steps."""
+        """Undo the note of the newest submission; returns its steps."""
         steps, self.last_noted, self.last_steps = self.last_steps, self.last_noted - 1, 0
         self.submitted_steps = max(0, self.submitted_steps - steps)
         return steps
 
 
 class Roster:
-    """Members and which of them are registered now.
-
-    The time of the last request orders the registered, so that the one that has been silent longest is the first.
-    """
+    """All members, and the registered ones in order of their last request, the longest silent first."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.members: dict[str, Member] = {}
         self.last_seen: OrderedDict[str, float] = OrderedDict()
         self.slot_steps: Counter[int] = Counter()
-        """How far each share of the data is used, in optimizer steps."""
+        """Optimizer steps taken on each share of the data."""
         self._fastest = 0.0
 
     @property
@@ -96,7 +95,7 @@ class Roster:
         return self._fastest
 
     def enter(self, request: Register, now: float, next_sequence: int) -> Member | Refused:
-        """Register a worker, make an offer to another session of its id, or refuse a session that is over.
+        """Register a worker, make an offer to another session of its id, or refuse a session that has ended.
 
         A restored worker repeats the steps of a submission that a server lost when it died: `next_sequence` is the
         first of the worker's submissions that no round has.
@@ -131,18 +130,18 @@ class Roster:
         return member
 
     def touch(self, worker_id: str, now: float) -> None:
-        """Note a sign of life."""
+        """Note a request of a worker."""
         self.last_seen[worker_id] = now
         self.last_seen.move_to_end(worker_id)
 
     def leave(self, worker_id: str) -> bool:
-        """Remove a worker from the registered; whether it was one."""
+        """Remove a worker from the registered ones; whether it was registered."""
         was_registered = self.last_seen.pop(worker_id, None) is not None
         self._find_fastest()
         return was_registered
 
     def note_speed(self, member: Member, steps_per_second: float) -> None:
-        """Note what a heartbeat says."""
+        """Note the speed reported in a heartbeat."""
         was_fastest = member.steps_per_second == self._fastest
         member.steps_per_second = steps_per_second
         if was_fastest and steps_per_second < self._fastest:
@@ -151,10 +150,10 @@ class Roster:
             self._fastest = max(self._fastest, steps_per_second)
 
     def note_submission(self, submit: Submit) -> None:
-        """Note how far a share of the data is used, once for each submission: whoever trains on it next starts there.
+        """Note how much of a share of the data is used, once for each submission: the next worker continues from there.
 
-        The note outlives a server that dies before the submission is committed: its data is then not given to another
-        session either.
+        The note is kept if the server dies before the submission is committed, so that no other session trains on the
+        same data.
         """
         member = self.members[submit.worker_id]
         if submit.sequence > member.last_noted:
@@ -162,17 +161,17 @@ class Roster:
             member.note_submission(submit.sequence, submit.steps, self.slot_steps[member.slot])
 
     def _take_back_note(self, member: Member) -> None:
-        """As if the member's newest submission had not been noted; data that another has used since stays used."""
+        """Undo the note of the member's newest submission, unless another worker has used the share since."""
         steps = member.take_back_note()
         if self.slot_steps[member.last_slot] == member.last_end:
             self.slot_steps[member.last_slot] -= steps
 
     def begin(self, now: float) -> None:
-        """Give all who are registered the time of a sign of life."""
+        """Restart the heartbeat timeouts of all registered workers."""
         self.last_seen = OrderedDict.fromkeys(self.last_seen, now)
 
     def silent(self, now: float, timeout: float) -> list[str]:
-        """The registered whose last request is older than `timeout` seconds."""
+        """Registered workers whose last request is older than `timeout` seconds."""
         found = []
         for worker_id, seen in self.last_seen.items():
             if seen + timeout > now:
@@ -184,12 +183,12 @@ class Roster:
         self._fastest = max((self.members[one].steps_per_second for one in self.last_seen), default=0.0)
 
     def _slot_again(self, member: Member) -> int:
-        """A member's slot when it comes back: its own, unless somebody else has it now."""
+        """A returning member's slot: its own, unless another worker has it now."""
         taken = {self.members[one].slot for one in self.last_seen if one != member.worker_id}
         return member.slot if member.slot not in taken else self._free_slot(member.worker_id)
 
     def _free_slot(self, but: str | None = None) -> int:
-        """A slot that nobody ever had, else one whose owner has left or was evicted, else one that has to be shared."""
+        """A slot that was never used, else one of a member that left or was evicted, else one that must be shared."""
         others = [member for one, member in self.members.items() if one != but]
         had = {member.slot for member in others}
         may_be_used = {member.slot for member in others if not member.has_left}
@@ -224,15 +223,11 @@ class Roster:
             "slot_steps": {str(slot): steps for slot, steps in self.slot_steps.items()},
         }
 
-    def load_state_dict(self, state: dict[str, object], now: float) -> None:
-        """Restore what `state_dict` returned; the registered have a heartbeat timeout from now."""
-        members, registered, slot_steps = state["members"], state["registered"], state["slot_steps"]
-        assert isinstance(members, list)
-        assert isinstance(slot_steps, dict)
-        assert isinstance(registered, list)
-        self.members = {one["worker_id"]: Member(**one) for one in members}
-        self.last_seen = OrderedDict((worker_id, now) for worker_id in registered)
-        self.slot_steps = Counter({int(slot): steps for slot, steps in slot_steps.items()})
+    def load_state_dict(self, state: Mapping[str, Any], now: float) -> None:
+        """Restore a `state_dict`; the heartbeat timeouts start now."""
+        self.members = {saved["worker_id"]: Member(**saved) for saved in state["members"]}
+        self.last_seen = OrderedDict.fromkeys(state["registered"], now)
+        self.slot_steps = Counter({int(slot): steps for slot, steps in state["slot_steps"].items()})
         self._find_fastest()
 
 

@@ -1,13 +1,14 @@
-"""The rounds of one fragment: which submissions are in the open one, and when it closes."""
+"""Keeps the rounds of one fragment: the submissions of the open round, and when it closes."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import KeysView
-from dataclasses import dataclass, field
+from collections.abc import KeysView, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from onstep.diloco.protocol.arrivals import Arrivals
-from onstep.diloco.protocol.messages import Settings, Submit
+from onstep.diloco.protocol.messages import Accepted, Dropped, Refused, Reply, Settings, Submit
 
 NUM_REMEMBERED = 4
 """Earlier rounds whose late arrivals are still measured."""
@@ -23,11 +24,11 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A round that nothing is added to any more. Its owner does the outer step and then says `committed`."""
+    """A round without further submissions. Its owner executes the outer step and then calls `committed`."""
 
     fragment: int
     version: int
-    """The version that the outer step makes."""
+    """The version that the outer step produces."""
     contributions: tuple[Contribution, ...]
     is_complete: bool = True
     """Whether all registered workers are in it; if not, it was closed by its deadline."""
@@ -38,18 +39,47 @@ class Closed:
         return tuple(sorted({one.submit.worker_id for one in self.contributions}))
 
 
-@dataclass(slots=True)
-class Settled:
-    """What became of a worker's last settled submission of a fragment."""
+@dataclass(frozen=True, slots=True)
+class LastSubmission:
+    """A worker's last submission of a fragment that was committed or dropped."""
 
     sequence: int
     version: int | None
-    """The version that has it; None if it was dropped."""
+    """The version that contains it; None if it was dropped."""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """All that is known about a fragment once a version is committed, apart from the arrivals."""
+
+    version: int = 0
+    digest: str = ""
+    contributors: tuple[str, ...] = ()
+    steps: float = 0.0
+    """Optimizer steps of the run up to this version."""
+    last: Mapping[str, LastSubmission] = field(default_factory=dict)
+    """By worker."""
+
+    def after(self, closed: Closed, digest: str, steps: float) -> Committed:
+        """The same after the commit of a round, which brings the run forward by optimizer steps."""
+        in_order = sorted(closed.contributions, key=lambda one: one.submit.sequence)
+        last = {one.submit.worker_id: LastSubmission(one.submit.sequence, closed.version) for one in in_order}
+        return Committed(closed.version, digest, closed.contributors, self.steps + steps, {**self.last, **last})
+
+    def state_dict(self) -> dict[str, object]:
+        """JSON-safe."""
+        return {
+            "version": self.version,
+            "digest": self.digest,
+            "contributors": list(self.contributors),
+            "steps": self.steps,
+            "settled": {worker_id: [one.sequence, one.version] for worker_id, one in self.last.items()},
+        }
 
 
 @dataclass(slots=True)
 class OpenRound:
-    """What has arrived since the round before was closed."""
+    """The submissions since the previous round was closed."""
 
     start: float
     contributions: dict[str, list[Contribution]] = field(default_factory=dict)
@@ -59,45 +89,72 @@ class OpenRound:
     num_on_time: int = 0
     """Submissions that start from the newest version."""
     measured_at: float | None = None
-    """When the last of them came that a quorum requires: late ones say nothing about how long a round is."""
+    """When these reached the quorum: late submissions say nothing about the duration of a round."""
 
 
 class Rounds:
-    """One fragment's versions, settled submissions, closed rounds that are being executed, and the open round."""
+    """One fragment's newest version, closed rounds that are being executed, and the open round."""
 
     def __init__(self, fragment: int, now: float) -> None:
         self.fragment = fragment
-        self.version = 0
-        self.digest = ""
-        self.contributors: tuple[str, ...] = ()
-        self.steps = 0.0
+        self.committed = Committed()
         self.has_update = False
-        """Whether the owner has what leads from the version before to this one, as it has after a commit."""
-        self.settled: dict[str, Settled] = {}
+        """Whether the owner has the update from the previous version to this one, as it has after a commit."""
         self.arrivals = Arrivals()
         self.open = OpenRound(now)
         self.closing: deque[Closed] = deque()
         self.in_flight: dict[str, dict[int, int]] = {}
-        """Sequence numbers that are in a round which is not committed, with the version that will have them."""
+        """By worker: sequence numbers in rounds that are not committed, with the version that will contain them."""
         self._measured: dict[int, float] = {}
 
     @property
+    def version(self) -> int:
+        """The newest committed version."""
+        return self.committed.version
+
+    @property
     def next_version(self) -> int:
-        """The version that the open round will make."""
+        """The version that the open round will produce."""
         return self.version + len(self.closing) + 1
 
     def known_version(self, worker_id: str, sequence: int) -> int | None:
-        """The version that has or will have a submission; None if it is in none."""
-        settled = self.settled.get(worker_id)
-        if settled is not None and settled.sequence == sequence:
-            return settled.version
+        """The version that contains or will contain a submission; None if no round has it."""
+        last = self.committed.last.get(worker_id)
+        if last is not None and last.sequence == sequence:
+            return last.version
         in_flight = self.in_flight.get(worker_id)
         return in_flight.get(sequence) if in_flight else None
 
     def next_sequence(self, worker_id: str) -> int:
-        """The first sequence number that is not known from a worker."""
-        settled = self.settled.get(worker_id)
-        return max(self.in_flight.get(worker_id, ()), default=settled.sequence if settled else -1) + 1
+        """The first sequence number of a worker that is unknown here."""
+        last = self.committed.last.get(worker_id)
+        return max(self.in_flight.get(worker_id, ()), default=last.sequence if last else -1) + 1
+
+    def was_dropped(self, submit: Submit) -> bool:
+        """Whether the submission is a worker's last, and was dropped."""
+        return self.committed.last.get(submit.worker_id) == LastSubmission(submit.sequence, None)
+
+    def answer(self, request: Submit, settings: Settings) -> Reply | None:
+        """The answer to a submission that is repeated or cannot count; None if it is new and counts."""
+        version = self.known_version(request.worker_id, request.sequence)
+        if version is not None:
+            return Accepted(version, is_repeat=True)
+        expected = self.next_sequence(request.worker_id)
+        if request.sequence < expected and self.was_dropped(request):
+            return Dropped("dropped before", self.version)
+        if request.sequence < expected:
+            error = f"sequence {request.sequence} is over; the next is {expected}"
+            return Refused(409, error, {"kind": "old_sequence"})
+        if request.base_version > self.version:
+            error = (
+                f"base_version {request.base_version} does not exist, the newest is {self.version}; "
+                "if the server was started from an older state, restart the workers"
+            )
+            return Refused(409, error, {"kind": "future_version"})
+        staleness = self.next_version - 1 - request.base_version
+        if settings.mode == "async" or staleness <= settings.max_staleness:
+            return None
+        return Dropped(f"{staleness} versions late, max_staleness is {settings.max_staleness}", self.version)
 
     def add(self, one: Contribution, now: float, registered: KeysView[str], settings: Settings) -> None:
         """Put a submission into the open round."""
@@ -158,10 +215,8 @@ class Rounds:
         if not self.closing or self.closing[0] is not closed:
             raise ValueError(f"version {closed.version} of fragment {self.fragment} is not the next to commit")
         self.closing.popleft()
-        self.version, self.digest, self.contributors = closed.version, digest, closed.contributors
+        self.committed = self.committed.after(closed, digest, steps)
         self.has_update = True
-        self.steps += steps
-        self.settled.update(_settled_by(closed))
         for one in closed.contributions:
             self._land(one.submit)
         self.open.start = now
@@ -174,14 +229,15 @@ class Rounds:
 
     def drop(self, submit: Submit) -> None:
         """Remember that a submission was dropped."""
-        self.settled[submit.worker_id] = Settled(submit.sequence, None)
+        last = {**self.committed.last, submit.worker_id: LastSubmission(submit.sequence, None)}
+        self.committed = replace(self.committed, last=last)
 
     def status(self, now: float, registered: KeysView[str]) -> dict[str, object]:
         """JSON-safe: the open round."""
         return {
             "version": self.version,
-            "digest": self.digest,
-            "contributors": list(self.contributors),
+            "digest": self.committed.digest,
+            "contributors": list(self.committed.contributors),
             "arrived": sorted(self.open.contributions),
             "missing": sorted(registered - self.open.contributions.keys()),
             "age_seconds": now - self.open.start,
@@ -192,41 +248,17 @@ class Rounds:
 
     def state_dict(self) -> dict[str, object]:
         """JSON-safe: what is committed. The open round is not: its submissions are sent again."""
-        return {
-            "version": self.version,
-            "digest": self.digest,
-            "contributors": list(self.contributors),
-            "steps": self.steps,
-            "settled": {worker_id: [one.sequence, one.version] for worker_id, one in self.settled.items()},
-            "arrivals": self.arrivals.state_dict(),
-        }
+        return {**self.committed.state_dict(), "arrivals": self.arrivals.state_dict()}
 
     def state_after(self, closed: Closed, digest: str, steps: float) -> dict[str, object]:
-        """What `state_dict` will be after `commit`."""
-        state = self.state_dict()
-        settled = {worker_id: [one.sequence, one.version] for worker_id, one in _settled_by(closed).items()}
-        changed = {"version": closed.version, "digest": digest, "contributors": list(closed.contributors)}
-        before = state["settled"]
-        assert isinstance(before, dict)
-        return state | changed | {"steps": self.steps + steps, "settled": before | settled}
+        """The `state_dict` after a commit."""
+        return {**self.state_dict(), **self.committed.after(closed, digest, steps).state_dict()}
 
-    def load_state_dict(self, state: dict[str, object], now: float) -> None:
-        """Restore what `state_dict` returned."""
-        version, steps, contributors, settled = (state[key] for key in ("version", "steps", "contributors", "settled"))
-        arrivals = state["arrivals"]
-        assert isinstance(version, int)
-        assert isinstance(steps, float | int)
-        assert isinstance(contributors, list)
-        assert isinstance(settled, dict)
-        assert isinstance(arrivals, dict)
-        self.version, self.digest, self.steps = version, str(state["digest"]), float(steps)
-        self.contributors = tuple(contributors)
-        self.settled = {worker_id: Settled(*one) for worker_id, one in settled.items()}
-        self.arrivals.load_state_dict(arrivals)
+    def load_state_dict(self, state: dict[str, Any], now: float) -> None:
+        """Restore a `state_dict`."""
+        last = {worker_id: LastSubmission(*one) for worker_id, one in state["settled"].items()}
+        self.committed = Committed(
+            state["version"], state["digest"], tuple(state["contributors"]), float(state["steps"]), last
+        )
+        self.arrivals.load_state_dict(state["arrivals"])
         self.open = OpenRound(now)
-
-
-def _settled_by(closed: Closed) -> dict[str, Settled]:
-    """What is known of each contributor when a round is committed: its last submission."""
-    in_order = sorted(closed.contributions, key=lambda one: one.submit.sequence)
-    return {one.submit.worker_id: Settled(one.submit.sequence, closed.version) for one in in_order}

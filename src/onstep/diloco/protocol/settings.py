@@ -1,4 +1,4 @@
-"""Checks the settings of a run, and whether a saved state can be continued with them."""
+"""Checks the settings of a run, and whether a saved state or a worker fits them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from onstep.diloco.protocol.messages import Settings
+from onstep.diloco.protocol.messages import PROTOCOL_VERSION, Refused, Register, Settings
 from onstep.errors import ConfigError, require
 
 STATE_VERSION = 1
-"""Of what `Coordinator.state_dict` returns."""
+"""Of `Coordinator.state_dict`."""
 UNCHANGING = frozenset({"mode", "num_fragments", "num_shares", "outer optimizer", "model"})
-"""What a run keeps to its end."""
+"""Settings that cannot change during a run."""
 
 
 def check_settings(settings: Settings) -> None:
@@ -39,7 +39,24 @@ def check_settings(settings: Settings) -> None:
         require(0 <= value < math.inf, name, "finite and >= 0", value)
 
 
-def check_state(state: Mapping[str, object], fingerprint: str, num_fragments: int) -> None:
+def misfit(request: Register, fingerprint: str, num_fragments: int) -> Refused | None:
+    """The refusal of a worker that does not fit the run; None if it does."""
+    if request.protocol_version != PROTOCOL_VERSION:
+        error = (
+            f"the worker speaks version {request.protocol_version} of the protocol, the server {PROTOCOL_VERSION}; "
+            "install the same version of onstep at both ends"
+        )
+        return Refused(422, error, {"kind": "protocol"})
+    if request.fingerprint != fingerprint:
+        error = "the worker's model is not the server's: names, shapes or dtypes of parameters differ"
+        return Refused(422, error, {"kind": "fingerprint"})
+    if request.num_fragments not in (None, num_fragments):
+        error = f"num_fragments must be the server's, {num_fragments}, got {request.num_fragments}; omit it"
+        return Refused(422, error, {"kind": "settings"})
+    return None
+
+
+def check_state(state: Mapping[str, Any], fingerprint: str, num_fragments: int) -> None:
     """Check that a saved state belongs to a run that can be continued.
 
     Raises:
@@ -50,9 +67,8 @@ def check_state(state: Mapping[str, object], fingerprint: str, num_fragments: in
     )
     remedy = "; start the server with the model that the run was started with."
     require(state["fingerprint"] == fingerprint, "the saved fingerprint", fingerprint, state["fingerprint"], remedy)
-    fragments = state["fragments"]
-    assert isinstance(fragments, list)
-    require(len(fragments) == num_fragments, "num_fragments", f"{len(fragments)}, as saved", num_fragments)
+    saved = len(state["fragments"])
+    require(saved == num_fragments, "num_fragments", f"{saved}, as saved", num_fragments)
 
 
 def arguments_of(settings: Settings, optimizer: str, groups: Sequence[Mapping[str, object]]) -> dict[str, Any]:

@@ -1,45 +1,32 @@
-"""Messages as JSON and back; what comes from a network is checked before it becomes a message."""
+"""Converts messages to JSON and back; every value from a network is checked before it becomes part of a message."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, asdict, fields
+from dataclasses import MISSING, asdict, fields
 from functools import cache
-from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from onstep.diloco.protocol.messages import (
-    Accepted,
-    Await,
-    Beat,
-    Deregister,
-    Dropped,
-    Heartbeat,
-    Left,
-    NotYet,
-    Ready,
-    Refused,
-    Register,
-    Registered,
-    Reply,
-    Request,
-    Settings,
-    Submit,
-)
+from onstep.diloco.protocol.messages import Registered, Reply, Request, Settings
 from onstep.errors import ConfigError
 
 MAX_TEXT = 1_000
 """Characters in a text."""
 MAX_NUMBER = 2**53
-"""What a JSON number holds exactly."""
+"""The largest integer that every JSON parser represents exactly."""
 MAX_ITEMS = 100_000
-"""Elements of a list: contributors, fragments."""
-
-REQUESTS: Mapping[str, type] = {one.__name__: one for one in (Register, Submit, Await, Heartbeat, Deregister)}
-REPLIES: Mapping[str, type] = {
-    one.__name__: one for one in (Registered, Accepted, Dropped, Ready, NotYet, Beat, Left, Refused)
+"""Elements of a list or object: contributors, fragments."""
+LOWEST: Mapping[str, int] = {
+    **dict.fromkeys(("sequence", "fragment", "base_version", "steps", "step", "version", "have_version"), 0),
+    **dict.fromkeys(("wait", "steps_per_second", "resumes_at"), 0),
+    **dict.fromkeys(("tokens", "sync_every", "num_fragments"), 1),
 }
+"""Smallest value of numbers, by name."""
+
+REQUESTS: Mapping[str, type] = {kind.__name__: kind for kind in get_args(Request)}
+REPLIES: Mapping[str, type] = {kind.__name__: kind for kind in get_args(Reply)}
+Check = Callable[[Any], bool]
 
 
 class InvalidMessageError(ConfigError):
@@ -48,49 +35,31 @@ class InvalidMessageError(ConfigError):
 
 def to_json(message: Request | Reply) -> dict[str, Any]:
     """The message as a JSON object; `type` names its class."""
-    return {"type": type(message).__name__, **asdict(message)}
+    kind: type = type(message)
+    values = {name: getattr(message, name) for name in _readers(kind)}
+    if isinstance(message, Registered):
+        values["settings"] = asdict(message.settings)
+    return {"type": kind.__name__, **values}
 
 
 def request_from_json(value: object) -> Request:
-    """The request that a JSON value stands for.
+    """The request that a JSON value represents.
 
     Raises:
-        InvalidMessageError: if it stands for none.
+        InvalidMessageError: for anything else.
     """
     request: Request = _message(value, REQUESTS)
-    for name, lowest in LOWEST.items():
-        number = getattr(request, name, None)
-        if number is not None and number < lowest:
-            raise InvalidMessageError(f"{type(request).__name__}.{name} must be >= {lowest}, got {number}")
     worker_id = request.worker_id
     if not worker_id or len(worker_id) > 200 or not worker_id.isprintable():
         raise InvalidMessageError(f"worker_id must have 1 to 200 printable characters, got {worker_id[:200]!r}")
     return request
 
 
-LOWEST: Mapping[str, int] = {
-    "sequence": 0,
-    "fragment": 0,
-    "base_version": 0,
-    "tokens": 1,
-    "steps": 0,
-    "step": 0,
-    "version": 0,
-    "have_version": 0,
-    "wait": 0,
-    "steps_per_second": 0,
-    "sync_every": 1,
-    "num_fragments": 1,
-    "resumes_at": 0,
-}
-"""Smallest value of each number in a request."""
-
-
 def reply_from_json(value: object) -> Reply:
-    """The reply that a JSON value stands for.
+    """The reply that a JSON value represents.
 
     Raises:
-        InvalidMessageError: if it stands for none.
+        InvalidMessageError: for anything else.
     """
     reply: Reply = _message(value, REPLIES)
     return reply
@@ -99,68 +68,83 @@ def reply_from_json(value: object) -> Reply:
 def _message(value: object, types: Mapping[str, type]) -> Any:
     if not isinstance(value, dict):
         raise InvalidMessageError(f"a message must be a JSON object, got {type(value).__name__}")
-    kind = types.get(str(value.get("type")))
-    if kind is None:
-        raise InvalidMessageError(f"type must be one of {', '.join(types)}, got {str(value.get('type'))[:100]!r}")
-    return _made(kind, {key: one for key, one in value.items() if key != "type"})
+    name = value.get("type")
+    if not isinstance(name, str) or name not in types:
+        raise InvalidMessageError(f"type must be one of {', '.join(types)}, got {str(name)[:100]!r}")
+    return _read(types[name], {key: item for key, item in value.items() if key != "type"})
 
 
-def _made(kind: type, values: Mapping[str, object]) -> Any:
-    known = {field.name: field for field in fields(kind)}
-    if unknown := [key for key in values if key not in known]:
-        raise InvalidMessageError(f"{kind.__name__} has no field {str(unknown[0])[:100]!r}")
-    if missing := [name for name, field in known.items() if name not in values and _is_required(field)]:
-        raise InvalidMessageError(f"{kind.__name__} needs {missing[0]!r}")
-    hints = _hints(kind)
-    return kind(**{name: _checked(f"{kind.__name__}.{name}", hints[name], one) for name, one in values.items()})
+def _read(kind: type, values: Mapping[str, object]) -> Any:
+    """An instance of a dataclass from the values of its fields."""
+    readers = _readers(kind)
+    for name in values:
+        if name not in readers:
+            raise InvalidMessageError(f"{kind.__name__} has no field {str(name)[:100]!r}")
+    for name in _required(kind):
+        if name not in values:
+            raise InvalidMessageError(f"{kind.__name__} needs {name!r}")
+    return kind(**{name: readers[name](value) for name, value in values.items()})
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+def _required(kind: type) -> list[str]:
+    """Names of the fields without a default."""
+    return [one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING]
 
 
-def _is_required(field: Field[Any]) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING
+@cache
+def _readers(kind: type) -> dict[str, Callable[[object], object]]:
+    """For each field of a dataclass, the function that checks a JSON value and returns the field's."""
+    hints = get_type_hints(kind)
+    return {one.name: _reader(f"{kind.__name__}.{one.name}", hints[one.name]) for one in fields(kind)}
 
 
-def _checked(name: str, hint: Any, value: object) -> object:
-    """The value of a field, of the annotated type."""
+def _reader(name: str, hint: Any) -> Callable[[object], object]:
+    """The reader of a field with this annotation."""
+    if get_origin(hint) is tuple:
+        read_item = _reader(name, get_args(hint)[0])
+        check = _checker(name, lambda value: isinstance(value, list | tuple) and len(value) <= MAX_ITEMS, "a list")
+        return lambda value: tuple(map(read_item, check(value)))
+    if hint is Settings:
+        check = _checker(name, lambda value: isinstance(value, dict), "an object")
+        return lambda value: _read(Settings, check(value))
     options = get_args(hint)
     if get_origin(hint) is Literal:
-        return _require(value in options and isinstance(value, str), name, f"one of {options}", value)
-    if hint is Settings:
-        _require(isinstance(value, dict), name, "an object", value)
-        assert isinstance(value, dict)
-        return _made(Settings, value)
-    if get_origin(hint) is tuple:
-        _require(isinstance(value, list | tuple) and len(value) <= MAX_ITEMS, name, "a list", value)
-        assert isinstance(value, list | tuple)
-        return tuple(_checked(name, options[0], one) for one in value)
-    if NoneType in options:
-        return None if value is None else _checked(name, options[0], value)
-    check, rule = SCALARS[hint if hint in SCALARS else dict]
-    return _require(check(value), name, rule, value)
+        return _checker(name, lambda value: isinstance(value, str) and value in options, f"one of {options}")
+    if type(None) in options:
+        read = _reader(name, options[0])
+        return lambda value: None if value is None else read(value)
+    holds, rule = _SCALARS[hint if hint in _SCALARS else dict]
+    lowest = LOWEST.get(name.rpartition(".")[2])
+    check = _checker(name, holds, rule)
+    if lowest is None or hint not in (int, float):
+        return check
+    return _checker(name, lambda value: check(value) >= lowest, f">= {lowest}")
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
+def _checker(name: str, holds: Check, rule: str) -> Callable[[object], Any]:
+    """A function that returns its argument if the rule holds."""
+
+    def check(value: object) -> Any:
+        if not holds(value):
+            raise InvalidMessageError(f"{name} must be {rule}, got {repr(value)[:100]}")
+        return value
+
+    return check
 
 
-def _is_float(value: object) -> bool:
+def _is_int(value: Any) -> bool:
+    return type(value) is int and -MAX_NUMBER <= value <= MAX_NUMBER
+
+
+def _is_float(value: Any) -> bool:
     return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 
-SCALARS: Mapping[type, tuple[Callable[[object], bool], str]] = {
+_SCALARS: Mapping[Any, tuple[Check, str]] = {
     bool: (lambda value: isinstance(value, bool), "true or false"),
     int: (_is_int, "an integer of at most 2**53"),
     float: (_is_float, "a finite number"),
     str: (lambda value: isinstance(value, str) and len(value) <= MAX_TEXT, f"a text of at most {MAX_TEXT} characters"),
     dict: (lambda value: isinstance(value, dict) and len(value) <= MAX_ITEMS, "an object"),
 }
-
-
-def _require(holds: bool, name: str, rule: str, value: object) -> object:
-    if not holds:
-        raise InvalidMessageError(f"{name} must be {rule}, got {str(value)[:100]!r}")
-    return value

@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from onstep.diloco.codec import check_codec, specs_of
 from onstep.diloco.fragments import assign
 from onstep.diloco.outer import OuterFactory, delayed, nesterov_sgd
 from onstep.diloco.protocol.coordinator import Coordinator
-from onstep.diloco.protocol.messages import Settings, fingerprint, majority
+from onstep.diloco.protocol.messages import Settings, default_quorum, fingerprint
 from onstep.diloco.protocol.settings import check_settings, check_state
 from onstep.diloco.server.initial import Origin, Source, continued, initial_parameters, places, saved_parameters
 from onstep.diloco.server.masters import Fragment
@@ -114,11 +115,11 @@ class DiLoCoServer:
     ) -> None:
         if settings is None:
             require(num_workers >= 1, "num_workers", ">= 1", num_workers)
-            quorum = min_workers if min_workers is not None else 1 if async_mode else majority(num_workers)
+            mode: Literal["sync", "async"] = "async" if async_mode else "sync"
             settings = Settings(
-                mode="async" if async_mode else "sync",
+                mode=mode,
                 num_workers=num_workers,
-                min_workers=quorum,
+                min_workers=default_quorum(num_workers, mode) if min_workers is None else min_workers,
                 sync_every=dylu_base_sync_every,
                 dylu=dylu_enabled,
                 heartbeat_timeout=heartbeat_timeout,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from onstep.diloco.protocol.rounds import Closed
 
@@ -26,6 +26,9 @@ class SiteCounts:
     failures: int = 0
     outages: int = 0
     lost_requests: int = 0
+
+    def __add__(self, other: SiteCounts) -> SiteCounts:
+        return SiteCounts(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from onstep.diloco.codec.sizes import encoded_bytes
 from onstep.diloco.protocol.messages import ParameterSpec, Ready, Reply
+from onstep.diloco.sizes import encoded_bytes
 
 
 class Payload:

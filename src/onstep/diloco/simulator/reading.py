@@ -2,37 +2,47 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any
 
 from onstep.config.field_types import coerce, field_types
 from onstep.config.load import parse_yaml
 from onstep.config.suggestions import nearest, shown
+from onstep.diloco.protocol.messages import Settings, default_quorum
 from onstep.diloco.simulator.scenario import Scenario, ServerSite, Site
 from onstep.errors import ConfigError
 
-T = TypeVar("T", Scenario, ServerSite, Site)
+_SETTINGS = {key: value for key, value in field_types(Settings).items() if key not in ("blend", "num_shares")} | {
+    "mode": str,
+    "num_workers": int | None,
+    "min_workers": int | None,
+}
+"""Those that a simulation depends on, with their types in a file."""
 _MOST_VARIATIONS = 1000
 
 
 def from_values(values: Mapping[str, Any]) -> Scenario:
-    """The scenario with these values; `sites` is a mapping of names to the fields of `Site`. Raises ConfigError."""
-    parts = dict(values)
-    sites = _mapping(parts.pop("sites", {}), "sites")
-    server = _mapping(parts.pop("server", {}), "server")
-    return _filled(
-        Scenario,
-        parts,
-        "",
-        sites={
-            str(name): _filled(Site, _mapping(one, f"sites.{name}"), f"sites.{name}.") for name, one in sites.items()
-        },
-        server=_filled(ServerSite, server, "server."),
-    )
+    """The scenario with these values: `sites` by name, `server`, and the fields of `Scenario` and of `Settings`.
+
+    Raises:
+        ConfigError: for an unknown key or an invalid value.
+    """
+    types = {**field_types(Scenario), **_SETTINGS}
+    sites = {
+        str(name): Site(**_read(_mapping(one, f"sites.{name}"), field_types(Site), f"sites.{name}."))
+        for name, one in _mapping(values.get("sites"), "sites").items()
+    }
+    server = ServerSite(**_read(_mapping(values.get("server"), "server"), field_types(ServerSite), "server."))
+    found = _read({key: value for key, value in values.items() if key not in ("sites", "server")}, types, "")
+    given = {key: found.pop(key) for key in list(found) if key in _SETTINGS and found[key] is not None}
+    num_workers = given.pop("num_workers", sum(site.workers for site in sites.values()))
+    quorum = given.pop("min_workers", default_quorum(num_workers, given.get("mode", "sync")))
+    settings = Settings(num_workers=num_workers, min_workers=quorum, **{"codec": "bf16", **given})
+    found = {key: value for key, value in found.items() if key not in _SETTINGS}
+    return Scenario(sites, settings, server, **found)
 
 
 @dataclass(frozen=True)
@@ -62,22 +72,21 @@ def variations(values: Mapping[str, Any], options: Sequence[str]) -> list[Variat
         raise ConfigError(f"these variations are {total:,} simulations, and the limit is 1,000; vary fewer values.")
     found = []
     for chosen in product(*[[(key, value) for value in several] for key, several in choices]):
-        varied = copy.deepcopy(dict(values))
+        varied = dict(values)
         for key, value in chosen:
             _set(varied, key, value)
         found.append(Variation(dict(chosen), from_values(varied)))
     return found
 
 
-def _filled(cls: type[T], values: Mapping[str, Any], prefix: str, **others: Any) -> T:
-    types = field_types(cls)
+def _read(values: Mapping[str, Any], types: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The values, converted to the types of their keys."""
     for key in values:
-        if key not in types:
+        if key not in types or key in ("settings", "server", "sites"):
             raise ConfigError(
                 f"there is no key {shown(prefix + str(key))} in a scenario.{nearest(str(key), list(types))}"
             )
-    found = {key: coerce(value, types[key], prefix + key) for key, value in values.items()}
-    return cls(**found, **others)
+    return {key: coerce(value, types[key], prefix + key) for key, value in values.items()}
 
 
 def _mapping(value: Any, name: str) -> Mapping[str, Any]:
@@ -97,24 +106,19 @@ def _choices(option: str) -> tuple[str, list[Any]]:
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key; in `sites.*.key`, for every site."""
-    first, _, rest = key.partition(".")
-    if first not in ("sites", "server"):
+    """Set a dotted key; `sites.*.key` sets it for every site."""
+    section, *path = key.split(".", 2 if key.startswith("sites.") else 1)
+    if section not in ("sites", "server"):
         values[key] = value
-    elif first == "server" and rest:
-        values["server"] = {**_mapping(values.get("server"), "server"), rest: value}
-    elif rest.partition(".")[2]:
-        name, _, field = rest.partition(".")
-        _set_of_site(values, name, field, value)
-    else:
+        return
+    parts = _mapping(values.get(section), section)
+    if len(path) != (2 if section == "sites" else 1):
         raise ConfigError(f"{key} is a section of a scenario and cannot be varied; vary one of its keys.")
-
-
-def _set_of_site(values: dict[str, Any], name: str, key: str, value: Any) -> None:
-    sites = _mapping(values.get("sites"), "sites")
-    if name != "*" and name not in sites:
-        raise ConfigError(f"the scenario has no site {shown(name)}.{nearest(name, [*map(str, sites), '*'])}")
-    values["sites"] = {
-        one: {**_mapping(site, f"sites.{one}"), key: value} if name in ("*", one) else site
-        for one, site in sites.items()
-    }
+    if section == "server":
+        values["server"] = {**parts, path[0]: value}
+        return
+    names = list(parts) if path[0] == "*" else [path[0]]
+    if any(name not in parts for name in names):
+        raise ConfigError(f"the scenario has no site {shown(path[0])}.{nearest(path[0], [*map(str, parts), '*'])}")
+    changed = {name: {**_mapping(parts[name], f"sites.{name}"), path[1]: value} for name in names}
+    values["sites"] = {**parts, **changed}

@@ -93,16 +93,10 @@ class Report:
 
 def make_report(scenario: Scenario, measures: Measures, counts: Counter[str], clock: Clock) -> Report:
     """The report of a simulation that is over."""
-    sites, fragments = measures.sites, scenario.num_fragments
-    steps = sum(one.steps for one in sites.values())
-    counted = sum(one.counted_steps for one in sites.values()) / fragments
-    alive, training = (
-        sum(one.alive_seconds for one in sites.values()),
-        sum(one.training_seconds for one in sites.values()),
-    )
+    fragments, records = scenario.settings.num_fragments, measures.rounds
+    total = sum(measures.sites.values(), SiteCounts())
+    of_all = _site_report(scenario.total_workers, total, fragments)
     ideal = sum(site.workers / site.step_seconds for site in scenario.sites.values()) * clock.now
-    bytes_up = sum(one.bytes_up for one in sites.values())
-    records = measures.rounds
     return Report(
         is_finished=len(records) >= scenario.total_rounds,
         seconds=clock.now,
@@ -115,28 +109,30 @@ def make_report(scenario: Scenario, measures: Measures, counts: Counter[str], cl
         repeats=counts["repeats"],
         evictions=counts["evictions"],
         server_failures=measures.server_failures,
-        steps=steps,
-        counted_share=_share(counted, steps),
-        killed_share=_share(sum(one.killed_steps for one in sites.values()) / fragments, steps),
-        idle_share=1.0 - _share(training, alive),
-        efficiency=_share(counted, ideal),
-        bytes_up=bytes_up,
-        bytes_down=sum(one.bytes_down for one in sites.values()),
-        bytes_saved_factor=_share(4.0 * scenario.parameters * steps, bytes_up),
+        steps=of_all.steps,
+        counted_share=of_all.counted_share,
+        killed_share=_share(total.killed_steps / fragments, total.steps),
+        idle_share=of_all.idle_share,
+        efficiency=_share(total.counted_steps / fragments, ideal),
+        bytes_up=of_all.bytes_up,
+        bytes_down=of_all.bytes_down,
+        bytes_saved_factor=_share(4.0 * scenario.parameters * total.steps, total.bytes_up),
         trace=_trace(records),
         events=clock.events,
-        sites={name: _site_report(scenario, name, one) for name, one in sites.items()},
+        sites={
+            name: _site_report(scenario.sites[name].workers, one, fragments) for name, one in measures.sites.items()
+        },
         rounds=records,
     )
 
 
-def _site_report(scenario: Scenario, name: str, one: SiteCounts) -> SiteReport:
+def _site_report(workers: int, one: SiteCounts, fragments: int) -> SiteReport:
     return SiteReport(
-        workers=scenario.sites[name].workers,
+        workers=workers,
         bytes_up=one.bytes_up,
         bytes_down=one.bytes_down,
         steps=one.steps,
-        counted_share=_share(one.counted_steps / scenario.num_fragments, one.steps),
+        counted_share=_share(one.counted_steps / fragments, one.steps),
         idle_share=1.0 - _share(one.training_seconds, one.alive_seconds),
         failures=one.failures,
         outages=one.outages,

@@ -1,11 +1,10 @@
-"""The simulated server: the protocol's coordinator with its rounds, outer steps, parked questions and failures."""
+"""Simulates the server: the protocol's coordinator with outer steps, held requests and failures."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
 from typing import Protocol
 
 from onstep.diloco.protocol.coordinator import Coordinator
@@ -18,7 +17,7 @@ FINGERPRINT = "simulated"
 
 
 class Caller(Protocol):
-    """The connection that a request came through."""
+    """The connection of a request."""
 
     def answer(self, reply: Reply) -> None:
         """Send the reply."""
@@ -31,7 +30,7 @@ class Caller(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Question:
-    """An Await that has not been answered."""
+    """An Await that is held until its version exists."""
 
     request: Await
     caller: Caller | None
@@ -61,10 +60,8 @@ class SimulatedServer:
         self._saved: dict[str, object] = self.coordinator.state_dict()
         self._saved_revision = 0
         self._epoch = 0
-        """Incremented by each failure: what was planned before it does not happen."""
+        """Incremented by each failure, which cancels everything planned before it."""
         self._questions: list[dict[str, _Question]] = [{} for _ in range(settings.num_fragments)]
-        self._expiries: list[tuple[float, int, _Question]] = []
-        self._number = 0
         self._busy_until = 0.0
         self._wakes_at = math.inf
 
@@ -82,12 +79,12 @@ class SimulatedServer:
             self._follow_up()
 
     def evict(self, worker_id: str) -> None:
-        """Evict a worker that has been silent for too long."""
+        """Evict a worker after its heartbeat timeout."""
         if self.is_up and self.coordinator.evict(worker_id, self._clock.now):
             self._follow_up()
 
     def fail(self) -> None:
-        """Die: all that is not committed is lost, and every connection breaks."""
+        """Die: uncommitted submissions are lost, and every connection breaks."""
         self.is_up = False
         self._epoch += 1
         self._wakes_at, self._busy_until = math.inf, 0.0
@@ -95,11 +92,11 @@ class SimulatedServer:
             for question in questions.values():
                 if question.caller is not None:
                     question.caller.fail("the server died")
+                    question.caller = None
             questions.clear()
-        self._expiries.clear()
 
     def restart(self) -> None:
-        """Come back with what was committed."""
+        """Restart from the last commit."""
         self.is_up = True
         now = self._clock.now
         self.coordinator = Coordinator(
@@ -109,7 +106,7 @@ class SimulatedServer:
         self._follow_up()
 
     def _follow_up(self) -> None:
-        """Start the outer steps of rounds that were closed, and plan when to look again."""
+        """Start the outer steps of closed rounds, and schedule the next tick."""
         for closed in self.coordinator.take_closed():
             self._busy_until = max(self._clock.now, self._busy_until) + self._round_seconds
             self._clock.at(self._busy_until, self._commit, closed, self._epoch)
@@ -139,17 +136,13 @@ class SimulatedServer:
         self._follow_up()
 
     def _park(self, request: Await, caller: Caller) -> None:
-        """Keep a question until a commit answers it or its time is over."""
+        """Hold a request until a commit answers it or its wait is over."""
         question = _Question(request, caller)
         self._questions[request.fragment][request.worker_id] = question
-        self._number += 1
-        expires = self._clock.now + request.wait
-        if not self._expiries or expires < self._expiries[0][0]:
-            self._clock.at(expires, self._expire, self._epoch)
-        heappush(self._expiries, (expires, self._number, question))
+        self._clock.after(request.wait, self._expire, question)
 
     def _answer(self, fragment: int, submits: Sequence[Submit]) -> None:
-        """Answer the questions of contributors; all others wait for a round of their own."""
+        """Answer the held requests of contributors; the others wait for another round."""
         questions, handle, now = self._questions[fragment], self.coordinator.handle, self._clock.now
         for submit in submits:
             question = questions.get(submit.worker_id)
@@ -160,14 +153,7 @@ class SimulatedServer:
                     question.caller = None
                     del questions[submit.worker_id]
 
-    def _expire(self, epoch: int) -> None:
-        if epoch != self._epoch:
-            return
-        expiries, now = self._expiries, self._clock.now
-        while expiries and (expiries[0][2].caller is None or expiries[0][0] <= now):
-            question = heappop(expiries)[2]
-            if question.caller is not None:
-                caller, question.caller = question.caller, None
-                caller.answer(self.coordinator.handle(question.request, now))
-        if expiries:
-            self._clock.at(expiries[0][0], self._expire, epoch)
+    def _expire(self, question: _Question) -> None:
+        if question.caller is not None:
+            caller, question.caller = question.caller, None
+            caller.answer(self.coordinator.handle(question.request, self._clock.now))

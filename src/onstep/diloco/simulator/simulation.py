@@ -34,13 +34,13 @@ class _Simulation:
 
     def __init__(self, scenario: Scenario, on_round: Callable[[int], None] | None) -> None:
         self._scenario, self._on_round = scenario, on_round
-        self._clock, self._settings = Clock(), scenario.settings()
+        self._clock, self._settings = Clock(), scenario.settings
         self._measures = Measures({name: SiteCounts() for name in scenario.sites})
         self._site_of: dict[str, str] = {}
         self._rounds_left = scenario.total_rounds
         self._server = self._new_server()
         self._attendance = Attendance(
-            self._clock, self._settings.min_workers, scenario.heartbeat_timeout, self._server.evict
+            self._clock, self._settings.min_workers, scenario.settings.heartbeat_timeout, self._server.evict
         )
         self._members = self._new_members()
 
@@ -77,13 +77,13 @@ class _Simulation:
         if self._scenario.hours is not None:
             return self._scenario.hours * 3600.0
         slowest = max(site.step_seconds for site in self._scenario.sites.values())
-        return LONGEST * self._scenario.rounds * self._scenario.sync_every * slowest
+        return LONGEST * self._scenario.rounds * self._settings.sync_every * slowest
 
     def _commit(self, closed: Closed) -> None:
         lacked_quorum = self._attendance.lacked_quorum
         self._measures.note_round(closed, self._clock.now, self._site_of, lacked_quorum=lacked_quorum)
         self._attendance.begin_round()
-        if self._scenario.mode == "async" or closed.version <= self._scenario.rounds:
+        if self._settings.mode == "async" or closed.version <= self._scenario.rounds:
             self._rounds_left -= 1
         if self._rounds_left == 0:
             self._clock.stop()

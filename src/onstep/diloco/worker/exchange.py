@@ -16,9 +16,9 @@ import torch
 from onstep.diloco.client.membership import Membership, Tensors, Version
 from onstep.diloco.codec import ErrorFeedback, write_body
 from onstep.diloco.codec.choice import CodecChoice
-from onstep.diloco.codec.sizes import encoded_bytes
 from onstep.diloco.protocol.messages import Registered
 from onstep.diloco.protocol.session import ServerLostError
+from onstep.diloco.sizes import encoded_bytes
 from onstep.diloco.worker.fragment import Fragment, blended, kept
 from onstep.diloco.worker.metrics import SyncMetrics
 

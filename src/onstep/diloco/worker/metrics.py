@@ -21,10 +21,10 @@ _SAVED = (
 
 @dataclass
 class SyncMetrics:
-    """What happened so far, on the main rank; sizes in bytes, times in seconds."""
+    """Counts so far, on rank 0; sizes in bytes, times in seconds."""
 
     sync_count: int = 0
-    """Cycles of `sync_every` steps that ended."""
+    """Completed cycles of `sync_every` steps."""
     last_sync_time: float = 0.0
     """How long training waited for the last result."""
     total_sync_time: float = 0.0
@@ -33,18 +33,18 @@ class SyncMetrics:
     total_send_bytes: int = 0
     total_recv_bytes: int = 0
     sync_retries: int = 0
-    """Submissions that were not settled in time and stayed pending."""
+    """Submissions whose result was not known in time."""
     reconnections: int = 0
     dropped: int = 0
     """Submissions that did not count."""
     dylu_adjustments: int = 0
     fragment_syncs: int = 0
     contributors: int = 0
-    """Workers in the newest version."""
+    """Workers whose submissions the newest version contains."""
     version: int = 0
-    """Newest version that the model has."""
+    """Newest version that the model was given."""
     quantization_error: float = 0.0
-    """Norm of what the codec lost of the last submission, relative to the submission; the next one has it."""
+    """Norm of the codec's error in the last submission, relative to it; the next one includes the error."""
     bits_per_value: float = 0.0
     """Of the last submission, which says what codec `auto` has chosen: 32, 16, a little more than 8 or 4."""
 
@@ -58,7 +58,7 @@ class SyncMetrics:
             setattr(self, name, type(getattr(self, name))(state.get(name, 0)))
 
     def logs(self) -> dict[str, float]:
-        """As they are logged, without those that the caller adds."""
+        """The values to log; the caller adds others."""
         logs = {
             "sync_count": self.sync_count,
             "last_sync_time": self.last_sync_time,

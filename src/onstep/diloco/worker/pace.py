@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Pace:
-    """The times of the last steps on a clock that stops while the worker waits."""
+    """The times of the last steps, on a clock that stops while the worker waits."""
 
     def __init__(self, window: int = 100, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""Defines `DiLoCoWorker`: the schedule of a worker, on all of its ranks."""
+"""`DiLoCoWorker`: a model and its optimizer as one worker of a run, on all ranks of a job."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 _BEATS_WITHIN_TIMEOUT = 3
 """Heartbeats that a server must miss before it evicts a worker."""
 _SILENCE_SECONDS = 60.0
-"""A request that gets no byte for so long is sent again; a server holds none for longer than 20."""
+"""A request without a byte of an answer for this long is sent again; a server holds none for more than 20 s."""
 
 
 class DiLoCoWorker:
@@ -46,40 +46,40 @@ class DiLoCoWorker:
                 model(batch).loss.backward()
                 optimizer.step()
 
-    Entering it registers and gives the model the run's parameters. Then every `sync_every` steps of the optimizer the
-    difference between the parameters that the model started from and those that it has is submitted, and the model
-    continues from the new ones. Leaving it without an error does the same with the steps since, so that workers that
-    end together end with the same model; `finish` says how long that waits. The optimizer's own state is kept. With
-    several fragments each is submitted in its turn and is in flight while training continues; what arrives is blended
-    with what the model has learned meanwhile.
+    Entering it registers the worker and gives the model the run's parameters. Then, every `sync_every` optimizer steps,
+    the difference between the parameters at the start of the cycle and the current ones is submitted, and the model
+    continues from the new version. Exiting without an error submits the remaining steps as well, so that workers that
+    end together end with the same model; see `finish` for how long that waits. The optimizer's own state is kept. With
+    several fragments, they are submitted in turn and are in flight while training continues; the version that arrives
+    is blended with the model's progress since.
 
     If the server cannot be reached, or a round does not end within `timeout`, training continues. The submission stays
-    pending and is settled at the next one: if it was counted, the progress made since is added to the new version; if
-    the server never had it, it is sent again; if it was dropped, its progress stays in the model and is part of the
-    next difference. So nothing is lost and nothing is counted twice.
+    pending until the next one is due: if it was counted, later progress is added to the new version; if the server
+    never received it, it is sent again; if it was dropped, its progress stays in the model and is part of the next
+    submission. So no progress is lost, and none counts twice.
 
-    All ranks of a job are one worker: make it on every rank. Rank 0 talks to the server.
+    All ranks of a job are one worker: create it on every rank. Rank 0 talks to the server.
 
     Args:
         model: a module, wrapped or sharded (DDP, FSDP2) or not; or the list of its chunks.
         optimizer: counts the steps, by a hook after `step()`; None if `end_step` is called after every step instead.
         server_addr: `host:port`, or several separated by commas for servers that share the parameters.
         sync_every: steps between two submissions; None for the server's.
-        worker_id: name of this worker in the run, unique; by default of host and chance. A worker that comes back
-            under its name gets back its share of the data.
+        worker_id: unique in the run; by default the host name and random digits. A worker that restarts under its id
+            gets its share of the data back.
         bf16_comm: True submits bfloat16, False float32; None leaves it to the server.
         timeout: seconds to wait for a result.
         dylu: whether to take as many steps as the server recommends for a worker of this speed; None for the server's.
-        heartbeat_interval: seconds between heartbeats, at most a third of the server's timeout; 0 for none. If `stop`
-            is never called, they end with the worker and with the thread that has started it, and there are none while
-            no step is taken for ten minutes.
+        heartbeat_interval: seconds between heartbeats, at most a third of the server's timeout; 0 for none. Without
+            `stop`, they end with the worker object or the thread that started it, and pause after ten minutes without
+            a step.
         num_fragments: if given, it must be the server's.
-        max_sync_retries: an exchange without any answer is given up after 2 + 4 + ... seconds, with so many terms.
+        max_sync_retries: an exchange ends after 2 + 4 + ... seconds without any answer, with this many terms.
         codec: `fp32`, `bf16`, `fp16`, `int8`, `int4`, or `auto`, which chooses by the measured bandwidth; wins over
             `bf16_comm`.
         auth_token: of the server; by default from the environment or the token file.
-        verify: for `https`, the PEM file of the authority that vouches for the server.
-        client: used instead of one made from the address, and closed at the end.
+        verify: for `https`, the PEM file of the certification authority.
+        client: used instead of a new one for the address, and closed at the end.
 
     Raises:
         ConfigError: for an invalid value.
@@ -305,7 +305,7 @@ class DiLoCoWorker:
                 synchronizer.exchange.leave()
 
     def get_steps_per_second(self) -> float:
-        """Of the last 100 steps, without waiting for the server; 0 before the second step."""
+        """Speed of the last 100 steps, without the time spent waiting for the server; 0 before the second step."""
         return self._pace.steps_per_second()
 
     @property

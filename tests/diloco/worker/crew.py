@@ -92,6 +92,14 @@ def new_worker(server: LocalServer, name: str = "w", **options: Any) -> tuple[An
     return model, optimizer, DiLoCoWorker(model, optimizer, "", worker_id=name, client=server, **options)
 
 
+def local_worker(
+    settings: Settings = ALONE, name: str = "w", **options: Any
+) -> tuple[LocalServer, Any, torch.optim.SGD, DiLoCoWorker]:
+    """A server without sockets, and a worker of it that has not started, with its model and optimizer."""
+    server = LocalServer(values(small_model()), settings)
+    return server, *new_worker(server, name, **options)
+
+
 def trained_alone(steps: int) -> dict[str, Tensor]:
     model = small_model()
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(0, steps))

@@ -19,6 +19,7 @@ from tests.diloco.worker.crew import (
     assert_close,
     batches,
     in_threads,
+    local_worker,
     new_worker,
     sgd,
     small_model,
@@ -116,8 +117,7 @@ def test_one_whose_result_is_still_on_its_way_waits_for_it() -> None:
 
 
 def test_a_worker_that_fails_submits_nothing_more() -> None:
-    server = LocalServer(values(small_model()), ALONE)
-    model, optimizer, worker = new_worker(server)
+    server, model, optimizer, worker = local_worker()
     with pytest.raises(ValueError, match="not enough values"), worker:
         train(model, optimizer, [*batches(0, 3), (torch.ones(1, 3),)])  # type: ignore[list-item]
     assert [one.steps for one in server.submits] == [2]
@@ -125,8 +125,7 @@ def test_a_worker_that_fails_submits_nothing_more() -> None:
 
 
 def test_a_server_that_is_gone_at_the_end_is_not_waited_for() -> None:
-    server = LocalServer(values(small_model()), ALONE)
-    model, optimizer, worker = new_worker(server, timeout=600)
+    server, model, optimizer, worker = local_worker(ALONE, timeout=600)
     with worker:
         train(model, optimizer, batches(0, 3))
         server.is_down = True

@@ -1,44 +1,112 @@
-"""What workers and server compute together is what one process would compute."""
+"""What workers and server compute together is what one process would compute, over real sockets or without."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from onstep.diloco.client import DiLoCoClient, RefusedByServerError
 from onstep.diloco.protocol.messages import Settings
-from tests.diloco.worker.crew import assert_close, data_parallel, nesterov, outer_steps, small_model, train_crew, values
+from onstep.diloco.server import DiLoCoServer
+from onstep.diloco.worker import DiLoCoWorker
+from tests.diloco.worker.crew import (
+    assert_close,
+    data_parallel,
+    nesterov,
+    outer_steps,
+    sgd,
+    small_model,
+    train_crew,
+    values,
+)
 from tests.diloco.worker.local_server import LocalServer
+
+Serve = Callable[..., AbstractContextManager[tuple[Callable[[], Any], Callable[[], dict[str, Tensor]]]]]
+
+
+def new_server(settings: Settings, outer: Callable[[list[Tensor]], Optimizer] = sgd, **options: Any) -> DiLoCoServer:
+    return DiLoCoServer(
+        options.pop("model", None) or small_model(),
+        settings=settings,
+        outer_optimizer_factory=outer,
+        port=0,
+        token="secret",
+        **options,
+    )
+
+
+@pytest.fixture(params=["local", "sockets"])
+def serve(request: pytest.FixtureRequest) -> Serve:
+    """Serves a run; gives a function that makes a client, and one that returns the newest parameters."""
+
+    @contextmanager
+    def run(settings: Settings, outer: Any = sgd, dtype: torch.dtype = torch.float64) -> Iterator[Any]:
+        model = small_model(dtype=dtype)
+        if request.param == "local":
+            local = LocalServer(values(model), settings, outer)
+            yield lambda: local, local.parameters
+            return
+        with new_server(settings, outer, model=model) as server:
+            yield lambda: DiLoCoClient(server.address, token="secret"), server.get_global_params
+
+    return run
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_one_step_rounds_with_a_plain_outer_step_are_data_parallel_sgd(count: int) -> None:
+def test_one_step_rounds_with_a_plain_outer_step_are_data_parallel_sgd(serve: Serve, count: int) -> None:
     settings = Settings(num_workers=count, min_workers=count, sync_every=1, codec="fp32")
-    server = LocalServer(values(small_model()), settings)
-    results = train_crew(lambda: server, count, steps=12)
-    expected = data_parallel(count, 12, lr=0.1)
+    with serve(settings) as (connect, _):
+        results = train_crew(connect, count, steps=10)
+    expected = data_parallel(count, 10, lr=0.1)
     for parameters, metrics in results:
-        assert metrics["diloco/sync_count"] == 12
+        assert metrics["diloco/version"] == metrics["diloco/sync_count"] == 10
         assert_close(parameters, expected, 1e-10)
 
 
-def test_outer_nesterov_is_torchs_on_the_average_of_the_differences() -> None:
-    count, every, rounds = 2, 3, 4
-    settings = Settings(num_workers=count, min_workers=count, sync_every=every, codec="fp32")
-    server = LocalServer(values(small_model()), settings, nesterov)
-    results = train_crew(lambda: server, count, steps=every * rounds)
-
-    expected = outer_steps(count, every, rounds)
+@pytest.mark.parametrize("count", [2, 4])
+def test_outer_nesterov_is_torchs_on_the_average_of_the_differences(serve: Serve, count: int) -> None:
+    settings = Settings(num_workers=count, min_workers=count, sync_every=3, codec="fp32")
+    with serve(settings, nesterov) as (connect, _):
+        results = train_crew(connect, count, steps=12)
+    expected = outer_steps(count, every=3, rounds=4)
     for parameters, _ in results:
         assert_close(parameters, expected, 1e-10)
 
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "fp16", "int8", "int4"])
-def test_all_workers_have_the_same_bits_with_every_codec(codec: str) -> None:
+def test_all_workers_have_the_bits_of_the_server_with_every_codec(serve: Serve, codec: str) -> None:
     settings = Settings(num_workers=3, min_workers=3, sync_every=2, codec=codec)
-    server = LocalServer(values(small_model(dtype=torch.float32)), settings, nesterov)
-    results = train_crew(lambda: server, 3, steps=8, dtype=torch.float32)
+    with serve(settings, nesterov, torch.float32) as (connect, newest):
+        results = train_crew(connect, 3, steps=8, dtype=torch.float32)
+        expected = newest()
     for parameters, metrics in results:
         assert metrics["diloco/version"] == 4
         assert (metrics["diloco/quantization_error"] == 0) is (codec == "fp32")
-        for name, value in server.parameters().items():
-            assert torch.equal(parameters[name], value)
+        assert all(torch.equal(parameters[name], value) for name, value in expected.items())
+
+
+def test_two_servers_share_the_parameters() -> None:
+    settings = Settings(num_workers=2, min_workers=2, sync_every=2, codec="fp32")
+    with (
+        new_server(settings, nesterov, share=(0, 2)) as first,
+        new_server(settings, nesterov, share=(1, 2)) as second,
+    ):
+        addresses = f"{first.address},{second.address}"
+        results = train_crew(lambda: DiLoCoClient(addresses, token="secret"), 2, steps=6)
+    for parameters, _ in results:
+        assert_close(parameters, outer_steps(2, every=2, rounds=3), 1e-10)
+
+
+def test_another_model_is_refused_with_the_first_parameter_that_differs() -> None:
+    other = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 7)).double()
+    with new_server(Settings(num_workers=1, min_workers=1)) as server:
+        with pytest.raises(RefusedByServerError, match=r"2\.bias"):
+            DiLoCoWorker(other, None, server.address, auth_token="secret").start()
+        with pytest.raises(RefusedByServerError, match="token"):
+            DiLoCoWorker(small_model(), None, server.address, auth_token="wrong").start()

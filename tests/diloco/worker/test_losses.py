@@ -14,6 +14,7 @@ from tests.diloco.worker.crew import (
     ALONE,
     assert_close,
     batches,
+    local_worker,
     new_worker,
     saved,
     small_model,
@@ -31,8 +32,7 @@ IMPATIENT = Settings(
 
 @pytest.mark.parametrize("lost", [Register, Submit, Await])
 def test_a_request_whose_answer_was_lost_counts_once(lost: type) -> None:
-    server = LocalServer(values(small_model()), ALONE)
-    model, optimizer, worker = new_worker(server, max_sync_retries=3)
+    server, model, optimizer, worker = local_worker(ALONE, max_sync_retries=3)
     if lost is Register:
         server.lose_answers_of = {lost}
     with worker:
@@ -44,8 +44,7 @@ def test_a_request_whose_answer_was_lost_counts_once(lost: type) -> None:
 
 
 def test_training_continues_without_the_server_and_all_of_it_counts_later() -> None:
-    server = LocalServer(values(small_model()), ALONE)
-    model, optimizer, worker = new_worker(server)
+    server, model, optimizer, worker = local_worker()
     data = batches(0, 12)
     with worker:
         train(model, optimizer, data[:2])
@@ -65,8 +64,7 @@ def test_training_continues_without_the_server_and_all_of_it_counts_later() -> N
 
 def test_streaming_keeps_all_that_is_trained_without_the_server() -> None:
     settings = Settings(num_workers=1, min_workers=1, sync_every=2, num_fragments=2, codec="fp32", blend=0.5)
-    server = LocalServer(values(small_model()), settings)
-    model, optimizer, worker = new_worker(server)
+    server, model, optimizer, worker = local_worker(settings)
     data = batches(0, 8)
     with worker:
         server.is_down = True
@@ -77,8 +75,7 @@ def test_streaming_keeps_all_that_is_trained_without_the_server() -> None:
 
 
 def test_an_evicted_worker_keeps_its_work_and_submits_it() -> None:
-    server = LocalServer(values(small_model()), ALONE)
-    model, optimizer, worker = new_worker(server)
+    server, model, optimizer, worker = local_worker()
     with worker:
         train(model, optimizer, batches(0, 4)[:3])
         assert server.coordinator.evict("w", time.monotonic())
@@ -151,8 +148,7 @@ def test_what_a_codec_lost_of_dropped_work_is_not_sent_after_a_restart_either(
 
 
 def test_a_worker_whose_id_another_process_took_over_stops() -> None:
-    server = LocalServer(values(small_model()), ALONE)
-    model, optimizer, worker = new_worker(server)
+    server, model, optimizer, worker = local_worker()
     _, _, other = new_worker(server)
     worker.start()
     other.start()

@@ -12,6 +12,7 @@ from tests.diloco.worker.crew import (
     ALONE,
     assert_close,
     batches,
+    local_worker,
     new_worker,
     saved,
     small_model,
@@ -27,8 +28,7 @@ def test_a_restart_within_a_cycle_changes_nothing(codec: str) -> None:
     settings = replace(ALONE, sync_every=4, codec=codec)
     ends = []
     for interrupted in (False, True):
-        server = LocalServer(values(small_model()), settings)
-        model, optimizer, worker = new_worker(server)
+        server, model, optimizer, worker = local_worker(settings)
         worker.start()
         train(model, optimizer, batches(0, 12)[:6])
         if interrupted:
@@ -47,8 +47,7 @@ def test_a_restart_within_a_cycle_changes_nothing(codec: str) -> None:
 
 
 def test_a_checkpoint_from_before_a_submission_does_not_count_twice() -> None:
-    server = LocalServer(values(small_model()), ALONE)
-    model, optimizer, worker = new_worker(server)
+    server, model, optimizer, worker = local_worker()
     worker.start()
     train(model, optimizer, batches(0, 4)[:1])
     state, weights = saved(worker), values(model)
@@ -66,8 +65,7 @@ def test_a_checkpoint_from_before_a_submission_does_not_count_twice() -> None:
 
 
 def test_a_checkpoint_from_before_a_submission_to_the_open_round_does_not_count_twice() -> None:
-    server = LocalServer(values(small_model()), replace(ALONE, num_workers=2, min_workers=2))
-    model, optimizer, worker = new_worker(server, timeout=0.1)
+    server, model, optimizer, worker = local_worker(replace(ALONE, num_workers=2, min_workers=2), timeout=0.1)
     worker.start()
     train(model, optimizer, batches(0, 2)[:1])
     state, weights = saved(worker), values(model)
@@ -84,8 +82,7 @@ def test_a_checkpoint_from_before_a_submission_to_the_open_round_does_not_count_
 @pytest.mark.parametrize("num_newer", [0, 1, 2])
 def test_what_a_codec_lost_before_a_checkpoint_is_sent_once(num_newer: int) -> None:
     """The checkpoint has a submission whose answer was lost; the server counts it, and `num_newer - 1` after it."""
-    server = LocalServer(values(small_model()), replace(ALONE, codec="int4"))
-    model, optimizer, worker = new_worker(server)
+    server, model, optimizer, worker = local_worker(replace(ALONE, codec="int4"))
     worker.start()
     train(model, optimizer, batches(0, 2))
     server.is_down, server.lose_answers_of = num_newer == 0, {Submit}
@@ -107,8 +104,7 @@ def test_what_a_codec_lost_before_a_checkpoint_is_sent_once(num_newer: int) -> N
 
 
 def test_a_joiner_gets_the_parameters_the_step_and_its_share_of_the_data() -> None:
-    server = LocalServer(values(small_model()), replace(ALONE, num_workers=1, min_workers=1))
-    model, optimizer, worker = new_worker(server, "first")
+    server, model, optimizer, worker = local_worker(replace(ALONE, num_workers=1, min_workers=1), "first")
     with worker:
         train(model, optimizer, batches(0, 4))
         assert worker.registered.slot == 0

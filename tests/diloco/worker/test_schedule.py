@@ -17,7 +17,7 @@ from tests.diloco.worker.crew import (
     ALONE,
     assert_close,
     batches,
-    new_worker,
+    local_worker,
     small_model,
     train,
     train_crew,
@@ -29,8 +29,7 @@ from tests.diloco.worker.local_server import LocalServer
 
 def test_fragments_are_submitted_in_turn_and_blended_with_what_was_learned_meanwhile() -> None:
     settings = replace(ALONE, sync_every=4, num_fragments=2, blend=0.25)
-    server = LocalServer(values(small_model()), settings)
-    model, optimizer, worker = new_worker(server)
+    server, model, optimizer, worker = local_worker(settings)
     with worker:
         train(model, optimizer, batches(0, 8)[:2])
         sent = values(model)
@@ -76,8 +75,7 @@ def _train_beside_a_fast_one(server: LocalServer, worker: DiLoCoWorker, model: n
 
 def test_slow_workers_take_the_steps_that_the_server_recommends() -> None:
     settings = replace(ALONE, mode="async", sync_every=4, dylu=True, heartbeat_timeout=0.0)
-    server = LocalServer(values(small_model()), settings)
-    model, optimizer, worker = new_worker(server, heartbeat_interval=0.005)
+    server, model, optimizer, worker = local_worker(settings, heartbeat_interval=0.005)
     with worker:
         _train_beside_a_fast_one(server, worker, model, optimizer)
         assert worker.sync_metrics["diloco/sync_every"] == 1
@@ -86,8 +84,9 @@ def test_slow_workers_take_the_steps_that_the_server_recommends() -> None:
 
 
 def test_a_worker_may_decline_what_the_server_recommends() -> None:
-    server = LocalServer(values(small_model()), replace(ALONE, mode="async", sync_every=4, dylu=True))
-    model, optimizer, worker = new_worker(server, heartbeat_interval=0.005, dylu=False)
+    server, model, optimizer, worker = local_worker(
+        replace(ALONE, mode="async", sync_every=4, dylu=True), heartbeat_interval=0.005, dylu=False
+    )
     with worker:
         _train_beside_a_fast_one(server, worker, model, optimizer)
         assert worker.sync_metrics["diloco/sync_every"] == 4
@@ -104,8 +103,7 @@ def test_submissions_are_weighted_by_the_tokens_that_the_caller_counts() -> None
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int4", "auto"])
 def test_the_metrics_say_what_codec_was_chosen(codec: str) -> None:
-    server = LocalServer(values(small_model()), ALONE)
-    model, optimizer, worker = new_worker(server, codec=codec)
+    server, model, optimizer, worker = local_worker(ALONE, codec=codec)
     with worker:
         train(model, optimizer, batches(0, 2))
         expected = {"fp32": 64, "bf16": 16, "int8": 12.0, "int4": 8.25}  # of 32 values in four parameters, in float64
@@ -113,8 +111,7 @@ def test_the_metrics_say_what_codec_was_chosen(codec: str) -> None:
 
 
 def test_what_is_left_of_a_cycle_can_be_submitted_by_hand() -> None:
-    server = LocalServer(values(small_model()), ALONE)
-    model, optimizer, worker = new_worker(server)
+    server, model, optimizer, worker = local_worker()
     with pytest.raises(RuntimeError, match="not active"):
         worker.force_sync()
     with worker:

@@ -139,8 +139,8 @@ class GarblingServers(Servers):
 
     num_wrong = 0
 
-    def send(self, request: Request, body: Body = b"", timeout: float | None = None) -> tuple[Reply, memoryview]:
-        reply, received = super().send(request, body, timeout)
+    def send(self, request: Request, body: Body = b"") -> tuple[Reply, memoryview]:
+        reply, received = super().send(request, body)
         if isinstance(reply, Ready) and self.num_wrong:
             GarblingServers.num_wrong -= 1
             received[-1] ^= 1

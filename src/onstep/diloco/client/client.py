@@ -99,18 +99,17 @@ class DiLoCoClient:
         self._results: dict[int, Version] = {}
         """Of submissions whose call has not returned yet, because other fragments of it are pending."""
 
-    def send(self, request: Request, body: Body = b"", timeout: float | None = None) -> tuple[Reply, memoryview]:
+    def send(self, request: Request, body: Body = b"") -> tuple[Reply, memoryview]:
         """Send a request of the protocol, once; returns the reply, and its tensors as a safetensors file if it has any.
 
         Args:
             request: the message.
             body: the tensors of a submission; for a registration, `specs_to_bytes` of the parameters.
-            timeout: overrides the client's.
 
         Raises:
             ServerLostError: if no answer comes.
         """
-        return self._servers.send(request, body, timeout)
+        return self._servers.send(request, body)
 
     def register(
         self, worker_id: str, info: Mapping[str, Any] | None = None, *, parameters: Mapping[str, Tensor] | None = None

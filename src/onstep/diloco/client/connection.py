@@ -67,13 +67,12 @@ class Connection:
         found = find_token(host, port) if token is None else token
         self._client = _http_client(self.url, timeout, checked(found) if found else None, verify)
 
-    def send(self, request: Request, body: Body = b"", timeout: float | None = None) -> tuple[Reply, memoryview]:
+    def send(self, request: Request, body: Body = b"") -> tuple[Reply, memoryview]:
         """Send a request of the protocol; returns the reply and its tensors, a safetensors file or nothing.
 
         Args:
             request: the message.
             body: the tensors of a submission; the list of parameters of a registration.
-            timeout: in place of the connection's.
 
         Raises:
             ServerLostError: if no answer of the protocol comes.
@@ -81,19 +80,12 @@ class Connection:
         text = json.dumps(to_json(request), separators=(",", ":"))
         if isinstance(request, Submit | Register):
             headers = {MESSAGE_HEADER: text, "Content-Type": TENSORS if isinstance(request, Submit) else JSON}
-            received = self.request("POST", PATHS[type(request)], body, headers, timeout)
+            received = self.request("POST", PATHS[type(request)], body, headers)
         else:
-            received = self.request("POST", PATHS[type(request)], text.encode(), {"Content-Type": JSON}, timeout)
+            received = self.request("POST", PATHS[type(request)], text.encode(), {"Content-Type": JSON})
         return self._reply(received)
 
-    def request(
-        self,
-        method: str,
-        path: str,
-        body: Body = b"",
-        headers: Mapping[str, str] | None = None,
-        timeout: float | None = None,
-    ) -> Received:
+    def request(self, method: str, path: str, body: Body = b"", headers: Mapping[str, str] | None = None) -> Received:
         """Any request.
 
         Raises:
@@ -102,15 +94,12 @@ class Connection:
         import httpx
 
         sent = {"Content-Length": str(memoryview(body).nbytes), **(headers or {})}
-        seconds = self._timeout if timeout is None else timeout
         try:
-            with self._client.stream(
-                method, path, content=_pieces(body), headers=sent, timeout=httpx.Timeout(seconds)
-            ) as answer:
+            with self._client.stream(method, path, content=_pieces(body), headers=sent) as answer:
                 self._has_answered = True
                 return Received(answer.status_code, answer.headers.get(MESSAGE_HEADER), _body_of(answer))
         except httpx.TimeoutException as error:
-            raise ServerLostError(f"{self.url} did not answer within {seconds:g} s.") from error
+            raise ServerLostError(f"{self.url} did not answer within {self._timeout:g} s.") from error
         except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:  # RuntimeError: closed by another thread
             hint = ""
             may_be_tls = not self._has_answered and self.url.startswith("http:")
@@ -119,7 +108,7 @@ class Connection:
             reason = (str(error) or type(error).__name__).rstrip(".")
             raise ServerLostError(f"cannot reach {self.url}: {reason}{hint}.") from error
 
-    def json(self, method: str, path: str, body: Any = None, timeout: float | None = None) -> dict[str, Any]:
+    def json(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         """A request that is answered with a JSON object.
 
         Raises:
@@ -127,7 +116,7 @@ class Connection:
             RefusedByServerError: if the server refuses.
         """
         content = b"" if body is None else json.dumps(body).encode()
-        received = self.request(method, path, content, {"Content-Type": JSON}, timeout)
+        received = self.request(method, path, content, {"Content-Type": JSON})
         document = self._document(received)
         if received.status != 200:
             raise RefusedByServerError(received.status, _error_in(document), self.url)

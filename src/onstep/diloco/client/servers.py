@@ -51,19 +51,19 @@ class Servers:
             raise ConfigError("server_addr must be the host:port of a server, got an empty text.")
         self.connections = [Connection(address, timeout, token, verify) for address in given]
 
-    def send(self, request: Request, body: Body = b"", timeout: float | None = None) -> tuple[Reply, memoryview]:
+    def send(self, request: Request, body: Body = b"") -> tuple[Reply, memoryview]:
         """Send a request once, to the server that it concerns or to all; see `Connection.send`."""
-        if isinstance(request, Register) and (refused := self._misplaced(timeout)) is not None:
+        if isinstance(request, Register) and (refused := self._misplaced()) is not None:
             return refused, NOTHING
         if len(self.connections) == 1:
-            return self.connections[0].send(request, body, timeout)
+            return self.connections[0].send(request, body)
         if isinstance(request, Submit | Await):
-            return self._send_to_one(request, body, timeout)
+            return self._send_to_one(request, body)
         replies = []
         for connection in self.connections:
-            reply = connection.send(request, body, timeout)[0]
+            reply = connection.send(request, body)[0]
             if isinstance(request, Register) and isinstance(reply, Registered) and reply.offer:
-                reply = connection.send(replace(request, offer=reply.offer), body, timeout)[0]  # each has its own offer
+                reply = connection.send(replace(request, offer=reply.offer), body)[0]  # each has its own offer
             if isinstance(reply, Refused):
                 return reply, NOTHING
             replies.append(reply)
@@ -78,11 +78,11 @@ class Servers:
         for connection in self.connections:
             connection.close()
 
-    def _misplaced(self, timeout: float | None) -> Refused | None:
+    def _misplaced(self) -> Refused | None:
         """The refusal of servers that are not exactly those of a run, in the order of their shares."""
         for number, connection in enumerate(self.connections):
             try:
-                info = connection.json("GET", INFO, timeout=timeout)
+                info = connection.json("GET", INFO)
             except RefusedByServerError as error:
                 return Refused(error.status, str(error))
             settings = info.get("settings")
@@ -97,9 +97,9 @@ class Servers:
                 return Refused(422, f"{text}; give the addresses in the order of their shares, from 0.")
         return None
 
-    def _send_to_one(self, request: Submit | Await, body: Body, timeout: float | None) -> tuple[Reply, memoryview]:
+    def _send_to_one(self, request: Submit | Await, body: Body) -> tuple[Reply, memoryview]:
         fragment, server = divmod(request.fragment, len(self.connections))
-        reply, received = self.connections[server].send(replace(request, fragment=fragment), body, timeout)
+        reply, received = self.connections[server].send(replace(request, fragment=fragment), body)
         if isinstance(reply, Ready):
             reply = replace(reply, fragment=request.fragment)
         return reply, received

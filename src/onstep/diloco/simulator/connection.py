@@ -1,4 +1,4 @@
-"""A worker's connection to the server: requests and replies on their way, lost ones among them."""
+"""Simulates a worker's connection to the server, on which requests and replies may be lost."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from onstep.diloco.simulator.payload import Payload
 from onstep.diloco.simulator.server import SimulatedServer
 
 CONNECT_SECONDS = 10.0
-"""After which a worker gives up a request to a server that cannot be reached."""
+"""After which a request to an unreachable server fails."""
 
 
 class Connection:
-    """Sends the requests of one worker; its site may be cut off for a while."""
+    """Sends the requests of one worker, whose site may be cut off for some time."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Connection:
         self.payload, self.counts = payload, counts
         self.is_cut = False
         self.delivered: dict[int, int] = {}
-        """Sequence number of the last submission that reached a server, by fragment."""
+        """Sequence number of the last submission that reached the server, by fragment."""
         self._random, self._request_loss = random, request_loss
 
     def send(self, request: Send, task: Task) -> None:
@@ -62,7 +62,7 @@ class _Exchange:
         self.loses_request = self.loses_reply = False
 
     def arrive(self) -> None:
-        """The request is at the server."""
+        """The request arrives at the server."""
         connection = self._connection
         if self._task.is_over:  # the worker was killed while it sent
             return
@@ -89,11 +89,11 @@ class _Exchange:
         connection.down.send(size, self._deliver, Answer(reply, size))
 
     def fail(self, reason: str) -> None:
-        """The server is down, or dies before it has replied."""
+        """The server is down, or dies before it replies."""
         self.give_up(reason, self._connection.down.latency)
 
     def give_up(self, reason: str, seconds: float) -> None:
-        """The worker notices after some seconds that it will have no reply."""
+        """The worker gets a Lost after some seconds."""
         self._connection.counts.lost_requests += 1
         self._connection.clock.after(seconds, self._task.resume, Lost(reason))
 

@@ -1,4 +1,4 @@
-"""Counts what happens in a simulation."""
+"""Counts the rounds, steps, bytes and failures of a simulation."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class SiteCounts:
     """Sums over the workers of a site."""
 
     bytes_up: int = 0
-    """Bytes of submissions, those that were lost or sent again included."""
+    """Bytes of submissions, including lost and repeated ones."""
     bytes_down: int = 0
     training_seconds: float = 0.0
     alive_seconds: float = 0.0
     steps: int = 0
     """Optimizer steps taken."""
     counted_steps: int = 0
-    """Those in committed rounds, each once for every fragment; so are the killed ones."""
+    """Those in committed rounds, counted once for every fragment, like the killed ones."""
     killed_steps: int = 0
-    """Those that a worker had not submitted when it was killed."""
+    """Those that a killed worker had not submitted."""
     failures: int = 0
     outages: int = 0
     lost_requests: int = 0
@@ -45,7 +45,7 @@ class RoundRecord:
     late: int
     """Contributions from an older version."""
     lacked_quorum: bool
-    """Whether fewer workers than the quorum were alive and connected at some time of it."""
+    """Whether fewer workers than the quorum were alive and connected at some time during the round."""
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Measures:
     sites: dict[str, SiteCounts]
     rounds: list[RoundRecord] = field(default_factory=list)
     staleness: Counter[int] = field(default_factory=Counter)
-    """Number of counted contributions by the versions that they were late."""
+    """Number of counted contributions by their staleness in versions."""
     evictions: int = 0
     server_failures: int = 0
     _last_commit: dict[int, float] = field(default_factory=dict)

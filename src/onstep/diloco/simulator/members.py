@@ -1,4 +1,4 @@
-"""The workers of a site, with its connection to the server, its failures and its outages."""
+"""Simulates the workers of a site, with its line to the server, its failures and its outages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BYTES_PER_MBIT = 125_000.0
 
 
 def lines(clock: Clock, upload_mbit: float | None, download_mbit: float | None) -> tuple[list[Line], list[Line]]:
-    """The lines from a place to the network and back; none where there is no limit."""
+    """The lines from a place to the network and back; none without a limit."""
     up, down = ([] if mbit is None else [Line(clock, mbit * _BYTES_PER_MBIT)] for mbit in (upload_mbit, download_mbit))
     return up, down
 
@@ -63,7 +63,7 @@ class Members:
             self._start(worker)
 
     def end(self) -> None:
-        """Count what is under way at the end of the simulation."""
+        """Count the steps that are being taken at the end of the simulation."""
         for worker in self._workers.values():
             if worker.is_alive:
                 worker.stop_training()

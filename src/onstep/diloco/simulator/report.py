@@ -26,7 +26,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class SiteReport:
-    """What a site did; bytes and counts of all its workers together."""
+    """The bytes and counts of a site, summed over its workers."""
 
     workers: int
     bytes_up: int
@@ -43,10 +43,10 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What a simulation showed; `rounds` has the details, everything else sums them up."""
+    """The result of a simulation; `rounds` has the details, which everything else sums up."""
 
     is_finished: bool
-    """Whether all rounds were done before the time was over."""
+    """Whether all rounds were committed before the time was over."""
     seconds: float
     num_rounds: int
     round_seconds: Spread | None
@@ -54,9 +54,9 @@ class Report:
     contributors: float
     """Mean number of a round."""
     rounds_without_quorum: int
-    """Rounds that had to wait because fewer workers than the quorum were there."""
+    """Rounds that waited because fewer workers than the quorum were connected."""
     staleness: dict[int, int]
-    """Number of contributions by the versions that they were late."""
+    """Number of contributions by their staleness in versions."""
     dropped: int
     """Submissions that were too late."""
     repeats: int
@@ -68,7 +68,7 @@ class Report:
     counted_share: float
     """Share of them that is in committed rounds."""
     killed_share: float
-    """Share of them that was lost because a worker was killed before it had submitted them."""
+    """Share of them that was lost with workers that were killed before a submission."""
     idle_share: float
     efficiency: float
     """Counted steps per second, relative to the same workers without failures and communication."""
@@ -77,7 +77,7 @@ class Report:
     bytes_saved_factor: float
     """How many times more bytes the workers would send with a gradient in fp32 at each step."""
     trace: str
-    """Hash of all rounds; equal if two simulations went the same way."""
+    """Hash of all rounds; equal for equal simulations."""
     events: int
     sites: dict[str, SiteReport]
     rounds: Sequence[RoundRecord]

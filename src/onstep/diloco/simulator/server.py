@@ -28,13 +28,13 @@ class Caller(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
-class _Question:
+@dataclass(frozen=True, slots=True)
+class _Held:
     """An Await that is held until its version exists."""
 
     request: Await
-    caller: Caller | None
-    """None once it is answered."""
+    caller: Caller
+    until: float
 
 
 class SimulatedServer:
@@ -61,9 +61,9 @@ class SimulatedServer:
         self._saved_revision = 0
         self._epoch = 0
         """Incremented by each failure, which cancels everything planned before it."""
-        self._questions: list[dict[str, _Question]] = [{} for _ in range(settings.num_fragments)]
+        self._held: list[dict[str, _Held]] = [{} for _ in range(settings.num_fragments)]
         self._busy_until = 0.0
-        self._wakes_at = math.inf
+        self._wakes_at = self._expires_at = math.inf
 
     def receive(self, request: Request, caller: Caller) -> None:
         """Handle a request that has arrived with its body."""
@@ -72,7 +72,7 @@ class SimulatedServer:
             return
         reply = self.coordinator.handle(request, self._clock.now)
         if type(request) is Await and type(reply) is NotYet and reply.is_pending and request.wait > 0.0:
-            self._park(request, caller)
+            self._hold(request, caller)
             return
         caller.answer(reply)
         if type(request) is not Await:
@@ -87,13 +87,11 @@ class SimulatedServer:
         """Die: uncommitted submissions are lost, and every connection breaks."""
         self.is_up = False
         self._epoch += 1
-        self._wakes_at, self._busy_until = math.inf, 0.0
-        for questions in self._questions:
-            for question in questions.values():
-                if question.caller is not None:
-                    question.caller.fail("the server died")
-                    question.caller = None
-            questions.clear()
+        self._wakes_at, self._expires_at, self._busy_until = math.inf, math.inf, 0.0
+        for by_worker in self._held:
+            for held in by_worker.values():
+                held.caller.fail("the server died")
+            by_worker.clear()
 
     def restart(self) -> None:
         """Restart from the last commit."""
@@ -135,25 +133,36 @@ class SimulatedServer:
         self._answer(closed.fragment, [one.submit for one in closed.contributions])
         self._follow_up()
 
-    def _park(self, request: Await, caller: Caller) -> None:
+    def _hold(self, request: Await, caller: Caller) -> None:
         """Hold a request until a commit answers it or its wait is over."""
-        question = _Question(request, caller)
-        self._questions[request.fragment][request.worker_id] = question
-        self._clock.after(request.wait, self._expire, question)
+        until = self._clock.now + request.wait
+        self._held[request.fragment][request.worker_id] = _Held(request, caller, until)
+        self._plan_expiry(until)
 
     def _answer(self, fragment: int, submits: Sequence[Submit]) -> None:
         """Answer the held requests of contributors; the others wait for another round."""
-        questions, handle, now = self._questions[fragment], self.coordinator.handle, self._clock.now
+        by_worker = self._held[fragment]
         for submit in submits:
-            question = questions.get(submit.worker_id)
-            if question is not None and question.caller is not None:
-                reply = handle(question.request, now)
+            held = by_worker.get(submit.worker_id)
+            if held is not None:
+                reply = self.coordinator.handle(held.request, self._clock.now)
                 if type(reply) is not NotYet:
-                    question.caller.answer(reply)
-                    question.caller = None
-                    del questions[submit.worker_id]
+                    del by_worker[submit.worker_id]
+                    held.caller.answer(reply)
 
-    def _expire(self, question: _Question) -> None:
-        if question.caller is not None:
-            caller, question.caller = question.caller, None
-            caller.answer(self.coordinator.handle(question.request, self._clock.now))
+    def _plan_expiry(self, until: float) -> None:
+        if until < self._expires_at:
+            self._expires_at = until
+            self._clock.at(until, self._expire, until)
+
+    def _expire(self, planned: float) -> None:
+        if planned != self._expires_at:
+            return
+        self._expires_at = math.inf
+        for by_worker in self._held:
+            for worker_id, held in list(by_worker.items()):
+                if held.until <= planned:
+                    del by_worker[worker_id]
+                    held.caller.answer(self.coordinator.handle(held.request, planned))
+                else:
+                    self._plan_expiry(held.until)

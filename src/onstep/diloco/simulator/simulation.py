@@ -1,4 +1,4 @@
-"""Puts a simulation together and runs it."""
+"""Builds a simulation and runs it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONGEST = 1000.0
 
 
 def simulate(scenario: Scenario, on_round: Callable[[int], None] | None = None) -> Report:
-    """Run a scenario and sum up what happened; the same scenario gives the same report on every machine.
+    """Run a scenario and report on it; the same scenario gives the same report on every machine.
 
     Args:
         on_round: called after each committed round with the number of rounds so far.
@@ -101,7 +101,7 @@ class _Simulation:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Keep the garbage collector from looking at millions of live objects: a fifth of the time, and nothing to find."""
+    """Disable the garbage collector: it would spend a fifth of the time on millions of live objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -9,7 +9,7 @@ from onstep.diloco.protocol.messages import ParameterSpec
 from onstep.errors import require
 
 CODECS = ("fp32", "bf16", "fp16", "int8", "int4")
-"""What tensors can be sent as. `fp32` is exact: parameters in float64 stay in float64."""
+"""Formats in which tensors can be sent. `fp32` is exact: parameters in float64 stay in float64."""
 BLOCKS = {"int8": 128, "int4": 64}
 """Elements per scale of the block formats."""
 _BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "int4": 4}

@@ -29,7 +29,7 @@ TokenFile = Annotated[
 ]
 CaFile = Annotated[
     Path | None,
-    typer.Option("--ca-file", metavar="FILE", help="PEM file of the authority that vouches for an https server."),
+    typer.Option("--ca-file", metavar="FILE", help="PEM file of the certification authority of an https server."),
 ]
 DEFAULT_SERVER = "127.0.0.1:8512"
 SECONDS = 30.0

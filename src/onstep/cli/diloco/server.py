@@ -32,7 +32,7 @@ def server(
             "-m",
             "--model",
             metavar="MODEL",
-            help="What the run starts with: a run, checkpoint or Hugging Face directory, a safetensors file, or a "
+            help="Initial parameters: a run, checkpoint or Hugging Face directory, a safetensors file, or a "
             "configuration file or recipe, whose model is initialized. May be left out to continue from --output-dir.",
         ),
     ] = None,
@@ -76,19 +76,19 @@ def server(
         list[str] | None, typer.Option(metavar="NAME", help="Parameter not to train, with * for any text; repeatable.")
     ] = None,
     token_file: Annotated[
-        Path | None, typer.Option(help="File with the token that workers need; default: one is made for the port.")
+        Path | None, typer.Option(help="File with the token that workers need; default: one is created for the port.")
     ] = None,
     regen_token: Annotated[bool, typer.Option("--regen-token", help="Make a new token for the port.")] = False,
-    no_auth: Annotated[bool, typer.Option("--no-auth", help="Let everyone in who reaches the port.")] = False,
+    no_auth: Annotated[bool, typer.Option("--no-auth", help="Accept anyone who can reach the port.")] = False,
     tls_cert: Annotated[
         Path | None, typer.Option(help="PEM file to serve https with, together with --tls-key.")
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM file with its private key.")] = None,
 ) -> None:
-    """Serve a run: hold its parameters, and average what workers learn.
+    """Serve a run: hold its parameters, and average the pseudo-gradients of workers.
 
     Workers join with `onstep diloco worker --server HOST:PORT train ...`. Every round is saved in --output-dir before
-    any worker sees it; after a crash, the same command continues, with what `onstep diloco control` has changed. Ctrl-C
+    any worker gets it; after a crash, the same command continues, including changes by `onstep diloco control`. Ctrl-C
     ends it.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -141,10 +141,10 @@ def _interrupt(number: int, frame: Any) -> None:
 
 
 def _source(model: str | None, words: list[str]) -> nn.Module | Path | None:
-    """What `--model` names: a path as it is, or the initialized model of a configuration or recipe."""
+    """The path that `--model` names, or the initialized model of a configuration or recipe."""
     if model is None or (Path(model).exists() and Path(model).suffix not in (".yaml", ".yml")):
         if words:
-            raise ConfigError(f"{words[0]} is of no use without a configuration or recipe as --model; drop it.")
+            raise ConfigError(f"{words[0]} has no effect without a configuration or recipe as --model; drop it.")
         return None if model is None else Path(model)
     from onstep.cli.config import configuration
     from onstep.data import build_tokenizer
@@ -190,7 +190,7 @@ def _tls(certificate: Path | None, key: Path | None) -> TlsFiles | None:
 
 
 def _outside(made: DiLoCoServer) -> list[str]:
-    """Addresses for other machines, if all are bound: the name of this machine, and what it has in a network."""
+    """Addresses for other machines, if all are bound: the name and the network address of this machine."""
     from onstep.diloco.wire.tokens import own_address_towards
 
     somewhere = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}.get(made.host)  # reserved for documentation
@@ -216,7 +216,7 @@ def _announce(made: DiLoCoServer, no_auth: bool, token_file: Path | None) -> Non
     if made.address.startswith("https:"):
         print("Use a name that the PEM file is for; trust an authority of your own with SSL_CERT_FILE or --ca-file.")
     if no_auth:
-        print("warning: --no-auth: everyone who reaches the port can change the model.", file=sys.stderr)
+        print("warning: --no-auth: anyone who can reach the port can change the model.", file=sys.stderr)
     else:
         print(f"Workers on other machines need the token in {token_file or token_path(made.port)} (DILOCO_TOKEN_FILE).")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`onstep diloco simulate`: predicts what a run at several sites would do."""
+"""`onstep diloco simulate`: predicts round times and traffic of a run at several sites."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def simulate(
     """Simulate a run at several sites: round times, traffic, late and lost work, idle time.
 
     It runs the protocol of `onstep diloco server` and its workers on a virtual clock and network, without any training.
-    It does not know how the settings change what a step is worth.
+    It does not model how the settings affect the loss.
     """
     from onstep.config import load_yaml
     from onstep.diloco.simulator.comparison import compare, comparison_text

@@ -14,7 +14,7 @@ from onstep.errors import ConfigError
 _OWN_COMMANDS = ("train", "finetune")
 
 SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
-"""Of the command line: what comes after the training command belongs to it."""
+"""Of the command line: all arguments after the training command belong to it."""
 
 
 def worker(

@@ -188,7 +188,7 @@ def _http_client(url: str, timeout: float, token: str | None, verify: str | Path
     requests = logging.getLogger("httpx")
     if requests.level == logging.NOTSET:  # it logs every request at INFO, between the lines of a training
         requests.setLevel(logging.WARNING)
-    # bodies are raw: what a proxy had compressed would be neither the length that was announced nor the tensors
+    # bodies are raw: one that a proxy had compressed would have neither the announced length nor the tensors
     headers = {"User-Agent": f"onstep/{version('onstep')}", "Accept-Encoding": "identity"}
     if token is not None:
         headers["Authorization"] = f"Bearer {token}"

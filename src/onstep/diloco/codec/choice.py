@@ -42,7 +42,7 @@ def cheapest_exact(
 
 
 class CodecChoice:
-    """A codec, or `auto`, which chooses one for each submission by what was measured.
+    """A codec, or `auto`, which chooses one for each submission from the measured bandwidth and encoding speed.
 
     Raises:
         ConfigError: for an unknown codec.

@@ -1,4 +1,4 @@
-"""Adds what a codec lost of one submission to the next, so that in the long run nothing is lost."""
+"""Adds the error of a codec in one submission to the next one, so that errors do not accumulate."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class ErrorFeedback:
         self.residuals: dict[str, Tensor] = {}
         self._before: dict[str, Tensor] = {}
         self.relative_error = 0.0
-        """Norm of what the last encoding lost, relative to what was to be encoded."""
+        """Norm of the last encoding's error, relative to the norm of its input."""
 
     def encode(self, tensors: Mapping[str, Tensor], codec: str) -> dict[str, Tensor]:
-        """Encode the tensors plus what earlier encodings lost of them. An exact codec leaves no residuals.
+        """Encode the tensors plus their residuals of earlier encodings. An exact codec leaves no residuals.
 
         Raises:
             InvalidTensorsError: if an element is not finite; the residuals are then as before.
@@ -41,13 +41,13 @@ class ErrorFeedback:
         return encoded
 
     def undo(self, names: Iterable[str]) -> None:
-        """Forget the last encoding of these parameters, which nobody counted: its tensors will be encoded again."""
+        """Undo the last encoding of these parameters, which was not counted: its input will be encoded again."""
         names = list(names)
         self._take_out(names, self.residuals)
         self.residuals.update((name, self._before.pop(name)) for name in names if name in self._before)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drop what was lost of these parameters: a submission that nobody here knows of has it."""
+        """Drop the residuals of these parameters: a submission that this process does not know contains them."""
         self._take_out(names, self.residuals)
 
     def _take_out(self, names: Iterable[str], tensors: dict[str, Tensor]) -> None:
@@ -63,7 +63,7 @@ class ErrorFeedback:
         return {"residuals": dict(self.residuals), "before": dict(self._before)}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Take over residuals of another process.
+        """Restore the residuals of another process.
 
         Raises:
             InvalidTensorsError: for a residual of a parameter that this model does not have, or of another shape.

@@ -1,4 +1,4 @@
-"""Encodes tensors for the network and decodes them, after checking that they are what they should be."""
+"""Encodes tensors for the network, and checks and decodes received ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LARGEST = 1e30
 
 
 def encode(tensors: Mapping[str, Tensor], codec: str) -> dict[str, Tensor]:
-    """What to send for the tensors: for each its data under its name, and in block formats scales as `name::scale`.
+    """The encoded tensors: data under each name, and in block formats scales under `name::scale`.
 
     The result is on the host; with `fp32` it shares memory with tensors that are there and in float32 or float64. A
     value beyond the range of `fp16` or `bf16` becomes the largest one, and `ErrorFeedback` sends the rest later.
@@ -62,7 +62,7 @@ def decode(encoded: Mapping[str, Tensor], specs: Sequence[ParameterSpec], codec:
 
 
 def decode_one(encoded: Mapping[str, Tensor], spec: ParameterSpec, codec: str) -> Tensor:
-    """One tensor of what has passed `check_encoded` and `check_values`."""
+    """One tensor, of encoded ones that have passed `check_encoded` and `check_values`."""
     data, dtype = encoded[spec.name], master_dtype(spec.dtype)
     if codec in BLOCK_FORMATS:
         return BLOCK_FORMATS[codec].decode(data, encoded[spec.name + SCALE_SUFFIX], spec.shape, dtype)
@@ -109,7 +109,7 @@ def _some(names: list[str]) -> str:
 
 
 def encoded_specs(specs: Sequence[ParameterSpec], codec: str) -> tuple[ParameterSpec, ...]:
-    """Names, shapes and dtypes of what `encode` gives for parameters: what a received header is checked against."""
+    """Names, shapes and dtypes of the tensors that `encode` returns for parameters."""
     check_codec(codec)
     return tuple(item for spec in specs for item in _encoded_spec(spec, codec))
 

@@ -85,11 +85,11 @@ def outer_name(key: str, number: int) -> str:
 def changed_arguments(
     given: Mapping[str, Any], started_with: Sequence[Mapping[str, Any]], now: Mapping[str, Any], *, may_change: bool
 ) -> frozenset[str]:
-    """The names of what is to change in a run that is continued: what is given as at none of its starts, nor as it is
-    now, which may be what an operator made of it. What may change is as given.
+    """The names of the arguments that change a continued run: those that differ from all earlier starts and from the
+    current value, which an operator may have set. If changes are allowed, only the current value matters.
 
     Raises:
-        ConfigError: if that cannot change; names all of it with both values.
+        ConfigError: if they cannot change; names each with both values.
     """
     now = {**started_with[0], **now}
     known = [now] if may_change else [now, *started_with]

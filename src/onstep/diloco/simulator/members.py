@@ -27,7 +27,7 @@ def lines(clock: Clock, upload_mbit: float | None, download_mbit: float | None) 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What the sites of a simulation share."""
+    """The parts of a simulation that all sites share."""
 
     clock: Clock
     scenario: Scenario

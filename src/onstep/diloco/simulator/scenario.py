@@ -42,7 +42,7 @@ class Site:
     hours_between_failures: float | None = None
     """Mean time until a worker is killed. None: never."""
     minutes_away: float = 10.0
-    """Mean time until a killed worker is back, without what it had not submitted."""
+    """Mean time until a killed worker restarts, without the steps that it had not submitted."""
     hours_between_outages: float | None = None
     """Mean time until the site is cut off from the server, while its workers keep training. None: never."""
     outage_minutes: float = 10.0
@@ -61,7 +61,7 @@ class ServerSite:
     hours_between_failures: float | None = None
     """Mean time until the server is killed. None: never."""
     minutes_away: float = 2.0
-    """Mean time until it is back with what it had committed."""
+    """Mean time until it restarts from its last commit."""
 
 
 @dataclass(frozen=True)

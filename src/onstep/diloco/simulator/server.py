@@ -41,7 +41,7 @@ class SimulatedServer:
     """Drives a coordinator as the real server does.
 
     Heartbeats are not simulated one by one: a worker that is alive and connected is never evicted, and any other
-    exactly `heartbeat_timeout` after its last sign of life.
+    exactly `heartbeat_timeout` after its last request.
     """
 
     def __init__(

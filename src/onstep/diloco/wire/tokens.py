@@ -62,7 +62,7 @@ def read_token(path: Path) -> str:
 
 
 def keep_token(port: int, *, renew: bool = False) -> str:
-    """The token of this user's server at a port: that of the last one there, or a new one, readable by nobody else.
+    """The token of this user's server at a port: the previous server's, or a new one in a file with mode 600.
 
     Raises:
         ConfigError: if it cannot be kept.
@@ -82,7 +82,7 @@ def keep_token(port: int, *, renew: bool = False) -> str:
 
 
 def _is_private(path: Path) -> bool:
-    """Whether a regular file of this user is there that nobody else can read; any other is replaced."""
+    """Whether the path is a regular file of this user that no other user can read."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -116,11 +116,13 @@ def is_this_machine(host: str) -> bool:
     if address.is_unspecified or address.is_loopback:
         return True
     ours = own_address_towards(host)
-    return ours is not None and ipaddress.ip_address(ours) == address  # what goes to oneself comes from oneself
+    return (
+        ours is not None and ipaddress.ip_address(ours) == address
+    )  # a packet to this machine has the same source and destination
 
 
 def own_address_towards(address: str) -> str | None:
-    """The address of this machine that what it sends to another has; None if there is no way. Nothing is sent."""
+    """The source address of packets from this machine to another; None without a route. Nothing is sent."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))

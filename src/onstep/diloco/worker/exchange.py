@@ -102,7 +102,7 @@ class Exchange:
             self._waiting[index] = _in_thread(partial(self.member.result, index, base=self.fragments[index].base))
 
     def collect(self, indices: Iterable[int], wait: bool) -> tuple[dict[int, bool], set[int]]:
-        """Take what the threads have received; with `wait`, as soon as they end.
+        """Collect the versions that the threads have received; with `wait`, once they end.
 
         Returns:
             The fragments that can be merged, with whether their submission was counted; and those still waited for.

@@ -26,7 +26,7 @@ class Pace:
         self._waited += seconds
 
     def seconds_since_step(self) -> float:
-        """Since the last step, or since this was made."""
+        """Since the last step, or since the start."""
         return self._clock() - self._last_step
 
     def steps_per_second(self) -> float:

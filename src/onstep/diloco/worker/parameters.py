@@ -34,7 +34,7 @@ class Parameters:
         self._world = world
         self._parameters = _named(list(model) if isinstance(model, Sequence) else [model])
         if not self._parameters:
-            raise ConfigError("the model has no parameters that require gradients; unfreeze what is to be trained.")
+            raise ConfigError("the model has no parameters that require gradients; unfreeze those to be trained.")
         hidden = [name for name in self._parameters if "_flat_param" in name]
         if hidden:
             raise ConfigError(

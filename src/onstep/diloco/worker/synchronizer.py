@@ -77,7 +77,7 @@ class Synchronizer:
         return is_any_kept
 
     def exchange_due(self, fragments: Iterable[int], cycle_seconds: float) -> None:
-        """Submit the fragments that are due at the end of a step, after what was in flight is merged."""
+        """Submit the fragments that are due after a step, once all fragments in flight are merged."""
         on_main(self.world, self.exchange, self._check_heartbeat)
         self.merge_arrived(wait=True)
         if self._request_late_results(fragments):
@@ -114,7 +114,7 @@ class Synchronizer:
             self._pending.discard(index)
 
     def finish(self) -> None:
-        """Submit what is left and merge the results, as long as there is a quorum."""
+        """Submit all remaining steps and merge the results, as long as there is a quorum."""
         self._request_late_results(self.fragments)
         self._merge_last()
         self.submit(self.fragments, 0.0)
@@ -124,7 +124,7 @@ class Synchronizer:
         if self._in_flight:
             on_main(self.world, self.exchange, Exchange.wait_for_others)
             self.merge_arrived(wait=False)
-            self._in_flight = set()  # what it did not wait for can be requested again
+            self._in_flight = set()  # results that it did not wait for can be requested again
 
     def _request_late_results(self, fragments: Iterable[int]) -> bool:
         """Request the results of submissions that timed out; whether there are any."""

@@ -53,19 +53,19 @@ class Attendance:
         self.lacked_quorum = self._num_present < self._quorum
 
     def come(self, worker_id: str) -> None:
-        """A worker is alive and connected."""
+        """A worker starts or reconnects."""
         self._num_present += 1
         self._silent_since.pop(worker_id, None)
 
     def go(self, worker_id: str) -> None:
-        """A worker is not alive, or not connected; if that lasts, it is evicted."""
+        """A worker dies or loses its connection; it is evicted after its heartbeat timeout."""
         self._num_present -= 1
         self._silent_since[worker_id] = self._clock.now
         self.lacked_quorum = self.lacked_quorum or self._num_present < self._quorum
         self._plan(worker_id)
 
     def server_is_back(self) -> None:
-        """A server that was restarted waits for every worker as long as for a sign of life."""
+        """Restart the heartbeat timeouts of all silent workers, as a restarted server does."""
         for worker_id in self._silent_since:
             self._silent_since[worker_id] = self._clock.now
             self._plan(worker_id)

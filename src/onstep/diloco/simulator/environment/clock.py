@@ -1,4 +1,4 @@
-"""A virtual clock: what is to happen, in the order of its time."""
+"""Simulates time: a clock that calls actions in the order of their times."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Clock:
         return self._number - len(self._waiting)
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Call `action(*arguments)` at `time`; if that is over, as soon as what is due before has been called."""
+        """Call `action(*arguments)` at `time`; if that is in the past, after all actions that are already due."""
         self._number += 1
         heappush(self._waiting, (time if time > self.now else self.now, self._number, action, arguments))
 
@@ -34,7 +34,7 @@ class Clock:
         heappush(self._waiting, (self.now + seconds, self._number, action, arguments))
 
     def run(self, until: float = math.inf) -> None:
-        """Call what is due until the time `until`, until nothing waits, or until `stop`."""
+        """Call actions until the time `until`, until none is left, or until `stop`."""
         waiting = self._waiting
         self._is_running = True
         while waiting and self._is_running:

@@ -1,4 +1,4 @@
-"""Lines between sites and the server, and how long a message needs to pass them."""
+"""Simulates lines between sites and the server, on which messages share the bandwidth."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onstep.diloco.simulator.environment.clock import Clock
 SEGMENT_BYTES = 1460
 """Payload of a TCP segment on Ethernet."""
 _ROUNDING_SECONDS = 1e-6
-"""What would pass within a microsecond has passed. Less than the clock's own rounding, and nothing would ever pass."""
+"""A message that would pass within a microsecond has passed; it must exceed the rounding of the clock."""
 
 
 def packet_loss_limit(packet_loss: float, round_trip_seconds: float) -> float:
@@ -64,7 +64,7 @@ class Line:
             self._clock.at(self._wakes_at, self._wake, self._wakes_at)
 
     def _wake(self, planned: float) -> None:
-        """Finish what has passed; others may have come since it was planned, then it is planned again."""
+        """Finish the messages that have passed, and plan the next one."""
         if planned != self._wakes_at:
             return
         self._wakes_at = math.inf
@@ -78,7 +78,7 @@ class Line:
 
 
 class Path:
-    """All that a message passes from a worker to the server, or back.
+    """The lines that a message passes from a worker to the server, or back.
 
     Each line is shared by itself, and a message has arrived when it has passed all of them and the latency is over: no
     byte is carried twice or for nothing, while a sender that another line slows down leaves its share here to others.

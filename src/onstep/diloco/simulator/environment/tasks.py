@@ -18,7 +18,7 @@ class Transport(Protocol):
 
 
 class Task:
-    """One generator under way; another task that yields it waits for its end."""
+    """A running generator; another task that yields it waits for its end."""
 
     __slots__ = ("_clock", "_generator", "_then", "_transport", "is_over", "result")
 
@@ -29,7 +29,7 @@ class Task:
         self.result: Any = None
 
     def resume(self, outcome: Outcome) -> None:
-        """Continue with the outcome of what the generator yielded; nothing if the task was cancelled."""
+        """Continue with the outcome of the effect that the generator yielded; no-op if the task was cancelled."""
         if self.is_over:
             return
         try:
@@ -46,7 +46,7 @@ class Task:
             effect._wait(self.resume)
 
     def cancel(self) -> None:
-        """Stop: whatever arrives later is ignored."""
+        """Stop: later outcomes are ignored."""
         self.is_over = True
         self._generator.close()
 

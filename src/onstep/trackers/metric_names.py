@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ def how_to_fill(name: str, directory: Path) -> str:
     return f"The metrics log is complete; to fill the tracker afterwards: {how}"
 
 
+@lru_cache(maxsize=1024)
 def tracker_name(name: str) -> str:
     """Convert a metrics log's metric name to the name in trackers, as Hugging Face does: `train/loss`, `eval/loss`."""
     for prefix, shown in _PREFIXES.items():

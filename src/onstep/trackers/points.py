@@ -93,11 +93,13 @@ class RunPoints:
         The latter omits metrics that the trackers already received at this step, which final metrics and evaluations
         repeat; it may be empty.
         """
-        if step != self._step:
-            self._step, self._shown = step, {}
         point = Point(numbers_of(metrics), step, timestamp)
-        shown = {name: one for name, one in tracker_names(point.metrics).items() if not self._is_shown(name, one)}
-        self._shown.update(shown)
+        shown = tracker_names(point.metrics)
+        if step != self._step:
+            self._step, self._shown = step, dict(shown)
+        else:
+            shown = {name: one for name, one in shown.items() if not self._is_shown(name, one)}
+            self._shown.update(shown)
         return point, Point(shown, step, timestamp)
 
     def state_dict(self) -> dict[str, Any]:
@@ -184,8 +186,12 @@ def _is_plain(value: Any) -> bool:
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers of a record; the maximum of a list (one entry per rank); 0-d tensors are kept unread."""
-    found = {name: _number(value) for name, value in metrics.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    found = {}
+    for name, value in metrics.items():
+        number = value if type(value) is float else _number(value)
+        if number is not None:
+            found[name] = number
+    return found
 
 
 def read_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

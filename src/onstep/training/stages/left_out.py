@@ -58,12 +58,15 @@ class LeftOut:
 
     def _state(self, groups: Sequence[Mapping[str, Any]]) -> list[int]:
         """Changes with the set of trainable parameters, without a walk through the tree of modules."""
-        modules = self._modules
-        return [
-            *(len(group["params"]) for group in groups),
-            *(id(child) for module in modules for child in module._modules.values()),
-            *(id(p) for module in modules for p in module._parameters.values() if p is not None and p.requires_grad),
-        ]
+        state = []
+        for group in groups:
+            state.append(len(group["params"]))
+        for module in self._modules:
+            state.extend(map(id, module._modules.values()))
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.requires_grad:
+                    state.append(id(parameter))
+        return state
 
 
 def warn_of_hidden_weights(model: list[nn.Module], *, is_main: bool) -> None:

@@ -444,6 +444,10 @@ def test_it_is_refused_before_anything_is_built(
             "=12 must be a multiple of micro_batch_size * ranks = 4 * 2 = 8; choose 8 or 16",
         ),
         ("train.global_batch_size=3 & train.micro_batch_size=null", "multiple of ranks = 2; choose 2 or 4"),
+        (
+            "validation.eval_micro_batch_size=2 & validation.eval_global_batch_size=6",
+            "eval_micro_batch_size * ranks = 2 * 2",
+        ),
     ],
 )
 def test_a_batch_is_judged_by_the_number_of_ranks(config: ConfigContainer, words: str, message: str) -> None:

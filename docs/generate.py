@@ -1,10 +1,10 @@
-"""Writes the parts of the documentation that are read from the code into the pages.
+"""Writes the parts of the documentation that are read from the code into the pages, and the typed methods of commands.
 
     python docs/generate.py [--check]
 
-A part is the text between two comments, such as `<!-- generated: events -->` and `<!-- end of generated part -->`. The
-pages are committed with it, so the repository shows what the site shows. `--check` writes nothing, and exits with 1 and
-the names of the pages whose text is stale.
+A part is the text between two comments, such as `<!-- generated: events -->` and `<!-- end of generated part -->`; in a
+module of `MODULES` they begin with `#`. The pages are committed with it, so the repository shows what the site shows.
+`--check` writes nothing, and exits with 1 and the names of the pages whose text is stale.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from onstep import callbacks
+from onstep import callbacks, control
+from onstep.cli.control.group import VERBS
 from onstep.cli.why_features import PARTS, Row
+from onstep.commands import COMMANDS, Command, Parameter
 from onstep.config import KEYS, Key, TrainingArguments
 from onstep.config.hf.argument import KEY_OF
 from onstep.config.hf.reserved import REASONS, reserved_fields
+from onstep.control.client import functions
 from onstep.events import EVENTS, Callback, TrainerCallback
 from onstep.events.events import Event
 from onstep.trackers import TRACKERS, tracker_class
@@ -37,7 +40,13 @@ RENEW = "make docs-tables"
 """The command that writes the parts again."""
 
 END = "<!-- end of generated part -->"
+CONTROL = DOCS.parent / "src/onstep/control"
+MODULES = (CONTROL / "__init__.py", CONTROL / "client/functions.py", CONTROL / "client/interface.py")
+"""Modules with typed names for the commands of the table."""
+CODE = re.compile(r"^(?P<head> *# generated: (?P<name>.+?)\n).*?^(?P<end> *# end of generated part)$", re.M | re.S)
 PART = re.compile(rf"^<!-- generated: (?P<name>.+?) -->\n(?P<text>.*?)^{re.escape(END)}$", re.MULTILINE | re.DOTALL)
+_USAGE = {"set": " KEY=VALUE ...", "send": " COMMAND --data JSON"}
+"""Words of the verbs of `onstep control` that the table of commands does not have."""
 _TRAINING_FIELDS = ("optimizer", "scheduler", "train_dataloader", "eval_dataloader")
 
 
@@ -62,10 +71,16 @@ def fill(markdown: str) -> str:
     )
 
 
-def stale_pages(docs: Path = DOCS) -> dict[Path, str]:
+def fill_code(source: str) -> str:
+    """The source of a module with every generated part renewed."""
+    return CODE.sub(lambda part: f"{part['head']}{COMMAND_PARTS[part['name']]()}\n{part['end']}", source)
+
+
+def stale_pages(docs: Path = DOCS, modules: Sequence[Path] = MODULES) -> dict[Path, str]:
     """The pages whose generated parts differ from what the code says, each with the text that it should have."""
-    pages = ((page, page.read_text(encoding="utf-8")) for page in sorted(docs.rglob("*.md")))
-    return {page: renewed for page, text in pages if (renewed := fill(text)) != text}
+    files = [*((page, fill) for page in sorted(docs.rglob("*.md"))), *((module, fill_code) for module in modules)]
+    texts = ((file, renew, file.read_text(encoding="utf-8")) for file, renew in files)
+    return {file: renewed for file, renew, text in texts if (renewed := renew(text)) != text}
 
 
 def events_table() -> str:
@@ -173,6 +188,23 @@ def _section_of(name: str, pages: Mapping[str, str]) -> str:
     raise KeyError(f"no page of docs/callbacks has a heading {name}")
 
 
+def verbs_of_control() -> str:
+    """The verbs of `onstep control`."""
+    usage = {command.verb: "".join(map(_option, command.parameters)) for command in COMMANDS.values()} | _USAGE
+    asking = [command.verb for command in COMMANDS.values() if command.loses]
+    rows = []
+    for verb, function in VERBS.items():
+        text = " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
+        rows.append((f"`{verb}{usage.get(verb, '')}`", _prose(text) + (" Asks first." if verb in asking else "")))
+    return _table(("Command", "What it does"), rows)
+
+
+def _option(parameter: Parameter) -> str:
+    """An option of a command, with a blank before it."""
+    name, *_ = parameter.options or (f"--{parameter.name.replace('_', '-')}",)
+    return f" {name} {'TEXT' if parameter.kind is list else 'N'}"
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "readme": readme,
     "events": events_table,
@@ -185,8 +217,65 @@ GENERATED: dict[str, Callable[[], str]] = {
     "refused arguments": refused_table,
     "trackers": tracker_table,
     "callbacks": callback_table,
+    "control verbs": verbs_of_control,
 }
 """The generated parts, by the name in their marker."""
+
+
+def command_methods() -> str:
+    """The methods of a client, one for each command."""
+    return "\n\n".join(map(_method, _sent())) + "\n"
+
+
+def command_functions() -> str:
+    """The functions of `onstep.control`."""
+    text = '{0} = _client.{0}\n"""`TrainerControlClient.{0}` for the jobs of this user on this machine."""'
+    return "\n".join(text.format(command.function) for command in _sent())
+
+
+def names_of_control() -> str:
+    """`onstep.control.__all__`."""
+    return "\n".join(["__all__ = [", *(f'    "{name}",' for name in sorted({*control.HOMES, *_functions()})), "]"])
+
+
+COMMAND_PARTS = {
+    "methods": command_methods,
+    "functions": command_functions,
+    "names": names_of_control,
+}
+"""The generated parts of modules."""
+
+
+def _sent() -> list[Command]:
+    return [command for command in COMMANDS.values() if command.verb]
+
+
+def _functions() -> list[str]:
+    own = {name for name, value in vars(functions).items() if inspect.isroutine(value)}
+    return sorted(own | {command.function for command in _sent()})
+
+
+def _method(command: Command) -> str:
+    arguments = ["job_id: str", *map(_argument, command.parameters), f"wait: float | None = {command.wait}"]
+    head = ", ".join(["self", *arguments])
+    lines = [f"    def {command.function}({head}) -> ControlResponse:"]
+    if len(lines[0]) > 120:
+        lines = [f"    def {command.function}(", f"        {head}", "    ) -> ControlResponse:"]
+    lines.append(f'        """{command.help}."""')
+    values = {one.name: f"_texts({one.name})" if one.kind is list else one.name for one in command.parameters}
+    given = "{" + ", ".join(f'"{name}": {value}' for name, value in values.items()) + "}, wait"
+    call = f'self.send_command(job_id, "{command.name}", {given if values else "wait=wait"})'
+    if len(call) > 105:
+        lines.append(f"        data = {given.removesuffix(', wait')}")
+        call = f'self.send_command(job_id, "{command.name}", data, wait)'
+    return "\n".join([*lines, f"        return {call}"])
+
+
+def _argument(parameter: Parameter) -> str:
+    kind = "Sequence[str]" if parameter.kind is list else parameter.kind.__name__
+    optional = " | None" if parameter.may_be_null else ""
+    default = "" if parameter.required else f" = {parameter.default!r}"
+    return f"{parameter.name}: {kind}{optional}{default}"
 
 
 def entries(cls: type) -> Iterator[Entry]:

@@ -38,7 +38,7 @@ def test_commands_are_completed(complete: Complete) -> None:
 
 
 def test_commands_of_a_group_are_completed(complete: Complete) -> None:
-    assert complete("control", "s") == ["status", "save", "stop", "save-stop", "set", "skip", "stacks", "send"]
+    assert complete("control", "s") == ["status", "save", "skip", "set", "stacks", "stop", "save-stop", "send"]
     assert complete("logs", "re") == ["report", "replay"]
 
 

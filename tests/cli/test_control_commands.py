@@ -368,7 +368,7 @@ def test_help_names_every_command_and_no_token_option(capsys: Captured) -> None:
     text = said(capsys, "--help")
     names = [command.name for command in app.registered_commands]
     assert " ".join(map(str, names)) == (
-        "list status watch save stop save-stop abort pause resume set evaluate skip rollback generate profile stacks "
+        "list status watch save evaluate pause resume skip set generate profile stacks stop save-stop rollback abort "
         "send open cleanup"
     )
     for name in names:

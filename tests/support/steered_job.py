@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from onstep.control.commands import COMMANDS
+from onstep.commands import COMMANDS
 from onstep.control.feed import Feed
 from onstep.control.inbox import Check, Inbox, Ticket
 from onstep.control.registry import JobInfo, Registration, describe_jobs

@@ -6,29 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from onstep.control.commands import COMMANDS
+from onstep.commands import COMMANDS, Command
 from onstep.control.feed import Feed
 from onstep.control.inbox import Inbox, Ticket
 from onstep.events import Control, Request
-
-_REQUESTS: dict[str, tuple[str, ...]] = {
-    "graceful_stop": ("should_training_stop",),
-    "save_checkpoint": ("should_save",),
-    "save_and_stop": ("should_save", "should_training_stop"),
-    "abort": ("should_abort_without_save", "should_training_stop"),
-    "evaluate": ("should_evaluate",),
-    "pause": ("pause",),
-    "resume": ("resume",),
-    "set": ("set",),
-    "skip_batch": ("skip_batch",),
-}
-"""The requests that a command makes; of the others, `rollback` has details of its own, and callbacks do the rest."""
-
-_DONE_LATER = ("save_checkpoint", "save_and_stop", "evaluate", "rollback", "profile")
-"""Commands whose outcome is known only after the decision."""
-
-_UNDONE = ("save_checkpoint", "evaluate", "rollback")
-"""Commands that the loop does not do any more after a rollback at the same step."""
 
 
 @dataclass
@@ -54,12 +35,13 @@ class Delivery:
             self._settle(ticket, "refused", step, "another callback withdrew the request")
         self._awaiting = {}
         for ticket in self.inbox.take():
-            if ticket.command == "status":
+            requests = requests_of(ticket, event)
+            if not requests:
                 self._settle(ticket, "applied", step)
                 continue
             if not self.inbox.is_at_once(ticket.command):  # that has its outcome already, and is only recorded
                 self._awaiting[ticket.id] = ticket
-            for request in requests_of(ticket, event):
+            for request in requests:
                 control.add_request(request)
         self.is_busy = bool(self._awaiting)
         return [ticket.command for ticket in self._awaiting.values()]
@@ -80,13 +62,13 @@ class Delivery:
             self._settle(ticket, "refused", step, str(request.details.get("why", "")))
         elif request.flag == "rolled_back":
             self._settle(ticket, "applied", step, result={"to_step": request.details.get("to_step")})
-        elif ticket.command not in _DONE_LATER:
+        elif not _command(ticket).is_done_later:
             self._settle(ticket, "applied", step, result=_result_of(request))
 
     def _refuse_undone(self, identity: str | None, step: int) -> None:
         """Refuse what was decided at the step that a rollback undid: the loop does not do it any more."""
         why = f"the run was rolled back to step {step} before this was done; send it again"
-        undone = [one for one in self._decided.values() if one.command in _UNDONE and one.id != identity]
+        undone = [one for one in self._decided.values() if one.id != identity and _command(one).is_undone_by_rollback]
         for ticket in undone:
             self._settle(ticket, "refused", ticket.step, why)
 
@@ -108,16 +90,17 @@ class Delivery:
 
 def requests_of(ticket: Ticket, event: str) -> list[Request]:
     """What a command asks of the loop."""
-    command, data = ticket.command, ticket.data
-    details: dict[str, Any] = {"command_id": ticket.id}
-    flags = _REQUESTS.get(command, ("command",))
-    if command == "rollback":
-        flags, details = ("rollback",), details | {"to_step": data["step"], "lr_factor": data["lr_factor"]}
-    elif command in _REQUESTS:
-        details |= data
-    else:
-        details |= {"command": command, "data": data}
-    return [Request(flag, ticket.author, event, "", 0, dict(details)) for flag in flags]
+    command, data = _command(ticket), ticket.data
+    details = {one.detail or one.name: data[one.name] for one in command.parameters}
+    if command.is_for_callbacks:
+        details = {"command": ticket.command, "data": data}
+    return [
+        Request(flag, ticket.author, event, "", 0, {"command_id": ticket.id, **details}) for flag in command.requests
+    ]
+
+
+def _command(ticket: Ticket) -> Command:
+    return COMMANDS.get(ticket.command) or Command(ticket.command, "", "")
 
 
 def _result_of(request: Request) -> Any:
@@ -127,10 +110,6 @@ def _result_of(request: Request) -> Any:
 
 
 def describe_commands(own: dict[str, str]) -> list[dict[str, Any]]:
-    """All commands that a job accepts, as JSON."""
-    more = [
-        {"name": name, "help": words, "parameters": [], "is_destructive": False}
-        for name, words in own.items()
-        if name not in COMMANDS
-    ]
-    return [*(one.describe() for one in COMMANDS.values()), *more]
+    """All commands that a job accepts, as JSON; `own` are those that callbacks carry out, with their help."""
+    more = [Command(name, "", text) for name, text in own.items() if name not in COMMANDS]
+    return [one.describe() for one in (*COMMANDS.values(), *more)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from onstep.commands import asked_words
 from onstep.errors import ConfigError, warn_once
 from onstep.events.events import events_named
 from onstep.events.exportable_state import ExportableState
@@ -36,18 +37,6 @@ BEFORE_UPDATE: tuple[str, ...] = (
     "on_pre_optimizer_step",
 )
 """The events at which a callback may request that this step's update be skipped."""
-
-_VERBS = {
-    "should_training_stop": "stop",
-    "should_abort_without_save": "abort",
-    "should_epoch_stop": "end the epoch",
-    "skip": "skip the update",
-    "rollback": "roll back to a checkpoint",
-    "pause": "pause",
-    "resume": "resume",
-    "skip_batch": "skip the next batch",
-}
-
 
 _HF_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
@@ -82,7 +71,7 @@ class Request:
     """A request made by a callback."""
 
     flag: str
-    """One of `FLAGS`, or skip, rollback, set, pause, resume, skip_batch, command."""
+    """One of `onstep.commands.REQUESTS`."""
     author: str
     event: str
     reason: str = ""
@@ -97,14 +86,9 @@ class Request:
         return "command_id" in self.details
 
     def __str__(self) -> str:
-        verb = _VERBS.get(self.flag, self.flag.removeprefix("should_"))
-        if self.flag == "set":
-            verb = f"set {self.details.get('key')} to {self.details.get('value')!r}"
-        elif self.flag == "command":
-            verb = str(self.details.get("command"))
         where = f" during '{self.event}'" if self.event else ""
         why = f": {self.reason}" if self.reason else ""
-        return f"asked to {verb} by '{self.author}'{where} on rank {self.rank}{why}"
+        return f"asked to {asked_words(self.flag, self.details)} by '{self.author}'{where} on rank {self.rank}{why}"
 
 
 @dataclass

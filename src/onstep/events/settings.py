@@ -6,14 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from onstep.commands import MOST_LR_FACTOR
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 from onstep.files.bounded_reading import brief
 
 _MOST = 2**53
 """Larger integers are not exact in JSON."""
-MOST_LR_FACTOR = 1000.0
-"""From the end of a schedule to its peak; a learning rate that is further off belongs in the configuration."""
 
 
 class Setting(NamedTuple):

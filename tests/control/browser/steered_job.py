@@ -7,7 +7,8 @@ import threading
 import time
 from typing import Any
 
-from onstep.control.commands import COMMANDS, CommandRefusedError
+from onstep.commands import COMMANDS
+from onstep.control.commands import CommandRefusedError
 from onstep.control.feed import Feed
 from onstep.control.inbox import Inbox, Ticket
 from onstep.control.registry import JobInfo
@@ -29,7 +30,7 @@ class SteeredJob:
         self.taken: list[tuple[str, dict[str, Any]]] = []
         info = JobInfo(job_id, "127.0.0.1", 0, None, time.time())
         self.served = LiveJob(info, self.feed, self.inbox, {"dump_router": "Write the router's choices to a file"})
-        own = {"name": "dump_router", "help": "Write the router's choices", "parameters": [], "is_destructive": False}
+        own = {"name": "dump_router", "help": "Write the router's choices", "parameters": [], "warning": ""}
         lr = {"kind": "number", "minimum": 0, "value": 1.0, "configured": 1.0, "help": "Multiplies the learning rate"}
         logs = {"kind": "integer", "minimum": 1, "value": 10, "configured": 10, "help": "Steps between records"}
         self.feed.update(

@@ -8,6 +8,7 @@ from typing import Any
 
 from onstep.analysis.logs.lines import BLANK, FileSource
 from onstep.analysis.logs.record_file import decoded
+from onstep.commands import decided_words, fill
 
 Decision = dict[str, Any]
 
@@ -16,28 +17,16 @@ FILE_NAME = "decisions.jsonl"
 EVERYDAY = ("should_log", "should_evaluate")
 """Flags of what happens all the time."""
 _WHAT = {
-    "should_training_stop": "stop",
-    "should_abort_without_save": "abort, without a final save",
-    "should_epoch_stop": "end of the epoch",
-    "should_save": "save",
-    "should_evaluate": "evaluation",
-    "should_log": "log",
-    "skip": "update skipped",
-    "rollback": "rollback decided",
-    "rolled_back": "rolled back",
-    "skip_batch": "batches skipped",
-    "pause": "paused",
-    "resume": "resumed",
-    "command": "command",
-    "refused": "refused",
-    "set": "value set",
+    "rolled_back": "rolled back to step {to_step}",
+    "refused": "{refused} refused ({why})",
     "changed": "commands replaced by changed settings",
-    "saved": "checkpoint saved",
+    "saved": "checkpoint of step {checkpoint_step} saved",
     "withdrawn": "commands withdrawn",
     "failed_after": "failed after a command",
     "raised": "ended with an error",
     "rerun_exit": "exited because a result may be wrong",
 }
+"""What else the loop records, with details in braces."""
 _EXITS = {"16": " (restart, on another device if possible)", "17": " (the fault is known)"}
 
 
@@ -54,21 +43,7 @@ def read_decisions(path: Path) -> Iterator[Decision]:
 def decision_lines(decision: Decision) -> list[str]:
     """A decision in words, without its step and time; what belongs to it is in the lines after the first."""
     flag, details = str(decision.get("flag", "?")), details_of(decision)
-    what = _WHAT.get(flag, flag)
-    if flag == "command":
-        what = str(details.get("command"))
-    if flag == "skip_batch":
-        count = details.get("count", 1)
-        what = f"the batches of {count} {'step' if count == 1 else 'steps'} skipped"
-    if flag == "refused":
-        what = f"{details.get('refused', 'a request')} refused ({details.get('why')})"
-    if flag == "set":
-        value = details.get("value")
-        what = f"{details.get('key')} set to {'the configured value' if value is None else value}"
-    if flag == "saved":
-        what = f"checkpoint of step {details.get('checkpoint_step')} saved"
-    if flag == "rolled_back":
-        what = f"rolled back to step {details.get('to_step')}"
+    what = fill(_WHAT[flag], {"refused": "a request", **details}) if flag in _WHAT else decided_words(flag, details)
     lines = [f"{what}, {by_whom(decision)}"]
     if flag in ("skip", "rollback", "should_training_stop", "raised") and "anomaly" in details:
         lines.append(f"    loss {details.get('loss')}, gradient norm {details.get('grad_norm')}")

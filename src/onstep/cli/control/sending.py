@@ -1,9 +1,11 @@
-"""`onstep control save|stop|pause|...`: the commands that are sent to a job."""
+"""`onstep control save|stop|pause|...`: the commands that are sent to a job, made from the table of commands."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,113 +13,60 @@ import typer
 from onstep.cli.control.options import AsJson, Force, Job, Remote, TokenFile, Wait
 from onstep.cli.control.outcome import confirm, show
 from onstep.cli.control.target import Target, find_target
+from onstep.commands import Command, Parameter
 from onstep.config.suggestions import shown
 from onstep.errors import ConfigError, DataError
-from onstep.events.settings import MOST_LR_FACTOR
 from onstep.files.bounded_reading import parse_json
 
 
-def plain(command: str, text: str) -> Callable[..., None]:
-    """The function of a command without data; `text` is its help."""
+def verb_of(command: Command) -> Callable[..., None]:
+    """The function of a command, as Typer reads its options."""
 
     def send(
-        job: Job = None,
-        wait: Wait = False,
-        as_json: AsJson = False,
-        remote: Remote = None,
-        token_file: TokenFile = None,
+        *,
+        job: str | None,
+        as_json: bool,
+        remote: str | None,
+        token_file: Path | None,
+        force: bool = False,
+        wait: bool = True,
+        **data: Any,
     ) -> None:
-        _send(find_target(job, remote, token_file), command, wait=wait, as_json=as_json)
+        target = find_target(job, remote, token_file)
+        if command.loses:
+            confirm(f"{command.label} {target.job_id}? {command.warning}", force=force)
+        _send(target, command.name, data, wait=wait, as_json=as_json)
 
-    send.__doc__ = text
+    options: dict[str, tuple[Any, Any]] = {"job": (Job, None)}
+    options |= {one.name: _option(one) for one in command.parameters}
+    options |= {"force": (Force, False)} if command.loses else {}
+    options |= {"wait": (Wait, False)} if command.wait is None else {}
+    options |= {"as_json": (AsJson, False), "remote": (Remote, None), "token_file": (TokenFile, None)}
+    kind = inspect.Parameter.KEYWORD_ONLY
+    signature = inspect.Signature(
+        [inspect.Parameter(name, kind, default=default, annotation=one) for name, (one, default) in options.items()]
+    )
+    vars(send).update(__signature__=signature)
+    send.__annotations__ = {name: annotation for name, (annotation, _) in options.items()}
+    send.__doc__ = f"{command.help}."
+    if command.loses:
+        send.__doc__ += f"\n\n{command.warning.removesuffix('.')}, so it asks first."
     return send
 
 
-def abort(
-    job: Job = None,
-    force: Force = False,
-    wait: Wait = False,
-    as_json: AsJson = False,
-    remote: Remote = None,
-    token_file: TokenFile = None,
-) -> None:
-    """Stop after this step without saving anything.
-
-    What was trained since the last checkpoint is lost, so it asks first.
-    """
-    target = find_target(job, remote, token_file)
-    confirm(f"Abort {target.job_id}? What it has trained since its last checkpoint is lost.", force=force)
-    _send(target, "abort", wait=wait, as_json=as_json)
-
-
-def skip(
-    job: Job = None,
-    count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many steps.")] = 1,
-    wait: Wait = False,
-    as_json: AsJson = False,
-    remote: Remote = None,
-    token_file: TokenFile = None,
-) -> None:
-    """Read the batches of the next steps without training on them."""
-    _send(find_target(job, remote, token_file), "skip_batch", {"count": count}, wait=wait, as_json=as_json)
-
-
-def rollback(
-    job: Job = None,
-    step: Annotated[
-        int | None, typer.Option(min=0, help="Step of the checkpoint; default: the newest before this step.")
-    ] = None,
-    lr_factor: Annotated[
-        float, typer.Option(min=0, max=MOST_LR_FACTOR, help="Multiply the learning-rate factor by this.")
-    ] = 1.0,
-    force: Force = False,
-    wait: Wait = False,
-    as_json: AsJson = False,
-    remote: Remote = None,
-    token_file: TokenFile = None,
-) -> None:
-    """Go back to a checkpoint and continue from there, with the data after the current batch.
-
-    The weights of later steps are lost, so it asks first.
-    """
-    target = find_target(job, remote, token_file)
-    where = "its newest checkpoint" if step is None else f"the newest checkpoint at or before step {step}"
-    confirm(f"Roll {target.job_id} back to {where}? What it has trained since is lost.", force=force)
-    _send(target, "rollback", {"step": step, "lr_factor": lr_factor}, wait=wait, as_json=as_json)
-
-
-def generate(
-    job: Job = None,
-    prompts: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Text to continue; repeatable.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add to each prompt.")] = 64,
-    as_json: AsJson = False,
-    remote: Remote = None,
-    token_file: TokenFile = None,
-) -> None:
-    """Continue prompts with the current weights, and print the texts."""
-    if not prompts:
-        raise typer.BadParameter("give at least one text to continue: --prompt 'def '", param_hint="--prompt")
-    data = {"prompts": prompts, "max_new_tokens": max_new_tokens}
-    _send(find_target(job, remote, token_file), "generate", data, wait=True, as_json=as_json)
-
-
-def profile(
-    job: Job = None,
-    steps: Annotated[int, typer.Option(min=1, help="How many steps.")] = 3,
-    wait: Wait = False,
-    as_json: AsJson = False,
-    remote: Remote = None,
-    token_file: TokenFile = None,
-) -> None:
-    """Record the next steps with PyTorch's profiler, on every rank."""
-    _send(find_target(job, remote, token_file), "profile", {"steps": steps}, wait=wait, as_json=as_json)
-
-
-def stacks(job: Job = None, as_json: AsJson = False, remote: Remote = None, token_file: TokenFile = None) -> None:
-    """Print the Python stacks of all threads of all ranks, even if training hangs."""
-    _send(find_target(job, remote, token_file), "stacks", wait=True, as_json=as_json)
+def _option(parameter: Parameter) -> tuple[Any, Any]:
+    """The type and the default of an option."""
+    is_list = parameter.kind is list
+    option = typer.Option(
+        ... if parameter.required else parameter.default,
+        *parameter.options,
+        min=parameter.least,
+        max=parameter.most,
+        metavar="TEXT" if is_list else None,
+        help=parameter.help + ("; repeatable." if is_list else "."),
+    )
+    kind: Any = list[str] if is_list else parameter.kind
+    return kind | None if parameter.may_be_null else kind, option
 
 
 def send(

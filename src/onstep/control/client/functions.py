@@ -20,32 +20,34 @@ metrics = _client.metrics
 events = _client.events
 """`TrainerControlClient.events` for the jobs of this user on this machine."""
 
-graceful_stop = _client.graceful_stop
-"""`TrainerControlClient.graceful_stop` for the jobs of this user on this machine."""
+# generated: functions
 save_checkpoint = _client.save_checkpoint
 """`TrainerControlClient.save_checkpoint` for the jobs of this user on this machine."""
-save_and_stop = _client.save_and_stop
-"""`TrainerControlClient.save_and_stop` for the jobs of this user on this machine."""
-abort = _client.abort
-"""`TrainerControlClient.abort` for the jobs of this user on this machine."""
 evaluate = _client.evaluate
 """`TrainerControlClient.evaluate` for the jobs of this user on this machine."""
 pause = _client.pause
 """`TrainerControlClient.pause` for the jobs of this user on this machine."""
 resume = _client.resume
 """`TrainerControlClient.resume` for the jobs of this user on this machine."""
-set_value = _client.set_value
-"""`TrainerControlClient.set_value` for the jobs of this user on this machine."""
 skip_batch = _client.skip_batch
 """`TrainerControlClient.skip_batch` for the jobs of this user on this machine."""
-rollback = _client.rollback
-"""`TrainerControlClient.rollback` for the jobs of this user on this machine."""
+set_value = _client.set_value
+"""`TrainerControlClient.set_value` for the jobs of this user on this machine."""
 generate = _client.generate
 """`TrainerControlClient.generate` for the jobs of this user on this machine."""
 profile = _client.profile
 """`TrainerControlClient.profile` for the jobs of this user on this machine."""
 stacks = _client.stacks
 """`TrainerControlClient.stacks` for the jobs of this user on this machine."""
+graceful_stop = _client.graceful_stop
+"""`TrainerControlClient.graceful_stop` for the jobs of this user on this machine."""
+save_and_stop = _client.save_and_stop
+"""`TrainerControlClient.save_and_stop` for the jobs of this user on this machine."""
+rollback = _client.rollback
+"""`TrainerControlClient.rollback` for the jobs of this user on this machine."""
+abort = _client.abort
+"""`TrainerControlClient.abort` for the jobs of this user on this machine."""
+# end of generated part
 
 
 def get_default_client() -> HTTPTrainerControlClient:

@@ -6,26 +6,19 @@ import { number, words } from "./format.js";
 
 const WAIT_SECONDS = 10;
 const TOAST_MS = 9000;
-const LABELS = {
-  save_checkpoint: "Save", graceful_stop: "Stop", rollback: "Roll back", skip_batch: "Skip batch", status: "Ping",
-};
-const ORDER = [
-  "save_checkpoint", "evaluate", "pause", "resume", "skip_batch", "set", "generate", "profile", "stacks", "status",
-];
-const LAST = ["graceful_stop", "save_and_stop", "rollback", "abort"];
-const ENDS_RUN = new Set(["graceful_stop", "save_and_stop", "abort"]);
+const LABELS = new Map();
 
-export const labelOf = (command) => LABELS[command] ?? words(command);
+/** A command's name on its button; a run that has not described it yet has its plain name. */
+export const labelOf = (command) => LABELS.get(command) ?? words(command);
 
 /** Fills a card's row of buttons from `status.commands`. */
 export function commandBar(node, job) {
   const known = new Map((job.status.commands ?? []).map((command) => [command.name, command]));
-  const own = [...known.keys()].filter((name) => !ORDER.includes(name) && !LAST.includes(name));
-  const names = [...ORDER, ...own, ...LAST].filter((name) => known.has(name));
-  const isPaused = job.status.status === "paused";
-  const shown = names.filter((name) => name !== (isPaused ? "pause" : "resume"));
+  known.forEach((command, name) => LABELS.set(name, command.label ?? words(name)));
+  const hidden = job.status.status === "paused" ? "pause" : "resume";
+  const shown = [...known.keys()].filter((name) => name !== hidden);
   keepChildren(node, shown.length ? ["work", "end"] : [], () => element("div")).forEach((group, index) => {
-    const members = shown.filter((name) => LAST.includes(name) === (index === 1));
+    const members = shown.filter((name) => (known.get(name).warning !== "") === (index === 1));
     for (const one of keepChildren(group, members, (name) => button(job, name))) {
       one.disabled = job.isEnded;
       one.title = known.get(one.dataset.command).help;
@@ -35,10 +28,10 @@ export function commandBar(node, job) {
 
 function button(job, name) {
   const command = () => job.status.commands.find((one) => one.name === name);
-  const look = name === "save_checkpoint" || name === "resume" ? "primary" : LAST.includes(name) ? "danger" : "";
-  const asks = () => command().is_destructive || ENDS_RUN.has(name) || command().parameters.length > 0;
+  const look = name === "save_checkpoint" || name === "resume" ? "primary" : command().warning ? "danger" : "";
+  const asks = () => command().warning !== "" || command().parameters.length > 0;
   const onclick = () => (asks() ? ask(job, command()) : send(job, name, {}));
-  const dots = (command()?.parameters.length ?? 0) > 0 ? "…" : "";
+  const dots = command().parameters.length > 0 ? "…" : "";
   return element("button", { type: "button", class: look, "data-command": name, onclick }, labelOf(name) + dots);
 }
 
@@ -47,14 +40,14 @@ export function ask(job, command) {
   const dialog = byId("dialog");
   setText(byId("dialog-title"), `${labelOf(command.name)}: ${job.label}`);
   setText(byId("dialog-help"), `${command.help}.`);
-  setText(byId("dialog-warning"), warning(command));
-  byId("dialog-warning").hidden = warning(command) === "";
+  setText(byId("dialog-warning"), command.warning);
+  byId("dialog-warning").hidden = command.warning === "";
   setText(byId("dialog-error"), "");
   const fields = command.parameters.map((parameter) => field(job, command, parameter));
   byId("dialog-fields").replaceChildren(...fields.map((one) => one.node));
   const sendButton = byId("dialog-send");
   setText(sendButton, labelOf(command.name));
-  sendButton.className = warning(command) ? "danger-filled" : "primary";
+  sendButton.className = command.warning ? "danger-filled" : "primary";
   byId("dialog-cancel").onclick = () => dialog.close();
   byId("dialog-form").onsubmit = (event) => {
     event.preventDefault();
@@ -67,11 +60,6 @@ export function ask(job, command) {
     send(job, command.name, data);
   };
   dialog.showModal();
-}
-
-function warning(command) {
-  if (command.is_destructive) return "What was not saved is lost.";
-  return ENDS_RUN.has(command.name) ? "This ends the run." : "";
 }
 
 /** The input of a parameter: {name, node, read()}; `read` gives undefined for "use the default". */

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from onstep.control.commands import COMMANDS
+from onstep.commands import COMMANDS
 from onstep.control.feed import KINDS
 from onstep.control.serving.limits import MOST_WAIT_SECONDS
 from onstep.http.messages import MOST_BODY_BYTES

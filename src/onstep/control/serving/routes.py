@@ -10,7 +10,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from onstep.control.commands import COMMANDS, CommandError, CommandRefusedError
+from onstep.commands import COMMANDS
+from onstep.control.commands import CommandError, CommandRefusedError
 from onstep.control.feed import KINDS
 from onstep.control.inbox import Ticket
 from onstep.control.serving.event_streams import stream

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
+from onstep.commands import REQUESTS
 from onstep.errors import DataError
 from onstep.events import Request
 from onstep.events.control import STICKY
@@ -21,7 +22,7 @@ from onstep.files.bounded_reading import read_bytes
 from onstep.files.json_values import encode
 from onstep.record.digests import hash_of
 
-LEARNED = ("set", "skip_batch", "rollback")
+LEARNED = tuple(flag for flag, kind in REQUESTS.items() if kind.changes_learning)
 """Requests from outside that change what is learned."""
 REPEATED = (*LEARNED, *STICKY)
 """Requests from outside that a run repeats which was interrupted after them."""

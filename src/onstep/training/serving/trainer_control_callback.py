@@ -13,6 +13,7 @@ from onstep.analysis.logs.reading import LogTail
 from onstep.analysis.logs.samples_log import FILE_NAME, TextSample, append_samples
 from onstep.analysis.logs.tokenizers import tokenizer_of
 from onstep.checkpoint import checkpoints
+from onstep.commands import COMMANDS
 from onstep.control.commands import CommandError, CommandRefusedError
 from onstep.control.delivery import Delivery, describe_commands
 from onstep.control.feed import Feed
@@ -31,7 +32,7 @@ from onstep.training.watchdog.stack_exchange import StackExchange
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-_SAVING = ("save_checkpoint", "save_and_stop")
+_SAVING = tuple(one.name for one in COMMANDS.values() if "should_save" in one.requests)
 _SAMPLING = {"do_sample": True, "top_k": 20, "temperature": 0.7}
 
 

@@ -10,10 +10,10 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 
 from onstep.checkpoint import CheckpointInfo
+from onstep.commands import MOST_LR_FACTOR
 from onstep.errors import AnomalyError, warn_once
 from onstep.events import Request
 from onstep.events.control import FLAGS, STICKY
-from onstep.events.settings import MOST_LR_FACTOR
 from onstep.processes.heartbeat import HEARTBEAT
 from onstep.train_state import TrainState
 from onstep.training.reporting.timers import INTERVAL_TIME

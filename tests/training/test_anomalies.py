@@ -376,7 +376,7 @@ def test_rollbacks_are_counted_over_loads_of_older_states_and_bounded(tmp_path: 
         watch.load_state_dict(old_watch)
         rollback.carry_over(state.train_state)
         write_decision(state, rollback.record(state.train_state.step))
-        watch.rolled_back()
+        watch.rolled_back(left.step, request)
         assert state.train_state.num_rollbacks == count
         assert state.train_state.overrides == {"lr_factor": 0.5**count}
     state.train_state.num_rollbacks = 3

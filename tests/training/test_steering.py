@@ -14,8 +14,8 @@ from onstep import Callback, CallbackManager, JsonLogger, TrainerCallback, pretr
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
 from onstep.events import Control, Request, Setting
+from onstep.training.runs.decisions import decisions_after, left_behind
 from onstep.training.runs.run_dir import RunDir
-from onstep.training.runs.steering import decisions_after, left_behind
 from tests.support.resuming import Interrupted
 from tests.support.small_runs import eval_loader, run, small_state
 from tests.support.whole_runs import left_by
@@ -345,25 +345,13 @@ def entry(step: int, flag: str, **details: Any) -> dict[str, Any]:
             [
                 entry(4, "saved", checkpoint_step=4),
                 entry(9, "rollback", command_id="a"),
-                entry(6, "set", command_id="b"),
+                entry(6, "set", command_id="b") | {"branch": 1},
             ],
             4,
             False,
             [9, 6],
         ),
-        ([entry(4, "saved", checkpoint_step=4, to_repeat=[[], 3]), entry(5, "set", command_id=["a"])], 4, False, []),
-        ([entry(6, "set", command_id="a"), entry(5, "saved", checkpoint_step=5, to_repeat=["a"])], 5, False, [6]),
-        (  # saved in the background while the request was repeated
-            [
-                entry(6, "set", command_id="a"),
-                entry(5, "saved", checkpoint_step=4),
-                entry(6, "set", command_id="a", repeated=True),
-                entry(7, "saved", checkpoint_step=5),
-            ],
-            5,
-            False,
-            [6],
-        ),
+        ([entry(4, "saved", checkpoint_step=4), entry(5, "set", command_id=["a"])], 4, False, []),
     ],
 )
 def test_which_decisions_are_repeated(

@@ -24,10 +24,10 @@ Interruption = Literal["evaluate", "score", "save", "write", "finalize", "compar
 """Work outside of any step: an evaluation inside the loop, and any evaluation; a checkpoint, writing it, and making an
 asynchronous one durable; a comparison of weights; recomputing the gradients of a bad step; waiting while paused."""
 
-Work = Literal["iterate", "read", "step", "compute", "forward", "backward", "update", "score"]
-"""The loop's own work that a feature may wrap: a whole iteration, reading its micro-batches, training on them, all
-forward and backward passes, the forward pass of one micro-batch, its backward pass, and the update. `score` is a batch
-of an evaluation."""
+Work = Literal["act", "iterate", "read", "step", "compute", "forward", "backward", "update", "score"]
+"""The loop's own work that a feature may wrap: what is due or asked for at the end of a step or epoch, a whole
+iteration, reading its micro-batches, training on them, all forward and backward passes, the forward pass of one
+micro-batch, its backward pass, and the update. `score` is a batch of an evaluation."""
 
 
 def is_due(step: int, every: int | None, *, start: int = 0) -> bool:
@@ -81,6 +81,12 @@ class Hooks:
     def after_count(self, step: Step) -> None:
         """The counters hold this step."""
 
+    def requested(self, request: Request) -> None:
+        """The ranks have agreed on a request, which is about to be recorded."""
+
+    def before_acting(self) -> None:
+        """The ranks have agreed on what is due or asked for; nothing of it is done yet. Not in an aborted run."""
+
     def after_agreement(self) -> None:
         """The ranks have agreed on what is due or asked for."""
 
@@ -109,8 +115,11 @@ class Hooks:
     def before_rollback(self, bad_step: int, request: Request) -> None:
         """The run is about to go back to a checkpoint before `bad_step`."""
 
-    def rolled_back(self) -> None:
-        """The rollback is complete."""
+    def rolled_back(self, bad_step: int, request: Request) -> None:
+        """The run has gone back to a checkpoint."""
+
+    def concluding(self) -> None:
+        """The last step was trained; the final metrics and the final checkpoint come next."""
 
     def failing(self, error: BaseException) -> None:
         """An error is ending the run; callbacks have not been notified yet."""

@@ -34,6 +34,7 @@ from onstep.training.profiling.instruments import (
 from onstep.training.rerun.rerun import RerunMachine
 from onstep.training.run import Run
 from onstep.training.stages.job import Job
+from onstep.training.steering.steering import Steering
 from onstep.training.stragglers.detector import Stragglers
 from onstep.training.stragglers.nvrx import NvrxStragglers
 from onstep.training.verification.trajectory_hash import TrajectoryHash
@@ -59,6 +60,7 @@ SECTIONS: tuple[type[Feature[Run]], ...] = (FaultToleranceSections,)
 
 TRAINING: tuple[type[Feature[Job]], ...] = (
     TrainingEnd,  # sees an error before anything below closes
+    Steering,  # first in what a step may be asked for: repeats come before all else
     DataTimeoutGuard,
     IntervalTime,
     DeviceSync,

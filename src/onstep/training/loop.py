@@ -21,6 +21,7 @@ class Loop:
     def __init__(self, job: Job) -> None:
         self.job, self.run, self.notify, self.on = job, job.run, job.notify, job.run.features
         self.last, wrap = self.on.room(LastStep), self.on.wrap
+        self.act: Callable[[Job], object] = wrap("act", actions.act)
         self.iterate: Callable[[], bool] = wrap("iterate", self.read_and_train)
         self.read: Callable[[], StepBatches | None] = wrap("read", lambda: position.read(job))
         self.train_step: Callable[[Step], None] = wrap("step", self.compute_and_update)
@@ -55,7 +56,7 @@ class Loop:
         """Evaluate before the first step if configured, or do what was still pending at the checkpoint."""
         run = self.run
         if run.stage.is_resumed:
-            actions.act(self.job)
+            self.act(self.job)
             if run.is_over and run.stage.epoch_is_open and not run.leaves:
                 self.end_epoch(has_data=True)
         elif run.cfg.validation.eval_on_start:
@@ -78,7 +79,7 @@ class Loop:
         position.end_epoch(self.job, has_data)
         actions.mark_due_after_an_epoch(self.run)
         self.notify.on_epoch_end()
-        actions.act(self.job)
+        self.act(self.job)
 
     def read_and_train(self) -> bool:
         """Read the next step's micro-batches and train on them, or skip them; False at the end of the data."""
@@ -98,22 +99,21 @@ class Loop:
         on.after_count(step)
         actions.mark_due(run)
         self.notify.on_step_end()
-        actions.act(self.job)
+        self.act(self.job)
         on.after_iteration(step)
         return True
 
     def compute_and_update(self, step: Step) -> None:
         """Forward and backward passes, one update, and the schedule."""
-        job, notify = self.job, self.notify
         self.compute(step)
         step.total = reduce_step(step.micros, self.run.world)
-        step.factor = compute.gradient_factor_of(job, step)
+        step.factor = compute.gradient_factor_of(self.job, step)
         self.update(step)
-        notify.on_optimizer_step(step)
+        self.notify.on_optimizer_step(step)
         self.on.after_update(step)
-        if step.applied and job.scheduler is not None:
-            job.scheduler.step(job.schedule_increment(step.batches))
-        notify.on_train_metrics(step)
+        if step.applied and self.job.scheduler is not None:
+            self.job.scheduler.step(self.job.schedule_increment(step.batches))
+        self.notify.on_train_metrics(step)
 
     def forward_backward(self, step: Step) -> None:
         """Run forward and backward of each micro-batch; ranks exchange gradients with the last one."""

@@ -26,10 +26,10 @@ from onstep.training.features import RUN, SECTIONS, SETUP
 from onstep.training.reporting.bridge_trackers import check_trackers
 from onstep.training.run import Run
 from onstep.training.runs.claims import Claim, acquire_run_dir, without_effect
+from onstep.training.runs.decisions import what_ended
 from onstep.training.runs.hold import Hold, abandoned_on_error
 from onstep.training.runs.identity import Identify, Identity, remembered
 from onstep.training.runs.run_dir import FINISHED, Status
-from onstep.training.runs.steering import what_ended
 from onstep.training.watchdog.stacks import callback_of_error
 
 logger = logging.getLogger(__name__)

@@ -186,7 +186,7 @@ class AnomalyGate(Feature[Job]):
         if progress.num_rollbacks > most:
             raise too_many("rollback", progress.num_rollbacks, most, self._history["rollback"])
 
-    def rolled_back(self) -> None:
+    def rolled_back(self, bad_step: int, request: Request) -> None:
         """Forget everything after the checkpoint, and open the gate."""
         self._spikes.forget_after(self._state.train_state.step)
         self._gate.reset()

@@ -10,24 +10,30 @@ from onstep.checkpoint.catalog.discovery import named_dirs
 from onstep.config import ChangeClass, ConfigContainer
 from onstep.config.derived import fill
 from onstep.config.differences import changes, decide, describe, left_to_policy, of_kind
+from onstep.config.suggestions import shown
 from onstep.distributed import attempt
 from onstep.errors import CheckpointError, ConfigError
 from onstep.events import Request
+from onstep.events.control import STICKY
 from onstep.training.run import Run
-from onstep.training.runs.identity import Identity, compare, trains_on_others, ways_to_continue
-from onstep.training.runs.steering import (
+from onstep.training.runs.decisions import (
+    CHANGED,
     WITHDRAWN,
+    commands_on_end,
     ids_to_repeat,
     is_cut,
+    is_last_change,
     is_recorded,
     left_behind,
     steps_without,
     withdrawable,
 )
+from onstep.training.runs.identity import Identity, compare, trains_on_others, ways_to_continue
 from onstep.training.stages.agreement import append_decision
 
 logger = logging.getLogger(__name__)
 
+_LENGTH = ("train.train_iters", "train.train_samples", "train.num_epochs")
 DECISIONS = "decisions"
 """The entry of a manifest's `extra` that says which decisions its state contains."""
 
@@ -212,6 +218,44 @@ def leave_commands(state: Run, info: CheckpointInfo) -> None:
     if left:
         reason, details = f"the run continues from {info.path}", {"command_ids": ids_to_repeat(left)}
         append_decision(state, Request(WITHDRAWN, "the loop", "", reason, 0, details), info.step)
+
+
+def lift_end(run: Run) -> None:
+    """Lift what would end the run although its user continues it with other settings.
+
+    That is a decided stop, one that is still to be repeated and, if the length is among the settings, a number of steps
+    that was set while it ran. Each start from an older checkpoint lifts it again, but not what was sent since.
+    """
+    changes, ending = run.ending.changes, run.ending
+    if not changes:
+        return
+    has_other_length = any(one.key in _LENGTH for one in changes)
+    for flag in STICKY:
+        run.control.clear(flag)
+    stopped_by, ending.stopped_by = ending.stopped_by, None
+    num_steps = run.train_state.overrides.pop("train_iters", None) if has_other_length else None
+    if not run.world.is_main:
+        return
+    settings = ", ".join(f"{one.key} was {shown(one.old)} and is {shown(one.new)}" for one in changes)
+    lifted = [] if run.run_dir is None else _replace_commands(run, run.run_dir.decisions, settings, has_other_length)
+    if stopped_by is not None and not stopped_by.is_steered:
+        lifted.append(str(stopped_by))
+    for what in lifted:
+        logger.warning("the run continues with other settings (%s); no longer in force: %s", settings, what)
+    if num_steps is not None and not lifted:
+        logger.info("train_iters=%s, which was set while the run ran, is no longer in force", num_steps)
+
+
+def _replace_commands(run: Run, decisions: Path, settings: str, has_other_length: bool) -> list[str]:
+    """Record, once, that the run continues with other settings, and which commands they replace; the commands."""
+    if is_last_change(decisions, settings):
+        return []
+    commands = commands_on_end(decisions, with_length=has_other_length)
+    replaced = {one.request.details["command_id"]: f"after step {one.step}: {one.request}" for one in commands[::-1]}
+    reason = "; ".join([settings, *(f"no longer in force: {what}" for what in replaced.values())])
+    details = {"settings": settings, "command_ids": list(replaced)}
+    append_decision(run, Request(CHANGED, "checkpoint.on_config_change", "", reason, 0, details))
+    return list(replaced.values())
 
 
 def _compared(state: Run, start: CheckpointInfo | None, root: Path, current: Identity) -> dict[str, str]:

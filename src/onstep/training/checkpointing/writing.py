@@ -37,23 +37,22 @@ from onstep.training.checkpointing.starts import (
     compare_configuration,
     compare_identity,
     leave_commands,
+    lift_end,
     newest_start,
     record_lost_save,
     requested_start,
 )
 from onstep.training.protocols import Trained, UserScheduler
 from onstep.training.run import Run
-from onstep.training.runs.steering import (
+from onstep.training.runs.decisions import (
     BRANCH,
-    Steering,
-    captured_now,
+    DecisionLog,
     everything_sent,
     steps_to_keep,
 )
 from onstep.training.stages.agreement import write_decision
 from onstep.training.stages.best_metric import note_best_checkpoint
 from onstep.training.stages.progress_log import log_async_checkpoint_saved
-from onstep.training.stages.steering import lift_end
 
 logger = logging.getLogger(__name__)
 
@@ -254,7 +253,7 @@ class RunCheckpoints:
         """Save where the directory is now. Collective."""
         self.finish()
         self._follow()
-        self._to_keep = steps_to_keep(self.state.features.room(Steering).repeats)
+        self._to_keep = steps_to_keep(self.state.features.room(DecisionLog).repeats)
         if not self._following(lambda: self.manager.save(request)):
             self.manager.save(request)
 
@@ -307,7 +306,7 @@ class RunCheckpoints:
         state = self.state
         extra: dict[str, Any] = {"identity": dict(state.saving.identity)} if state.saving.identity else {}
         if state.run_dir is not None and state.world.is_main:
-            extra[DECISIONS] = captured_now(state.run_dir.decisions, state.features.room(Steering))
+            extra[DECISIONS] = state.features.room(DecisionLog).captured_now(state.run_dir.decisions)
         return extra
 
     def _load(self, info: CheckpointInfo, components: list[StateComponent]) -> None:

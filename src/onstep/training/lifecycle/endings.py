@@ -11,7 +11,6 @@ from onstep.training.run import Reason, Run
 from onstep.training.runs.microbatches import current_calculator
 from onstep.training.runs.signals import Preempted
 from onstep.training.stages.job import Job
-from onstep.training.stages.steering import blame_command, refuse_undone
 
 
 class TrainingEnd(Feature[Job]):
@@ -31,8 +30,6 @@ class TrainingEnd(Feature[Job]):
             yield
         except BaseException as error:
             if self.host.run.ending.train_started:
-                refuse_undone(self.host.run)
-                blame_command(self.host.run, error)
                 fire_endings(self.host.run, self.host.notify.fire, error, is_outermost=False)
             raise
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from onstep.events import Request
 from onstep.training.feature import Feature
 from onstep.training.protocols import StateDict
 from onstep.training.run import Run
@@ -84,7 +85,7 @@ class TrackerSessions(Feature[Run]):
         trackers.agree_on_run()
         trackers.open(progress.step, progress.consumed_train_samples)
 
-    def rolled_back(self) -> None:
+    def rolled_back(self, bad_step: int, request: Request) -> None:
         """Continue from the step of the checkpoint."""
         progress = self.host.train_state
         self.host.bridge_trackers.reopen(progress.step, progress.consumed_train_samples)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -14,11 +13,10 @@ from onstep.commands import MOST_LR_FACTOR
 from onstep.errors import AnomalyError, warn_once
 from onstep.events import Request
 from onstep.events.control import FLAGS, STICKY
-from onstep.processes.heartbeat import HEARTBEAT
 from onstep.train_state import TrainState
 from onstep.training.reporting.timers import INTERVAL_TIME
 from onstep.training.run import Run
-from onstep.training.runs.steering import Steering
+from onstep.training.runs.decisions import DecisionLog
 from onstep.training.stages.agreement import agree, refuse, shorten_ids, write_decision
 from onstep.training.stages.best_metric import note_best_metric, save_best
 from onstep.training.stages.data_position import leave_out_skipped
@@ -31,12 +29,8 @@ from onstep.training.stages.exits import (
 )
 from onstep.training.stages.job import Job, warn_of_missing_gradients, warn_of_parameters_left_out
 from onstep.training.stages.record import log_step, publish
-from onstep.training.stages.steering import apply_overrides, fire_commands, repeat_decisions
 
 logger = logging.getLogger(__name__)
-
-_PAUSE_SECONDS = 0.1
-"""How long a paused run waits before it looks again for what it is asked for."""
 
 
 def mark_due(run: Run) -> None:
@@ -69,39 +63,7 @@ def mark_due_after_an_epoch(run: Run) -> None:
     )
 
 
-def act(job: Job) -> None:
-    """Do what is due or requested at the end of a step or epoch, then wait if the run is paused. Collective."""
-    repeat_decisions(job)
-    while carry_out(job) and repeat_decisions(job):
-        pass  # what followed a repeated rollback before the next step
-    if job.steering.pause is not None:
-        stay_paused(job, job.steering.pause)
-
-
-def stay_paused(job: Job, request: Request) -> None:
-    """Wait until a callback or a signal asks for something else; what is asked for meanwhile is done. Collective."""
-    run, steering = job.run, job.steering
-    if run.is_over:
-        steering.pause = None
-        refuse(run, request, "the run ends after this step, so it cannot wait")
-        return
-    steering.is_paused = True
-    write_decision(run, request)
-    if run.world.is_main:
-        logger.info("paused after step %d (%s)", run.train_state.step, request)
-    HEARTBEAT.activity = "paused"
-    while steering.pause is not None and not run.is_over:
-        HEARTBEAT.beats += 1
-        with run.features.pause("wait"):
-            time.sleep(_PAUSE_SECONDS)
-        job.notify.on_paused()
-        carry_out(job)
-    steering.pause, steering.is_paused = None, False
-    if run.world.is_main and not run.is_over:
-        logger.info("continuing after step %d", run.train_state.step)
-
-
-def carry_out(job: Job) -> bool:
+def act(job: Job) -> bool:
     """Agree on what is due or requested and do it, in order: roll back, log, evaluate, save, exit. Collective.
 
     Returns whether the run was rolled back.
@@ -115,9 +77,7 @@ def carry_out(job: Job) -> bool:
         run.checkpoints.finalize_if_written()
     if control.should_abort_without_save:
         return False
-    apply_overrides(job)
-    if job.steering.commands:
-        fire_commands(job)
+    on.before_acting()
     request = control.rollback_request
     if request is not None and roll_back(job, request):
         if control.should_save:  # before the stop that was requested with it
@@ -141,7 +101,6 @@ def carry_out(job: Job) -> bool:
         agree(run)
     if control.should_save or run.exits.decided is not None or job.decides_at_every_step:
         save_and_decide_exit(job)
-    apply_overrides(job)  # again: the later agreements may have changed them
     return False
 
 
@@ -310,15 +269,11 @@ def roll_back(job: Job, request: Request) -> bool:
     with _keep_ends(run):
         checkpoints.restore(info, job.trained)
     rollback.carry_over(progress)
-    job.steering.branch += 1
+    run.features.room(DecisionLog).branch += 1
     run.control.rollback_request = None
     write_decision(run, rollback.record(progress.step))
-    run.features.rolled_back()
+    run.features.rolled_back(rollback.bad_step, request)
     leave_out_skipped(job)
-    if request.is_steered:
-        job.steering.last = (rollback.bad_step, request)
-    job.steering.applied = {}  # callbacks may have loaded other values
-    apply_overrides(job)
     run.saving.is_unsaved = True
     record = {"rolled_back_from": rollback.bad_step, "anomaly": request.reason or str(request)}
     publish(run, {"epoch": run.trainer_state.epoch, **record}, job.notify)
@@ -362,7 +317,7 @@ def _checkpoint_to_load(run: Run, rollback: RollBack) -> CheckpointInfo | None:
     """The newest verified checkpoint that a rollback may load. Collective."""
     if run.checkpoints is None:
         return None
-    branch = run.features.room(Steering).branch
+    branch = run.features.room(DecisionLog).branch
     return run.checkpoints.to_go_back_to(rollback.last_good_step, rollback.request.details.get("went_to"), branch)
 
 

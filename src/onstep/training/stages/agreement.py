@@ -12,7 +12,7 @@ from onstep.events import Request
 from onstep.events.control import STICKY
 from onstep.events.views import configured_values
 from onstep.training.run import Run
-from onstep.training.runs.steering import BATCHES_TO_SKIP, BRANCH, Steering, append_line, changes_learning
+from onstep.training.runs.decisions import BATCHES_TO_SKIP, BRANCH, DecisionLog
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,7 @@ def record(state: Run, requests: list[Request]) -> None:
             refuse(state, request, f"the run ends after this step, so there is no {what}")
             continue
         _take_note(state, request)
-        if request.is_steered and request.flag != "rollback" and changes_learning(request):
-            state.features.room(Steering).last = (state.train_state.step, request)
+        state.features.requested(request)
         if request.flag not in ("command", "pause"):
             write_decision(state, request)
         if request.flag == "rollback" and state.control.rollback_request is not request:
@@ -94,17 +93,8 @@ def refuse(run: Run, request: Request, why: str, step: int | None = None) -> Non
 
 
 def _take_note(run: Run, request: Request) -> None:
-    """Keep an agreed request that is not one of the control's flags until the loop acts on it."""
-    steering = run.features.room(Steering)
+    """Keep an agreed request that is not one of the control's flags with the progress of the run."""
     match request.flag:
-        case "pause":
-            steering.pause = steering.pause or request
-        case "resume":
-            if steering.pause is not None and not steering.is_paused:  # it has nothing to wait for any more
-                write_decision(run, steering.pause)
-            steering.pause = None
-        case "command":
-            steering.commands.append(request)
         case "skip_batch":
             overrides = run.train_state.overrides
             overrides[BATCHES_TO_SKIP] = overrides.get(BATCHES_TO_SKIP, 0) + request.details["count"]
@@ -148,11 +138,10 @@ def append_decision(state: Run, request: Request, step: int | None = None) -> No
         return
     if request.flag != "saved":  # its checkpoint has a line of its own
         state.note("decision", vars(request), step)
-    path = state.run_dir.decisions
-    steering = state.features.room(Steering)
-    head = {"timestamp": time.time(), "step": state.train_state.step if step is None else step, BRANCH: steering.branch}
+    log = state.features.room(DecisionLog)
+    head = {"timestamp": time.time(), "step": state.train_state.step if step is None else step, BRANCH: log.branch}
     try:
-        append_line(path, {**head, **vars(request)}, steering)
+        log.append(state.run_dir.decisions, {**head, **vars(request)})
     except OSError as error:
         logger.warning("a decision (%s) could not be recorded: %s", request, error)
 

@@ -10,11 +10,9 @@ from onstep.errors import DataError
 from onstep.optim import ForeignOptimizer
 from onstep.training.compute.step import Step
 from onstep.training.run import Run
-from onstep.training.runs.steering import BATCHES_TO_SKIP
-from onstep.training.stages.agreement import agree
+from onstep.training.runs.decisions import BATCHES_TO_SKIP
 from onstep.training.stages.job import Job
 from onstep.training.stages.progress_log import log_job_start, pending_flops
-from onstep.training.stages.steering import apply_overrides, load_repeats, repeat_decisions
 
 logger = logging.getLogger(__name__)
 
@@ -66,13 +64,7 @@ def go_to(job: Job) -> None:
         leave_out_skipped(job)
         run.checkpoints.load_position(job.reader, job.scheduler)
         run.sums.flops_at_start += pending_flops(run)
-    load_repeats(run)
     update_batch_size(run)
-    apply_overrides(job)
-    repeat_decisions(job)
-    agree(run)
-    apply_overrides(job)
-    run.stage.final_metrics_logged = run.stage.final_metrics_logged and run.is_over
 
 
 def read(job: Job) -> StepBatches | None:

@@ -16,7 +16,6 @@ from onstep.training.stages.agreement import write_decision
 from onstep.training.stages.exits import announce_exit, save_checkpoint_and_time
 from onstep.training.stages.job import Job
 from onstep.training.stages.record import advance_tokens, final_metrics, first_and_last_loss, publish
-from onstep.training.stages.steering import blame_command, refuse_undone
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ def conclude(job: Job) -> None:
     """Log why training ended and its final metrics, and save; an aborted run logs and saves nothing more."""
     run, control, ending = job.run, job.run.control, job.run.ending
     run.features.settle()
-    refuse_undone(run)
+    run.features.concluding()
     stopped_before_the_end = control.should_training_stop and not run.has_all_steps
     ending.was_stopped = run.leaves or control.should_abort_without_save or stopped_before_the_end
     if run.leaves and not run.exits.exit_announced:  # decided before the first step
@@ -65,8 +64,6 @@ def conclude(job: Job) -> None:
     run.info.history.losses_at_exit = first_and_last_loss(run) if run.leaves and run.world.is_main else {}
     if not ending.was_stopped:
         ending.stopped_by = None
-    if ending.by_anomaly:
-        blame_command(run, None)
     if run.world.is_main and not run.leaves:
         why = f"stopped: {ending.stopped_by}" if ending.was_stopped else "all steps done"
         why = "no more data" if run.stage.data_exhausted else why

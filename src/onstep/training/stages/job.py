@@ -28,7 +28,6 @@ from onstep.training.compute.training_modes import TrainingModes
 from onstep.training.protocols import DataSource, ForwardStep, NonLossFunction, Trained, UserOptimizer, UserScheduler
 from onstep.training.reporting.loss_accumulator import LossAccumulator
 from onstep.training.run import Run
-from onstep.training.runs.steering import Steering
 from onstep.training.stages.forward_step import only_chunk, prepare_forward_step_func
 from onstep.training.stages.left_out import LeftOut, check_trains, first_of
 from onstep.training.stages.record import RunStart
@@ -108,8 +107,6 @@ class Job:
 
     def __post_init__(self) -> None:
         self.begin()
-        self.steering = self.run.features.room(Steering)
-        """What the run is asked for while it runs."""
         self.scaler = self.optimizer.scaler
         """The loss scaler of float16; None in any other precision."""
         self.tells_of_overflow = self.scaler is not None

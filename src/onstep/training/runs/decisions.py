@@ -1,4 +1,4 @@
-"""Holds what a run was asked for while it runs, and reads back what it was asked for before it was interrupted."""
+"""Writes what a run decides to its `decisions.jsonl`, and reads back what it was asked for before an interruption."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onstep.commands import REQUESTS
 from onstep.errors import DataError
 from onstep.events import Request
 from onstep.events.control import STICKY
-from onstep.events.settings import DeclaredSetting
+from onstep.events.settings import SETTABLE
 from onstep.files.bounded_reading import read_bytes
 from onstep.files.json_values import encode
 from onstep.record.digests import hash_of
@@ -41,10 +41,8 @@ POSITION = "position"
 _DIGEST = b', "digest": "'
 """In each line, before BLAKE3 of the file up to here, by which a start recognizes lines that changed or are lost."""
 _DIGITS = 32
-_TO_REPEAT = "to_repeat"
-"""Of `saved` in files without `POSITION`: ids of requests still to be repeated, so that the checkpoint lacks them."""
 _MOST_BYTES = 1 << 28
-_HARMLESS = ("log_interval", "eval_interval", "save_interval", "train_iters")
+_HARMLESS = SETTABLE.keys() - {"lr_factor"}
 
 
 class Sent(NamedTuple):
@@ -58,49 +56,40 @@ class Sent(NamedTuple):
 
 
 @dataclass
-class Steering:
-    """What a run was asked for while it runs, beside the flags of its control."""
+class DecisionLog:
+    """The writer of a run's `decisions.jsonl`, and what is still to be repeated of it."""
 
-    pause: Request | None = None
-    """Who asked the run to wait; None while it trains."""
-    is_paused: bool = False
-    """Whether the run waits, so that the pause is recorded."""
-    commands: list[Request] = field(default_factory=list)
-    """Commands for callbacks that ranks have agreed on."""
     repeats: deque[Sent] = field(default_factory=deque)
     """Decisions to repeat, each after its step: those made between the checkpoint and an interruption."""
     branch: int = 0
     """The number of rollbacks that the run has done."""
-    applied: dict[str, Any] = field(default_factory=dict)
-    """The overrides that are in force."""
-    configured: dict[str, tuple[DeclaredSetting, Any]] = field(default_factory=dict)
-    """The configured values of the callbacks' settings that are overridden."""
-    last: tuple[int, Request] | None = None
-    """The last command that changed what is learned, and the step after which it did; named if the run fails."""
-    written: blake3 = field(default_factory=blake3)
-    """On rank 0, the hash of `decisions.jsonl`, while it has `num_bytes`."""
-    num_bytes: int = 0
+    _hash: blake3 = field(default_factory=blake3)
+    """Of the file, while it has `_num_bytes`."""
+    _num_bytes: int = 0
 
+    def append(self, path: Path, entry: dict[str, Any]) -> None:
+        """Append a decision, with a digest of the file up to here.
 
-def append_line(path: Path, entry: dict[str, Any], steering: Steering) -> None:
-    """Append a decision to `decisions.jsonl`, with a digest of the file up to here.
+        Raises:
+            OSError: if it cannot be written.
+        """
+        with path.open("ab+", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            is_torn = size > 0 and file.read(1) != b"\n"  # by an earlier crash
+            if size != self._num_bytes:
+                self._hash = hash_of(file.fileno(), size)
+            text = b"\n" * is_torn + encode(entry).encode().removesuffix(b"}")
+            self._hash.update(text)
+            end = _DIGEST + self._hash.hexdigest()[:_DIGITS].encode() + b'"}\n'
+            self._hash.update(end)
+            self._num_bytes = -1  # unknown if the disk is full
+            file.write(text + end)
+            self._num_bytes = size + len(text) + len(end)
 
-    Raises:
-        OSError: if it cannot be written.
-    """
-    with path.open("ab+", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 1))
-        is_torn = size > 0 and file.read(1) != b"\n"  # by an earlier crash
-        if size != steering.num_bytes:
-            steering.written = hash_of(file.fileno(), size)
-        text = b"\n" * is_torn + encode(entry).encode().removesuffix(b"}")
-        steering.written.update(text)
-        end = _DIGEST + steering.written.hexdigest()[:_DIGITS].encode() + b'"}\n'
-        steering.written.update(end)
-        steering.num_bytes = -1  # unknown if the disk is full
-        file.write(text + end)
-        steering.num_bytes = size + len(text) + len(end)
+    def captured_now(self, path: Path) -> dict[str, int]:
+        """For the manifest and the line `saved` of a checkpoint: which decisions the current state contains."""
+        return {BRANCH: self.branch, POSITION: path.stat().st_size if path.exists() else 0}
 
 
 def first_change(path: Path) -> int | None:
@@ -156,11 +145,6 @@ def left_behind(path: Path, step: int | None) -> list[Sent]:
     if not saved or saved[-1] == step:
         return []
     return [one for one in _not_in(lines, -1 if step is None else step) if one.request.is_steered]
-
-
-def captured_now(path: Path, steering: Steering) -> dict[str, int]:
-    """For the manifest and the line `saved` of a checkpoint: which decisions the current state contains."""
-    return {BRANCH: steering.branch, POSITION: path.stat().st_size if path.exists() else 0}
 
 
 def is_cut(path: Path, captured: dict[str, Any]) -> bool:
@@ -258,9 +242,9 @@ def steps_to_keep(sent: Iterable[Sent]) -> tuple[int, ...]:
 def _not_in(lines: list[dict[str, Any]], step: int) -> deque[Sent]:
     """What the checkpoint of `step` does not contain: what was sent later in the branch, and after later rollbacks."""
     own = _last_save(lines, step)
-    if own is None or not isinstance(lines[own]["details"].get(POSITION), int):
-        return _in_order(lines, _recorded_after(lines, step, own))
-    captured = (*_captured(lines[own]), lines[own]["details"][POSITION])
+    if own is None:
+        return _in_order(lines, [one for one in lines if _step(one) > step])
+    captured = _captured(lines[own])
     return _in_order(lines, [one for one in lines if (one[BRANCH], _step(one), one[POSITION]) >= captured])
 
 
@@ -269,20 +253,11 @@ def _last_save(lines: list[dict[str, Any]], step: int) -> int | None:
     return max((at for at in saved if lines[at]["details"].get("checkpoint_step") == step), default=None)
 
 
-def _captured(saved: dict[str, Any]) -> tuple[int, int]:
-    """The branch and the step of a saved checkpoint."""
-    branch = saved["details"].get(BRANCH)
-    return (branch if isinstance(branch, int) else saved[BRANCH]), saved["details"]["checkpoint_step"]
-
-
-def _recorded_after(lines: list[dict[str, Any]], step: int, own: int | None) -> list[dict[str, Any]]:
-    """The decisions after a checkpoint whose line `saved` is missing, or was written by an earlier version."""
-    at_save = start = len(lines) if own is None else own
-    while start > 0 and _step(lines[start - 1]) > step:  # made while the checkpoint was being written
-        start -= 1
-    waiting = {_id(one) for one in lines[start:at_save]}
-    waiting |= set() if own is None else set(_texts(lines[own]["details"].get(_TO_REPEAT)))
-    return [one for at, one in enumerate(lines) if at >= at_save or _id(one) in waiting]
+def _captured(saved: dict[str, Any]) -> tuple[int, int, int]:
+    """Branch, step and position of a saved checkpoint; those of its line, if an earlier version recorded it."""
+    details = saved["details"]
+    branch, position = (details[key] if isinstance(details.get(key), int) else saved[key] for key in (BRANCH, POSITION))
+    return branch, details["checkpoint_step"], position
 
 
 def _in_order(lines: list[dict[str, Any]], found: Iterable[dict[str, Any]]) -> deque[Sent]:
@@ -329,7 +304,7 @@ def _content(path: Path) -> bytes:
 
 
 def _decisions(path: Path) -> Iterable[dict[str, Any]]:
-    position, rollbacks, end = 0, 0, 0
+    position, end = 0, 0
     for line in _content(path).splitlines(keepends=True):
         position, end = end, end + len(line)
         try:
@@ -337,10 +312,8 @@ def _decisions(path: Path) -> Iterable[dict[str, Any]]:
         except ValueError:
             continue
         if isinstance(entry, dict) and isinstance(entry.get("details"), dict):
-            if not isinstance(entry.get(BRANCH), int):  # recorded by an earlier version
-                entry[BRANCH] = rollbacks
-            rollbacks += _is_command(entry) and entry["flag"] == "rollback"
-            yield entry | {POSITION: position}
+            branch = entry.get(BRANCH)
+            yield entry | {POSITION: position, BRANCH: branch if isinstance(branch, int) else 0}
 
 
 def _commands_and_saves(path: Path) -> list[dict[str, Any]]:

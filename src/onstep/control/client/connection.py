@@ -50,6 +50,8 @@ class Connection:
     """Path of a Unix socket to use in place of TCP."""
     token: str | None = field(default=None, repr=False)
     timeout: float = TIMEOUT_SECONDS
+    program: str = "onstep"
+    """What asks, as the job records it of a command."""
 
     @property
     def place(self) -> str:
@@ -138,7 +140,7 @@ class Connection:
             raise MissingExtraError("Steering a running job requires httpx: pip install 'onstep[control]'") from error
         # Our servers do not compress, and what expands a thousandfold is not read.
         headers = {
-            "User-Agent": f"onstep/{version('onstep')}",
+            "User-Agent": f"{self.program}/{version('onstep')}",
             "X-Onstep-User": _user(),
             "Accept-Encoding": "identity",
         }

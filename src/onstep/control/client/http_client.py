@@ -71,7 +71,7 @@ class HTTPTrainerControlClient(TrainerControlClient):
         begun = time.monotonic()
         try:
             connection = self._at(job_id)
-            answer = connection.post(_path(job_id, "control"), body, seconds)
+            answer = connection.post(job_path(job_id, "control"), body, seconds)
             ticket_id = field_of(answer, "id", str, connection)
         except ControlError as error:
             return ControlResponse(False, str(error))
@@ -85,7 +85,7 @@ class HTTPTrainerControlClient(TrainerControlClient):
 
     def wait(self, job_id: str, ticket_id: str, timeout: float | None = None) -> ControlResponse:
         deadline = time.monotonic() + (math.inf if timeout is None else timeout)
-        path = _path(job_id, "commands", ticket_id)
+        path = job_path(job_id, "commands", ticket_id)
         while True:
             seconds = max(0.0, min(_MOST_WAIT_SECONDS, deadline - time.monotonic()))
             try:
@@ -97,7 +97,7 @@ class HTTPTrainerControlClient(TrainerControlClient):
 
     def get_status(self, job_id: str) -> dict[str, Any]:
         try:
-            status: dict[str, Any] = self._at(job_id).get(_path(job_id, "status"))
+            status: dict[str, Any] = self._at(job_id).get(job_path(job_id, "status"))
         except ControlError as error:
             return {"error": str(error), "job_id": job_id, "status": "unknown"}
         return status
@@ -131,12 +131,12 @@ class HTTPTrainerControlClient(TrainerControlClient):
             parameters["names"] = ",".join(names)
         if since_step is not None:
             parameters["since_step"] = since_step
-        history: dict[str, Any] = self._at(job_id).get(_path(job_id, "metrics"), parameters)
+        history: dict[str, Any] = self._at(job_id).get(job_path(job_id, "metrics"), parameters)
         return history
 
     def events(self, job_id: str, after: int = 0, kinds: Sequence[str] | None = None) -> Iterator[FeedEvent]:
         wanted = None if kinds is None else ",".join(kinds)
-        return follow(lambda: self._at(job_id), _path(job_id, "events"), after, wanted)
+        return follow(lambda: self._at(job_id), job_path(job_id, "events"), after, wanted)
 
     def past_events(self, job_id: str, after: int = 0, kinds: Sequence[str] | None = None) -> list[FeedEvent]:
         """The events that the job has kept, up to now.
@@ -148,7 +148,7 @@ class HTTPTrainerControlClient(TrainerControlClient):
         found: list[FeedEvent] = []
         while True:
             connection = self._at(job_id)
-            answer = connection.get(_path(job_id, "events"), {**parameters, "after": after})
+            answer = connection.get(job_path(job_id, "events"), {**parameters, "after": after})
             page = field_of(answer, "events", list, connection)
             if not page:
                 return found
@@ -231,7 +231,8 @@ def _url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _path(job_id: str, *parts: str) -> str:
+def job_path(job_id: str, *parts: str) -> str:
+    """The path of a job's route; the parts are quoted."""
     return "/".join(["/jobs", *(quote(part, safe="") for part in (job_id, *parts))])
 
 

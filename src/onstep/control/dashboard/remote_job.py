@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from typing import Any
 
 from onstep.analysis.logs.files import FILE_NAME
 from onstep.analysis.logs.run_status import ending_of
+from onstep.control.client.connection import ControlError
+from onstep.control.client.http_client import HTTPTrainerControlClient, job_path, local_connection
 from onstep.control.commands import CommandError, CommandRefusedError
-from onstep.control.feed import Feed
+from onstep.control.feed import Feed, FeedEvent
 from onstep.control.inbox import Ticket
-from onstep.control.registry import JobInfo, is_alive, is_here, read_info, read_token
-from onstep.errors import MissingExtraError
-
-if TYPE_CHECKING:
-    import httpx
+from onstep.control.registry import JobInfo, is_alive, is_here, read_info
+from onstep.errors import ConfigError
 
 _SECONDS = 10.0
 _POINTS = 10_000
-_LISTED = "decision,evaluation,save,sample,command,status"
+_LISTED = ("decision", "evaluation", "save", "sample", "command", "status")
 _TICKET_FIELDS = ("step", "applied_at", "status", "message", "result", "received_at")
 
 
@@ -37,6 +36,7 @@ class RemoteJob:
         self.job_id = info.job_id
         self.feed = Feed()
         self.feed.update(status="loading", run=info.job_id, output_dir=info.output_dir)
+        self._client = HTTPTrainerControlClient(timeout=_SECONDS)
         self._last_id = 0
         self._is_loaded = False
         self._loaded_until = float("-inf")
@@ -54,34 +54,35 @@ class RemoteJob:
         """Copy what is new; called by one thread."""
         if self.feed.is_ended:
             return
-        import httpx
-
         try:
-            with self._client() as client:
-                self._load(client) if not self._is_loaded else self._follow(client)
-        except httpx.HTTPError as error:
+            self._follow() if self._is_loaded else self._load()
+        except (ControlError, ConfigError) as error:  # it does not answer, or has no entry any more
             if is_here(self.info) and not (is_alive(self.info) and read_info(self.job_id)):
                 self._end(self._ending())
             else:
-                self.feed.update(message=f"The job does not answer: {type(error).__name__}")
+                self.feed.update(message=f"The job does not answer: {error}")
 
-    def _load(self, client: httpx.Client) -> None:
-        for event in self._events(client, _LISTED):
-            self.feed.add_event(event["kind"], {"timestamp": event["timestamp"], **event["data"]})
-        answer = self._get(client, f"metrics?points={_POINTS}")
-        for name, series in answer["series"].items():
+    def _load(self) -> None:
+        for event in self._events(_LISTED):
+            self.feed.add_event(event.kind, {"timestamp": event.timestamp, **event.data})
+        for name, series in self._client.metrics(self.job_id, points=_POINTS)["series"].items():
             for step, value, timestamp in zip(series["step"], series["value"], series["time"], strict=True):
                 self.feed.history.add(step, timestamp, {name: math.nan if value is None else value})
                 self._loaded_until = max(self._loaded_until, timestamp)
         self._is_loaded = True
-        self._follow(client)
+        self._follow()
 
-    def _follow(self, client: httpx.Client) -> None:
-        status = self._get(client, "status")
-        for event in self._events(client, None):
-            self._take(event["kind"], {"timestamp": event["timestamp"], **event["data"]})
+    def _follow(self) -> None:
+        status = local_connection(self.job_id, _SECONDS).get(job_path(self.job_id, "status"))
+        for event in self._events():
+            self._take(event.kind, {"timestamp": event.timestamp, **event.data})
         if not self.feed.is_ended:
             self.feed.update(**{key: value for key, value in status.items() if key not in ("job_id", "timestamp")})
+
+    def _events(self, kinds: tuple[str, ...] | None = None) -> list[FeedEvent]:
+        found = self._client.past_events(self.job_id, self._last_id, kinds)
+        self._last_id = found[-1].id if found else self._last_id
+        return found
 
     def _take(self, kind: str, data: dict[str, Any]) -> None:
         if kind == "end":
@@ -91,16 +92,6 @@ class RemoteJob:
             self.feed.add_event(kind, data)
         elif data["timestamp"] > self._loaded_until:
             self.feed.add_record(data)
-
-    def _events(self, client: httpx.Client, kinds: str | None) -> Iterator[dict[str, Any]]:
-        chosen = f"&kinds={kinds}" if kinds else ""
-        while events := self._get(client, f"events?stream=0&after={self._last_id}{chosen}")["events"]:
-            self._last_id = events[-1]["id"]
-            yield from events
-
-    def _get(self, client: httpx.Client, route: str) -> dict[str, Any]:
-        content: dict[str, Any] = client.get(self._path(route)).raise_for_status().json()
-        return content
 
     def _ending(self) -> str:
         """Why the job no longer answers, by the files of its run."""
@@ -119,56 +110,32 @@ class RemoteJob:
             CommandError: if the job finds it unknown or its data unfit.
             CommandRefusedError: if the job refuses it or does not answer.
         """
-        answer = await self._ask("POST", "control", {"command": command, "data": data})
-        content = answer.json()
-        if answer.status_code == 200:
-            return Ticket(command, data, author, id=str(content["id"]))
-        error = str(content.get("error") or content.get("detail") or f"the job answered {answer.status_code}")
-        raise CommandError(error) if answer.status_code == 400 else CommandRefusedError(error)
+        try:
+            answer = await self._ask("control", {"command": command, "data": data})
+        except ControlError as error:
+            said = str(error).removeprefix(f"HTTP {error.status}: ")
+            raise CommandError(said) if error.status == 400 else CommandRefusedError(said) from error
+        return Ticket(command, data, author, id=str(answer["id"]))
 
     async def ticket(self, ticket_id: str) -> Ticket | None:
         """A forwarded command, as it is now."""
-        answer = await self._ask("GET", f"commands/{quote(ticket_id, safe='')}", None)
-        if answer.status_code != 200:
+        try:
+            content = await self._ask(f"commands/{ticket_id}")
+        except ControlError as error:
+            if error.status is None:
+                raise CommandRefusedError(str(error)) from error
             return None
-        content = answer.json()
         ticket = Ticket(content["command"], content["data"], content["author"], id=content["id"])
         for name in _TICKET_FIELDS:
             setattr(ticket, name, content[name])
         return ticket
 
-    async def _ask(self, method: str, route: str, body: dict[str, Any] | None) -> httpx.Response:
-        import httpx
-
-        transport = httpx.AsyncHTTPTransport(uds=self.info.uds) if self.info.uds else None
+    async def _ask(self, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         try:
-            async with httpx.AsyncClient(transport=transport, **self._options()) as client:
-                return await client.request(method, self._path(route), json=body)
-        except httpx.HTTPError as error:
-            state = "has ended" if self.feed.is_ended or not is_alive(self.info) else "does not answer"
-            raise CommandRefusedError(
-                f"the job {state} ({type(error).__name__}); try again, or look at its log."
-            ) from error
-
-    def _client(self) -> httpx.Client:
-        try:
-            import httpx
-        except ImportError as error:
-            raise MissingExtraError("The dashboard requires httpx: pip install 'onstep[control]'") from error
-        transport = httpx.HTTPTransport(uds=self.info.uds) if self.info.uds else None
-        return httpx.Client(transport=transport, **self._options())
-
-    def _options(self) -> dict[str, Any]:
-        token = read_token(self.job_id)
-        headers = {"User-Agent": "dashboard"} | ({"Authorization": f"Bearer {token}"} if token else {})
-        # The server is this user's own, without TLS: no proxy of the environment is asked, no TLS context is made.
-        return {
-            "base_url": self.info.endpoint_url,
-            "headers": headers,
-            "timeout": _SECONDS,
-            "trust_env": False,
-            "verify": False,
-        }
-
-    def _path(self, route: str) -> str:
-        return f"/jobs/{quote(self.job_id, safe='')}/{route}"
+            connection = replace(local_connection(self.job_id, _SECONDS), program="dashboard")
+        except ConfigError as error:  # it has no entry any more
+            raise ControlError(str(error)) from error
+        path = job_path(self.job_id, *route.split("/"))
+        if body is None:
+            return await asyncio.to_thread(connection.get, path)
+        return await asyncio.to_thread(connection.post, path, body)

@@ -21,28 +21,28 @@ class RequestKind:
 
     asked: str
     """What the loop is asked to do, as a verb; `{key}` becomes a detail of the request."""
-    decided: str | Callable[[Mapping[str, Any]], str]
+    decided: str | Callable[[Mapping[str, object]], str]
     """What it has decided, as `onstep why` shows it; a function receives the details."""
     changes_learning: bool = False
     """What is learned depends on it: an interrupted run repeats it, and a run that fails names it."""
 
 
-def fill(text: str, details: Mapping[str, Any]) -> str:
+def fill(text: str, details: Mapping[str, object]) -> str:
     """The text with details in place of their names in braces; one that is missing is None."""
     return text.format_map(_Details(details))
 
 
-class _Details(dict[str, Any]):
+class _Details(dict[str, object]):
     def __missing__(self, name: str) -> None:
         return None
 
 
-def _skipped(details: Mapping[str, Any]) -> str:
+def _skipped(details: Mapping[str, object]) -> str:
     count = details.get("count", 1)
     return f"the batches of {count} {'step' if count == 1 else 'steps'} skipped"
 
 
-def _was_set(details: Mapping[str, Any]) -> str:
+def _was_set(details: Mapping[str, object]) -> str:
     value = details.get("value")
     return f"{details.get('key')} set to {'the configured value' if value is None else value}"
 
@@ -65,12 +65,12 @@ REQUESTS: dict[str, RequestKind] = {
 """The requests by their flag."""
 
 
-def asked_words(flag: str, details: Mapping[str, Any]) -> str:
+def asked_words(flag: str, details: Mapping[str, object]) -> str:
     """What a request asks for, as a verb."""
     return fill(REQUESTS[flag].asked, details) if flag in REQUESTS else flag
 
 
-def decided_words(flag: str, details: Mapping[str, Any]) -> str:
+def decided_words(flag: str, details: Mapping[str, object]) -> str:
     """What was decided on a request."""
     words = REQUESTS[flag].decided if flag in REQUESTS else flag
     return fill(words, details) if isinstance(words, str) else words(details)

@@ -66,30 +66,27 @@ def token_file(directory: Path, token: str | None) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("words", "command", "data"),
-    [
-        (["save"], "save_checkpoint", {}),
-        (["stop"], "graceful_stop", {}),
-        (["save-stop"], "save_and_stop", {}),
-        (["abort", "--force"], "abort", {}),
-        (["pause"], "pause", {}),
-        (["resume"], "resume", {}),
-        (["evaluate"], "evaluate", {}),
-        (["set", "lr_factor=0.5"], "set", {"key": "lr_factor", "value": 0.5}),
-        (["set", "lr_factor=none"], "set", {"key": "lr_factor", "value": None}),
-        (["skip", "--count", "3"], "skip_batch", {"count": 3}),
-        (["rollback", "--step", "40", "--lr-factor", "0.5", "--force"], "rollback", {"step": 40, "lr_factor": 0.5}),
-        (["rollback", "--force"], "rollback", {"step": None, "lr_factor": 1.0}),
-        (["profile", "--steps", "2"], "profile", {"steps": 2}),
-    ],
-)
-def test_a_command_is_sent_and_waited_for(
-    job: SteeredJob, capsys: Captured, words: list[str], command: str, data: dict[str, Any]
-) -> None:
-    text = said(capsys, *words, "--wait")
-    assert "applied at step 7" in text
-    assert commands_of(job) == [(command, data)]
+SENT: list[tuple[str, str, dict[str, Any]]] = [
+    ("save", "save_checkpoint", {}),
+    ("stop", "graceful_stop", {}),
+    ("save-stop", "save_and_stop", {}),
+    ("abort --force", "abort", {}),
+    ("pause", "pause", {}),
+    ("resume", "resume", {}),
+    ("evaluate", "evaluate", {}),
+    ("set lr_factor=0.5", "set", {"key": "lr_factor", "value": 0.5}),
+    ("set lr_factor=none", "set", {"key": "lr_factor", "value": None}),
+    ("skip --count 3", "skip_batch", {"count": 3}),
+    ("rollback --step 40 --lr-factor 0.5 --force", "rollback", {"step": 40, "lr_factor": 0.5}),
+    ("rollback --force", "rollback", {"step": None, "lr_factor": 1.0}),
+    ("profile --steps 2", "profile", {"steps": 2}),
+]
+
+
+def test_a_command_is_sent_and_waited_for(job: SteeredJob, capsys: Captured) -> None:
+    for words, _, _ in SENT:
+        assert "applied at step 7" in said(capsys, *words.split(), "--wait")
+    assert commands_of(job) == [(command, data) for _, command, data in SENT]
 
 
 def test_a_command_is_acknowledged_without_waiting(job: SteeredJob, capsys: Captured) -> None:

@@ -92,6 +92,23 @@ def test_the_keys_of_the_configuration_reach_the_trackers() -> None:
     assert (comet.workspace, comet.tags, comet.project) == ("w", ["t"], "p")
 
 
+@pytest.mark.parametrize(
+    ("tracker", "project", "keys"),
+    [
+        ("wandb", "project", ("wandb_project", "wandb_exp_name")),
+        ("mlflow", "experiment", ("mlflow_experiment", "mlflow_run_name")),
+        ("comet", "project", ("comet_project", "comet_experiment_name")),
+    ],
+)
+def test_project_and_run_name_of_the_arguments_win_over_the_keys_of_a_tracker(
+    tracker: str, project: str, keys: tuple[str, str]
+) -> None:
+    config = config_with(report_to=[tracker], **dict.fromkeys(keys, "of the key"))
+    config.trainer |= {"project": "mine", "run_name": "first"}
+    made = tracker_of(config)
+    assert (getattr(made, project), made.run_name) == ("mine", "first")
+
+
 def test_project_and_run_name_of_the_arguments_are_those_of_every_tracker() -> None:
     args = TrainingArguments(
         report_to=["wandb", "mlflow", "comet_ml", "trackio"],

@@ -47,7 +47,7 @@ def test_a_row_says_what_its_class_overrides() -> None:
     assert (gate.wraps, gate.state, gate.is_collective) == (("compute",), "same on all ranks", True)
     assert {"admits", "settle", "before_rollback"} <= set(gate.hooks)
     assert "session" not in gate.hooks
-    assert rows["memory_release"].wraps == ("score", "update")
+    assert rows["memory_release"].wraps == ("score",)
     assert rows["device_sync"] == Row("device_sync", "train.train_sync_interval", ("after_iteration",), (), "", False)
 
 

@@ -1,20 +1,16 @@
-"""Measures the memory that a training, evaluation or prediction uses, under Hugging Face's names."""
+"""Measures the memory that a training, evaluation or prediction uses, with the tracker of `transformers`."""
 
 from __future__ import annotations
 
-import gc
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from onstep.errors import MissingExtraError
 
 _INTERVAL = 0.005
-"""Seconds between two samples of the process's memory."""
+"""Seconds between two samples of the process's memory; the tracker's own thread never sleeps."""
 
 
 class MemoryMetrics:
@@ -28,27 +24,17 @@ class MemoryMetrics:
         enabled: False measures nothing, at no cost.
 
     Raises:
-        MissingExtraError: if enabled without psutil.
+        MissingExtraError: if enabled without psutil or transformers.
     """
 
     def __init__(self, enabled: bool) -> None:
-        self._stage: _Stage | None = None
-        self._unreported: dict[str, Any] = {}
-        self._process: Any = None
-        if enabled:
-            try:
-                import psutil
-            except ImportError as error:
-                raise MissingExtraError(
-                    "TrainingArguments.skip_memory_metrics=False requires psutil; install it: pip install "
-                    "'onstep[diagnostics]', or leave skip_memory_metrics=True."
-                ) from error
-            self._process = psutil.Process()
+        self._stage: str | None = None
+        self._tracker: Any = _tracker() if enabled else None
 
     @property
     def enabled(self) -> bool:
         """Whether anything is measured."""
-        return self._process is not None
+        return self._tracker is not None
 
     @contextmanager
     def measured(self, name: str) -> Iterator[dict[str, Any]]:
@@ -57,71 +43,47 @@ class MemoryMetrics:
         if not self.enabled or self._stage is not None:
             yield metrics
             return
-        self._stage = stage = _Stage(name, self._process)
+        self._stage = name
+        self._tracker.derive_stage = lambda: name
+        self._tracker.start()
         try:
             yield metrics
         finally:
+            self._stop()
+            if name != "init":
+                self._tracker.update_metrics(name, metrics)
             self._stage = None
-            metrics |= stage.metrics()
-        if name == "init":
-            self._unreported = {**metrics, **stage.before()}
-            return
-        metrics |= self._unreported
-        self._unreported = {}
 
     def current(self) -> dict[str, Any]:
-        """The metrics of the current stage so far; {} outside of one."""
-        if self._stage is None:
-            return {}
-        metrics, self._unreported = {**self._unreported, **self._stage.metrics()}, {}
+        """The metrics of the current stage, whose measurement the first call ends; {} outside of one."""
+        metrics: dict[str, Any] = {}
+        if self._stage is not None:
+            self._stop()
+            self._tracker.update_metrics(self._stage, metrics)
         return metrics
 
+    def _stop(self) -> None:
+        if self._tracker.cur_stage is not None:
+            self._tracker.stop(self._stage)
 
-@dataclass(eq=False)
-class _Stage:
-    """One stage, from its construction on; a thread watches the memory of the process."""
 
-    name: str
-    process: Any
-    _ended: threading.Event = field(default_factory=threading.Event)
-    _final: dict[str, Any] = field(default_factory=dict)
+def _tracker() -> Any:
+    try:
+        import psutil  # noqa: F401 - without it the tracker measures nothing
+        from transformers.trainer_utils import TrainerMemoryTracker
+    except ImportError as error:
+        raise MissingExtraError(
+            f"TrainingArguments.skip_memory_metrics=False requires psutil and transformers ({error}); install them: "
+            f"pip install 'onstep[diagnostics,hf]', or leave skip_memory_metrics=True."
+        ) from error
+    tracker: Any = TrainerMemoryTracker()
+    tracker.cpu_mem_used_peak = -1
 
-    def __post_init__(self) -> None:
-        gc.collect()
-        self._has_gpu = torch.cuda.is_available()
-        if self._has_gpu:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        self._gpu_at_start = torch.cuda.memory_allocated() if self._has_gpu else 0
-        self._at_start = self._peak = self._used()
-        self._watcher = threading.Thread(target=self._watch, name="onstep-memory", daemon=True)
-        self._watcher.start()
+    def watch() -> None:
+        tracker.cpu_mem_used_peak = -1
+        while tracker.peak_monitoring:
+            tracker.cpu_mem_used_peak = max(tracker.cpu_mem_used(), tracker.cpu_mem_used_peak)
+            time.sleep(_INTERVAL)
 
-    def metrics(self) -> dict[str, Any]:
-        """The metrics at the first call, which ends the measurement."""
-        if not self._final:
-            self._ended.set()
-            self._watcher.join()
-            gc.collect()
-            now = self._used()
-            self._add("cpu", now - self._at_start, max(0, self._peak - now))
-            if self._has_gpu:
-                now = torch.cuda.memory_allocated()
-                self._add("gpu", now - self._gpu_at_start, max(0, torch.cuda.max_memory_allocated() - now))
-        return self._final
-
-    def before(self) -> dict[str, Any]:
-        """What was in use at its start."""
-        gpu = {f"before_{self.name}_mem_gpu": self._gpu_at_start} if self._has_gpu else {}
-        return {f"before_{self.name}_mem_cpu": self._at_start, **gpu}
-
-    def _add(self, kind: str, allocated: int, peaked: int) -> None:
-        prefix = f"{self.name}_mem_{kind}"
-        self._final |= {f"{prefix}_alloc_delta": allocated, f"{prefix}_peaked_delta": peaked}
-
-    def _used(self) -> int:
-        return int(self.process.memory_info().rss)
-
-    def _watch(self) -> None:
-        while not self._ended.wait(_INTERVAL):
-            self._peak = max(self._peak, self._used())
+    tracker.peak_monitor_func = watch
+    return tracker

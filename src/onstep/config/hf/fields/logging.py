@@ -27,7 +27,8 @@ class LoggingArguments:
     """Count the input tokens, in `state.num_input_tokens_seen` and every record: no | all | non_padding. True is all,
     False is no."""
     skip_memory_metrics: bool = True
-    """False adds how much memory `train`, `evaluate` and `predict` took to their metrics; it requires psutil."""
+    """False adds how much memory `train`, `evaluate` and `predict` took to their metrics; it requires psutil and
+    transformers."""
     log_on_each_node: bool = True
     log_level: str = argument("passive", choices=tuple(LOG_LEVELS))
     """Level of Onstep's messages on the first rank of each machine (of all with `log_on_each_node=False`)."""

@@ -12,11 +12,12 @@ from onstep.cli.main import main
 from onstep.cli.why_features import PARTS, Row, feature_lines, wishes
 from onstep.config import ConfigContainer, apply_overrides, resolve
 from onstep.events import CallbackContext
-from onstep.training.features import FEATURES
+from onstep.trainer.feature import TrainerFeature
+from onstep.training.features import FEATURES, TRAINING
 from tests.support.forked_processes import Processes
 from tests.support.shell import Shell
 
-NAMES = [kind.name for kind in FEATURES]
+NAMES = [kind.name for kinds, _ in PARTS.values() for kind in kinds]
 
 
 def listed(lines: list[str]) -> dict[str, str]:
@@ -38,7 +39,9 @@ def test_the_command_lists_every_feature_in_the_order_of_the_table(processes: Pr
 
 
 def test_the_parts_are_the_whole_table() -> None:
-    assert tuple(kind for kinds, _ in PARTS.values() for kind in kinds) == FEATURES
+    kinds = [kind for kinds, _ in PARTS.values() for kind in kinds]
+    assert kinds == [*FEATURES[: kinds.index(TrainerFeature)], TrainerFeature, *TRAINING]
+    assert [kind for kind in kinds if kind is not TrainerFeature] == list(FEATURES)
 
 
 def test_a_row_says_what_its_class_overrides() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from onstep import JsonLogger, TrainerCallback, TrainingArguments
-from onstep.trainer.user_methods import replica_level
+from onstep.trainer.feature import replica_level
 from tests.support.small_models import Regression, arguments, quiet, regression_rows
 
 

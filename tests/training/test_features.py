@@ -16,6 +16,7 @@ import torch
 from onstep.checkpoint import checkpoints
 from onstep.events.dispatch import NO_OP
 from onstep.optim import TrainingOptimizer
+from onstep.trainer.feature import TrainerFeature
 from onstep.training import GlobalState, loop
 from onstep.training.compute.step import Step
 from onstep.training.feature import HOOKS, Feature, Features, Interruption, Work
@@ -342,7 +343,7 @@ def test_the_table_is_its_parts_and_has_each_name_once() -> None:
     assert sorted(STEP, key=TRAINING.index) == list(STEP)
 
 
-@pytest.mark.parametrize("kind", FEATURES, ids=NAMES)
+@pytest.mark.parametrize("kind", [*FEATURES, TrainerFeature], ids=[*NAMES, TrainerFeature.name])
 def test_a_feature_overrides_what_the_loop_calls(kind: type[Feature[Any]]) -> None:
     own = {name: member for name, member in vars(kind).items() if inspect.isfunction(member)}
     wrappers = {name.removeprefix("wrap_") for name in own if name.startswith("wrap_")}

@@ -3,76 +3,60 @@
 from __future__ import annotations
 
 import atexit
-import inspect
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from types import NoneType
 from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader
 
-from onstep.config import ConfigContainer, TrainingArguments
+from onstep.config import ConfigContainer
 from onstep.config.checks import idle_in_trainer, idle_line
 from onstep.config.hf.checks import idle_arguments
 from onstep.config.lengths import train_iters
 from onstep.distributed import World, check_ranks, data_parallel, open_world, world_size_from_environment
-from onstep.errors import ConfigError, DataError
 from onstep.events import Control, Dispatcher
 from onstep.models import Transformer
 from onstep.models.generation.generate import inner_transformer
 from onstep.trackers.report_to import attach_trackers
-from onstep.trainer import loss_convention
-from onstep.trainer.base_trainer import BaseTrainer, Collate
-from onstep.trainer.computing.custom_step import METHODS, CustomStep
-from onstep.trainer.computing.model_options import check_options, compiled, model_options, torch_options
+from onstep.trainer.base_trainer import Collate
+from onstep.trainer.computing.model_options import compiled, model_options, torch_options
 from onstep.trainer.dataloaders import (
     ColumnFilter,
-    check_eval_data,
-    check_samples,
     collator,
     num_samples_of,
     train_loader,
 )
+from onstep.trainer.entry_point import TrainerEntryPoint
+from onstep.trainer.feature import TrainerFeature
+from onstep.trainer.forward_step import forward_step_of
 from onstep.trainer.loaders.users_data import UsersData, count_examples, decides_data, users_data, whole_epochs
-from onstep.trainer.loss_convention import (
-    Convention,
-    Labels,
-    inner_module,
-    label_parameters,
-    multiplies_by_ranks,
-    shifts_labels,
-)
+from onstep.trainer.loss_convention import Labels, label_parameters, shifts_labels
 from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.methods.callbacks import adopt_state, shown_steps
 from onstep.trainer.model_step import ModelStep
 from onstep.trainer.optimizers import (
     Length,
-    check_optimizers,
     known_optimizers,
     make_optimizers,
     use_evaluation_weights,
-    withdraw_optimizers,
 )
 from onstep.trainer.output_dir.claim import acquire_dir
-from onstep.trainer.output_dir.files import files_of_checkpoint, recall_history
+from onstep.trainer.output_dir.files import recall_history
 from onstep.trainer.output_dir.identity import trainer_identity
 from onstep.trainer.overrides import overrides
 from onstep.trainer.own_arguments import config_of, shown_arguments
 from onstep.trainer.reporting.special_tokens import align_special_tokens
 from onstep.trainer.reporting.tokenizer_record import record_tokenizer
-from onstep.trainer.user_methods import user_methods
+from onstep.trainer.training_checks import check_length
 from onstep.training import GlobalState
-from onstep.training.compute.forward_errors import check_forward
 from onstep.training.features import SETUP
 from onstep.training.lifecycle.endings import Endings
 from onstep.training.opening import open_run
-from onstep.training.run import EntryPoint
 from onstep.training.runs.claims import Claim
 from onstep.training.runs.hold import Hold
 from onstep.training.setup.model_and_data import idle_parameters
@@ -107,6 +91,8 @@ class Session:
     scheduler: Any = None
     train_data: Any = None
     trains: bool = False
+    ignore_keys: list[str] | None = None
+    """The outputs that evaluations of a training do not keep as predictions."""
     compiled: ExitStack = field(default_factory=ExitStack)
     """Holds the compiled code of the model."""
     is_test: bool = False
@@ -123,56 +109,10 @@ class Session:
         self.model = self.notify.model = [self.module]
 
 
-def check_training(trainer: TrainerMethods, resume_from_checkpoint: Any = None) -> None:
-    """Reject (ConfigError, DataError) a `train()` that lacks something; the message names it."""
-    args, dataset = trainer.args, trainer.train_dataset
-    if trainer.session is not None:
-        raise ConfigError("This Trainer is already training or evaluating; a callback may evaluate, but not train.")
-    if dataset is None and not overrides(trainer, "get_train_dataloader"):
-        raise ConfigError("Trainer.train requires a train_dataset; pass one to the constructor.")
-    if isinstance(dataset, (str, bytes)) or (isinstance(dataset, Mapping) and 0 not in dataset):
-        raise DataError(
-            f"train_dataset must be a dataset of samples, got a {type(dataset).__name__}; pass an object whose "
-            f"__getitem__(index) returns a sample, such as one split of datasets.load_dataset(...)."
-        )
-    if isinstance(dataset, type) or inspect.isgeneratorfunction(dataset):
-        name = dataset.__name__
-        raise DataError(f"train_dataset must be a dataset, got the class or function {name}; pass {name}(...)")
-    if not isinstance(resume_from_checkpoint, (bool, str, os.PathLike, NoneType)):
-        raise ConfigError(
-            f"resume_from_checkpoint={resume_from_checkpoint!r} must be the path of a checkpoint, True or None (the "
-            f"run's newest, if any), or False (do not continue)."
-        )
-    if not decides_data(trainer):
-        check_length(num_samples_of(dataset), args)
-    if isinstance(dataset, DataLoader) and dataset.batch_size not in (None, args.per_device_train_batch_size):
-        raise ConfigError(
-            f"The train_dataset is a DataLoader with batch_size={dataset.batch_size}, and per_device_train_batch_size="
-            f"{args.per_device_train_batch_size} gives the run its length and schedule; make them the same."
-        )
-    check_samples("train_dataset", dataset, "join them with torch.utils.data.ConcatDataset")
-    asked = {"eval_on_start=True": args.eval_on_start, "eval_on_save=True": args.eval_on_save}
-    asked = {f"eval_strategy={args.eval_strategy!r}": args.eval_strategy != "no", **asked}
-    if trainer.eval_dataset is None and any(asked.values()):
-        name = next(name for name, value in asked.items() if value)
-        raise ConfigError(f"{name} requires an eval_dataset; pass one to the constructor.")
-    if any(asked.values()) and not overrides(trainer, "get_eval_dataloader"):
-        check_eval_data(trainer.eval_dataset)
-    check_options(args)
-    withdraw_optimizers(trainer)
-    check_optimizers(trainer)
-
-
-def check_length(num_samples: int | None, args: TrainingArguments) -> None:
-    """Reject (ConfigError, DataError) training data without a length in a run by epochs, and empty data."""
-    if num_samples is None and args.max_steps <= 0:
-        raise ConfigError("The train_dataset has no length, so num_train_epochs cannot end the run; set max_steps.")
-    if num_samples == 0:
-        raise DataError("The train_dataset is empty: it has 0 samples.")
-
-
 @contextmanager
-def training_session(trainer: TrainerMethods, resume_from_checkpoint: Any = None) -> Iterator[Session]:
+def training_session(
+    trainer: TrainerMethods, resume_from_checkpoint: Any = None, ignore_keys: list[str] | None = None
+) -> Iterator[Session]:
     """Set up the ranks, the run's directory, the model, optimizer, scheduler and data. Collective."""
     size = world_size_from_environment()
     data = _users_data(trainer, size)
@@ -186,7 +126,7 @@ def training_session(trainer: TrainerMethods, resume_from_checkpoint: Any = None
         config.checkpoint.resume, config.checkpoint.load = resume, None
     else:
         config.checkpoint.load, config.checkpoint.exit_on_missing_checkpoint = os.fspath(resume), True
-    entry_point = EntryPoint(trainer=trainer, processing_class=trainer.processing_class)
+    entry_point = TrainerEntryPoint(trainer=trainer, processing_class=trainer.processing_class)
 
     def claim_run(config: ConfigContainer, world: World) -> tuple[Claim | None, Hold | None]:
         if trainer.model is None:
@@ -194,7 +134,6 @@ def training_session(trainer: TrainerMethods, resume_from_checkpoint: Any = None
             trainer.model = trainer.call_model_init()
         claim, hold = acquire_dir(trainer, config, world, resume)
         entry_point.identify = lambda _: trainer_identity(trainer)
-        entry_point.prepare_files = partial(files_of_checkpoint, trainer)
         entry_point.given_args = shown_arguments(trainer.args, None if claim is None else str(claim.directory.path))
         return claim, hold
 
@@ -203,6 +142,7 @@ def training_session(trainer: TrainerMethods, resume_from_checkpoint: Any = None
         open_run(run, trainer.callback_manager, _world, claim_run, accepts_finished=True) as opened,
         _session(trainer, run, opened.notify, trains=True) as session,
     ):
+        session.ignore_keys = ignore_keys
         _build_training(trainer, session, num_samples, data)
         end_set_up(run, session.notify)
         yield session
@@ -220,7 +160,7 @@ def evaluation_session(trainer: TrainerMethods) -> Iterator[Session]:
     attach_trackers(trainer.callback_manager, config)
     before = trainer.global_state
     directory = None if before is None else before.run_dir
-    entry_point = EntryPoint(trainer=trainer, processing_class=trainer.processing_class)
+    entry_point = TrainerEntryPoint(trainer=trainer, processing_class=trainer.processing_class)
     entry_point.given_args = shown_arguments(trainer.args, None if directory is None else str(directory.path))
     state = GlobalState(cfg=config, world=World(), run_dir=directory, entry_point=entry_point)
     with state.features.open(SETUP, state, state.world), _world(config) as world:
@@ -282,7 +222,7 @@ def _session(
     state.sums.flops_per_token = 6.0 * _active_parameters(module)
     preparation_seconds = time.perf_counter() - started
     labels = Labels(trainer.args.label_names, found=label_parameters(module), shifted=shifts_labels(module))
-    forward_step = _forward_step(trainer, module, labels, state)
+    forward_step = forward_step_of(trainer, module, labels, state)
     session = Session(state, module, [module], forward_step, labels, collator(trainer), notify, trains=trains)
     session.preparation_seconds = preparation_seconds
     trainer.session = session
@@ -291,7 +231,7 @@ def _session(
             torch_options(trainer.args),
             model_options(trainer, module, trains=trains),
             session.compiled,
-            user_methods(trainer, state, notify, trains=trains),
+            state.features.open((TrainerFeature,), state, state.world),
         ):
             if not trains:
                 session.compiled.enter_context(compiled(state.cfg.train, module))
@@ -299,49 +239,6 @@ def _session(
     finally:
         trainer.session = None
         session.release()
-
-
-def _forward_step(trainer: TrainerMethods, module: nn.Module, labels: Labels, state: GlobalState) -> ModelStep:
-    weighting = state.cfg.train.loss_weighting
-    is_own = any(overrides(trainer, name) for name in METHODS)
-    if not is_own and not _has_own_loss(trainer):
-        check_forward(inner_module(module))
-    convention, source = _convention(trainer, module)
-    if weighting != "auto":
-        convention = "mean"
-    if state.world.is_main:
-        unit = "labels if they have any, else by their samples" if weighting == "auto" else weighting
-        means = f"means of micro-batches, weighted by their {unit} (train.loss_weighting)"
-        logger.info("loss: %s returns %s", source, "a share of the step's loss" if convention == "share" else means)
-    options: dict[str, Any] = {"convention": convention, "weighting": weighting, "world": state.world}
-    if convention == "share" and _has_own_loss(trainer) and multiplies_by_ranks(trainer.compute_loss):
-        options["num_averaged_ranks"] = state.world.size
-    if is_own:
-        return CustomStep(trainer, labels, scales_shares=not _has_own_loss(trainer), **options)
-    return ModelStep(trainer.compute_loss, labels, **options)
-
-
-def _convention(trainer: TrainerMethods, module: nn.Module) -> tuple[Convention, str]:
-    """The kind of loss that `compute_loss` returns, and whose code determines it."""
-    stated = trainer.loss_is_scaled_for_ga
-    if stated is not None:
-        return "share" if stated else "mean", "loss_is_scaled_for_ga"
-    if trainer.stated_loss_kwargs is not None and trainer.compute_loss_func is None:
-        return "share" if trainer.stated_loss_kwargs else "mean", "model_accepts_loss_kwargs"
-    if _has_own_loss(trainer):
-        return loss_convention.of_function(trainer.compute_loss), "compute_loss"
-    if trainer.compute_loss_func is not None:
-        return loss_convention.of_function(trainer.compute_loss_func), "compute_loss_func"
-    if trainer.label_smoother is not None:
-        return "share", "label_smoothing_factor"
-    return loss_convention.of_model(module), type(module).__name__
-
-
-def _has_own_loss(trainer: TrainerMethods) -> bool:
-    """Whether an overridden `compute_loss` computes the loss without `super().compute_loss`."""
-    compute_loss = trainer.compute_loss
-    is_overridden = getattr(compute_loss, "__func__", compute_loss) is not BaseTrainer.compute_loss
-    return is_overridden and not loss_convention.hands_on(compute_loss)
 
 
 def _users_data(trainer: TrainerMethods, size: int) -> UsersData | None:
@@ -381,9 +278,6 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
     state.entry_point.train_dataloader = session.train_data if data is None else data.loader
     state.train_state.do_train = True
     state.train_state.do_valid = trainer.eval_dataset is not None and config.validation.eval_iters != 0
-    state.entry_point.evaluates_last_step = (
-        config.validation.eval_after_training and not config.validation.eval_each_epoch
-    )
     count_steps(state, session.train_data)
     count_examples(trainer, state, data)
     state.info.shown_steps = shown_steps(trainer.args, state.info.max_steps)

@@ -14,7 +14,8 @@ from onstep.trainer.output_dir.files import write_final_files
 from onstep.trainer.overrides import check_overrides
 from onstep.trainer.predictions import TrainOutput
 from onstep.trainer.reporting.argument_errors import errors_name_arguments
-from onstep.trainer.session import Session, check_training, evaluation_session, training_session
+from onstep.trainer.session import Session, evaluation_session, training_session
+from onstep.trainer.training_checks import check_training
 from onstep.training import GlobalState
 from onstep.training.pretrain import load_best_model
 from onstep.training.run_job import run_job
@@ -74,7 +75,7 @@ class Trainer(TrainerMethods):
         self.check_evaluation()
         if self.model_init is not None:
             self.model = None
-        with training_session(self, resume_from_checkpoint) as session:
+        with training_session(self, resume_from_checkpoint, ignore_keys_for_eval) as session:
             job = Job.of(
                 session.state,
                 session.forward_step,
@@ -84,7 +85,6 @@ class Trainer(TrainerMethods):
                 session.train_data,
                 self.callback_manager,
             )
-            job.evaluation = lambda: self.evaluate_in_run(ignore_keys_for_eval)
             run_job(job)
             load_best_model(session.state, session.model)
             write_final_weights(session.state, partial(write_final_files, self))

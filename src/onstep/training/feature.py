@@ -8,12 +8,14 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from torch import Tensor
 
+from onstep.checkpoint import SaveRequest
 from onstep.distributed import World, attempt
 from onstep.errors import ConfigError
 from onstep.events import Request
 from onstep.events.dispatch import NO_OP
 from onstep.training.compute.losses import MicroLoss, Scalar
 from onstep.training.compute.step import Step
+from onstep.training.protocols import Metrics
 
 Host = TypeVar("Host")
 """What a feature is built for: a `Run`, or the `Job` of one training."""
@@ -24,10 +26,25 @@ Interruption = Literal["evaluate", "score", "save", "write", "finalize", "compar
 """Work outside of any step: an evaluation inside the loop, and any evaluation; a checkpoint, writing it, and making an
 asynchronous one durable; a comparison of weights; recomputing the gradients of a bad step; waiting while paused."""
 
-Work = Literal["act", "iterate", "read", "step", "compute", "forward", "backward", "update", "score"]
+Work = Literal[
+    "act",
+    "iterate",
+    "read",
+    "step",
+    "compute",
+    "forward",
+    "backward",
+    "update",
+    "score",
+    "log",
+    "count_flops",
+    "evaluate",
+    "save",
+]
 """The loop's own work that a feature may wrap: what is due or asked for at the end of a step or epoch, a whole
 iteration, reading its micro-batches, training on them, all forward and backward passes, the forward pass of one
-micro-batch, its backward pass, and the update. `score` is a batch of an evaluation."""
+micro-batch, its backward pass, and the update. `score` is a batch of an evaluation. The others belong to what is due:
+appending a record, adding up the FLOPs of a logging interval, an evaluation inside the loop, and a checkpoint."""
 
 
 def is_due(step: int, every: int | None, *, start: int = 0) -> bool:
@@ -102,6 +119,12 @@ class Hooks:
     def after_read(self) -> None:
         """The logging interval was read, and the next one begins."""
 
+    def add_to_log(self, logs: Metrics) -> None:
+        """The record of a logged step is built, and `on_log_step` is about to fire: add or replace values."""
+
+    def add_to_checkpoint(self, request: SaveRequest) -> None:
+        """A checkpoint is about to be written: add files. Called on all ranks."""
+
     def after_iteration(self, step: Step) -> None:
         """The step is complete, saves included."""
 
@@ -146,6 +169,10 @@ class Feature(Hooks, Generic[Host]):
     """Each rank has its own state; otherwise the state is the same on all ranks."""
     needs_grad_norm: bool = False
     """It uses the gradient norm of every step."""
+    logs_skipped_losses: bool = False
+    """The logged loss contains the steps that an anomaly skipped."""
+    evaluates_last_step: bool = False
+    """An evaluation is due at the last step, inside the loop."""
     has_state: bool = False
     """Checkpoints save its `state_dict()` and restore it with `load_state_dict()`."""
 
@@ -162,11 +189,16 @@ class Feature(Hooks, Generic[Host]):
         return nullcontext()
 
 
+FLAGS = ("needs_grad_norm", "logs_skipped_losses", "evaluates_last_step")
 HOOKS = ("session", *(name for name in vars(Hooks) if not name.startswith("_")))
 
 
 class Features(Hooks):
     """The features of a run. Each hook is one function that calls theirs, in table order."""
+
+    needs_grad_norm: bool
+    logs_skipped_losses: bool
+    evaluates_last_step: bool
 
     def __init__(self) -> None:
         self.built: list[Feature[Any]] = []
@@ -248,7 +280,8 @@ class Features(Hooks):
             if hook not in ("session", "pause"):
                 compose = _all_of if hook == "admits" else _in_turn
                 setattr(self, hook, compose(self._overriding(hook)))
-        self.needs_grad_norm = any(one.needs_grad_norm for one in self.built)
+        for flag in FLAGS:
+            setattr(self, flag, any(getattr(one, flag) for one in self.built))
         self._pauses = self._overriding("pause")
 
     def _overriding(self, hook: str) -> list[Callable[..., Any]]:

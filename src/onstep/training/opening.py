@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from onstep.config import ChangeClass, ConfigContainer, resolve
-from onstep.config.checks import idle_line, idle_settings, idle_without_trainer
+from onstep.config.checks import idle_line, idle_settings
 from onstep.config.differences import describe, of_kind
 from onstep.config.short_runs import fit_short_run
 from onstep.distributed import World, attempt
@@ -182,8 +182,7 @@ def _name_idle_settings(run: Run, has_trackers: bool) -> None:
         fitted.train.train_iters = run.cfg.train.train_iters
         fit_short_run(fitted, recipes[0], ())
     found = idle_settings(run.cfg, recipes, has_trackers=has_trackers)
-    if run.entry_point.trainer is None:
-        found += idle_without_trainer(run.cfg)
+    found += run.entry_point.idle_settings(run.cfg)
     line = idle_line(found)
     if line is not None:
         logger.warning("%s", line)

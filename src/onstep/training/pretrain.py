@@ -22,9 +22,10 @@ from onstep.models import ModelHook
 from onstep.recipes import RECIPES
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.bridge.housekeeping import _finish_train
+from onstep.training.entry_point import EntryPoint
 from onstep.training.opening import already_finished, claim_for_all, open_run
 from onstep.training.protocols import ForwardStep
-from onstep.training.run import EntryPoint, Run
+from onstep.training.run import Run
 from onstep.training.run_job import run_job
 from onstep.training.runs.claims import Claim, acquire_run_dir
 from onstep.training.runs.hold import Hold
@@ -87,7 +88,6 @@ def pretrain(
         add_control(manager)
     entry_point = EntryPoint(
         forward_step_func=forward_step_func,
-        pre_wrap_hooks=tuple(pre_wrap_hooks),
         identify=configured_identity,
     )
     run = GlobalState(cfg=config, world=World(), entry_point=entry_point)
@@ -97,7 +97,7 @@ def pretrain(
             if run.world.is_main:
                 print(already_finished(claim), flush=True)  # noqa: T201 - the answer to the command
             return run
-        setup = set_up(run, notify)
+        setup = set_up(run, notify, pre_wrap_hooks)
         try:
             _train_and_evaluate(run, setup, forward_step_func, notify)
             _finish_train(run)

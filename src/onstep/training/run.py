@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -20,18 +20,16 @@ from onstep.config.differences import Change
 from onstep.config.lengths import batch_sizes
 from onstep.data import StepSource
 from onstep.distributed import World, existing_world
-from onstep.events import CallbackManager, Control, Request, RunInfo, RunState
-from onstep.events.exportable_state import exported_states
-from onstep.models.heads import ModelHook
+from onstep.events import Control, Request, RunInfo, RunState
 from onstep.optim import LossScaler, TrainingOptimizer, build_loss_scaler
 from onstep.record.kinds import Kind
 from onstep.train_state import TrainState
+from onstep.training.entry_point import EntryPoint
 from onstep.training.feature import Features
 from onstep.training.protocols import Metrics, Trained, UserOptimizer, UserScheduler
 from onstep.training.reporting.bridge_trackers import BridgeTrackers
 from onstep.training.reporting.run_record import RunRecord
 from onstep.training.reporting.timers import Clock, Timers
-from onstep.training.runs.identity import Identify
 from onstep.training.runs.microbatches import NumMicroBatchesCalculator
 from onstep.training.runs.run_dir import RunDir
 from onstep.training.runs.signals import ExitWatch
@@ -127,44 +125,6 @@ class EvaluationRecord:
     """Whether the record that is being logged is that of an evaluation."""
     is_restartable: bool = True
     """Nothing of the current evaluation has been reported yet, so it may be aborted and repeated."""
-
-
-@dataclass
-class EntryPoint:
-    """The settings of the entry point that opened the run, for callbacks, checkpoints and the console."""
-
-    trainer: object = None
-    processing_class: object = None
-    train_dataloader: object = None
-    eval_dataloader: object = None
-    given_args: object = None
-    """The `TrainingArguments` as the user passed them to `Trainer`."""
-    prints_console_line: bool = False
-    """Whether to print Megatron Bridge's lines for logged steps (`logger.console=bridge`)."""
-    fire: Callable[..., None] = lambda event, **fields: None
-    """Fires the events of the run's end."""
-    evaluates_last_step: bool = False
-    """Evaluate at the last step inside the loop, due or not, as Hugging Face's Trainer does with `eval_steps`."""
-    pre_wrap_hooks: Sequence[ModelHook] = ()
-    """The user's changes to the model before it is wrapped for data parallelism."""
-    forward_step_func: object = None
-    """The forward step as the user passed it; its state is saved if it has one."""
-    identify: Identify | None = None
-    """Determines what a configuration trains on; None for data that is not configured."""
-    logs_skipped_losses: bool = False
-    """Whether the logged loss contains the steps that an anomaly skipped."""
-    log: Callable[[Metrics], None] | None = None
-    """The user's own `Trainer.log`, which every record passes through; None if there is none."""
-    check_arguments: Callable[[], None] = lambda: None
-    """Warns of arguments of a `Trainer` that have changed since the start."""
-    store_flos: Callable[[], None] | None = None
-    """Adds the FLOPs counted by the user's `Trainer`; None: 6 per label and parameter. Collective."""
-    save_checkpoint: Callable[[Callable[..., None]], None] | None = None
-    """The user's own `Trainer._save_checkpoint`, which is passed the function that saves; None if there is none."""
-    prepare_files: Callable[[], Callable[[Path], None] | None] = lambda: None
-    """Gives what writes the files that Hugging Face's tools look for into a checkpoint, as of now."""
-    process_groups: dict[str, object] = field(default_factory=dict)
-    """Process groups by the name given in a `StateComponent` with the pattern PER_GROUP."""
 
 
 class Checkpoints(Protocol):
@@ -264,9 +224,7 @@ class Run:
         return RunState(self.train_state, self.info, lambda: self.control, self._exported_states)
 
     def _exported_states(self) -> dict[str, Any]:
-        manager: CallbackManager | None = getattr(self.trainer, "callback_manager", None)
-        own = {"TrainerControl": self.control.state()}
-        return own if manager is None else exported_states(manager.callbacks) | own
+        return self.entry_point.exported_states() | {"TrainerControl": self.control.state()}
 
     @cached_property
     def args(self) -> Any:

@@ -31,6 +31,7 @@ from onstep.data import build_datasets
 from onstep.data.corpus.tokenizers import build_tokenizer
 from onstep.events import VALID_EVENTS, Callback
 from onstep.models import build_transformer
+from onstep.trainer.feature import TrainerFeature
 from onstep.training.runs.identity import IDENTITY_FILE
 from onstep.training.runs.run_dir import RunDir
 from tests.support.tracker_files import scalars
@@ -147,7 +148,8 @@ class Witness(Callback):
             "logging_dir": Path(context.state.cfg.logger.logging_dir or "").name,
         }
         self._rates.append([float(group["lr"]) for group in context.optimizer.param_groups])
-        self._outcome.features = [one.name for one in context.state.features.built]
+        built = context.state.features.built
+        self._outcome.features = [one.name for one in built if not isinstance(one, TrainerFeature)]
         self._outcome.counters["row"] = context.state.num_microbatches, context.state.num_eval_microbatches
 
     def on_train_end(self, context: Any) -> None:

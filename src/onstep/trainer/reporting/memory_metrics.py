@@ -70,13 +70,14 @@ class MemoryMetrics:
 def _tracker() -> Any:
     try:
         import psutil  # noqa: F401 - without it the tracker measures nothing
-        from transformers.trainer_utils import TrainerMemoryTracker
+        from transformers import trainer_utils
     except ImportError as error:
         raise MissingExtraError(
             f"TrainingArguments.skip_memory_metrics=False requires psutil and transformers ({error}); install them: "
             f"pip install 'onstep[diagnostics,hf]', or leave skip_memory_metrics=True."
         ) from error
-    tracker: Any = TrainerMemoryTracker()
+    kind: Any = trainer_utils.TrainerMemoryTracker
+    tracker = kind()
     tracker.cpu_mem_used_peak = -1
 
     def watch() -> None:

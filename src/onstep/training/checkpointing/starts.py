@@ -114,11 +114,10 @@ def check_not_all_damaged(state: Run, root: Path) -> None:
     """
     there = state.world.share([path.name for _, kind, path in reversed(named_dirs(root)) if not kind])
     if there:
-        instead = "run.fresh=true or another run.name"
         raise CheckpointError(
             f"none of the checkpoints in {root} can be used ({', '.join(there)}), and starting from scratch "
-            f"would hide that. Restore one of them, or start a new run with "
-            f"{instead if state.trainer is None else 'resume_from_checkpoint=False or another output_dir'}."
+            f"would hide that. Restore one of them, or start a new run with {state.entry_point.new_run} or "
+            f"{state.entry_point.new_place}."
         )
 
 
@@ -141,7 +140,7 @@ def compare_configuration(state: Run, info: CheckpointInfo) -> None:
     try:
         # how a run starts is not compared
         found = [one for one in changes(info.manifest.config, current) if not one.key.startswith("checkpoint.")]
-        is_accepted = own or (state.trainer is not None and policy == "error")  # as in Hugging Face: it is named
+        is_accepted = own or (state.entry_point.accepts_changes and policy == "error")
         if is_accepted and left_to_policy(found, current):
             policy = current.checkpoint.on_config_change = state.cfg.checkpoint.on_config_change = "apply"
         decided = decide(found, current, policy, state.world.size)
@@ -265,7 +264,7 @@ def _compared(state: Run, start: CheckpointInfo | None, root: Path, current: Ide
         # the checkpoint's weights replace those that a Trainer was given
         recorded, without = start.manifest.extra.get("identity"), ("weights",)
         result = compare(recorded, current, *start.path.parents[:2], without=without)
-        if result.changed and policy != "apply" and state.trainer is None:
+        if result.changed and policy != "apply" and not state.entry_point.accepts_changes:
             raise CheckpointError(
                 f"{start.path} was trained on other files: {result.changed}. {ways_to_continue(policy)}"
             )

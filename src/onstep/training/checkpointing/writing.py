@@ -84,7 +84,6 @@ class RunCheckpoints:
             async_save=config.async_save,
             on_durable=self._notify_durable,
             on_save_error="continue" if config.on_save_error == "continue" else "stop",
-            groups=state.entry_point.process_groups,
             is_shared=state.run_dir is not None and root == state.run_dir.path,
         )
 
@@ -227,8 +226,7 @@ class RunCheckpoints:
                 adopts=adopts,
                 extra=self._extra(),
             )
-            if state.run_dir is not None and state.run_dir.layout == "hugging_face":
-                request.write_beside = state.entry_point.prepare_files()
+            state.features.add_to_checkpoint(request)
             self._save(request)
         state.saving.failure = self.manager.failure
 
@@ -326,20 +324,12 @@ class RunCheckpoints:
 
     def _ways_without(self, info: CheckpointInfo, required: list[str]) -> str:
         """What to do with a checkpoint that lacks the `required` components, as an error says it."""
-        for_trainer = self.state.trainer is not None
+        entry_point = self.state.entry_point
         if required == ["optimizer"]:
-            load = f"checkpoint.load={info.path} with checkpoint.load_optim=false"
-            option = "config_overrides={'checkpoint.load_optim': False}"
-            return "continue without: " + (
-                f"resume_from_checkpoint={str(info.path)!r} with {option}" if for_trainer else load
-            )
-        fresh = "resume_from_checkpoint=False" if for_trainer else "run.fresh=true"
+            return f"continue without: {entry_point.without_optimizer(info.path)}"
         if "model" in required:
-            return f"start again: {fresh}"
-        weights = f"checkpoint.finetune=true checkpoint.pretrained_checkpoint={info.path}"
-        return f"start again from its weights: {fresh} " + (
-            f"and a model that is loaded from {info.path}" if for_trainer else weights
-        )
+            return f"start again: {entry_point.new_run}"
+        return f"start again from its weights: {entry_point.from_weights(info.path)}"
 
     def _notify_durable(self, saved: SavedCheckpoint) -> None:
         if self.state.cfg.checkpoint.async_save and self.state.cfg.logger.log_progress:

@@ -32,7 +32,9 @@ from onstep.training.setup.pretrained import find_pretrained, load_pretrained
 from onstep.training.stages.forward_step import only_chunk
 
 
-def build_model(config: ConfigContainer, world: World, state: Run) -> list[nn.Module]:
+def build_model(
+    config: ConfigContainer, world: World, state: Run, pre_wrap_hooks: Sequence[ModelHook] = ()
+) -> list[nn.Module]:
     """The model's chunks, on the device, wrapped for data parallelism, with the same weights on every rank. Collective.
 
     Pretrained weights are loaded unless the run continues from its own checkpoint, which contains them all. LoRA is
@@ -52,7 +54,7 @@ def build_model(config: ConfigContainer, world: World, state: Run) -> list[nn.Mo
             print(statistics(transformer), flush=True)  # noqa: T201 - Megatron Bridge's block
     with torch.random.fork_rng(devices=[]):  # what hooks draw depends on the seed too, such as a new head's weights
         torch.manual_seed(config.rng.seed)
-        chunks = run_hooks([transformer], state.entry_point.pre_wrap_hooks)
+        chunks = run_hooks([transformer], pre_wrap_hooks)
     only_chunk(chunks)
     train = config.train
     if train.torch_compile:

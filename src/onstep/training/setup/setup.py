@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ from onstep.config.lengths import has_rampup_tails, progress_after, schedule_sam
 from onstep.data import EvalLoader, TrainLoader
 from onstep.errors import ConfigError
 from onstep.events import Dispatcher
+from onstep.models import ModelHook
 from onstep.optim import build_loss_scaler, build_optimizer, build_scheduler
 from onstep.training.protocols import Trained, UserOptimizer, UserScheduler
 from onstep.training.run import Run
@@ -45,8 +47,8 @@ class TrainingSetup:
             self.train_data.close()
 
 
-def set_up(state: Run, notify: Dispatcher) -> TrainingSetup:
-    """Build everything of a language-model run. Collective.
+def set_up(state: Run, notify: Dispatcher, pre_wrap_hooks: Sequence[ModelHook] = ()) -> TrainingSetup:
+    """Build everything of a language-model run; `pre_wrap_hooks` change its model before it is wrapped. Collective.
 
     Fires `on_data_init_start` before any data file is opened (except those that a `bpe` tokenizer is trained on) and
     `on_init_end` when everything is built. The scheduler exists at `on_data_init_start` unless it requires the length
@@ -58,7 +60,7 @@ def set_up(state: Run, notify: Dispatcher) -> TrainingSetup:
         state.tokenizer = state.entry_point.processing_class = open_tokenizer(state)
     resolve_vocabulary(config, state.tokenizer.vocab_size)
     with timers(MODEL_TIMER).measure(barrier=True):
-        model = build_model(config, world, state)
+        model = build_model(config, world, state, pre_wrap_hooks)
         seed_everything(config.rng.seed + world.rank)
         trains, iters = not config.validation.skip_train, train_iters(config, world_size=world.size)
         scaler = build_loss_scaler(config.optimizer, config.mixed_precision)

@@ -41,7 +41,7 @@ def mark_due(run: Run) -> None:
     logs = bool(log_every) and step % (log_every or 1) == 0
     first_evaluated = validation.start_eval_at_iter or 0
     evaluates = bool(eval_every) and step >= first_evaluated and step % (eval_every or 1) == 0
-    if run.entry_point.evaluates_last_step and step >= first_evaluated and run.has_all_steps:
+    if run.features.evaluates_last_step and step >= first_evaluated and run.has_all_steps:
         evaluates = True
     save_every = set_now.get("save_interval", run.cfg.checkpoint.save_interval)
     saves = run.checkpoints is not None and bool(save_every) and step % (save_every or 1) == 0
@@ -143,29 +143,32 @@ def evaluate_unless_interrupted(job: Job) -> None:
 
 
 def run_evaluation(job: Job) -> None:
-    """Evaluate inside the loop, on the validation set or as the caller specified; excluded from the interval's time."""
+    """Evaluate inside the loop; excluded from the interval's time."""
     run = job.run
     run.evaluated.is_restartable = True
     with run.features.pause("evaluate"), run.timers("eval-time").measure(barrier=True):
-        if job.evaluation is not None:
-            job.evaluation()
-        elif job.valid_data_iterator is not None:
-            evaluate_and_print_results(
-                run,
-                f"iteration {run.train_state.step}",
-                job.raw_forward_step_func,
-                job.valid_data_iterator,
-                job.model,
-                run.cfg.model,
-                process_non_loss_data_func=job.process_non_loss_data_func,
-                non_loss_data_func=job.non_loss_data_func,
-                notify=job.notify,
-            )
-            if note_best_metric(run, run.evaluated.last_metrics):
-                save_best(run)
-        elif run.world.is_main:
-            warn_once(logger, "no evaluation is run, although one is due or requested: there is no validation data")
+        run.features.wrap("evaluate", lambda: _evaluate_validation_set(job))()
     run.evaluated.at_step = run.train_state.step
+
+
+def _evaluate_validation_set(job: Job) -> None:
+    run = job.run
+    if job.valid_data_iterator is not None:
+        evaluate_and_print_results(
+            run,
+            f"iteration {run.train_state.step}",
+            job.raw_forward_step_func,
+            job.valid_data_iterator,
+            job.model,
+            run.cfg.model,
+            process_non_loss_data_func=job.process_non_loss_data_func,
+            non_loss_data_func=job.non_loss_data_func,
+            notify=job.notify,
+        )
+        if note_best_metric(run, run.evaluated.last_metrics):
+            save_best(run)
+    elif run.world.is_main:
+        warn_once(logger, "no evaluation is run, although one is due or requested: there is no validation data")
 
 
 @dataclass(frozen=True)

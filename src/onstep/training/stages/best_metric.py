@@ -30,9 +30,8 @@ def note_best_metric(state: Run, metrics: Metrics) -> bool:
     key = name if name in metrics else f"eval_{name}"
     if key not in metrics:
         known = ", ".join(sorted(metrics)) or "none"
-        setting = "validation" if state.trainer is None else "TrainingArguments"
         raise ConfigError(
-            f"{setting}.metric_for_best_model={name!r} is not a metric of the evaluation, which has {known}; name one "
+            f"{state.entry_point.best_metric}={name!r} is not a metric of the evaluation, which has {known}; name one "
             f"of them, or have compute_metrics return it."
         )
     greater = state.cfg.validation.greater_is_better

@@ -135,7 +135,7 @@ def update_batch_size(run: Run) -> None:
 def count(job: Job, step: Step) -> None:
     """Add the step to the log interval, and count it and its samples."""
     run, samples = job.run, step.batches.num_samples
-    is_logged = not step.left_out or run.entry_point.logs_skipped_losses
+    is_logged = not step.left_out or run.features.logs_skipped_losses
     job.accumulator.add(step.total if is_logged else None, step.grad_norm, step.applied, step.num_zeros)
     advance(run, job.samples_of(step.batches) if samples is None else samples)
     run.stage.has_stepped = True

@@ -122,10 +122,7 @@ def save_checkpoint_and_time(
         with state.timers(timer).measure(barrier=True):
             trained = Trained(model, optimizer, opt_param_scheduler)
             save = partial(state.checkpoints.save, trained, train_data_iterator, persistent=not non_persistent_ckpt)
-            if state.entry_point.save_checkpoint is None:
-                save()
-            else:
-                state.entry_point.save_checkpoint(save)
+            state.features.wrap("save", save)()
         state.print_timers([timer])
         if state.cfg.logger.log_progress and not non_persistent_ckpt:
             flops = num_floating_point_operations_so_far + pending_flops(state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,8 +33,6 @@ from onstep.training.stages.record import RunStart
 
 logger = logging.getLogger(__name__)
 
-Evaluation = Callable[[], None]
-
 
 @dataclass(eq=False)
 class Job:
@@ -53,8 +50,6 @@ class Job:
     reader: StepSource
     notify: Dispatcher
     valid_data_iterator: DataSource | None = None
-    evaluation: Evaluation | None = None
-    """The evaluation to run, if it is more than one validation set."""
     process_non_loss_data_func: NonLossFunction | None = None
     non_loss_data_func: NonLossFunction | None = None
     accumulator: LossAccumulator = field(default_factory=LossAccumulator)

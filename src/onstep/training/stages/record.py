@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from types import NoneType
 
 import torch
@@ -15,7 +16,6 @@ from onstep.checkpoint import check_encodable
 from onstep.errors import warn_once
 from onstep.events import Dispatcher
 from onstep.events.manager import Listeners
-from onstep.optim import RecallsRates
 from onstep.record.kinds import Kind
 from onstep.trackers.tag_record import BRIDGE_KEY
 from onstep.train_state import TrainState
@@ -48,9 +48,7 @@ def log_step(state: Run, accumulator: LossAccumulator, optimizer: UserOptimizer,
     if report.num_losses:
         state.sums.logged_loss = report.loss
     logs = build_logs(state, report, optimizer, extras=tuple(unread))
-    if state.entry_point.trainer is not None:
-        logs["learning_rate"] = used_learning_rate(state, optimizer, notify.scheduler)
-        state.entry_point.check_arguments()
+    state.features.add_to_log(logs)
     warn_if_all_skipped(state, report)
     warn_if_nothing_is_learned(state, report)
     notify.on_log_step(logs=logs)
@@ -102,7 +100,7 @@ def warn_if_nothing_is_learned(state: Run, report: IntervalReport) -> None:
 
 
 def publish(state: Run, logs: Metrics, notify: Dispatcher) -> None:
-    """Publish a record, through the user's own `Trainer.log` if there is one; Megatron Bridge's tags belong to it."""
+    """Publish a record; Megatron Bridge's tags belong to it."""
     _hand_over(state, logs, notify)
     state.bridge_trackers.record.clear()
 
@@ -117,11 +115,7 @@ def publish_evaluation(state: Run, metrics: Metrics, notify: Dispatcher) -> None
 
 
 def _hand_over(state: Run, logs: Metrics, notify: Dispatcher) -> None:
-    log = state.entry_point.log
-    if log is None:
-        record(state, logs, notify)
-    else:
-        log(logs)
+    state.features.wrap("log", partial(record, state, notify=notify))(logs)
 
 
 def record(state: Run, logs: Metrics, notify: Dispatcher) -> None:
@@ -177,7 +171,7 @@ def _logs_evaluations(callback: object) -> bool:
 
 
 def advance_tokens(state: Run, report: IntervalReport) -> None:
-    """Update the counters of tokens and FLOPs, and the mean loss. Collective if the user counts FLOPs.
+    """Update the counters of tokens and FLOPs, and the mean loss. Collective if a feature counts FLOPs.
 
     Raises:
         ConfigError: if the loss function has counted fewer than 0 labels.
@@ -188,11 +182,11 @@ def advance_tokens(state: Run, report: IntervalReport) -> None:
     if report.num_losses:
         state.sums.loss_sum += report.loss * report.num_losses
         state.sums.loss_steps += report.num_losses
-    store_flos = state.entry_point.store_flos
-    if store_flos is None:
-        state.train_state.floating_point_operations_so_far += tokens * state.sums.flops_per_token
-    else:
-        store_flos()
+    state.features.wrap("count_flops", partial(_count_flops, state))(tokens)
+
+
+def _count_flops(state: Run, tokens: float) -> None:
+    state.train_state.floating_point_operations_so_far += tokens * state.sums.flops_per_token
 
 
 def build_logs(state: Run, report: IntervalReport, optimizer: UserOptimizer, extras: tuple[str, ...] = ()) -> Metrics:
@@ -236,16 +230,6 @@ def learning_rate(optimizer: UserOptimizer) -> float | None:
     """
     rate = _rate_of_last(optimizer, is_decoupled=False)
     return _rate_of_last(optimizer, is_decoupled=True) if rate is None else rate
-
-
-def used_learning_rate(state: Run, optimizer: UserOptimizer, scheduler: object) -> float:
-    """The rate of the last step's update, of the first parameter group, as in Hugging Face's records."""
-    step = state.features.room(LastStep).step
-    if isinstance(scheduler, RecallsRates) and step is not None and step.applied:
-        rates = scheduler.rates_before_last_step()
-    else:
-        rates = [float(group["lr"]) for group in optimizer.param_groups]
-    return rates[0]
 
 
 def decoupled_learning_rate(optimizer: UserOptimizer) -> float | None:
@@ -297,7 +281,7 @@ class RunStart:
 def log_weighting(run: Run, step: Step) -> None:
     """Log once how mean losses are weighted, which only the first micro-batch shows; `Trainer` logs this itself."""
     micro = step.micros[0]
-    if micro.kind != "mean" or run.entry_point.trainer is not None or not run.world.is_main:
+    if micro.kind != "mean" or run.entry_point.names_loss or not run.world.is_main:
         return
     unit = run.cfg.train.loss_weighting
     if unit == "auto":

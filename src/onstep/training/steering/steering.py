@@ -218,12 +218,8 @@ class Steering(Feature[Job]):
             return
         text = f"the last command that changes what is learned was applied after step {step}: {request}."
         if run.run_dir is not None:
-            text += " If it is the cause, continue without it and what was sent later: " + (
-                f"`onstep train {run.run_dir.path} --without-commands-from {step}`, or "
-                f"run.without_commands_from={step} in the configuration."
-                if run.trainer is None
-                else f"config_overrides={{'run.without_commands_from': {step}}} in TrainingArguments."
-            )
+            remedy = run.entry_point.without_commands(run.run_dir.path, step)
+            text += f" If it is the cause, continue without it and what was sent later: {remedy}."
         if error is not None:
             error.add_note(text)
         elif run.world.is_main:

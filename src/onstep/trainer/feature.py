@@ -1,0 +1,158 @@
+"""The feature by which a run logs, evaluates, saves and counts through the methods of its `Trainer`."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from onstep.checkpoint import SaveRequest
+from onstep.config.hf.argument import LOG_LEVELS
+from onstep.optim import RecallsRates
+from onstep.trainer.output_dir.files import files_of_checkpoint
+from onstep.trainer.overrides import overrides
+from onstep.trainer.reporting.changed_arguments import watched_arguments
+from onstep.trainer.reporting.input_counts import InputCounts
+from onstep.training.compute.step import LastStep
+from onstep.training.feature import Feature
+from onstep.training.protocols import Metrics
+from onstep.training.run import Run
+
+
+class TrainerFeature(Feature[Run]):
+    """Calls a Trainer's methods where the loop logs, evaluates, saves and counts.
+
+    The methods of `Trainer` itself do what the loop does without one; a subclass overrides them.
+    """
+
+    name = "trainer"
+    when = "onstep.Trainer"
+
+    @classmethod
+    def wanted(cls, host: Run) -> bool:
+        """In the session of a Trainer."""
+        return host.trainer is not None
+
+    def __init__(self, host: Run) -> None:
+        super().__init__(host)
+        self._trainer = trainer = host.trainer
+        self._session, args = trainer.session, trainer.args
+        self._trains, validation = self._session.trains, host.cfg.validation
+        self.logs_skipped_losses = not args.logging_nan_inf_filter
+        self.evaluates_last_step = validation.eval_after_training and not validation.eval_each_epoch
+        """As with `eval_steps` of Hugging Face's Trainer."""
+        self._check_arguments = watched_arguments(args, host.args) if self._trains else None
+        self._started = time.time()
+        self._passes_start = len(inspect.signature(trainer.log).parameters) > 1
+        self._counts_flops = overrides(trainer, "floating_point_ops") or overrides(trainer, "store_flos")
+        self._saves = any(overrides(trainer, name) for name in ("_save_checkpoint", "save_model", "_save"))
+        self._written: dict[int, bool] = {}
+        """Whether the user's method that saves called `super()`, by step."""
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Count the inputs, and measure the memory of a training."""
+        trainer, kind = self._trainer, str(self._trainer.args.include_num_input_tokens_seen)
+        counts: InputCounts | None = None
+        if self._trains and (kind != "no" or self._counts_flops or trainer.memory.enabled):
+            counts = InputCounts(trainer, self.host, kind=kind, counts_flops=self._counts_flops)
+            trainer.callback_manager.add(counts)
+        if self._trains:
+            trainer.input_counts = counts if kind != "no" else None
+        try:
+            with replica_level(trainer.args), trainer.memory.measured("train") if self._trains else nullcontext():
+                yield
+        finally:
+            if counts is not None:
+                trainer.callback_manager.remove(counts)
+
+    def before_log(self) -> None:
+        """Warn of arguments that have changed."""
+        if self._check_arguments is not None:
+            self._check_arguments()
+
+    def add_to_log(self, logs: Metrics) -> None:
+        """The rate of the last step's update, of the first parameter group, as in Hugging Face's records."""
+        step, scheduler = self.host.features.room(LastStep).step, self._session.scheduler
+        if isinstance(scheduler, RecallsRates) and step is not None and step.applied:
+            logs["learning_rate"] = scheduler.rates_before_last_step()[0]
+        else:
+            logs["learning_rate"] = float(self._session.optimizer.param_groups[0]["lr"])
+
+    def add_to_checkpoint(self, request: SaveRequest) -> None:
+        """The files that Hugging Face's tools look for, as of now."""
+        if self.host.run_dir is not None and self.host.run_dir.layout == "hugging_face":
+            request.write_beside = files_of_checkpoint(self._trainer)
+
+    def wrap_log(self, append: Callable[[Metrics], None]) -> Callable[[Metrics], None]:
+        """`Trainer.log`, with the start of the training for the record of a step, if it accepts one."""
+
+        def log(logs: Metrics) -> None:
+            if self._passes_start and "loss" in logs:
+                self._trainer.log(logs, self._started)
+            else:
+                self._trainer.log(logs)
+
+        return log
+
+    def wrap_count_flops(self, count: Callable[[float], None]) -> Callable[[float], None]:
+        """`Trainer.store_flos`, if the user counts. Collective."""
+        return (lambda tokens: self._trainer.store_flos()) if self._counts_flops else count
+
+    def wrap_evaluate(self, evaluate: Callable[[], None]) -> Callable[[], None]:
+        """The evaluation of all sets by `Trainer.evaluate`. Collective."""
+        return lambda: self._trainer.evaluate_in_run(self._session.ignore_keys)
+
+    def wrap_save(self, write: Callable[..., None]) -> Callable[[], None]:
+        """A save through `Trainer._save_checkpoint`; where it does not call `super()`, what it wrote is the save.
+
+        It is called once for a step, as by Hugging Face's Trainer. The end of training saves the last step again, since
+        it adds a record: what was written beside the first checkpoint is kept.
+        """
+        if not self._saves:
+            return write
+        run, trainer, step, written = self.host, self._trainer, self.host.train_state.step, self._written
+
+        def write_for_user() -> None:
+            written[step] = True
+            write(adopts=True)
+            if run.checkpoints is not None:
+                run.checkpoints.finish()  # the user's code may add files to the checkpoint
+
+        def save() -> None:
+            if written.get(step):
+                write_for_user()
+                return
+            if step not in written:
+                written[step] = False
+                trainer.write_checkpoint = write_for_user
+                try:
+                    trainer._save_checkpoint(trainer.model, None)
+                finally:
+                    trainer.write_checkpoint = None
+                if not written[step]:
+                    path = os.path.join(trainer._get_output_dir(None), f"checkpoint-{step}")
+                    self._session.notify.on_checkpoint_save(checkpoint_step=step, checkpoint_path=path)
+            run.saving.is_unsaved = False
+
+        return save
+
+
+@contextmanager
+def replica_level(args: Any) -> Iterator[None]:
+    """Set the level of Onstep's messages to `log_level_replica`, except on the ranks that report."""
+    level = LOG_LEVELS[args.log_level_replica]
+    if args.should_log or level is None:
+        yield
+        return
+    log = logging.getLogger("onstep")
+    before = log.level
+    log.setLevel(level)
+    try:
+        yield
+    finally:
+        log.setLevel(before)

@@ -190,8 +190,6 @@ class Run:
     sums: RunSums = field(default_factory=RunSums)
     evaluated: EvaluationRecord = field(default_factory=EvaluationRecord)
     entry_point: EntryPoint = field(default_factory=EntryPoint)
-    record: RunRecord = field(default_factory=RunRecord)
-    """What happens in the run, line by line; `note` appends to it."""
     start_time: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
@@ -260,6 +258,11 @@ class Run:
     """MLflow, with `log_metrics`; None without `logger.mlflow_experiment`."""
     comet_logger = _logger_of("comet")
     """Comet, with `log_metrics`; None without `logger.comet_project`."""
+
+    @property
+    def record(self) -> RunRecord:
+        """What happens in the run, line by line; `note` appends to it."""
+        return self.features.room(RunRecord)
 
     def note(self, kind: Kind, data: Mapping[str, Any], step: int | None = None) -> None:
         """Append a line to the record, on rank 0 of a run with a directory; `step` is by default the last one done."""

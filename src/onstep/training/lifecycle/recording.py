@@ -54,7 +54,7 @@ class Recording(Feature[Run]):
         run = self.host
         self._has_begun = True
         if run.run_dir is not None and run.world.is_main:
-            start = {"run_id": run.run_dir.run_id, "num_ranks": run.world.size}
+            start = {"num_ranks": run.world.size}
             progress, history = run.train_state, run.info.history
             read = run.record.begin(run.run_dir.path, progress.step, run.trainer_state.epoch, start)
             if read is not None and progress.step > 0 and history.num_saved > len(history):

@@ -117,7 +117,7 @@ class Run:
 
     def go(self) -> GlobalState:
         state = GlobalState(self.config, num_microbatches=2, exits=self.exits)
-        state.sums.flops_per_token = 50.0
+        state.flops_per_token = 50.0
         torch.manual_seed(0)
         model = nn.Embedding(16, 16)
         sgd = SlowSGD(model.parameters(), lr=0.1)

@@ -152,7 +152,7 @@ def test_a_step_without_an_iterator_passes_none_on() -> None:
 
 def test_the_documented_parameters_of_training_log_are_passed_by_position(capsys: pytest.CaptureFixture[str]) -> None:
     (model, _), state = make(), GlobalState()
-    state.cfg.logger.log_interval, state.prints_console_line = 1, True
+    state.cfg.logger.log_interval, state.cfg.logger.console = 1, "bridge"
     state.train_state.step = 1
     losses = {"lm loss": torch.tensor(2.0)}
     given = (losses, {}, 0.1, None, 1.0, False, 0, 1.0, None, None, state.cfg, state, [], [model], None, None, 0, None)
@@ -215,7 +215,7 @@ def test_a_checkpoint_is_saved_at_its_interval(state: GlobalState, tmp_path: Pat
 
 
 def test_an_exit_saves_first(state: GlobalState, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    state.cfg.train.exit_interval, state.prints_console_line = 3, True
+    state.cfg.train.exit_interval, state.cfg.logger.console = 3, "bridge"
     assert [decide(state, step) for step in (1, 2, 3)] == [False, False, True]
     assert saved(tmp_path) == {"checkpoint-3"}
     assert "exiting program at iteration 3" in capsys.readouterr().out

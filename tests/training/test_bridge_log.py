@@ -72,7 +72,7 @@ class Log:
 @pytest.fixture
 def log() -> Log:
     state = small_state(train_iters=100)
-    state.cfg.logger.log_interval, state.entry_point.prints_console_line = 4, True
+    state.cfg.logger.log_interval, state.cfg.logger.console = 4, "bridge"
     return Log(state)
 
 
@@ -357,7 +357,7 @@ class QuietTensorBoard:
 def test_a_step_that_is_not_logged_reads_nothing_for_tensorboard_and_console() -> None:
     state = small_state(train_iters=6)
     state.cfg.logger.log_interval, state.cfg.logger.log_params_norm = 3, True
-    state.entry_point.prints_console_line = True
+    state.cfg.logger.console = "bridge"
     state.tensorboard_logger = quiet = QuietTensorBoard()
     manager = CallbackManager()
     with ReadCounter() as counter:
@@ -373,7 +373,7 @@ def test_an_epoch_that_ends_within_an_interval_is_logged_with_what_there_is(
 ) -> None:
     state = small_state(train_iters=5)
     state.cfg.logger.log_interval, state.cfg.logger.log_on_each_epoch = 2, True
-    state.entry_point.prints_console_line = True
+    state.cfg.logger.console = "bridge"
     run(state, data=loader())  # an epoch has 3 steps
     steps = [int(re.findall(r"iteration +(\d+)/", line)[0]) for line in lines(capsys)]
     assert steps == [2, 3, 4, 5]
@@ -419,7 +419,7 @@ def test_the_loop_prints_the_lines_that_training_log_prints_of_its_own_sums(
 
     accumulator = LossAccumulator()
     state = small_state(train_iters=8)
-    state.cfg.logger.log_interval, state.entry_point.prints_console_line = 4, True
+    state.cfg.logger.log_interval, state.cfg.logger.console = 4, "bridge"
     optimizer = SimpleNamespace(param_groups=[])
     job: Any = SimpleNamespace(run=state, model=[torch.nn.Linear(1, 1)], optimizer=optimizer, accumulator=accumulator)
     log_of_loop = BridgeLog(job)

@@ -134,7 +134,7 @@ def test_the_second_training_counts_its_own_mean_loss() -> None:
     state.cfg.train.train_iters = 4
     run(state, data=data, model=model)
     assert state.train_state.step == 4
-    assert state.sums.loss_steps == 2
+    assert state.losses.num_steps == 2
     assert state.mean_loss() != first
 
 

@@ -70,7 +70,7 @@ def test_a_long_interval_is_folded_without_reading() -> None:
         manager.add(StepMarker(counter))
         run(state, manager)
     assert sum(counter.by_step().values()) == 0
-    assert state.sums.loss_steps == 130
+    assert state.losses.num_steps == 130
 
 
 def test_the_gate_of_an_accelerator_is_not_read_either() -> None:

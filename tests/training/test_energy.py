@@ -82,10 +82,10 @@ def test_a_run_on_the_cpu_says_once_that_it_has_none_and_goes_on(
     monkeypatch.setattr(errors, "_warned_of", set())
     for _ in range(2):
         state = small_state(train_iters=2)
-        state.cfg.logger.log_energy, state.cfg.logger.log_interval, state.entry_point.prints_console_line = (
+        state.cfg.logger.log_energy, state.cfg.logger.log_interval, state.cfg.logger.console = (
             True,
             1,
-            True,
+            "bridge",
         )
         run(state)
     assert caplog.text.count("this run is on the CPU") == 1
@@ -97,7 +97,7 @@ def test_a_run_on_the_cpu_says_once_that_it_has_none_and_goes_on(
 def test_evaluations_take_no_energy_of_the_training(capsys: pytest.CaptureFixture[str]) -> None:
     accumulator = Meter()
     state = small_state(train_iters=4)
-    state.cfg.logger.log_energy, state.cfg.logger.log_interval, state.entry_point.prints_console_line = True, 2, True
+    state.cfg.logger.log_energy, state.cfg.logger.log_interval, state.cfg.logger.console = True, 2, "bridge"
     state.cfg.validation.eval_interval = 1
     state.energy_monitor = EnergyMonitor(state.world, accumulator)
 

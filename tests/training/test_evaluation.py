@@ -142,7 +142,7 @@ def test_a_test_fires_the_events_of_a_test() -> None:
 
 def printed(capsys: pytest.CaptureFixture[str], prints: bool) -> str:
     state = small_state()
-    state.entry_point.prints_console_line = prints
+    state.cfg.logger.console = "bridge" if prints else "default"
     evaluate_and_print_results(state, "iteration 5", sum_step, eval_loader(), [TinyModel()], state.cfg.model)
     return capsys.readouterr().out
 
@@ -246,7 +246,7 @@ def test_a_logging_interval_does_not_count_the_time_of_evaluations() -> None:
 
     state.cfg.validation.eval_interval = 1
     run(state, step=slow_step, valid=eval_loader())
-    assert next(clock) - state.sums.interval_start < 1000
+    assert next(clock) - state.interval.start < 1000
 
 
 def test_verbose_says_how_much_is_evaluated_and_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,7 +291,7 @@ def test_a_run_whose_last_evaluation_runs_out_of_time_is_paused_and_makes_it_aga
     manager, captured = CallbackManager(), []
 
     def hurry(context: Any) -> None:
-        if context.state.ending.train_ended:
+        if context.state.ending.training == "after":
             context.state.exits.deadline = 0.0
 
     manager.register("on_eval_start", hurry)

@@ -16,6 +16,7 @@ from onstep import Callback, pretrain
 from onstep.config import ConfigContainer, FaultToleranceConfig, validate
 from onstep.errors import ConfigError, MissingExtraError
 from onstep.training.fault_tolerance.sections import plan_fault
+from onstep.training.runs.stage import SectionLimits
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_a_start_that_loads_a_checkpoint_learns_the_rest_and_takes_up_what_is_kn
 
     class Looks(Callback):
         def on_init_end(self, context: Any) -> None:
-            limits["at start"] = dict(context.state.stage.section_limits)
+            limits["at start"] = dict(context.state.features.room(SectionLimits))
 
     pretrain(config, callbacks=[Looks()])
     assert limits["at start"]["checkpointing"] == 1000.0

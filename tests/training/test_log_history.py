@@ -33,7 +33,7 @@ def test_a_checkpoint_does_not_grow_with_the_log() -> None:
         run(state)
         assert len(state.info.log_history) == steps + 1
         state.info.log_history[-1] = {"train_runtime": 1.0, "step": 10}
-        state.sums.loss_sum = 1.0
+        state.losses.total = 1.0
         sizes.append(size_of(state))
     assert sizes[1] - sizes[0] <= 16  # the counters have a digit more
 

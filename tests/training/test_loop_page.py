@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import onstep.training
 from onstep.training import GlobalState
@@ -16,6 +17,8 @@ from onstep.training.run import Run
 
 TRAINING = Path(onstep.training.__file__).parent
 LOOP = TRAINING / "loop.py"
+MOST_LEAVES = 50
+"""Only ever lowered; 40 is the aim."""
 ANY_PER_1000_LINES = 12
 """Only ever lowered; at most 12 is the aim."""
 
@@ -71,8 +74,17 @@ def test_no_other_file_of_the_layer_knows_the_rooms_of_features() -> None:
     assert knowing - {"__init__.py"} == {"features.py"}, "the public names aside"
 
 
-def test_a_run_has_at_most_20_fields_and_its_view_none_of_its_own() -> None:
-    assert len(fields(Run)) <= 20
+def leaves(kind: type) -> list[str]:
+    """The fields of a dataclass and, in place of one that the training layer defines, those of it."""
+    types, found = get_type_hints(kind), []
+    for name in (field.name for field in fields(kind)):
+        own = is_dataclass(types[name]) and types[name].__module__.startswith("onstep.training.")
+        found += [f"{name}.{leaf}" for leaf in leaves(types[name])] if own else [name]
+    return found
+
+
+def test_a_run_stays_small_and_its_view_has_no_field_of_its_own() -> None:
+    assert len(leaves(Run)) <= MOST_LEAVES, leaves(Run)
     assert [field.name for field in fields(GlobalState)] == [field.name for field in fields(Run)]
 
 

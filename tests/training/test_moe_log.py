@@ -119,7 +119,7 @@ NAMES = ["load_balancing_loss", "seq_load_balancing_loss", "global_load_balancin
 def test_a_run_reports_the_losses_in_tags_line_and_logs(capsys):
     state, logs = small_state(train_iters=4), Logs()
     state.cfg.logger.log_interval = 2
-    state.entry_point.prints_console_line = True
+    state.cfg.logger.console = "bridge"
     board, wandb, comet = Scalars(), Metrics(), Metrics()
     wandb.log = wandb.log_metrics
     state.tensorboard_logger, state.wandb_logger, state.comet_logger = board, wandb, comet
@@ -176,7 +176,7 @@ def test_a_resumed_interval_reports_the_whole(tmp_path):
 def test_nothing_is_reported_of_a_dense_model(capsys):
     state, logs = small_state(train_iters=2), Logs()
     state.cfg.logger.log_interval = 1
-    state.entry_point.prints_console_line = True
+    state.cfg.logger.console = "bridge"
     model = moe_model(
         num_moe_experts=None,
         moe_router_load_balancing_type="aux_loss",

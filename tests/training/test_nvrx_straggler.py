@@ -227,7 +227,7 @@ def test_an_error_at_the_end_is_logged_and_not_raised(
 
 def train_with_it(**options: Any) -> Any:
     state = small_state(train_iters=4)
-    state.prints_console_line = True
+    state.cfg.logger.console = "bridge"
     for name, value in {"enabled": True, **options}.items():
         setattr(state.cfg.nvrx_straggler, name, value)
     run(state)

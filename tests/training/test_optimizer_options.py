@@ -224,7 +224,7 @@ def test_a_step_above_the_threshold_is_skipped_counted_and_does_not_move_the_sch
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     state, recording, model = limited(), Recording(), TinyModel()
-    state.entry_point.prints_console_line = True
+    state.cfg.logger.console = "bridge"
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     run(
         state,
@@ -328,7 +328,7 @@ def test_zeros_reach_the_console_as_a_whole_number(capsys: pytest.CaptureFixture
     state, model, counts = small_state(train_iters=2), TinyModel(), []
     state.cfg.optimizer.log_num_zeros_in_grad = True
     state.cfg.logger.log_interval = 2
-    state.entry_point.prints_console_line = True
+    state.cfg.logger.console = "bridge"
     manager = CallbackManager()
 
     def count(context: Any) -> None:

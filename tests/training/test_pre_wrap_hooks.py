@@ -80,7 +80,7 @@ def test_a_run_with_a_hook_resumes_exactly(config: ConfigContainer) -> None:
     weights_at_end(config, [freeze_embedding])
     config.train.exit_interval = None
     state, resumed = weights_at_end(config, [freeze_embedding])
-    assert state.stage.is_resumed
+    assert state.is_resumed
     for name, value in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], value), name
 

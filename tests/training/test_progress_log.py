@@ -167,9 +167,9 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 def run_state(directory: Path | None, **fields: Any) -> Any:
     state = small_state()
     state.cfg.checkpoint.save = None if directory is None else str(directory)
-    state.checkpoints, state.sums.flops_at_start = None, 0.0
+    state.checkpoints, state.flops_at_start = None, 0.0
     for name, value in fields.items():
-        setattr(state.sums if hasattr(state.sums, name) else state, name, value)
+        setattr(state, name, value)
     return state
 
 
@@ -208,9 +208,9 @@ def test_operations_since_the_last_logged_step_count(
     state = pretrain(tiny_config)
     assert state.train_state.step == 4
     state = pretrain(tiny_config)
-    per_step = 4 * 32 * state.sums.flops_per_token
+    per_step = 4 * 32 * state.flops_per_token
     assert state.train_state.floating_point_operations_so_far == 6 * per_step
-    assert state.sums.flops_at_start == 4 * per_step, "a job does not count what the one before it has done"
+    assert state.flops_at_start == 4 * per_step, "a job does not count what the one before it has done"
     saves = [one for one in read(tmp_path / "checkpoints") if one[3] == "Saved checkpoint"]
     wanted = [f"Floating-point operations: {step * per_step:.2e}" for step in (2, 4, 6)]
     assert [one[7] for one in saves] == wanted

@@ -245,7 +245,7 @@ def test_a_slow_rank_ends_the_run_where_that_is_configured(
     """Found at the end of step `at`, decided on after the next; a run that is at its end is not ended."""
     state = small_state(train_iters=4)
     state.cfg.straggler.log_straggler = state.cfg.straggler.stop_if_detected = True
-    state.cfg.logger.log_interval, state.prints_console_line = 100, True
+    state.cfg.logger.log_interval, state.cfg.logger.console = 100, "bridge"
     manager = CallbackManager()
 
     def see(context: Any) -> None:

@@ -301,7 +301,7 @@ def test_a_resumed_run_knows_what_remains_and_ends_the_interval_that_it_was_in(
     def start(interval: int, seconds: float, began: float, **fields: Any) -> RecordingLogger:
         state = small_state(train_iters=20, **fields)
         state.cfg.checkpoint.save = str(tmp_path)
-        state.cfg.logger.log_interval, state.entry_point.prints_console_line = interval, True
+        state.cfg.logger.log_interval, state.cfg.logger.console = interval, "bridge"
         state.cfg.logger.log_runtime_to_tensorboard, state.cfg.logger.runtime_time_unit = True, "seconds"
         loggers = record_all(state)
         state.clock = stepped_clock(state, seconds, began)
@@ -310,7 +310,7 @@ def test_a_resumed_run_knows_what_remains_and_ends_the_interval_that_it_was_in(
 
     whole = tmp_path / "whole"
     straight = small_state(train_iters=20)
-    straight.cfg.logger.log_interval, straight.entry_point.prints_console_line = 8, True
+    straight.cfg.logger.log_interval, straight.cfg.logger.console = 8, "bridge"
     straight.clock = stepped_clock(straight, 2.0)
     straight.cfg.checkpoint.save = str(whole)
     run(straight)

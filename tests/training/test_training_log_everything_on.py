@@ -86,7 +86,7 @@ def everything_on(now: Now) -> GlobalState:
     options.timing_log_level, options.log_energy = 2, True
     state.cfg.optimizer.log_num_zeros_in_grad = state.cfg.model.log_max_attention_logit = True
     state.cfg.dataset.seq_length, state.cfg.model.vocab_size = LENGTH, 128
-    state.entry_point.prints_console_line = True
+    state.cfg.logger.console = "bridge"
     state.train_state.skipped_train_samples = 4
     state.clock = Clock(wall=lambda: START + now.seconds, elapsed=lambda: now.seconds)
     state.energy_monitor = EnergyMonitor(state.world, lambda: 150.0 * now.seconds)

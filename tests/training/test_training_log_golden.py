@@ -27,7 +27,7 @@ def golden_state() -> GlobalState:
     options.log_timers_to_tensorboard = options.log_l2_norm_grad_to_tensorboard = True
     options.log_memory_to_tensorboard, options.runtime_time_unit = True, "seconds"
     state.cfg.dataset.seq_length, state.cfg.model.vocab_size = LENGTH, 128
-    state.entry_point.prints_console_line = True
+    state.cfg.logger.console = "bridge"
     state.clock = Clock(
         wall=lambda: START + SECONDS_A_STEP * state.train_state.step,
         elapsed=lambda: SECONDS_A_STEP * state.train_state.step,

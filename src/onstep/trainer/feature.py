@@ -137,7 +137,7 @@ class TrainerFeature(Feature[Run]):
                 if not written[step]:
                     path = os.path.join(trainer._get_output_dir(None), f"checkpoint-{step}")
                     self._session.notify.on_checkpoint_save(checkpoint_step=step, checkpoint_path=path)
-            run.saving.is_unsaved = False
+            run.saved_mark = run.mark
 
         return save
 

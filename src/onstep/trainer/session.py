@@ -134,7 +134,7 @@ def training_session(
             trainer.model = trainer.call_model_init()
         claim, hold = acquire_dir(trainer, config, world, resume)
         entry_point.identify = lambda _: trainer_identity(trainer)
-        entry_point.given_args = shown_arguments(trainer.args, None if claim is None else str(claim.directory.path))
+        run.args = shown_arguments(trainer.args, None if claim is None else str(claim.directory.path))
         return claim, hold
 
     run = GlobalState(cfg=config, world=World(), entry_point=entry_point)
@@ -161,8 +161,8 @@ def evaluation_session(trainer: TrainerMethods) -> Iterator[Session]:
     before = trainer.global_state
     directory = None if before is None else before.run_dir
     entry_point = TrainerEntryPoint(trainer=trainer, processing_class=trainer.processing_class)
-    entry_point.given_args = shown_arguments(trainer.args, None if directory is None else str(directory.path))
     state = GlobalState(cfg=config, world=World(), run_dir=directory, entry_point=entry_point)
+    state.args = shown_arguments(trainer.args, None if directory is None else str(directory.path))
     with state.features.open(SETUP, state, state.world), _world(config) as world:
         state.world, state.control = world, Control(rank=world.rank)
         notify = Dispatcher(trainer.callback_manager, state, [], *known_optimizers(trainer))
@@ -219,7 +219,7 @@ def _session(
     if trains:
         align_special_tokens(module, trainer.processing_class, logs=state.world.is_main)
     notify.model = [module]
-    state.sums.flops_per_token = 6.0 * _active_parameters(module)
+    state.flops_per_token = 6.0 * _active_parameters(module)
     preparation_seconds = time.perf_counter() - started
     labels = Labels(trainer.args.label_names, found=label_parameters(module), shifted=shifts_labels(module))
     forward_step = forward_step_of(trainer, module, labels, state)

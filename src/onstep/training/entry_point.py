@@ -21,10 +21,6 @@ class EntryPoint:
     processing_class: object = None
     train_dataloader: object = None
     eval_dataloader: object = None
-    given_args: object = None
-    """The `TrainingArguments` as the user passed them to `Trainer`."""
-    prints_console_line: bool = False
-    """Whether to print Megatron Bridge's lines for logged steps (`logger.console=bridge`)."""
     fire: Callable[..., None] = lambda event, **fields: None
     """Fires the events of the run's end."""
     forward_step_func: object = None

@@ -255,6 +255,10 @@ class Features(Hooks):
             found = self._rooms[kind] = kind()
         return found
 
+    def renew(self, kind: type[object]) -> None:
+        """Begin again with a new object of this class."""
+        self._rooms.pop(kind, None)
+
     def wrap(self, work: Work, function: Function) -> Function:
         """`function` wrapped by the features for this work; the first row of the table is outermost."""
         for one in reversed(self.built):

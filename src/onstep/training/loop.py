@@ -49,13 +49,13 @@ class Loop:
             leave_early(job, leave)
         conclude(job)
         on.end()
-        run.ending.train_ended = True
+        run.ending.training = "after"
         self.notify.on_train_end()
 
     def start_or_pick_up(self) -> None:
         """Evaluate before the first step if configured, or do what was still pending at the checkpoint."""
         run = self.run
-        if run.stage.is_resumed:
+        if run.is_resumed:
             self.act(self.job)
             if run.is_over and run.stage.epoch_is_open and not run.leaves:
                 self.end_epoch(has_data=True)

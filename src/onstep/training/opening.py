@@ -76,7 +76,6 @@ def open_run(
     has_trackers = any(hasattr(callback, "tag_loggers") for callback in callbacks)
     manager = attach_trackers(manager, config)
     check_trackers(config)
-    run.entry_point.prints_console_line = config.logger.console == "bridge"
     with run.features.open(SETUP, run, run.world), join(config) as world:
         claim, hold = claim_run(config, world)
         with abandoned_on_error(hold):
@@ -127,8 +126,8 @@ def _name_claim(run: Run, claim: Claim) -> None:
     for note in claim.notes if run.world.is_main else ():
         logger.warning("%s", note)
     if run.cfg.checkpoint.on_config_change == "apply":
-        run.ending.changes = tuple(of_kind(claim.changes, ChangeClass.TRAJECTORY))
-    run.cfg.run.name, run.saving.identity = claim.directory.path.name, claim.identity
+        run.changes = tuple(of_kind(claim.changes, ChangeClass.TRAJECTORY))
+    run.cfg.run.name, run.identity = claim.directory.path.name, claim.identity
     run.cfg.logger.logging_dir = os.path.abspath(run.cfg.logger.logging_dir or claim.directory.path)
 
 
@@ -140,15 +139,15 @@ def _undo_start(run: Run, hold: Hold | None, error: BaseException) -> bool:
     in a callback or while it loaded. The record of a failure that one rank caused is kept, and it replaces that of an
     earlier failure.
     """
-    if hold is None or run.run_dir is None or (run.ending.train_started and run.stage.has_stepped):
+    if hold is None or run.run_dir is None or (run.ending.training != "before" and run.stage.has_stepped):
         return False
     ending, has_culprit = run.ending, run.ending.first_failure is not None
     if not hold.had_run:
-        return not has_culprit and not (ending.train_started and run.stage.epoch_is_open) and hold.undo()
-    if not (hold.undo_records() if ending.train_started else hold.undo()):
+        return not has_culprit and not (ending.training != "before" and run.stage.epoch_is_open) and hold.undo()
+    if not (hold.undo_records() if ending.training != "before" else hold.undo()):
         return False
     status = run.run_dir.read().get("status")
-    if ending.train_started or has_culprit or not _is_refusal(error):
+    if ending.training != "before" or has_culprit or not _is_refusal(error):
         return status in FINISHED
     # the record of a process that was killed says that it runs
     return status != "running" and not (status == "failed" and ending.error is not None)
@@ -214,8 +213,8 @@ def _record_end(run: Run) -> None:
     left_early = run.exits.decided in ("interval", "duration", "straggler") or not ending.was_stopped
     if status == "stopped" and left_early:  # also by a callback's own sys.exit
         status = "paused"
-    if status in FINISHED and run.saving.failure is not None:  # the same command continues it, and saves its end
-        status, error = "failed", f"the end of the run is not saved: {str(run.saving.failure).rstrip('.')}."
+    if status in FINISHED and run.save_failure is not None:  # the same command continues it, and saves its end
+        status, error = "failed", f"the end of the run is not saved: {str(run.save_failure).rstrip('.')}."
         logger.error("%s Once it can be written, run the same command again: it continues from there.", error)
     try:
         run.run_dir.finish(status, run.train_state.step, error)

@@ -182,7 +182,7 @@ def _train_and_evaluate(
                 data,
                 setup.model,
                 state.cfg.model,
-                verbose=state.entry_point.prints_console_line,
+                verbose=state.prints_console_line,
                 is_test=is_test,
                 notify=notify,
             )

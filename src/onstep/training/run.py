@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from onstep.config.differences import Change
 from onstep.config.lengths import batch_sizes
 from onstep.data import StepSource
 from onstep.distributed import World, existing_world
-from onstep.events import Control, Request, RunInfo, RunState
+from onstep.events import Control, RunInfo, RunState
 from onstep.optim import LossScaler, TrainingOptimizer, build_loss_scaler
 from onstep.record.kinds import Kind
 from onstep.train_state import TrainState
@@ -28,90 +28,18 @@ from onstep.training.entry_point import EntryPoint
 from onstep.training.feature import Features
 from onstep.training.protocols import Metrics, Trained, UserOptimizer, UserScheduler
 from onstep.training.reporting.bridge_trackers import BridgeTrackers
+from onstep.training.reporting.log_interval import LogInterval
 from onstep.training.reporting.run_record import RunRecord
 from onstep.training.reporting.timers import Clock, Timers
+from onstep.training.reporting.training_losses import TrainingLosses
 from onstep.training.runs.microbatches import NumMicroBatchesCalculator
 from onstep.training.runs.run_dir import RunDir
 from onstep.training.runs.signals import ExitWatch
-from onstep.training.runs.stage import RunStage
+from onstep.training.runs.stage import RunEnding, RunStage
 
 _NOBODY = -1
 """An empty rank."""
 _AUTOCAST = {"bf16_mixed": torch.bfloat16, "fp16_mixed": torch.float16}
-
-Reason = Literal["completed", "stopped", "preempted", "failed"]
-"""How a run ends."""
-
-
-@dataclass
-class RunEnding:
-    """The end of a run: the events fired so far, and the reason."""
-
-    in_run: bool = False
-    """Whether something will fire the events of the end."""
-    train_started: bool = False
-    train_ended: bool = False
-    exception_notified: bool = False
-    was_stopped: bool = False
-    """Whether a callback ended the run early."""
-    stopped_by: Request | None = None
-    """Who requested the stop that is decided, or that ended the training."""
-    changes: tuple[Change, ...] = ()
-    """The settings of what is learned with which the user continues the run, if they are others than its checkpoint's;
-    what would have ended it is lifted."""
-    by_anomaly: bool = False
-    """The anomaly gate's policy `stop` ended the run; the command line exits with code 1."""
-    ended: Reason | None = None
-    """How the run ended, as passed to `on_run_end`."""
-    error: str | None = None
-    """The error that ended the run, if it failed."""
-    first_failure: str | None = None
-    """The watchdog's diagnosis: which rank was first to fail or hang, and where."""
-
-
-@dataclass
-class SavingState:
-    """The status of the next checkpoint."""
-
-    is_unsaved: bool = False
-    """Whether anything has changed since the newest checkpoint."""
-    saves_at_end: bool = False
-    """Training is at its end, where it saves anyway: a save that is due waits for that."""
-    save_reason: str = ""
-    """Why the newest checkpoint was started."""
-    warned_of_saving: bool = False
-    failure: str | None = None
-    """Why the newest checkpoint or the final weights could not be written, if the run continued all the same
-    (`checkpoint.on_save_error=continue`)."""
-    identity: Mapping[str, str] = field(default_factory=dict)
-    """Digests of what the run is trained on, which its checkpoints record."""
-
-
-@dataclass
-class RunSums:
-    """The inputs of a run's reports, besides its progress counters."""
-
-    flops_per_token: float = 0.0
-    """Floating-point operations of training on one token: 6 for each parameter outside the embeddings.
-    Source: Kaplan et al. 2020, "Scaling Laws for Neural Language Models", section 2.1."""
-    first_loss: torch.Tensor | float | None = None
-    """The loss of the first step, on the device until a checkpoint is saved."""
-    logged_loss: float | None = None
-    """The loss of the run's newest record; None before the first."""
-    restored_loss: float | None = None
-    """The loss of the last step before the checkpoint that this process continued from."""
-    loss_sum: float = 0.0
-    loss_steps: int = 0
-    flops_at_start: float = 0.0
-    """Floating-point operations of the run when this process started."""
-    start_step: int = 0
-    """The step that this process continued from."""
-    training_start_time: float = 0.0
-    """Unix time when this process began to train."""
-    interval_start: float = field(default_factory=time.perf_counter)
-    """Monotonic time in seconds when the current logging interval began."""
-    interval_samples: int = 0
-    """Samples since the last logged step."""
 
 
 @dataclass
@@ -138,13 +66,19 @@ class Checkpoints(Protocol):
     def manager(self) -> CheckpointManager: ...
     @property
     def start(self) -> CheckpointInfo | None: ...
+    @property
+    def is_chosen_start(self) -> bool: ...
+    @property
+    def is_loaded(self) -> bool: ...
     def check_states(self, trained: Trained) -> None: ...
     def load_progress(self, trained: Trained) -> None: ...
     def load_features(self) -> None: ...
     def load_position(self, reader: StepSource, scheduler: UserScheduler | None = None) -> None: ...
     def to_go_back_to(self, max_step: int, went_to: int | None, branch: int) -> CheckpointInfo | None: ...
     def restore(self, info: CheckpointInfo, trained: Trained) -> None: ...
-    def save(self, trained: Trained, reader: StepSource, persistent: bool = True, adopts: bool = False) -> None: ...
+    def save(
+        self, trained: Trained, reader: StepSource, persistent: bool = True, adopts: bool = False, reason: str = ""
+    ) -> None: ...
     def load_best_model(self, model: list[nn.Module]) -> None: ...
     def finalize_if_written(self) -> None: ...
     def finish(self) -> None: ...
@@ -186,15 +120,64 @@ class Run:
     """The optional features of the run."""
     ending: RunEnding = field(default_factory=RunEnding)
     stage: RunStage = field(default_factory=RunStage)
-    saving: SavingState = field(default_factory=SavingState)
-    sums: RunSums = field(default_factory=RunSums)
     evaluated: EvaluationRecord = field(default_factory=EvaluationRecord)
     entry_point: EntryPoint = field(default_factory=EntryPoint)
+    identity: Mapping[str, str] = field(default_factory=dict)
+    """Digests of what the run is trained on, which its checkpoints record."""
+    changes: tuple[Change, ...] = ()
+    """The settings of what is learned with which the user continues the run, if they are others than its checkpoint's;
+    what would have ended it is lifted."""
+    saved_mark: tuple[object, ...] | None = None
+    """The `mark` of the newest checkpoint, or of the start of the training; None before both."""
+    save_failure: str | None = None
+    """Why the newest checkpoint or the final weights could not be written, if the run continued all the same
+    (`checkpoint.on_save_error=continue`)."""
+    flops_per_token: float = 0.0
+    """Floating-point operations of training on one token, as far as known: 6 for each parameter outside the embeddings.
+    Source: Kaplan et al. 2020, "Scaling Laws for Neural Language Models", section 2.1."""
+    flops_at_start: float = 0.0
+    """Floating-point operations of the run when this process started."""
     start_time: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        self.sums.training_start_time = self.start_time
         self.control.rank = self.world.rank
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether this process continues from a checkpoint."""
+        return self.checkpoints is not None and self.checkpoints.is_loaded
+
+    @property
+    def losses(self) -> TrainingLosses:
+        """The losses of the current or last training."""
+        return self.features.room(TrainingLosses)
+
+    @property
+    def interval(self) -> LogInterval:
+        """The current logging interval."""
+        return self.features.room(LogInterval)
+
+    @property
+    def mark(self) -> tuple[object, ...]:
+        """How far the run has come; the same on all ranks, and another one once there is something new to save."""
+        state, stage = self.train_state, self.stage
+        position = (state.step, state.consumed_train_samples, state.epoch, stage.epoch_is_open, state.num_rollbacks)
+        return (*position, self.evaluated.at_step, stage.final_metrics_logged)
+
+    @property
+    def is_unsaved(self) -> bool:
+        """Whether anything has changed since the newest checkpoint."""
+        return self.mark != self.saved_mark
+
+    @property
+    def prints_console_line(self) -> bool:
+        """Whether to print Megatron Bridge's lines for logged steps."""
+        return self.cfg.logger.console == "bridge"
+
+    def begin_training(self) -> None:
+        """Begin a training that nothing remains of: its stage, and its losses."""
+        self.stage = RunStage()
+        self.features.renew(TrainingLosses)
 
     @property
     def trainer(self) -> Any:
@@ -226,9 +209,7 @@ class Run:
 
     @cached_property
     def args(self) -> Any:
-        """Hugging Face's view of the configuration."""
-        if self.entry_point.given_args is not None:
-            return self.entry_point.given_args
+        """Hugging Face's view of the configuration; `Trainer` sets those that it was given."""
         return config_to_args(self.cfg, world_size=self.world.size)
 
     @cached_property
@@ -269,11 +250,6 @@ class Run:
         if self.run_dir is not None and self.world.is_main:
             at = self.train_state.step if step is None else step
             self.record.append(self.run_dir.path, kind, at, self.trainer_state.epoch, data)
-
-    @property
-    def flops_per_token(self) -> float:
-        """Floating-point operations of training on one token, as far as known."""
-        return self.sums.flops_per_token
 
     @cached_property
     def batch_sizes(self) -> NumMicroBatchesCalculator | None:
@@ -335,7 +311,7 @@ class Run:
     @property
     def has_unfinished_end(self) -> bool:
         """Whether it continues from after its last step, but before the evaluation, log or epoch end due there."""
-        return self.stage.is_resumed and not self.stage.final_metrics_logged and not self.leaves
+        return self.is_resumed and not self.stage.final_metrics_logged and not self.leaves
 
     @property
     def leaves(self) -> bool:
@@ -347,12 +323,12 @@ class Run:
 
         Only with Megatron Bridge's lines, or with `logger.timing_log_level` above 0.
         """
-        is_shown = self.entry_point.prints_console_line or self.cfg.logger.timing_log_level > 0
+        is_shown = self.prints_console_line or self.cfg.logger.timing_log_level > 0
         self.timers.log(names, rank=None if is_shown else _NOBODY, normalizer=normalizer)
 
     def mean_loss(self) -> float:
         """Mean loss of the steps of this `train()`; NaN before the first report."""
-        return self.sums.loss_sum / self.sums.loss_steps if self.sums.loss_steps else float("nan")
+        return self.losses.mean
 
     def autocast(self) -> AbstractContextManager[object]:
         """The precision context of a forward pass: bfloat16 or float16 autocast over float32 weights, or nothing."""

@@ -34,16 +34,16 @@ def run_job(job: Job) -> None:
     is_by_hand = not run.ending.in_run
     if is_by_hand:
         run.entry_point.fire = notify.fire
-    of_the_run = RUN if sections_of(run).client is None else (*RUN, *SECTIONS)
     with (
-        own_checkpoints(run, notify, job.trained),
         run.world.error_scope(),
-        run.features.open(of_the_run, run, run.world),
+        run.features.open(RUN, run, run.world),
+        own_checkpoints(run, notify, job.trained),
+        run.features.open(() if sections_of(run).client is None else SECTIONS, run, run.world),
         run.features.open(TRAINING, job, run.world),
         dead_workers_named(),
         run.world.no_collectives_after_an_error(),
     ):
-        if is_by_hand and run.has_all_steps and not run.stage.is_resumed and run.world.is_main:
+        if is_by_hand and run.has_all_steps and not run.is_resumed and run.world.is_main:
             logger.warning(
                 "nothing is trained: the state has done its %d steps; make a new GlobalState, or raise train_iters",
                 run.train_state.step,

@@ -230,7 +230,7 @@ def job_sharded_run(settings: dict[str, Any]) -> None:
     config.model.seq_length = 6
     world = open_world(config.dist)
     state = GlobalState(config, world)
-    state.entry_point.given_args = SimpleNamespace(output_dir=".", logging_dir="logs")
+    state.args = SimpleNamespace(output_dir=".", logging_dir="logs")
     state.info.rank = RANK
     model = sharded_model()
     optimizer = TrainingOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))

@@ -58,7 +58,7 @@ def job_straggler(settings: dict[str, Any]) -> None:
         setattr(config.straggler, name, value)
     world = open_world(config.dist)
     state = GlobalState(config, world)
-    state.control.rank, state.prints_console_line = RANK, True
+    state.control.rank, state.cfg.logger.console = RANK, "bridge"
     rows = SlowRows(24)
     rows.seconds = settings.get("data", 0.0) / 2 if RANK == 1 else 0.0
 

@@ -79,7 +79,6 @@ class AnomalyGate(Feature[Job]):
         self._has_agreed_on_listeners = False
         self._has_warned_of_ids = False
         self._history: dict[str, list[str]] = {"skip": [], "rollback": []}
-        state.ending.by_anomaly = False
 
     def wrap_compute(self, compute: Callable[[Step], None]) -> Callable[[Step], None]:
         """Keep the state that the step starts from. Collective at the first step."""

@@ -58,7 +58,7 @@ def checkpoint_and_decide_exit(
     _join_ranks(state)
     _open_checkpoints(state)
     train, step = state.cfg.train, state.train_state.step
-    state.stage.has_stepped = state.saving.is_unsaved = True
+    state.stage.has_stepped = True
     if state.checkpoints is not None and is_due(step, state.cfg.checkpoint.save_interval):
         state.control.set_due(log=False, evaluate=False, save=True)
     state.signal_handler  # noqa: B018 - installs it

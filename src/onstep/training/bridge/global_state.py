@@ -160,15 +160,6 @@ class GlobalState(Run):
         self.features.room(GivenMachine).machine = machine
 
     @property
-    def prints_console_line(self) -> bool:
-        """Whether to print Megatron Bridge's lines for logged steps: no callback shows progress."""
-        return self.entry_point.prints_console_line
-
-    @prints_console_line.setter
-    def prints_console_line(self, wanted: bool) -> None:
-        self.entry_point.prints_console_line = wanted
-
-    @property
     def straggler_timer(self) -> StragglerDetector:
         """Times batch reading and forward passes; does nothing unless `straggler.log_straggler`."""
         if self.cfg.straggler.log_straggler:

@@ -26,11 +26,11 @@ class RunProgress:
             "train_state": state.train_state.state_dict(),
             "flags": {flag: getattr(state.control, flag) for flag in FLAGS},
             "stopped_by": None if state.ending.stopped_by is None else vars(state.ending.stopped_by),
-            "first_loss": None if state.sums.first_loss is None else float(state.sums.first_loss),
-            "logged_loss": state.sums.logged_loss,
+            "first_loss": None if state.losses.first is None else float(state.losses.first),
+            "logged_loss": state.losses.logged,
             "last_loss": last_loss(state),
-            "loss_sum": state.sums.loss_sum,
-            "loss_steps": state.sums.loss_steps,
+            "loss_sum": state.losses.total,
+            "loss_steps": state.losses.num_steps,
             "num_records": len(history),
             "record_position": state.record.state_dict(),
             "final_metrics": None if history.final_metrics is None else dict(history.final_metrics),
@@ -56,9 +56,9 @@ class RunProgress:
                 state.control.__dict__[flag] = value
         asked = state_dict["stopped_by"]
         state.ending.stopped_by = None if asked is None else Request(**asked)
-        state.sums.loss_sum, state.sums.loss_steps = state_dict["loss_sum"], state_dict["loss_steps"]
-        state.sums.first_loss = state_dict.get("first_loss")
-        state.sums.logged_loss, state.sums.restored_loss = state_dict.get("logged_loss"), state_dict.get("last_loss")
+        state.losses.total, state.losses.num_steps = state_dict["loss_sum"], state_dict["loss_steps"]
+        state.losses.first = state_dict.get("first_loss")
+        state.losses.logged, state.losses.restored = state_dict.get("logged_loss"), state_dict.get("last_loss")
         if state.world.is_main and "record_position" in state_dict:  # since version 0.5
             state.record.load_state_dict(state_dict["record_position"])
         history, final = state.info.history, state_dict.get("final_metrics")

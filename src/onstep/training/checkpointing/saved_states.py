@@ -60,13 +60,17 @@ class RunComponents:
         parts = [compared("model", ModelState(trained.model))]
         run_dir = self.state.run_dir
         parts[0].at_root = run_dir is not None and run_dir.layout == "hugging_face"
-        has_optimizer = (config.load_optim or not self.state.stage.is_chosen_start) if loads else config.save_optim
+        has_optimizer = (config.load_optim or not self._is_chosen_start) if loads else config.save_optim
         if trained.optimizer is not None and has_optimizer:
             parts.append(compared("optimizer", trained.optimizer))
             if trained.scheduler is not None:
                 parts.append(self.scheduler(trained.scheduler))
         parts.append(_replicated("trainer", RunProgress(self.state), required=is_required))
         return [*parts, _of_the_rank("callbacks", self.callbacks), *self._of_the_user()]
+
+    @property
+    def _is_chosen_start(self) -> bool:
+        return self.state.checkpoints is not None and self.state.checkpoints.is_chosen_start
 
     def features(self) -> list[StateComponent]:
         """The states of the loop and its features between steps, loaded when training begins."""
@@ -79,7 +83,7 @@ class RunComponents:
         """The components that are loaded right before the first step; `data` is None if the data stays where it is."""
         config = self.state.cfg.checkpoint
         parts = [] if data is None else [_of_the_rank("dataset", data)]
-        if (config.load_rng or not self.state.stage.is_chosen_start) if loads else config.save_rng:
+        if (config.load_rng or not self._is_chosen_start) if loads else config.save_rng:
             parts.append(_of_the_rank("rng", self.rng))
         return parts
 

@@ -149,7 +149,7 @@ def compare_configuration(state: Run, info: CheckpointInfo) -> None:
     if policy == "keep":
         state.cfg = decided
     elif policy == "apply" and (moved := of_kind(found, ChangeClass.TRAJECTORY)):
-        state.ending.changes = tuple(moved)
+        state.changes = tuple(moved)
     if found and not own and state.world.is_main:
         logger.info("the configuration differs from that of %s:\n%s", info.path, describe(found))
 
@@ -157,7 +157,7 @@ def compare_configuration(state: Run, info: CheckpointInfo) -> None:
 def compare_identity(state: Run, start: CheckpointInfo | None, root: Path) -> None:
     """Compare the current files with those that the checkpoint was trained on, unless the run directory already has.
 
-    Sets `state.saving.identity`. A run without a directory records its files beside its checkpoints. Where other
+    Sets `state.identity`. A run without a directory records its files beside its checkpoints. Where other
     training data is accepted, the schedule that its length gives is too. Collective.
 
     Args:
@@ -176,8 +176,8 @@ def compare_identity(state: Run, start: CheckpointInfo | None, root: Path) -> No
         found, error = state.world.share((found, error))
         if error is not None:
             raise error
-        state.saving.identity = found
-    if start is not None and trains_on_others(start.manifest.extra.get("identity"), state.saving.identity):
+        state.identity = found
+    if start is not None and trains_on_others(start.manifest.extra.get("identity"), state.identity):
         state.cfg.checkpoint.on_config_change = "apply"
 
 
@@ -225,7 +225,7 @@ def lift_end(run: Run) -> None:
     That is a decided stop, one that is still to be repeated and, if the length is among the settings, a number of steps
     that was set while it ran. Each start from an older checkpoint lifts it again, but not what was sent since.
     """
-    changes, ending = run.ending.changes, run.ending
+    changes, ending = run.changes, run.ending
     if not changes:
         return
     has_other_length = any(one.key in _LENGTH for one in changes)

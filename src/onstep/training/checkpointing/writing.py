@@ -73,6 +73,12 @@ class RunCheckpoints:
         self.components = RunComponents(state, notify)
         self.start: CheckpointInfo | None = None
         """The checkpoint from which the run continues."""
+        self.is_chosen_start = False
+        """The user chose it, so `load_optim` and `load_rng` determine how much of it is loaded."""
+        self.is_loaded = False
+        """Whether its progress is loaded."""
+        self._reason = ""
+        """Why the newest checkpoint was started."""
         self._loaded: set[str] = set()
         self._to_keep: tuple[int, ...] = ()
         """The steps that the run goes back to if it continues from its newest checkpoint; on rank 0."""
@@ -104,7 +110,7 @@ class RunCheckpoints:
         directory = state.run_dir
         record_lost_save(state, self.root)
         if asked is not None and not (directory is not None and directory.has_started_from(asked)):
-            self.start, state.stage.is_chosen_start = requested_start(state, self.root), True
+            self.start, self.is_chosen_start = requested_start(state, self.root), True
         elif state.cfg.checkpoint.resume:
             if directory is not None and state.world.is_main:
                 self._to_keep = steps_to_keep(everything_sent(directory.decisions))
@@ -136,6 +142,7 @@ class RunCheckpoints:
         if info is None:
             lift_end(self.state)
             return
+        self.state.begin_training()
         with current_values(self.state, info, trained.optimizer):
             self._load(info, self.components.progress(trained, loads=True))
         lift_end(self.state)
@@ -143,7 +150,7 @@ class RunCheckpoints:
             scheduler.step(0)  # uses the groups' current values
             if "scheduler" not in self._loaded:
                 place_scheduler(scheduler, self.state)
-        self.state.stage.is_resumed, self.state.saving.is_unsaved = True, False
+        self.is_loaded = True
         if self.state.world.is_main:
             logger.info("continuing from %s", info.path)
         note_best_checkpoint(self.state, info.step, info.path)
@@ -157,7 +164,7 @@ class RunCheckpoints:
         if self.start is not None:
             self._load(self.start, self.components.features())
             self._leave_branch(self.start)
-            if self.state.stage.is_chosen_start:
+            if self.is_chosen_start:
                 leave_commands(self.state, self.start)
             self._record_start()
 
@@ -165,7 +172,7 @@ class RunCheckpoints:
         """Load the data position and the random generators. Collective."""
         if self.start is None:
             return
-        loads_all = self.state.cfg.checkpoint.load_optim or not self.state.stage.is_chosen_start
+        loads_all = self.state.cfg.checkpoint.load_optim or not self.is_chosen_start
         if scheduler is not None and "scheduler" not in self._loaded and loads_all:
             self._load(self.start, [self.components.scheduler(scheduler)])
         if isinstance(scheduler, OptimizerParamScheduler) and "scheduler" not in self._loaded:
@@ -198,7 +205,14 @@ class RunCheckpoints:
         note_best_checkpoint(self.state, info.step, info.path)
         self.notify.on_checkpoint_load(checkpoint_step=info.step, checkpoint_path=str(info.path))
 
-    def save(self, trained: Trained, reader: StepSource | None, persistent: bool = True, adopts: bool = False) -> None:
+    def save(
+        self,
+        trained: Trained,
+        reader: StepSource | None,
+        persistent: bool = True,
+        adopts: bool = False,
+        reason: str = "",
+    ) -> None:
         """Write a checkpoint of the current state. Collective; asynchronous with `checkpoint.async_save`.
 
         With `adopts`, files that the user's code wrote where the checkpoint will be become part of it.
@@ -208,8 +222,8 @@ class RunCheckpoints:
         """
         state, step = self.state, self.state.train_state.step
         self.notify.on_checkpoint_save_start(checkpoint_step=step)
-        state.saving.is_unsaved = False
-        state.note("checkpoint", {"reason": state.saving.save_reason})
+        state.saved_mark = state.mark
+        state.note("checkpoint", {"reason": reason})
         with state.features.pause("write"):
             components = [
                 *self.components.progress(trained),
@@ -227,8 +241,8 @@ class RunCheckpoints:
                 extra=self._extra(),
             )
             state.features.add_to_checkpoint(request)
-            self._save(request)
-        state.saving.failure = self.manager.failure
+            self._save(request, reason)
+        state.save_failure = self.manager.failure
 
     def finalize_if_written(self) -> None:
         """Make a pending save durable once all ranks have written their files. Collective, right after an agreement."""
@@ -240,16 +254,17 @@ class RunCheckpoints:
         if self.manager.is_saving:
             with self.state.features.pause("finalize"):
                 if self._following(self.manager.finalize):
-                    self.state.saving.failure = self.manager.failure
+                    self.state.save_failure = self.manager.failure
 
     def close(self) -> None:
         """Release threads and buffers. A single rank makes a pending save durable; several ranks abandon it."""
         self.manager.close()
         self._place.release()
 
-    def _save(self, request: SaveRequest) -> None:
+    def _save(self, request: SaveRequest, reason: str) -> None:
         """Save where the directory is now. Collective."""
         self.finish()
+        self._reason = reason
         self._follow()
         self._to_keep = steps_to_keep(self.state.features.room(DecisionLog).repeats)
         if not self._following(lambda: self.manager.save(request)):
@@ -263,7 +278,7 @@ class RunCheckpoints:
             if not self._follow():
                 raise
             logger.warning("%s The directory was moved meanwhile; the run continues, and saves there.", error)
-            self.state.saving.is_unsaved, self.state.saving.failure = True, str(error)
+            self.state.saved_mark, self.state.save_failure = None, str(error)
             return False
         return True
 
@@ -302,7 +317,7 @@ class RunCheckpoints:
 
     def _extra(self) -> dict[str, Any]:
         state = self.state
-        extra: dict[str, Any] = {"identity": dict(state.saving.identity)} if state.saving.identity else {}
+        extra: dict[str, Any] = {"identity": dict(state.identity)} if state.identity else {}
         if state.run_dir is not None and state.world.is_main:
             extra[DECISIONS] = state.features.room(DecisionLog).captured_now(state.run_dir.decisions)
         return extra
@@ -337,7 +352,7 @@ class RunCheckpoints:
         details: dict[str, Any] = {"checkpoint_step": saved.step, "path": str(saved.path)}
         details |= saved.extra.get(DECISIONS, {})
         note_best_checkpoint(self.state, saved.step, saved.path)
-        write_decision(self.state, Request("saved", "the loop", "", self.state.saving.save_reason, 0, details))
+        write_decision(self.state, Request("saved", "the loop", "", self._reason, 0, details))
         self.notify.on_checkpoint_save(checkpoint_step=saved.step, checkpoint_path=str(saved.path))
 
 
@@ -367,7 +382,7 @@ def own_checkpoints(state: Run, notify: Dispatcher, trained: Trained) -> Iterato
         yield
     finally:
         checkpoints.close()
-        state.checkpoints, state.stage.is_resumed = None, False
+        state.checkpoints = None
 
 
 def retention_of(config: ConfigContainer) -> Retention:

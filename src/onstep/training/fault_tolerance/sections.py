@@ -25,6 +25,7 @@ from onstep.training.compute.step import Step
 from onstep.training.fault_tolerance.learned_timeouts import LearnedTimeouts
 from onstep.training.feature import Feature, Interruption
 from onstep.training.run import Run
+from onstep.training.runs.stage import SectionLimits
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,11 @@ def setup(state: Run) -> None:
         is_calculating_timeouts=config.calc_ft_timeouts,
         is_setup_section_open=True,
     )
-    client = _their_client() if config.enable_ft_package else LearnedTimeouts(state.world, state.stage.section_limits)
+    client = (
+        _their_client()
+        if config.enable_ft_package
+        else LearnedTimeouts(state.world, state.features.room(SectionLimits))
+    )
     _load(state, client)
     client.init_workload_monitoring()
     sections_of(state).client = client
@@ -248,7 +253,7 @@ def _start_step(state: Run, client: LearnedTimeouts, num_seen: int) -> None:
     if ft.is_setup_section_open:
         client.end_section("setup")
         ft.is_setup_section_open = False
-        ft.is_persistent_chkpt_loaded = state.stage.is_resumed
+        ft.is_persistent_chkpt_loaded = state.is_resumed
     if num_seen < NUM_WARMUP_ITERS:
         return
     if ft.open_steps == 0:

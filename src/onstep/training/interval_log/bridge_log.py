@@ -37,7 +37,7 @@ class BridgeLog(Feature[Job]):
     @classmethod
     def wanted(cls, host: Job) -> bool:
         run = host.run
-        others = run.entry_point.prints_console_line or run.cfg.profiling.record_memory_history
+        others = run.prints_console_line or run.cfg.profiling.record_memory_history
         return run.bridge_trackers.is_wanted or others or run.cfg.logger.timing_log_level > 0
 
     def __init__(self, host: Job) -> None:
@@ -65,9 +65,9 @@ class BridgeLog(Feature[Job]):
         """Start the timers at the step that this process continues from or that the run was rolled back to."""
         state = self._state
         self._pending = None
-        state.sums.start_step = state.train_state.step
-        state.sums.training_start_time = state.clock.wall()
-        state.sums.interval_start = state.clock.elapsed() - self._seconds_before
+        state.interval.start_step = state.train_state.step
+        state.interval.training_start_time = state.clock.wall()
+        state.interval.start = state.clock.elapsed() - self._seconds_before
         self._seconds_before = 0.0
         self._history.clear()
 
@@ -90,7 +90,9 @@ class BridgeLog(Feature[Job]):
         Without a step, as at the end of an epoch, logging reports the interval so far.
         """
         step, self._pending = self._pending, None
-        run = LogContext(self._state.cfg, self._state, self.host.model, loaded_iteration=self._state.sums.start_step)
+        run = LogContext(
+            self._state.cfg, self._state, self.host.model, loaded_iteration=self._state.interval.start_step
+        )
         if step is not None:
             self._has_reported = True
             if not step.applied:
@@ -108,8 +110,8 @@ class BridgeLog(Feature[Job]):
         state = self._state
         return {
             "num_nan": self._num_nan,
-            "samples": state.sums.interval_samples,
-            "interval_runtime": state.clock.elapsed() - state.sums.interval_start,
+            "samples": state.interval.num_samples,
+            "interval_runtime": state.clock.elapsed() - state.interval.start,
             "reports_memory": self._reports_memory,
             "tags": state.bridge_trackers.record.state_dict(),
         }
@@ -118,7 +120,7 @@ class BridgeLog(Feature[Job]):
         """Continue a checkpoint's interval; of older checkpoints, which hold their own sums, only a counter is used."""
         older = state_dict.get("totals", {}).get("nan iterations", 0)
         self._num_nan = int(state_dict.get("num_nan", older))
-        self._state.sums.interval_samples = state_dict["samples"]
+        self._state.interval.num_samples = state_dict["samples"]
         self._seconds_before = state_dict["interval_runtime"]
         self._state.bridge_trackers.record.load_state_dict(state_dict.get("tags", {}))
 

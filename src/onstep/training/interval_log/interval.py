@@ -55,7 +55,7 @@ def report_step(run: LogContext, values: Callable[[], StepValues], history_wct: 
     """
     options, state, progress = run.config.logger, run.state, run.state.train_state
     batch_size = step_batch_size(run.config, state)
-    state.sums.interval_samples += batch_size
+    state.interval.num_samples += batch_size
     save_memory_snapshot(run.config.profiling, progress.step)
     if options.skip_train_metrics_log:
         return
@@ -90,7 +90,7 @@ def step_reports(run: LogContext, batch_size: int, history_wct: Sequence[float])
     throughput: dict[str, float] = {}
     runtime: dict[str, float] = {}
     if options.log_timers_to_tensorboard:  # seconds of a step on the slowest rank
-        steps = min(options.tensorboard_log_interval, progress.step - state.sums.start_step)
+        steps = min(options.tensorboard_log_interval, progress.step - state.interval.start_step)
         timers = state.timers.maxima(state.timers.names(), normalizer=max(1, steps))
     if options.log_memory_to_tensorboard:
         stages = getattr(run.pg_collection, "pp", None)
@@ -114,11 +114,11 @@ def step_reports(run: LogContext, batch_size: int, history_wct: Sequence[float])
     if options.log_runtime_to_tensorboard:
         runtime = report_runtime(
             progress,
-            state.sums.training_start_time,
+            state.interval.training_start_time or state.start_time,
             length,
             state.train_iters or 0,
             options.runtime_time_unit,
-            start_step=state.sums.start_step,
+            start_step=state.interval.start_step,
             now=state.clock.wall(),
         )
     return {**timers, **throughput, **memory, **runtime, **gradients}
@@ -138,14 +138,14 @@ def report_interval(
     state, options, progress = run.state, run.config.logger, run.state.train_state
     if num_steps == 0:
         return report_memory_flag
-    prints = state.entry_point.prints_console_line and not options.skip_train_metrics_log
+    prints = state.prints_console_line and not options.skip_train_metrics_log
     shown = info() if prints and state.is_last_rank else None
-    elapsed = state.clock.elapsed() - state.sums.interval_start
+    elapsed = state.clock.elapsed() - state.interval.start
     seconds = elapsed / num_steps
-    flops = flops_of_samples(run.config, run.model, state.sums.interval_samples, run.seq_length)
+    flops = flops_of_samples(run.config, run.model, state.interval.num_samples, run.seq_length)
     teraflops = flops / elapsed / state.world.size / 1e12 if flops and elapsed > 0 else None
     energy = energy_per_gpu(state, num_steps, seconds)
-    state.sums.interval_samples, state.sums.interval_start = 0, state.clock.elapsed()
+    state.interval.num_samples, state.interval.start = 0, state.clock.elapsed()
     state.timers(INTERVAL_TIME).restart()
     if options.skip_train_metrics_log:
         return report_memory_flag

@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager, contextmanager
 
 from onstep.errors import text_of
 from onstep.training.feature import Feature
-from onstep.training.run import Reason, Run
+from onstep.training.run import Run
 from onstep.training.runs.microbatches import current_calculator
 from onstep.training.runs.signals import Preempted
+from onstep.training.runs.stage import Reason, RunEnding
 from onstep.training.stages.job import Job
 
 
@@ -29,7 +30,7 @@ class TrainingEnd(Feature[Job]):
         try:
             yield
         except BaseException as error:
-            if self.host.run.ending.train_started:
+            if self.host.run.ending.training != "before":
                 fire_endings(self.host.run, self.host.notify.fire, error, is_outermost=False)
             raise
 
@@ -42,12 +43,11 @@ def run_scope(run: Run, fire: Callable[..., None]) -> Iterator[None]:
     `on_run_end` last. Scopes nest: what runs inside another scope shares its ending, and an evaluation that a callback
     runs, and whose error it handles, ends nothing.
     """
-    ending = run.ending
-    if ending.in_run:
+    if run.ending.in_run:
         yield
         return
-    ending.in_run, ending.train_started, ending.train_ended = True, False, False
-    ending.exception_notified, ending.ended = False, None
+    ending = run.ending = RunEnding(in_run=True)
+    run.exits = run.exits.of_next_run()
     with current_calculator(run.batch_sizes):
         try:
             try:
@@ -90,8 +90,8 @@ def fire_endings(run: Run, fire: Callable[..., None], error: BaseException | Non
     if not decided and not ending.exception_notified:
         ending.exception_notified = True
         endings.append(("on_exception", {"exception": error}))
-    if ending.train_started and not ending.train_ended:
-        ending.train_ended = True
+    if ending.training == "during":
+        ending.training = "after"
         endings.append(("on_train_end", {}))
     if is_outermost:
         ending.ended = reason_of(run, error)

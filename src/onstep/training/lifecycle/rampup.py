@@ -44,10 +44,9 @@ class BatchRampup(Feature[Job]):
         assert run.num_microbatches >= before, f"micro-batches of a step went from {before} to {run.num_microbatches}"
         options = run.cfg.checkpoint
         is_saving = options.save_interval is not None or options.save_each_epoch or options.save_at_end
-        saves = run.checkpoints is not None and is_saving and run.saving.is_unsaved
+        saves = run.checkpoints is not None and is_saving and run.is_unsaved
         if run.num_microbatches == before or run.is_over or not saves:
             return
-        run.saving.save_reason = f"batch size ramped up to {run.current_global_batch_size} samples"
         run.features.settle()
         if not (run.is_over or run.ending.by_anomaly):
-            save_now(self.host)
+            save_now(self.host, f"batch size ramped up to {run.current_global_batch_size} samples")

@@ -185,7 +185,7 @@ class IntervalTime(Feature[Job]):
         try:
             yield
         finally:
-            run.sums.interval_start += run.clock.elapsed() - started
+            run.interval.start += run.clock.elapsed() - started
             if was_running:
                 timer.start()
 

@@ -45,7 +45,7 @@ class RerunMachine(Feature[Job]):
         run = host.run
         if run.cfg.rerun_state_machine.rerun_mode != "disabled":
             return True
-        found = run.checkpoints.start if run.checkpoints is not None and run.stage.is_resumed else None
+        found = run.checkpoints.start if run.checkpoints is not None and run.is_resumed else None
         return found is not None and "rank" in found.manifest.components
 
     def __init__(self, host: Job) -> None:
@@ -60,7 +60,7 @@ class RerunMachine(Feature[Job]):
             state_restore_func=lambda _: buffers.restore(),
         )
         self.machine.current_iteration = self._run.train_state.step
-        self.has_state = self.machine.is_enabled or self._run.stage.is_resumed
+        self.has_state = self.machine.is_enabled or self._run.is_resumed
 
     def begin(self) -> None:
         """Number the steps from the run's current step; a disabled machine has nothing to save."""

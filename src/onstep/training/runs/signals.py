@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Literal, TypeGuard
 
@@ -313,11 +313,13 @@ class ExitWatch:
     some_rank_writes: bool = False
     """Whether a rank is still writing its files of an asynchronous save."""
 
+    def of_next_run(self) -> ExitWatch:
+        """The watch of a run that begins after an earlier one; a signal is for all runs of the process."""
+        decided: ExitKind | None = "signal" if self.decided == "signal" else None
+        return replace(self, decided=decided, exit_announced=False, straggler="")
+
     def start(self, exit_duration_in_mins: float | None, start_time: float) -> None:
-        """Clear an earlier decision, and start the clock of `train.exit_duration_in_mins` unless already running."""
-        if self.decided != "signal":
-            self.decided = None
-        self.exit_announced, self.straggler = False, ""
+        """Start the clock of `train.exit_duration_in_mins` unless already running."""
         if exit_duration_in_mins is not None and self.deadline is None:
             self.deadline = time.monotonic() + 60 * exit_duration_in_mins - (time.time() - start_time)
 

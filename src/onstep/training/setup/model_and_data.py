@@ -45,9 +45,7 @@ def build_model(
         ConfigError: if a hook does not return a list of modules, or one of several.
     """
     transformer = _transformer(config, world, state)
-    state.sums.flops_per_token = 6.0 * (
-        transformer.num_parameters(exclude_embeddings=True) - idle_parameters(config.model)
-    )
+    state.flops_per_token = 6.0 * (transformer.num_parameters(exclude_embeddings=True) - idle_parameters(config.model))
     if config.peft.peft_scheme is not None:
         add_lora(transformer, config.peft, config.rng.seed)
         if world.is_main:

@@ -92,7 +92,7 @@ def load_checkpoint(state: Run, notify: Dispatcher) -> None:
     if state.checkpoints is not None:
         with state.timers("load-checkpoint").measure(barrier=True):
             state.checkpoints.load_progress(Trained(notify.model, notify.optimizer, notify.scheduler))
-    if state.stage.is_resumed:
+    if state.is_resumed:
         state.print_timers(["load-checkpoint"])
 
 

@@ -53,7 +53,6 @@ def mark_due(run: Run) -> None:
 def mark_due_after_an_epoch(run: Run) -> None:
     """Mark in the control what is due at the end of an epoch; callbacks may veto it there."""
     validation = run.cfg.validation
-    run.saving.is_unsaved = True
     saves = run.checkpoints is not None and run.cfg.checkpoint.save_each_epoch
     evaluates = validation.eval_each_epoch and run.trainer_state.epoch >= (validation.start_eval_at_epoch or 0)
     run.control.set_due(
@@ -91,13 +90,11 @@ def act(job: Job) -> bool:
         log_step(run, job.accumulator, job.optimizer, job.notify)
         warn_of_missing_gradients(job)
         warn_of_parameters_left_out(job)
-        run.saving.is_unsaved = True
         agree(run)
     if control.should_evaluate and not run.leaves:
         control.clear("should_evaluate")
         on.settle()
         evaluate_unless_interrupted(job)
-        run.saving.is_unsaved = True
         agree(run)
     if control.should_save or run.exits.decided is not None or job.decides_at_every_step:
         save_and_decide_exit(job)
@@ -109,26 +106,26 @@ def save_and_decide_exit(job: Job) -> None:
 
     Requests that arrive during a save are agreed on right after it, so that a signal then causes no second checkpoint.
     """
-    run, saving = job.run, job.run.saving
-    was_unsaved, is_due_now = saving.is_unsaved, run.control.should_save
+    run = job.run
+    was_unsaved, is_due_now = run.is_unsaved, run.control.should_save
     if is_due_now or run.leaves:
         run.features.settle()
     if run.ending.by_anomaly:  # the counters may be ahead of the weights
         run.control.clear("should_save")
         return
-    saving.saves_at_end = run.cfg.checkpoint.save_at_end and run.is_over and not run.leaves
-    _save_and_decide_exit(job)
-    has_saved = (is_due_now and not saving.saves_at_end) or (was_unsaved and not saving.is_unsaved)
+    saves_at_end = run.cfg.checkpoint.save_at_end and run.is_over and not run.leaves
+    _save_and_decide_exit(job, saves_at_end)
+    has_saved = (is_due_now and not saves_at_end) or (was_unsaved and not run.is_unsaved)
     if has_saved and not run.leaves:
         agree(run)
         if run.leaves:
-            _save_and_decide_exit(job)
+            _save_and_decide_exit(job, saves_at_end)
 
 
-def _save_and_decide_exit(job: Job) -> None:
+def _save_and_decide_exit(job: Job, saves_at_end: bool) -> None:
     run = job.run
     flops = run.train_state.floating_point_operations_so_far
-    checkpoint_and_decide_exit(run, job.model, job.raw_optimizer, job.scheduler, flops, None, job.reader)
+    checkpoint_and_decide_exit(run, job.model, job.raw_optimizer, job.scheduler, flops, None, job.reader, saves_at_end)
 
 
 def evaluate_unless_interrupted(job: Job) -> None:
@@ -277,7 +274,6 @@ def roll_back(job: Job, request: Request) -> bool:
     write_decision(run, rollback.record(progress.step))
     run.features.rolled_back(rollback.bad_step, request)
     leave_out_skipped(job)
-    run.saving.is_unsaved = True
     record = {"rolled_back_from": rollback.bad_step, "anomaly": request.reason or str(request)}
     publish(run, {"epoch": run.trainer_state.epoch, **record}, job.notify)
     restart_interval(job)
@@ -327,6 +323,6 @@ def _checkpoint_to_load(run: Run, rollback: RollBack) -> CheckpointInfo | None:
 def restart_interval(job: Job) -> None:
     """Restart the clock of the logging interval and of everything measured over it."""
     timer = job.run.timers(INTERVAL_TIME)
-    job.run.sums.interval_start = job.run.clock.elapsed()
+    job.run.interval.start = job.run.clock.elapsed()
     job.run.features.restart_interval()
     timer.restart()

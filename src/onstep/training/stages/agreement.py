@@ -56,7 +56,7 @@ def record(state: Run, requests: list[Request]) -> None:
     It keeps who requested the end of training or a rollback; of two values for one key, the later one wins. A command
     is recorded once callbacks have carried it out, a pause once the run waits.
     """
-    is_training = state.ending.train_started and not state.ending.train_ended
+    is_training = state.ending.training == "during"
     for request in sorted(requests, key=_needs_a_step):  # last: do any steps follow?
         if request.flag in STICKY and state.ending.stopped_by is None and is_training:
             state.ending.stopped_by = request

@@ -26,24 +26,16 @@ _REMEDIES = {
 
 
 def prepare(job: Job) -> None:
-    """Forget what an earlier `train()` on this run left (its stop, its mean loss), and load the features' states.
-
-    What a checkpoint has restored is kept. Collective.
-    """
-    run, stage = job.run, job.run.stage
+    """Begin the training, or continue that of a checkpoint, and load the features' states. Collective."""
+    run = job.run
     job.begin()
     for chunk in job.model:
         chunk.train()
     job.modes.keep(None)
-    if not stage.is_resumed:
+    if not run.is_resumed:
         run.control.clear_stops()
-        run.ending.stopped_by = None
-        run.sums.first_loss, run.sums.logged_loss, run.sums.restored_loss = None, None, None
-        run.sums.loss_sum, run.sums.loss_steps = 0.0, 0
-        stage.final_metrics_logged = stage.epoch_is_open = False
-    run.ending.was_stopped = stage.data_exhausted = stage.has_stepped = run.saving.saves_at_end = False
+        run.begin_training()
     run.info.max_steps = run.cfg.train.train_iters or run.info.max_steps
-    run.sums.flops_at_start = run.train_state.floating_point_operations_so_far
     run.exits.start(run.cfg.train.exit_duration_in_mins, run.start_time)
     run.features.of_the_loop = {"meter": job.accumulator}
     if job.scaler is not None and isinstance(job.optimizer, ForeignOptimizer):
@@ -52,19 +44,20 @@ def prepare(job: Job) -> None:
         run.checkpoints.check_states(job.trained)
         if run.cfg.logger.log_progress:
             log_job_start(run)
-        if stage.is_resumed:
+        if run.is_resumed:
             run.checkpoints.load_features()
-    run.ending.train_started, run.ending.train_ended = True, False
+    run.ending.training = "during"
 
 
 def go_to(job: Job) -> None:
     """Move data and random generators to the position of the checkpoint. Collective."""
     run = job.run
-    if run.checkpoints is not None and run.stage.is_resumed:
+    if run.checkpoints is not None and run.is_resumed:
         leave_out_skipped(job)
         run.checkpoints.load_position(job.reader, job.scheduler)
-        run.sums.flops_at_start += pending_flops(run)
     update_batch_size(run)
+    run.flops_at_start = run.train_state.floating_point_operations_so_far + pending_flops(run)
+    run.saved_mark = run.mark
 
 
 def read(job: Job) -> StepBatches | None:
@@ -164,7 +157,6 @@ def advance(run: Run, samples: int) -> None:
     progress.steps_in_epoch += 1
     progress.samples_in_epoch += samples
     progress.consumed_train_samples += samples
-    run.saving.is_unsaved = True
 
 
 def is_skipped(run: Run) -> bool:

@@ -43,8 +43,7 @@ def leave_early(job: Job, leave: Leave) -> None:
     """
     run, checkpoints = job.run, job.run.checkpoints
     if leave.position is not None:
-        run.saving.save_reason = leave.save_reason
-        save_now(job, reader=cast(StepSource, _FixedPosition(leave.position)))
+        save_now(job, leave.save_reason, cast(StepSource, _FixedPosition(leave.position)))
         if checkpoints is not None:
             checkpoints.finish()
     leave.decision.details["checkpoint"] = leave.position is not None and checkpoints is not None
@@ -89,7 +88,7 @@ def publish_final_metrics(job: Job) -> None:
     job.notify.on_final_metrics(logs=metrics)
     run.info.history.final_metrics = metrics  # also where the user's own `log` drops the record
     publish(run, metrics, job.notify)
-    run.stage.final_metrics_logged = run.saving.is_unsaved = True
+    run.stage.final_metrics_logged = True
 
 
 def save_at_end(job: Job) -> None:
@@ -99,12 +98,11 @@ def save_at_end(job: Job) -> None:
     """
     run = job.run
     saves = run.checkpoints is not None and run.cfg.checkpoint.save_at_end and not run.ending.by_anomaly
-    if saves and run.saving.is_unsaved:
-        run.saving.save_reason = "training ended"
-        save_now(job)
+    if saves and run.is_unsaved:
+        save_now(job, "training ended")
 
 
-def save_now(job: Job, reader: StepSource | None = None) -> None:
+def save_now(job: Job, reason: str, reader: StepSource | None = None) -> None:
     """Save the current state, with the data at the reader's position. Collective."""
     run = job.run
     save_checkpoint_and_time(
@@ -115,6 +113,7 @@ def save_now(job: Job, reader: StepSource | None = None) -> None:
         run.train_state.floating_point_operations_so_far,
         None,
         train_data_iterator=job.reader if reader is None else reader,
+        reason=reason,
     )
 
 

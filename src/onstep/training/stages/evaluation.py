@@ -258,7 +258,7 @@ def _is_over_in_time(state: Run) -> bool:
         return False
     if state.world.is_main:
         print("Exiting during evaluation, timelimit reached", flush=True)  # noqa: T201 - Bridge's line
-    if state.ending.train_started and not state.ending.train_ended:
+    if state.ending.training == "during":
         return False
     state.ending.was_stopped = True
     return True
@@ -346,7 +346,7 @@ def evaluate_and_print_results(
         is_test,
         notify,
     )
-    if means and state.entry_point.prints_console_line and state.is_last_rank:
+    if means and state.prints_console_line and state.is_last_rank:
         print(result_block(prefix, means), flush=True)  # noqa: T201 - this block is what was asked for
     state.bridge_trackers.join(callback_manager)
     if state.bridge_trackers.recipients and not is_over:

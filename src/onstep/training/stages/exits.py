@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from onstep.checkpoint import RngState
+from onstep.errors import warn_once
 from onstep.events import Request
 from onstep.training.feature import is_due
 from onstep.training.protocols import StateDict, Trained, UserOptimizer, UserScheduler
@@ -35,6 +36,7 @@ def checkpoint_and_decide_exit(
     num_floating_point_operations_so_far: float,
     checkpointing_context: Mapping[str, object] | None,
     train_data_iterator: Any,
+    saves_at_end: bool = False,
 ) -> bool:
     """Save what is due or requested, and decide whether the process exits now. Collective; it only reads decisions.
 
@@ -49,6 +51,7 @@ def checkpoint_and_decide_exit(
         num_floating_point_operations_so_far: of the whole run up to its last logged step; for the progress log.
         checkpointing_context: accepted for compatibility with Megatron Bridge, and ignored.
         train_data_iterator: its position is saved; None saves none.
+        saves_at_end: training is at its end, where it saves anyway: a save that is due waits for that.
 
     Returns:
         True if training should end here; `state.exits.decided` says why.
@@ -61,12 +64,11 @@ def checkpoint_and_decide_exit(
     if may_leave and is_due(step, state.cfg.train.exit_interval):
         exits.decided = "interval"
     leaves = exits.decided is not None
-    saving, every = state.saving, state.cfg.checkpoint.non_persistent_save_interval
+    every = state.cfg.checkpoint.non_persistent_save_interval
     is_requested = state.control.should_save
     state.control.clear("should_save")
-    persistent = (is_requested and not saving.saves_at_end) or (leaves and saving.is_unsaved)
-    if persistent or (not is_requested and saving.is_unsaved and is_due(step, every)):
-        saving.save_reason = _why_saved(state, is_requested) if persistent else f"every {every} steps, not persistent"
+    persistent = (is_requested and not saves_at_end) or (leaves and state.is_unsaved)
+    if persistent or (not is_requested and state.is_unsaved and is_due(step, every)):
         flops = num_floating_point_operations_so_far
         save_checkpoint_and_time(
             state,
@@ -77,6 +79,7 @@ def checkpoint_and_decide_exit(
             checkpointing_context,
             not persistent,
             train_data_iterator,
+            _why_saved(state, is_requested) if persistent else f"every {every} steps, not persistent",
         )
     return leaves and announce_exit(state)
 
@@ -90,6 +93,7 @@ def save_checkpoint_and_time(
     checkpointing_context: Mapping[str, object] | None,
     non_persistent_ckpt: bool = False,
     train_data_iterator: Any = None,
+    reason: str = "",
 ) -> None:
     """Save a checkpoint and print the time it took, which counts towards no logging interval. Collective.
 
@@ -105,23 +109,23 @@ def save_checkpoint_and_time(
         checkpointing_context: accepted for compatibility with Megatron Bridge, and ignored.
         non_persistent_ckpt: whether only the newest checkpoint of this kind is kept.
         train_data_iterator: its position is saved; None saves none.
+        reason: why it is saved, for the record.
 
     Raises:
         CheckpointError: if it cannot be written and `checkpoint.on_save_error` is stop; on all ranks alike.
     """
     if state.checkpoints is None:
-        if state.world.is_main and not state.saving.warned_of_saving:
-            state.saving.warned_of_saving = True
-            logger.warning(
-                "a save is due at step %d, but this run has no directory to save in; set run.name or checkpoint.save",
-                state.train_state.step,
+        if state.world.is_main:
+            warn_once(
+                logger, "a save is due, but this run has no directory to save in; set run.name or checkpoint.save"
             )
         return
     timer = "save-checkpoint-non-persistent" if non_persistent_ckpt else "save-checkpoint"
     with state.features.pause("save"):
         with state.timers(timer).measure(barrier=True):
             trained = Trained(model, optimizer, opt_param_scheduler)
-            save = partial(state.checkpoints.save, trained, train_data_iterator, persistent=not non_persistent_ckpt)
+            persistent = not non_persistent_ckpt
+            save = partial(state.checkpoints.save, trained, train_data_iterator, persistent=persistent, reason=reason)
             state.features.wrap("save", save)()
         state.print_timers([timer])
         if state.cfg.logger.log_progress and not non_persistent_ckpt:
@@ -178,7 +182,7 @@ def announce_exit(state: Run) -> bool:
 def _say(state: Run, text: str, reason: str) -> None:
     """Print Megatron Bridge's line with its lines; else log the reason, unless a signal's handler has printed it."""
     handler = state.exits.handler
-    if state.entry_point.prints_console_line:
+    if state.prints_console_line:
         print(f"[{text}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S} ", flush=True)  # noqa: T201 - Bridge's line
     elif state.exits.decided != "signal" or handler is None or not handler.received:
         logger.info("%s", reason)

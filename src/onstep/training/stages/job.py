@@ -121,6 +121,8 @@ class Job:
         """Chunks that manage their own gradient buffers."""
         self.modes = TrainingModes(self.model[0])
         self.left_out = LeftOut(self.model)
+        self.has_warned_of_gradients = False
+        """Whether parameters without a gradient have been looked for."""
         self.has_gradients = False
         """Whether this training's first backward passes are known to have given gradients."""
 
@@ -177,9 +179,9 @@ def warn_of_missing_gradients(job: Job) -> None:
 
     Says nothing where no parameter has one: gradients are then kept elsewhere, or were cleared after the step.
     """
-    if job.run.stage.has_checked_gradients or not job.run.world.is_main:
+    if job.has_warned_of_gradients or not job.run.world.is_main:
         return
-    job.run.stage.has_checked_gradients = True
+    job.has_warned_of_gradients = True
     roles = trainable_parameters(job.model)
     names = [role.name for param, role in roles.items() if param.grad is None]
     if 0 < len(names) < len(roles):

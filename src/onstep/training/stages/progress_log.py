@@ -129,13 +129,13 @@ def pending_flops(state: Run) -> float:
     Reads the device, and does not change the log interval.
     """
     accumulator = state.features.of_the_loop.get("meter")
-    return 0.0 if accumulator is None else accumulator.tokens_so_far() * state.sums.flops_per_token
+    return 0.0 if accumulator is None else accumulator.tokens_so_far() * state.flops_per_token
 
 
 def _save_text(state: Run, directory: Path, flops: float) -> str:
     ranks, progress = state.world.size, state.train_state
     job_seconds = time.time() - state.start_time
-    job = _tflops_per_gpu(flops - state.sums.flops_at_start, job_seconds, ranks)
+    job = _tflops_per_gpu(flops - state.flops_at_start, job_seconds, ranks)
     cumulative = job
     try:
         start, flops_at_first_start = get_start_time_from_progress_log(state.cfg, directory=directory, world_size=ranks)

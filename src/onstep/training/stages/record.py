@@ -46,14 +46,14 @@ def log_step(state: Run, accumulator: LossAccumulator, optimizer: UserOptimizer,
     state.features.after_read()
     advance_tokens(state, report)
     if report.num_losses:
-        state.sums.logged_loss = report.loss
+        state.losses.logged = report.loss
     logs = build_logs(state, report, optimizer, extras=tuple(unread))
     state.features.add_to_log(logs)
     warn_if_all_skipped(state, report)
     warn_if_nothing_is_learned(state, report)
     notify.on_log_step(logs=logs)
     publish(state, logs, notify)
-    state.sums.interval_start = state.clock.elapsed()
+    state.interval.start = state.clock.elapsed()
 
 
 def warn_if_all_skipped(state: Run, report: IntervalReport) -> None:
@@ -180,13 +180,13 @@ def advance_tokens(state: Run, report: IntervalReport) -> None:
     check_tokens(tokens)
     state.train_state.consumed_tokens += tokens
     if report.num_losses:
-        state.sums.loss_sum += report.loss * report.num_losses
-        state.sums.loss_steps += report.num_losses
+        state.losses.total += report.loss * report.num_losses
+        state.losses.num_steps += report.num_losses
     state.features.wrap("count_flops", partial(_count_flops, state))(tokens)
 
 
 def _count_flops(state: Run, tokens: float) -> None:
-    state.train_state.floating_point_operations_so_far += tokens * state.sums.flops_per_token
+    state.train_state.floating_point_operations_so_far += tokens * state.flops_per_token
 
 
 def build_logs(state: Run, report: IntervalReport, optimizer: UserOptimizer, extras: tuple[str, ...] = ()) -> Metrics:
@@ -269,8 +269,8 @@ class RunStart:
     def note_first_step(self, run: Run, step: Step) -> None:
         """Log how losses are weighted, and exclude this step and its tokens from the rates, whose clock starts now."""
         log_weighting(run, step)
-        if run.sums.first_loss is None:
-            run.sums.first_loss = step.total.value()
+        if run.losses.first is None:
+            run.losses.first = step.total.value()
         if run.is_over:
             return
         self.seconds, self.is_first = time.perf_counter(), False
@@ -302,7 +302,7 @@ def final_metrics(state: Run, start: RunStart) -> Metrics:
     left_out = float(start.first_tokens)
     tokens = progress.consumed_tokens - before.consumed_tokens - left_out
     flops = progress.floating_point_operations_so_far - before.floating_point_operations_so_far
-    flops -= left_out * state.sums.flops_per_token
+    flops -= left_out * state.flops_per_token
     per_second = 1 / runtime if steps > 0 and runtime > 0 else math.nan
     return {
         "train_runtime": runtime,
@@ -324,7 +324,7 @@ def final_metrics(state: Run, start: RunStart) -> Metrics:
 
 def first_and_last_loss(state: Run) -> Metrics:
     """The losses that the title of the summary shows, or nothing before the first step. Reads the device."""
-    first, last = state.sums.first_loss, last_loss(state)
+    first, last = state.losses.first, last_loss(state)
     return {} if first is None or last is None else {"first_loss": float(first), "last_loss": last}
 
 
@@ -333,7 +333,7 @@ def last_loss(state: Run) -> float | None:
 
     Reads the device in the second case.
     """
-    if state.sums.logged_loss is not None:
-        return state.sums.logged_loss
+    if state.losses.logged is not None:
+        return state.losses.logged
     known = state.features.room(LastStep).loss
-    return state.sums.restored_loss if known is None else float(known.value())
+    return state.losses.restored if known is None else float(known.value())

@@ -66,7 +66,7 @@ def _beginning(run: Run, directory: RunDir) -> float | None:
 
     A run that was interrupted before its first checkpoint continues from the start.
     """
-    if run.stage.is_resumed:
+    if run.is_resumed:
         return 0.0
     record = directory.read() if directory.run_json.exists() else {}
     return float(record.get("started_at", 0.0)) if "continued_at" in record else None

@@ -60,7 +60,7 @@ class Steering(Feature[Job]):
         try:
             yield
         except BaseException as error:
-            if self._run.ending.train_started:
+            if self._run.ending.training != "before":
                 self._refuse_undone()
                 self._blame(error)
             raise

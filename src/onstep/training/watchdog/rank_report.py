@@ -17,6 +17,7 @@ from onstep.errors import text_of
 from onstep.processes.heartbeat import ENDING, HEARTBEAT, Called
 from onstep.training.run import Run
 from onstep.training.runs.signals import Interrupts
+from onstep.training.runs.stage import SectionLimits
 from onstep.training.watchdog import stacks as rank_stacks
 
 _LOST = ("onnection", "roken pipe", "imed out", "NCCL", "gloo", "ocket", "peer")
@@ -295,7 +296,7 @@ class RankObserver:
         is_watched = HEARTBEAT.phase == "training" or called is not None
         section = HEARTBEAT.section or ("out_of_section" if is_watched else None)
         seconds = self._seconds if self._state.stage.has_stepped or called is not None else 3 * self._seconds
-        return self._state.stage.section_limits.get(section or "", seconds if is_watched else None)
+        return self._state.features.room(SectionLimits).get(section or "", seconds if is_watched else None)
 
 
 def is_consequence(error: BaseException) -> bool:

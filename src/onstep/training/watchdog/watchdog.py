@@ -101,7 +101,6 @@ class Watching(Feature[Run]):
     @contextmanager
     def session(self) -> Iterator[None]:
         """Watch; if an error ends the run, wait until the first failure is diagnosed."""
-        self.host.ending.first_failure = None
         HEARTBEAT.phase, HEARTBEAT.activity, HEARTBEAT.section, HEARTBEAT.callback = "setup", "setting up", None, None
         if self._rank_exchange is not None:
             self._rank_exchange.record = self._record()

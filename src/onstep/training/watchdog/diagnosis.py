@@ -156,6 +156,30 @@ def _diagnose_stalls(
     return FailureDiagnosis("hung", min(found)[-1]) if found else None
 
 
+def diagnose_alone(
+    record: RankReport, rank_reports: Mapping[int, RankReport], num_ranks: int
+) -> FailureDiagnosis | None:
+    """The diagnosis of a rank without the others: there are none, or the store lived in a process that is gone.
+
+    As long as this rank makes progress, nothing is wrong: rank 0 may simply have ended earlier. Each rank decides for
+    itself, and one of them reports.
+    """
+    first = rank_reports.get(0)
+    has_lost = record.is_done and first is not None and not first.is_done
+    if record.failure is None and not record.is_stalled and not has_lost:
+        return None
+    is_victim = has_lost or (record.is_waiting if record.failure is None else record.failure.is_consequence)
+    if is_victim and first is not None and first.left is not None and first.failure is None:
+        return decide_on(FailureDiagnosis("left", 0), first, 1)
+    rank = 0 if is_victim and first is not None and not first.is_over else record.rank
+    speakers = [one for one in range(1, num_ranks) if one != rank]
+    reporter = speakers[0] if speakers and is_victim else record.rank
+    kind: Kind = "hung" if record.failure is None else "raised"
+    if rank != record.rank and first is not None:
+        kind = "hung" if first.is_stopped else "died"
+    return FailureDiagnosis(kind, rank, reporter=reporter)
+
+
 def with_uneven(rank_reports: Mapping[int, RankReport]) -> dict[int, RankReport]:
     """The records; those whose callbacks have entered more collectives in the set-up than others' are marked."""
     fewest = min(one.entered_in_callbacks for one in rank_reports.values())

@@ -7,13 +7,11 @@ training itself only writes a few attributes.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -29,10 +27,10 @@ from onstep.training.watchdog.diagnosis import (
     ANSWER_SECONDS,
     CONSEQUENCE_SECONDS,
     FailureDiagnosis,
-    Kind,
     Suspicion,
     decide_on,
     diagnose,
+    diagnose_alone,
     placed,
     report,
     suspecting_rank,
@@ -57,7 +55,6 @@ REPORT_SECONDS = 6.0
 """How long the other ranks wait for the report."""
 _END_SECONDS = 0.02
 """How often a rank that has reached the end looks whether all have."""
-
 _LATE_SECONDS = 2.0
 """An observation this late means that this process itself was stopped, as by Ctrl-Z; that time does not count."""
 _WORDS: dict[Interruption, str] = {"write": "saving a checkpoint", "score": "evaluating"}
@@ -300,37 +297,26 @@ class Watching(Feature[Run]):
         exchange.hurry()
 
     def _diagnose_alone(self, rank_reports: dict[int, RankReport]) -> None:
-        """Decide without other ranks: there are none, or the store lived in a process that is gone or stopped.
-
-        As long as this rank makes progress, nothing is wrong: rank 0 may simply have ended earlier. Each rank decides
-        for itself, and one of them reports.
-        """
-        record, first = self._record(), rank_reports.get(0)
-        has_lost = record.is_done and first is not None and not first.is_done
-        if (record.failure is None and not record.is_stalled and not has_lost) or self._me.is_held():
+        """Decide and act without other ranks; see `diagnosis.diagnose_alone`."""
+        record = self._record()
+        found = diagnose_alone(record, rank_reports, self.host.world.size)
+        if found is None or self._me.is_held():
             return
-        is_victim = has_lost or (record.is_waiting if record.failure is None else record.failure.is_consequence)
-        if is_victim and first is not None and first.left is not None and first.failure is None:
-            self._release_after_exit(decide_on(FailureDiagnosis("left", 0), first, 1))
+        if found.kind == "left":
+            self._release_after_exit(found)
             return
-        rank = 0 if is_victim and first is not None and not first.is_over else record.rank
-        speakers = [one for one in range(1, self.host.world.size) if one != rank]
-        reporter = speakers[0] if speakers and is_victim else record.rank
-        stacks = self._own_stacks() if reporter == record.rank else ""
+        stacks = self._own_stacks() if found.reporter == record.rank else ""
         if record.failure is None and HEARTBEAT.beats != record.beats:
             return
         rank_reports = {**rank_reports, record.rank: placed(record, stacks)}
-        kind: Kind = "hung" if rank_reports[rank].is_stopped else "died"
-        if rank == record.rank:
-            kind = "hung" if record.failure is None else "raised"
-        decision, hint = decide_on(FailureDiagnosis(kind, rank), rank_reports[rank], reporter), ""
+        decision, hint = decide_on(found, rank_reports[found.rank], found.reporter), ""
         if self._rank_exchange is not None:
             self._rank_exchange.decision = decision
             hint = "The store of the process group does not respond, so the other ranks' stacks are missing."
         self.host.ending.first_failure = decision.line
-        if reporter == record.rank:
+        if found.reporter == record.rank:
             self._write(decision, rank_reports, {record.rank: stacks}, hint)
-        self._release_and_end(is_cause=rank == record.rank)
+        self._release_and_end(is_cause=found.rank == record.rank)
 
     def _carry_out(self, exchange: RankExchange, decision: FailureDiagnosis) -> None:
         """Act on the diagnosis: provide the stacks, report if this rank is the reporter, and end."""
@@ -393,13 +379,8 @@ class Watching(Feature[Run]):
             grace = 0.0 if self._rank_exchange is None else HUNG_GRACE_SECONDS
         if self._stopping.wait(grace):
             return
-        for child in multiprocessing.active_children():  # data workers that hang would not notice
-            with suppress(OSError, ValueError):
-                child.kill()
         self._me.dump.remove()
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
-        os._exit(1)
+        rank_stacks.end_own_process()
 
     def _write(
         self, decision: FailureDiagnosis, rank_reports: dict[int, RankReport], stacks: dict[int, str], hint: str = ""
@@ -411,9 +392,7 @@ class Watching(Feature[Run]):
         publish(self.host, decision, report(decision, rank_reports, stacks, hint))
         for one in rank_reports.values():
             if one.silence > 0 and not one.is_over and self._is_here(one):
-                rank_stacks.end_process(one.pid, one.birth)
-                with suppress(OSError):  # what it last did has been read
-                    os.unlink(one.dump_path)
+                rank_stacks.end_process(one.pid, one.birth, one.dump_path)
 
     def _own_stacks(self) -> str:
         threads = (self._thread.ident, None if self._rank_exchange is None else self._rank_exchange.ident)

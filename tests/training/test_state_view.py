@@ -18,7 +18,7 @@ from onstep.training import EnergyMonitor, RerunStateMachine, StragglerDetector,
 from onstep.training.feature import Feature
 from onstep.training.features import TRAINING
 from onstep.training.stages.job import Job
-from tests.support.small_runs import TinyModel, run, small_state
+from tests.support.small_runs import RaggedRows, TinyModel, run, small_state, stack
 
 
 class Client:
@@ -118,7 +118,7 @@ def test_the_experts_of_hand_made_steps_go_on_from_step_to_step() -> None:
     from onstep.optim import TrainingOptimizer
     from onstep.training import train_step
     from tests.support.expert_runs import moe_model, sum_step
-    from tests.support.small_runs import RaggedRows, split
+    from tests.support.small_runs import split
 
     model, state = moe_model(), small_state(batch=8, micro=4)
     optimizer = TrainingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -134,7 +134,7 @@ def test_the_experts_of_hand_made_steps_go_on_from_step_to_step() -> None:
 def test_hand_made_steps_are_measured_for_the_report_of_stragglers(capsys: pytest.CaptureFixture[str]) -> None:
     from onstep.optim import TrainingOptimizer
     from onstep.training import train_step
-    from tests.support.small_runs import RaggedRows, split, sum_step
+    from tests.support.small_runs import split, sum_step
 
     model, state = TinyModel(), small_state()
     state.cfg.straggler.log_straggler = True
@@ -145,3 +145,15 @@ def test_hand_made_steps_are_measured_for_the_report_of_stragglers(capsys: pytes
     assert len(timer._forward.pairs) == 2
     timer.report(0.0, 1)
     assert capsys.readouterr().out.startswith("straggler report")
+
+
+def test_a_second_training_of_a_state_has_a_stage_losses_and_an_ending_of_its_own() -> None:
+    state, rows = small_state(train_iters=6), RaggedRows()
+    stopping = CallbackManager()
+    stopping.register("on_step_end", lambda context: context.control.stop("enough"))
+    run(state, stopping, data=iter([stack([rows[0], rows[1]])] * 2))
+    assert (state.train_state.step, state.ending.was_stopped) == (1, True)
+    run(state, data=iter([stack([rows[0], rows[1]])] * 4))
+    assert (state.train_state.step, state.stage.data_exhausted, state.ending.was_stopped) == (3, True, False)
+    run(state)
+    assert (state.train_state.step, state.stage.data_exhausted, state.ending.stopped_by) == (6, False, None)

@@ -36,7 +36,7 @@ class Dispatcher:
         self.on = Listeners() if manager is None else manager.listeners
         """The listeners of each event, for code that prepares something only if there are any."""
         self.run = run
-        self._held: Any = getattr(run, "door", run)
+        self._held: Any = getattr(run, "entry_point", run)
         """The object that stores trainer, loaders and tokenizer as plain attributes; reading them calls no property."""
         self.model = model if model is not None else []
         self.optimizer = optimizer

@@ -72,7 +72,9 @@ def asked_words(flag: str, details: Mapping[str, object]) -> str:
 
 def decided_words(flag: str, details: Mapping[str, object]) -> str:
     """What was decided on a request."""
-    words = REQUESTS[flag].decided if flag in REQUESTS else flag
+    if flag not in REQUESTS:
+        return flag
+    words = REQUESTS[flag].decided
     return fill(words, details) if isinstance(words, str) else words(details)
 
 

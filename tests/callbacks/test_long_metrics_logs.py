@@ -306,7 +306,7 @@ def test_a_history_that_is_gone_gives_what_is_known(
 ) -> None:
     interrupted(config)
     state = pretrain(config, callbacks=[JsonLogger(note="x")])
-    (path,) = tmp_path.rglob("trainer_logs.json")
+    (path,) = tmp_path.rglob("record.jsonl")
     path.unlink()
     for _ in range(2):
         assert [record["step"] for record in state.info.log_history if "loss" in record] == [5, 6, 7, 8]
@@ -369,7 +369,7 @@ def trainer(directory: Path, die_at: int = -1, save_strategy: str = "steps") -> 
 def test_a_trainer_that_is_resumed_reads_its_history_when_somebody_looks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the `trainer_state.json` of its checkpoint, not from the metrics log."""
+    """From the `trainer_state.json` of its checkpoint, not from a log."""
     with pytest.raises(Interrupted):
         trainer(tmp_path, die_at=6).train()
     monkeypatch.setattr(saved_log, "MOST_UNSYNCED", 2)

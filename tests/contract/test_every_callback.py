@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from onstep.checkpoint import decode_state, encode_state
 from onstep.record import read_records
@@ -37,11 +36,6 @@ SAME_ON_ALL_RANKS = (
 def is_of_one_rank(name: str) -> bool:
     """Whether a run on two ranks shows nothing that one rank does not."""
     return name in SAME_ON_ALL_RANKS or getattr(discovered()[name], "ranks", "all") == "main"
-
-
-def snake(name: str) -> str:
-    name = name.replace("DiLoCo", "Diloco")
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
 def test_all_callbacks_are_found() -> None:
@@ -72,13 +66,8 @@ def test_it_is_documented(name: str) -> None:
     assert len(documentation) > 80
     for parameter in list(inspect.signature(kind).parameters):
         assert re.search(rf"\b{parameter}\b", documentation), f"{name} does not say what {parameter} is"
-    page = DOCS / "callbacks" / f"{snake(name)}.md"
-    assert page.exists(), f"{page.name} is missing"
-    text = page.read_text()
-    assert name in text
-    assert "```" in text, "no sample"
-    navigation = yaml.safe_dump(yaml.load((DOCS.parent / "mkdocs.yml").read_text(), yaml.SafeLoader)["nav"])
-    assert f"callbacks/{page.name}" in navigation
+    rows = [line for line in (DOCS / "callbacks" / "index.md").read_text().splitlines() if line.startswith("|")]
+    assert any(f"[`{name}`]" in row for row in rows)
 
 
 @pytest.mark.parametrize("name", STATEFUL)

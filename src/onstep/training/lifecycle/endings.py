@@ -58,7 +58,7 @@ def run_scope(run: Run, fire: Callable[..., None]) -> Iterator[None]:
             fire_endings(run, fire, None, is_outermost=True)
         finally:
             ending.in_run = False
-            run.record.close()
+            run.record.close_unless_held()
 
 
 class Endings(Feature[Run]):

@@ -36,6 +36,7 @@ class Recording(Feature[Run]):
 
     @contextmanager
     def session(self) -> Iterator[None]:
+        self.host.record.is_held = True
         try:
             yield
         finally:

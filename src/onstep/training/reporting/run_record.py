@@ -23,6 +23,8 @@ class RunRecord:
 
     def __init__(self) -> None:
         self._writer = JsonLogWriter(FILE_NAME)
+        self.is_held = False
+        """Whether more lines follow, and the file is closed after them."""
         self._writer.level_of_branches = logging.DEBUG  # every resume after a kill has some
 
     def begin(
@@ -50,8 +52,14 @@ class RunRecord:
         self._writer.write_record(step, epoch, {"kind": kind, **data} | {"kind": kind})
 
     def close(self) -> None:
-        """Make the file durable and close it; a later line reopens it."""
+        """Make the file durable and close it; a later line reopens it, which reads the whole file."""
+        self.is_held = False
         self._writer.close()
+
+    def close_unless_held(self) -> None:
+        """Close it after an evaluation outside of any training."""
+        if not self.is_held:
+            self.close()
 
     def state_dict(self) -> StateDict:
         """The position after the newest line, and the lines that the disk might lack."""

@@ -17,8 +17,8 @@ from onstep.training.runs.lock import LEASE, LOCK, RunLock
 logger = logging.getLogger(__name__)
 
 _RECORDS = ("run.json", IDENTITY_FILE)
-_DECISIONS = "decisions.jsonl"
-"""Lines are only appended, so that restoring it is cutting it to its size."""
+_APPENDED = ("decisions.jsonl", "record.jsonl")
+"""Lines are only appended, so that restoring them is cutting them to their size."""
 PROBES = ".write-test-*"
 """Files with which processes check that they can write."""
 _LOGS = ("record.jsonl", "trainer_logs.json")
@@ -50,7 +50,7 @@ class Hold:
         for name in _RECORDS:
             with suppress(OSError, DataError):  # claiming the directory says what is wrong with it
                 self._records[name] = read_bytes(path / name, MAX_JSON_BYTES)
-        self._num_decision_bytes = _size(path / _DECISIONS)
+        self._sizes = {name: _size(path / name) for name in _APPENDED}
 
     @property
     def had_run(self) -> bool:
@@ -69,8 +69,9 @@ class Hold:
             if not new <= _OURS and not self._only_empty_directories(new - _OURS):
                 return False
             self._restore_records()
-            if (before := self._num_decision_bytes) is not None and (_size(self.path / _DECISIONS) or 0) > before:
-                os.truncate(self.path / _DECISIONS, before)
+            for name, before in self._sizes.items():
+                if before is not None and (_size(self.path / name) or 0) > before:
+                    os.truncate(self.path / name, before)
             # the lock last, as the directory is another's without it, and before it what makes the directory a run's
             for name in sorted(new, key=lambda name: (name in (LOCK, LEASE), name == "run.json")):
                 one = self.path / name

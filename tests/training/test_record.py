@@ -16,6 +16,7 @@ from onstep.analysis.logs.reading import LogTail
 from onstep.analysis.logs.training_log import TrainingLog
 from onstep.config import ConfigContainer
 from onstep.record import Record, read_records, without_wall_clock
+from onstep.training.checkpointing.run_progress import RunProgress
 from tests.support.resuming import Interrupted
 
 OF_A_PROCESS = ("start", "end")
@@ -145,6 +146,24 @@ def test_a_rollback_moves_the_lines_of_the_abandoned_steps_aside(config: ConfigC
     assert [line["global_step"] for line in branch if "loss" in line] == [5]
     decisions = [line["flag"] for line in [*branch, *read_records(path)] if line["kind"] == "decision"]
     assert decisions == ["rollback", "rolled_back"]
+
+
+def test_a_rollback_to_a_checkpoint_without_a_position_goes_by_steps(
+    config: ConfigContainer, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions before 0.5 have saved it."""
+    of_this_version = RunProgress.state_dict
+
+    def before(progress: RunProgress) -> dict[str, Any]:
+        state = of_this_version(progress)
+        del state["record_position"]
+        return state
+
+    monkeypatch.setattr(RunProgress, "state_dict", before)
+    pretrain(config, callbacks=[At(6, lambda context: context.control.rollback(to_step=4))])
+    assert [line["global_step"] for line in read_records(path) if "loss" in line] == [1, 2, 3, 4, 5, 6, 7, 8]
+    branch = read_records(path.with_name("record.branch-1.jsonl"))
+    assert [line["global_step"] for line in branch if "loss" in line] == [5]
 
 
 def test_lines_that_a_power_failure_took_are_named(

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
 from onstep.events import RunState, TrainerCallback
 from onstep.files.json_values import encode
-from onstep.record.gaps import MISSING
+from onstep.record.history import BRIDGE_KEY, INFO_KEY, history_of, is_reported
 from onstep.record.saved_log import SavedLog
 from onstep.record.writer import JsonLogWriter, logging_dir_of
-from onstep.trackers.tag_record import BRIDGE_KEY
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 FILE_NAME = "trainer_logs.json"
-_INFO_KEY = "experiment_info"
-_HEAD = ("timestamp", "global_step", "epoch", "step", _INFO_KEY, BRIDGE_KEY, MISSING)
-"""Keys that are not metrics."""
 
 
 @dataclass
@@ -87,9 +83,9 @@ class JsonLogger(TrainerCallback):
         if records is None:
             self._known = replace(self._at_checkpoint)
         else:
-            infos = (record[_INFO_KEY] for record in reversed(records) if _INFO_KEY in record)
+            infos = (record[INFO_KEY] for record in reversed(records) if INFO_KEY in record)
             self._known.info = next(map(_digest, infos), None)
-            history = _history(records)
+            history = history_of(records)
             self._known.num_reported = len(history)
         if state.global_step > 0 and isinstance(state, RunState) and self._known.num_reported > len(state.history):
             read = (lambda: _read_history(position)) if records is None else lambda: history
@@ -97,7 +93,7 @@ class JsonLogger(TrainerCallback):
         # once per metrics log, and again if a resumed run has other arguments
         if self.experiment_info and _digest(self.experiment_info) != self._known.info:
             self._known.info = _digest(self.experiment_info)
-            self._writer.write_record(state.global_step, state.epoch, {_INFO_KEY: self.experiment_info})
+            self._writer.write_record(state.global_step, state.epoch, {INFO_KEY: self.experiment_info})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any) -> None:
         """Record a logged step, the final metrics or a Trainer's evaluation."""
@@ -148,7 +144,7 @@ class JsonLogger(TrainerCallback):
         if not state.is_world_process_zero or directory is None:
             return
         self._writer.reopen(directory)
-        self._known.num_reported += any(key not in _HEAD for key in metrics)
+        self._known.num_reported += is_reported(metrics)
         self._writer.write_record(state.global_step, state.epoch, metrics)
 
 
@@ -167,17 +163,7 @@ def _read_history(position: SavedLog) -> list[dict[str, Any]] | None:
             "state.log_history lacks the records before the resume: %s no longer begins with them", position.path
         )
         return None
-    return _history(records)
-
-
-def _history(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The records with metrics, in the form of `log_history`."""
-    return [_reported(record) for record in records if any(key not in _HEAD for key in record)]
-
-
-def _reported(record: Mapping[str, Any]) -> dict[str, Any]:
-    own = ("timestamp", "global_step", _INFO_KEY, BRIDGE_KEY, MISSING)
-    return {**{key: value for key, value in record.items() if key not in own}, "step": record.get("global_step", 0)}
+    return history_of(records)
 
 
 def _digest(info: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 FILE_NAME = "record.jsonl"
 
@@ -11,6 +11,7 @@ Kind = Literal["start", "log", "evaluation", "test", "decision", "checkpoint", "
 """What a line is about: a start of the training, a logged step, an evaluation, a test, a decision, a checkpoint whose
 state holds everything up to this line, or the end of a process."""
 
+KINDS: tuple[Kind, ...] = get_args(Kind)
 _WITHOUT_METRICS = frozenset({"start", "decision", "checkpoint", "end"})
 
 

@@ -16,7 +16,8 @@ from onstep.files.bounded_reading import brief, parse_json
 from onstep.files.json_values import encode
 from onstep.record.digests import begins_with
 from onstep.record.gaps import MISSING, gap_record
-from onstep.record.metrics_log import MetricsLog, MetricsLogError, Record, read_records, without_wall_clock
+from onstep.record.metrics_log import MetricsLog
+from onstep.record.reading import MetricsLogError, Record, read_records, without_wall_clock
 
 MOST_WAITING = 100_000
 """Maximum number of records that wait in memory for disk space; a gap replaces the oldest ones beyond it."""

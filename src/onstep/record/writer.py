@@ -13,18 +13,11 @@ from typing import Any
 
 from onstep.errors import ConfigError
 from onstep.files.json_values import encode
+from onstep.record.cutting import MetricsLogHeldError, align_to, fork, set_aside, up_to
 from onstep.record.gaps import MISSING, describe_gap
-from onstep.record.metrics_log import (
-    MetricsLog,
-    MetricsLogHeldError,
-    Record,
-    align_to,
-    fork,
-    leading_records,
-    set_aside,
-    up_to,
-)
+from onstep.record.metrics_log import MetricsLog
 from onstep.record.names import numbered_name
+from onstep.record.reading import Record, leading_records
 from onstep.record.saved_log import NewestRecords, SavedLog, step_of
 
 logger: logging.Logger = logging.getLogger(__name__)

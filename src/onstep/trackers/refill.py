@@ -19,11 +19,12 @@ from onstep.errors import DataError
 from onstep.files.bounded_reading import brief
 from onstep.record import MetricsLogError, Record
 from onstep.record.gaps import MISSING, describe_gap
+from onstep.record.history import BRIDGE_KEY, INFO_KEY
 from onstep.trackers.metric_names import BRIDGE, HF, bridge_names
 from onstep.trackers.points import RunPoints, is_step, numbers_of
 from onstep.trackers.services.csv_tracker import CsvTracker
 from onstep.trackers.services.tensorboard_tracker import TensorBoardTracker
-from onstep.trackers.tag_record import BRIDGE_KEY, VS_SAMPLES, TagRow, checked_rows
+from onstep.trackers.tag_record import VS_SAMPLES, TagRow, checked_rows
 from onstep.trackers.tracker import RunIdentity, Tracker
 from onstep.trackers.tracker_logger import SAMPLES_DIR
 
@@ -210,4 +211,4 @@ def _checked_tags(record: Record, names: Sequence[str], where: str) -> list[TagR
 
 def _is_report(record: Record) -> bool:
     """Whether a record contains more than the fields that every record has."""
-    return any(name not in (*_HEAD, "epoch", "experiment_info") for name in record)
+    return any(name not in (*_HEAD, "epoch", INFO_KEY) for name in record)

@@ -12,9 +12,6 @@ from onstep.trackers.points import is_step, numbers_of, plain_number
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-BRIDGE_KEY = "bridge"
-"""The field of a metrics log's record that contains the tags since the previous record."""
-
 _MOST_UNREAD = 1000
 """Maximum number of steps whose values are kept on the device."""
 

@@ -59,8 +59,8 @@ class RunProgress:
         state.losses.total, state.losses.num_steps = state_dict["loss_sum"], state_dict["loss_steps"]
         state.losses.first = state_dict.get("first_loss")
         state.losses.logged, state.losses.restored = state_dict.get("logged_loss"), state_dict.get("last_loss")
-        if state.world.is_main and "record_position" in state_dict:  # since version 0.5
-            state.record.load_state_dict(state_dict["record_position"])
+        if state.world.is_main:
+            state.record.go_back(state_dict.get("record_position"), state.train_state.step)
         history, final = state.info.history, state_dict.get("final_metrics")
         if "log_history" in state_dict:  # in checkpoints before version 0.5
             history.replace(state_dict["log_history"])

@@ -7,16 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from onstep.errors import ConfigError
-from onstep.events.trainer_state import Record
-from onstep.record.gaps import MISSING
-from onstep.record.kinds import has_metrics
-from onstep.trackers.tag_record import BRIDGE_KEY
+from onstep.record import Record
+from onstep.record.history import history_of
 from onstep.training.feature import Feature
 from onstep.training.run import Run
 
 logger = logging.getLogger(__name__)
-
-_NOT_REPORTED = ("timestamp", "global_step", "kind", BRIDGE_KEY)
 
 
 class Recording(Feature[Run]):
@@ -67,8 +63,4 @@ def _history(lines: list[Record] | None) -> list[Record] | None:
     if lines is None:
         logger.warning("state.log_history lacks the records before the resume: the record no longer begins with them")
         return None
-    return [_reported(line) for line in lines if has_metrics(line) and MISSING not in line]
-
-
-def _reported(line: Record) -> Record:
-    return {**{key: value for key, value in line.items() if key not in _NOT_REPORTED}, "step": line["global_step"]}
+    return history_of(lines)

@@ -46,7 +46,10 @@ class RunRecord:
         return (lambda: lines) if lines else None
 
     def append(self, directory: Path, kind: Kind, step: int, epoch: float, data: Mapping[str, Any]) -> None:
-        """Append a line; it is in the file on return, or waits in memory while the disk refuses it."""
+        """Append a line; it is in the file on return, or waits in memory while the disk refuses it.
+
+        The line's kind and not a metric of that name is its `kind`.
+        """
         if not self._writer.is_open:
             self._writer.reopen(directory)
         self._writer.write_record(step, epoch, {"kind": kind, **data} | {"kind": kind})
@@ -69,6 +72,14 @@ class RunRecord:
         """Fsync the file, before a checkpoint with a position in it is committed."""
         self._writer.make_durable()
 
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """Continue at a checkpoint's position: when training begins, or at once in a rollback."""
-        self._writer.load_state_dict(state_dict)
+    def go_back(self, position: StateDict | None, step: int) -> None:
+        """Continue at a checkpoint's position: when training begins, or at once in a rollback.
+
+        Args:
+            position: None for a checkpoint from before version 0.5: the lines up to `step` are continued.
+        """
+        path = self._writer.path
+        if position is None and path is not None:
+            position = {"log_path": str(path), "last_step": step}
+        if position is not None:
+            self._writer.load_state_dict(position)

@@ -16,8 +16,8 @@ from onstep.checkpoint import check_encodable
 from onstep.errors import warn_once
 from onstep.events import Dispatcher
 from onstep.events.manager import Listeners
+from onstep.record.history import BRIDGE_KEY
 from onstep.record.kinds import Kind
-from onstep.trackers.tag_record import BRIDGE_KEY
 from onstep.train_state import TrainState
 from onstep.training.compute.losses import Scalar, check_tokens
 from onstep.training.compute.step import LastStep, Step

@@ -90,6 +90,7 @@ def test_everything_that_happens_has_a_line(config: ConfigContainer, path: Path)
     assert by_kind["evaluation"]["eval_loss"] > 0
     assert by_kind["end"]["reason"] == "stopped"
     assert all(json.loads(line) for line in path.read_text().splitlines())
+    assert path.read_bytes().endswith(b"}\n")
 
 
 def test_a_trainer_has_the_same_record(tmp_path: Path) -> None:
@@ -172,7 +173,8 @@ def test_lines_that_a_power_failure_took_are_named(
     interrupted(config, 6)
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:3]))
     with caplog.at_level(logging.WARNING):
-        pretrain(config)
+        history = pretrain(config).trainer_state.log_history
+    assert [entry["step"] for entry in history if len(entry) == 1 or "loss" in entry] == [1, 2, 5, 6, 7, 8]
     (gap,) = [line["missing_records"] for line in read_records(path) if "missing_records" in line]
     assert (gap["number"], gap["after_step"], gap["up_to_step"]) == (4, 2, 4)
     assert "4 records after step 2, up to step 4 are missing" in caplog.text

@@ -85,6 +85,20 @@ def test_without_a_metrics_log_it_is_read_from_the_record(config: ConfigContaine
     assert losses(pretrain(config)) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
+def test_a_record_that_begins_in_the_middle_of_a_run_does_not_hide_its_metrics_log(
+    config: ConfigContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where an earlier version, which had none, began the run."""
+    of_this_version = RunProgress.state_dict
+    with monkeypatch.context() as patch:
+        patch.setattr(RunProgress, "state_dict", lambda one: {**of_this_version(one), "record_position": None})
+        interrupted(config, JsonLogger())
+    (tmp_path / "run" / "record.jsonl").unlink()
+    config.checkpoint.save_interval = 1
+    interrupted(config, JsonLogger())
+    assert losses(pretrain(config, callbacks=[JsonLogger()])) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
 def test_without_either_it_begins_with_what_there_is(config: ConfigContainer, tmp_path: Path) -> None:
     interrupted(config)
     (tmp_path / "run" / "record.jsonl").unlink()

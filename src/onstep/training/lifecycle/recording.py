@@ -54,7 +54,8 @@ class Recording(Feature[Run]):
             start = {"num_ranks": run.world.size}
             progress, history = run.train_state, run.info.history
             read = run.record.begin(run.run_dir.path, progress.step, run.trainer_state.epoch, start)
-            if read is not None and progress.step > 0 and history.num_saved > len(history):
+            has_all = run.record.num_reported >= history.num_saved
+            if read is not None and progress.step > 0 and has_all and history.num_saved > len(history):
                 history.begin_with(history.num_saved, lambda: _history(read()))
 
 

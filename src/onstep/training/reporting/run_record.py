@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from onstep.record import Record
+from onstep.record.history import is_reported
 from onstep.record.kinds import FILE_NAME, Kind
 from onstep.record.writer import JsonLogWriter
 from onstep.training.protocols import StateDict
@@ -23,6 +24,9 @@ class RunRecord:
 
     def __init__(self) -> None:
         self._writer = JsonLogWriter(FILE_NAME)
+        self.num_reported = 0
+        """Number of lines so far, with those that were lost since, that belong to `log_history`; that has more if an
+        earlier version began the run."""
         self.is_held = False
         """Whether more lines follow, and the file is closed after them."""
         self._writer.level_of_branches = logging.DEBUG  # every resume after a kill has some
@@ -52,7 +56,9 @@ class RunRecord:
         """
         if not self._writer.is_open:
             self._writer.reopen(directory)
-        self._writer.write_record(step, epoch, {"kind": kind, **data} | {"kind": kind})
+        line = {"kind": kind, **data} | {"kind": kind}
+        self.num_reported += is_reported(line)
+        self._writer.write_record(step, epoch, line)
 
     def close(self) -> None:
         """Make the file durable and close it; a later line reopens it, which reads the whole file."""
@@ -65,8 +71,8 @@ class RunRecord:
             self.close()
 
     def state_dict(self) -> StateDict:
-        """The position after the newest line, and the lines that the disk might lack."""
-        return self._writer.state_dict()
+        """The position after the newest line, the lines that the disk might lack, and `num_reported`."""
+        return {**self._writer.state_dict(), "num_reported": self.num_reported}
 
     def make_durable(self) -> None:
         """Fsync the file, before a checkpoint with a position in it is committed."""
@@ -82,4 +88,6 @@ class RunRecord:
         if position is None and path is not None:
             position = {"log_path": str(path), "last_step": step}
         if position is not None:
+            number = position.get("num_reported")
+            self.num_reported = number if isinstance(number, int) else 0
             self._writer.load_state_dict(position)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onstep.data.loaders.loader import TrainLoader
+from onstep.data.loaders.train_loader import TrainLoader
 from onstep.errors import DataError
 
 

@@ -3,9 +3,9 @@
 A corpus (`find_files`, `default_corpus_files`) becomes tokens (`build_tokenizer`, `learn_bpe`, `build_token_file`) and
 sequences (`build_datasets`); Megatron's files are read directly (`IndexedFile`), and conversations become sequences
 with a loss on the answers (`build_chat_file`, `PackedDataset`). Loaders pass the micro-batches of a step to the loop as
-`StepBatches`: `TrainLoader` for map-style datasets, `ListedLoader` for those in the order of a torch sampler,
-`IterableLoader` for iterable ones, `IteratorReader` for a raw iterator, `EvalLoader` for evaluation; `as_step_source`
-adapts whatever a user passes to a `StepSource`.
+`StepBatches`: a `Loader` reads any source of rows, and is `TrainLoader` for a map-style dataset, `IterableLoader` for
+an iterable one; `IteratorReader` reads a raw iterator, `EvalLoader` an evaluation set; `as_step_source` adapts whatever
+a user passes to a `StepSource`.
 
 Names are loaded on first use: the files of a corpus can be found without torch.
 """
@@ -38,11 +38,12 @@ if TYPE_CHECKING:
     )
     from onstep.data.loaders.eval_loader import EvalLoader
     from onstep.data.loaders.iterable_loader import IterableLoader
-    from onstep.data.loaders.listed_loader import ListedLoader
-    from onstep.data.loaders.loader import TrainLoader
+    from onstep.data.loaders.listed_rows import ListedRows
+    from onstep.data.loaders.loader import Loader, RowSource
     from onstep.data.loaders.sample_order import MicroBatchLayout, SampleOrder
     from onstep.data.loaders.step_batches import Batch, StepBatches, StepSource
     from onstep.data.loaders.step_source import ForeignReader, IteratorReader, as_step_source
+    from onstep.data.loaders.train_loader import TrainLoader
     from onstep.data.token_dataset import BlendedDataset, Boundaries, TokenDataset
 
 _HOMES = {
@@ -66,7 +67,8 @@ _HOMES = {
     "IndexedFile": "onstep.data.corpus.indexed_file",
     "IterableLoader": "onstep.data.loaders.iterable_loader",
     "IteratorReader": "onstep.data.loaders.step_source",
-    "ListedLoader": "onstep.data.loaders.listed_loader",
+    "ListedRows": "onstep.data.loaders.listed_rows",
+    "Loader": "onstep.data.loaders.loader",
     "MicroBatchLayout": "onstep.data.loaders.sample_order",
     "OrderRandomness": "onstep.data.loaders.epoch_orders",
     "OrderedBatches": "onstep.data.loaders.epoch_orders",
@@ -74,6 +76,7 @@ _HOMES = {
     "PackedDataset": "onstep.data.chat.dataset",
     "PaddingCollator": "onstep.data.loaders.collate",
     "PlainTemplate": "onstep.data.chat.template",
+    "RowSource": "onstep.data.loaders.loader",
     "SampleOrder": "onstep.data.loaders.sample_order",
     "ShuffledSampler": "onstep.data.loaders.epoch_orders",
     "StepBatches": "onstep.data.loaders.step_batches",
@@ -82,7 +85,7 @@ _HOMES = {
     "TokenFile": "onstep.data.corpus.token_file",
     "Tokenizer": "onstep.data.corpus.tokenizers",
     "TokenizerTemplate": "onstep.data.chat.template",
-    "TrainLoader": "onstep.data.loaders.loader",
+    "TrainLoader": "onstep.data.loaders.train_loader",
     "as_step_source": "onstep.data.loaders.step_source",
     "build_chat_file": "onstep.data.chat.dataset",
     "build_datasets": "onstep.data.datasets",
@@ -124,13 +127,15 @@ __all__ = [
     "IndexedFile",
     "IterableLoader",
     "IteratorReader",
-    "ListedLoader",
+    "ListedRows",
+    "Loader",
     "OrderRandomness",
     "OrderedBatches",
     "OrderedSamples",
     "PackedDataset",
     "PaddingCollator",
     "PlainTemplate",
+    "RowSource",
     "MicroBatchLayout",
     "SampleOrder",
     "ShuffledSampler",

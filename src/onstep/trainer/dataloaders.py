@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from onstep.config import ConfigContainer, TrainingArguments
 from onstep.config.lengths import sizes_of
-from onstep.data import EvalLoader, IterableLoader, StepSource, TrainLoader, is_map_style
+from onstep.data import EvalLoader, IterableLoader, Loader, StepSource, TrainLoader, is_map_style
 from onstep.data.loaders.collate import length_of, name_sample, samples_in
-from onstep.data.loaders.hf_streams import SplitStreamLoader, check_split, node_split
+from onstep.data.loaders.hf_streams import SplitRows, check_split, node_split
 from onstep.distributed import World
 from onstep.errors import ConfigError, DataError
 from onstep.trainer.base_trainer import BaseTrainer, Collate
@@ -32,23 +32,6 @@ EVALUATION_LOADING = (
     "_get_collator_with_removed_columns",
 )
 """Methods that decide how the samples of an evaluation set are read."""
-
-
-class SetEpochLoader(TrainLoader):
-    """A `TrainLoader` that calls `set_epoch` of a dataset, at the start and whenever the epoch changes.
-
-    The workers of such a dataset do not persist over epochs: they have copies of it, which are not updated.
-    """
-
-    def __init__(self, dataset: Any, *, persistent_workers: bool = False, **options: Any) -> None:
-        self._set_epoch = getattr(dataset, "set_epoch", None)
-        super().__init__(dataset, persistent_workers=persistent_workers and not callable(self._set_epoch), **options)
-
-    def seek(self, epoch: int, samples_in_epoch: int) -> None:
-        """Continue from this position."""
-        super().seek(epoch, samples_in_epoch)
-        if callable(self._set_epoch):
-            self._set_epoch(epoch)
 
 
 class WholeLoader(EvalLoader):
@@ -81,15 +64,14 @@ def train_loader(dataset: Any, collate: Collate, config: ConfigContainer, world:
         check_lengths(num_samples_of(dataset), config, world)
         return IterableLoader(dataset, already_batched=isinstance(dataset, DataLoader), **common)
     persistent = options.persistent_workers and options.num_workers > 0
-    return SetEpochLoader(dataset, shuffle=options.shuffle, persistent_workers=persistent, **common)
+    return TrainLoader(dataset, shuffle=options.shuffle, persistent_workers=persistent, **common)
 
 
-def _split_stream(dataset: Any, world: World, options: dict[str, Any]) -> SplitStreamLoader:
+def _split_stream(dataset: Any, world: World, options: dict[str, Any]) -> Loader:
     alone = {**options, "rank": 0, "world_size": 1, "global_batch_size": None, "drop_last": False}
-    micro, drop_last = options["micro_batch_size"], options["drop_last"]
-    return SplitStreamLoader(
-        IterableLoader(dataset, **alone), world.gather_numbers, micro_batch_size=micro, drop_last=drop_last
-    )
+    least = options["micro_batch_size"] if options["drop_last"] else 1
+    rows = SplitRows(IterableLoader(dataset, **alone), world.gather_numbers, least)
+    return Loader(rows, drop_last=options["drop_last"])
 
 
 def eval_loader(

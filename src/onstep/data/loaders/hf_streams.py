@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from onstep.data.loaders.iterable_loader import IterableLoader, Unindexed
+from onstep.data.loaders.iterable_loader import IterableLoader
 from onstep.data.loaders.step_batches import Compared, StepBatches
 from onstep.errors import DataError
 
@@ -33,86 +33,65 @@ def check_split(dataset: Any, rank: int, world_size: int) -> None:
         )
 
 
-class SplitStreamLoader(Unindexed):
-    """Reads steps from the part of a stream that `split_dataset_by_node` gave this rank, with the interface of
-    `TrainLoader`.
+class SplitRows:
+    """The rows of a stream of which `split_dataset_by_node` gave this rank a part.
 
-    The ranks agree on each step, because their parts may differ in length: an epoch ends for all as soon as one of them
-    has no sample left. Every rank must call `read`.
+    The ranks agree on each row, because their parts may differ in length: an epoch ends for all as soon as one of them
+    has no sample left. Every rank must read the same number of rows.
 
     Args:
         part: reads this rank's part as if it were the only one, without dropping a tail.
         gather_numbers: `World.gather_numbers`.
+        least: samples that a rank must have in a row.
     """
 
-    has_epochs = True
-    compared_by: Compared = None  # `read` compares the parts itself
+    compared_by: Compared = None  # `rows` compares the parts itself
+    num_samples = size = None
+    row_size = 0
 
     def __init__(
-        self,
-        part: IterableLoader,
-        gather_numbers: Callable[[list[float]], list[list[float]]],
-        *,
-        micro_batch_size: int,
-        drop_last: bool,
+        self, part: IterableLoader, gather_numbers: Callable[[list[float]], list[list[float]]], least: int
     ) -> None:
         self._part = part
         self._gather_numbers = gather_numbers
-        self._micro_batch_size = micro_batch_size
-        self._drop_last = drop_last
-        self.epoch = 0
-        """The epoch of the next read; an epoch ends when `read` returns None."""
-        self.samples_in_epoch = 0
-        """Samples handed out in this epoch over all ranks."""
+        self._least = least
 
-    num_samples = None
-
-    def steps_per_epoch(self, num_microbatches: int) -> None:
+    def count_rows(self, drop_last: bool) -> None:
         """Unknown."""
-        return
 
-    def read(self, num_microbatches: int) -> StepBatches | None:
-        """This rank's micro-batches of the next step; None at the end of the epoch. Collective."""
-        step = self._part.read(num_microbatches)
-        own: Sequence[int] = [] if step is None else step.local_samples or []
-        ranks = self._gather_numbers([float(count) for count in own] + [0.0] * (num_microbatches - len(own)))
-        least = self._micro_batch_size if self._drop_last else 1
-        num_read = min(sum(count >= least for count in counts) for counts in ranks)
-        if step is None or num_read == 0 or (self._drop_last and num_read < num_microbatches):
-            self.seek(self.epoch + 1, 0)
-            return None
-        num_samples = int(sum(sum(counts[:num_read]) for counts in ranks))
-        self.samples_in_epoch += num_samples
-        return replace(
-            step,
-            micro_batches=step.micro_batches[:num_read],
-            num_samples=num_samples,
-            is_filler=step.is_filler[:num_read],
-            local_samples=list(own[:num_read]),
-        )
+    def leave_out(self, entries: list[tuple[int, int]]) -> bool:
+        """Do nothing: samples without an index cannot be left out."""
+        return False
 
-    def seek(self, epoch: int, samples_in_epoch: int) -> None:
-        """Continue at the start of an epoch.
+    def start(self, epoch: int, samples_in_epoch: int, saved: dict[str, Any]) -> None:
+        """Begin this epoch.
 
         Raises:
-            DataError: for a position within one, which depends on the parts.
+            DataError: for a position within it that was not saved: it depends on the parts.
         """
-        if samples_in_epoch:
+        if samples_in_epoch and "part" not in saved:
             raise DataError(
                 f"sample {samples_in_epoch} of epoch {epoch} cannot be found in a stream that is split by node for "
                 "another number of ranks; resume with as many ranks as before, or pass the whole stream"
             )
-        self.epoch, self.samples_in_epoch = epoch, 0
-        self._part.seek(epoch, 0)
+        self._part.load_state_dict(saved.get("part", {"epoch": epoch, "samples_in_epoch": 0}))
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position after the steps handed out so far; that in this rank's part is under "part"."""
-        return {"epoch": self.epoch, "samples_in_epoch": self.samples_in_epoch, "part": self._part.state_dict()}
+    def rows(self, samples_in_epoch: int) -> Iterator[StepBatches]:
+        """The rows from the position of this rank's part on. Collective at each row."""
+        while True:
+            row = self._part.read(1)
+            own = 0 if row is None or row.num_samples is None else row.num_samples
+            counts = [int(count) for (count,) in self._gather_numbers([float(own)])]
+            if row is None or min(counts) < self._least:
+                return
+            yield replace(row, num_samples=sum(counts))
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position returned by `state_dict`."""
-        self._part.load_state_dict(state["part"])
-        self.epoch, self.samples_in_epoch = state["epoch"], state["samples_in_epoch"]
+    def state(self, is_open: bool) -> dict[str, Any]:
+        """The position in this rank's part."""
+        return {"part": self._part.state_dict()}
+
+    def check_end(self, step_size: int, num_dropped: int) -> None:
+        """Do nothing: the part has checked itself."""
 
     def close(self) -> None:
         """Stop the worker."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from onstep.data.loaders.collate import Collate, as_it_is, default_data_collator, length_of, samples_in, should_pin
 from onstep.data.loaders.end_of_data import call, items_of
+from onstep.data.loaders.loader import Loader
 from onstep.data.loaders.micro_batch_reader import batches_from_workers, outlive_the_group, seed_globals, seeded_aside
 from onstep.data.loaders.sample_order import MicroBatchLayout
-from onstep.data.loaders.step_batches import Compared, StepBatches, step_of
+from onstep.data.loaders.step_batches import Compared, StepBatches
 from onstep.errors import DataError
 from onstep.processes.heartbeat import HEARTBEAT
 
@@ -214,18 +215,94 @@ def _parts(source: Any) -> list[Any]:
     return [p for p in (source, getattr(source, "dataset", None), batch_sampler, sampler) if p is not None]
 
 
-class Unindexed:
-    """Defaults for a source whose samples have no index."""
+class StreamRows:
+    """The rows of an iterable, one pass an epoch.
 
-    def has_next(self, num_microbatches: int) -> bool:
-        """Always True: only reading reveals where the data ends."""
-        return True
+    The position is the state of a stateful iterable; another one is read again up to it, and a log line says so.
+    """
 
-    def leave_out(self, entries: Iterable[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        source: Iterable[Any],
+        layout: MicroBatchLayout,
+        already_batched: bool = False,
+        *,
+        seed: int = 0,
+        **reading: Any,
+    ) -> None:
+        self._source: Any = source
+        self._layout = layout
+        self._already_batched = already_batched
+        self.compared_by: Compared = "micro-batches" if already_batched else "samples"
+        self.row_size = 0 if already_batched else layout.row_size
+        self.size = None
+        self._has_state = restores_exactly(source)
+        self._reader = StreamReader(source, layout, already_batched=already_batched, seed=seed, **reading)
+        self._seeding = EpochSeeding(source, seed, layout.rank)
+        self._epoch = 0
+        self._saved: Any = None
+
+    @property
+    def num_samples(self) -> int | None:
+        """Number of samples in one pass; None if the iterable has no length."""
+        return samples_in(self._source, self._already_batched)
+
+    def count_rows(self, drop_last: bool) -> int | None:
+        """Number of rows in one pass; None if the iterable has no length."""
+        length = length_of(self._source)
+        if length is None or self._already_batched:
+            return length
+        return length // self.row_size if drop_last else self._layout.num_rows(length)
+
+    def leave_out(self, entries: list[tuple[int, int]]) -> bool:
         """Does nothing: samples without an index cannot be left out."""
+        return False
+
+    def start(self, epoch: int, samples_in_epoch: int, saved: dict[str, Any]) -> None:
+        """Begin this epoch; only reading finds out whether it has the position."""
+        self._epoch = epoch
+        self._saved = saved.get("stream") if self._has_state else None
+
+    def rows(self, samples_in_epoch: int) -> Iterator[StepBatches]:
+        """The rows from the saved state on, or from this position, up to which the samples are read again."""
+        self._seeding.start_epoch(self._epoch)
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            self._source.load_state_dict(saved)
+            return self._reader.open(epoch=self._epoch)
+        if hasattr(self._source, "_starting_state_dict"):  # datasets would start at a state that was loaded before
+            self._source.load_state_dict(None)
+        if samples_in_epoch:
+            _LOGGER.warning(
+                "reading the first %d samples of epoch %d again to reach the position; "
+                "an iterable with state_dict and load_state_dict resumes without this",
+                samples_in_epoch,
+                self._epoch,
+            )
+        return self._reader.open(samples_in_epoch, epoch=self._epoch)
+
+    def state(self, is_open: bool) -> dict[str, Any]:
+        """The state of a stateful iterable."""
+        saved = self._source.state_dict() if is_open and self._has_state else self._saved
+        return {} if saved is None else {"stream": saved}
+
+    def check_end(self, step_size: int, num_dropped: int) -> None:
+        """Refuse an iterable whose first pass has no step; a later one may be empty.
+
+        Raises:
+            DataError: for such an iterable.
+        """
+        if self._epoch == 0:
+            raise DataError(
+                f"the iterable ended after {num_dropped} samples, less than one step; use more data or a smaller "
+                "global batch, and make __iter__ start over each time it is called"
+            )
+
+    def close(self) -> None:
+        """Do nothing: a worker ends with its rows."""
 
 
-class IterableLoader(Unindexed):
+class IterableLoader(Loader):
     """Reads the steps of an iterable, epoch after epoch, with the interface of `TrainLoader`.
 
     Samples are batched here, in rows as in `TrainLoader`: every rank reads the whole stream, which must be the same on
@@ -243,8 +320,6 @@ class IterableLoader(Unindexed):
         DataError: for inconsistent sizes.
     """
 
-    has_epochs = True
-
     def __init__(
         self,
         source: Iterable[Any],
@@ -253,127 +328,14 @@ class IterableLoader(Unindexed):
         global_batch_size: int | None = None,
         rank: int = 0,
         world_size: int = 1,
-        seed: int = 0,
-        drop_last: bool = True,
-        collate_fn: Collate | None = None,
-        num_workers: int = 0,
-        pin_memory: bool = False,
         already_batched: bool = False,
+        drop_last: bool = True,
         epoch: int = 0,
         samples_in_epoch: int = 0,
-        **worker_options: Any,
+        **reading: Any,
     ) -> None:
-        self._layout = MicroBatchLayout(micro_batch_size, rank, world_size)
+        layout = MicroBatchLayout(micro_batch_size, rank, world_size)
         if global_batch_size is not None and not already_batched:
-            self._layout.check_global_batch(global_batch_size)
-        self._source: Any = source
-        self._has_state = restores_exactly(source)
-        self._already_batched = already_batched
-        self.compared_by: Compared = "micro-batches" if already_batched else "samples"
-        self._drop_last = drop_last
-        self._reader = StreamReader(
-            source,
-            self._layout,
-            collate_fn,
-            already_batched,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            seed=seed,
-            **worker_options,
-        )
-        self._seeding = EpochSeeding(source, seed, rank)
-        self._stream: Iterator[StepBatches] | None = None
-        self._stream_state: Any = None
-        self.seek(epoch, samples_in_epoch)
-
-    @property
-    def num_samples(self) -> int | None:
-        """Number of samples in one pass; None if the iterable has no length."""
-        return samples_in(self._source, self._already_batched)
-
-    def steps_per_epoch(self, num_microbatches: int) -> int | None:
-        """Number of steps of `num_microbatches` in a whole epoch; None if the iterable has no length."""
-        length = length_of(self._source)
-        if length is None:
-            return None
-        step_size = num_microbatches * (1 if self._already_batched else self._layout.row_size)
-        return length // step_size if self._drop_last else -(-length // step_size)
-
-    def read(self, num_microbatches: int) -> StepBatches | None:
-        """This rank's micro-batches of the next step; None at the end of the epoch.
-
-        A later epoch may be empty: a generator cannot be read twice.
-
-        Raises:
-            DataError: if the first epoch is shorter than a step, or one ends before the position.
-        """
-        if num_microbatches < 1:
-            raise DataError(f"num_microbatches must be >= 1, got {num_microbatches}")
-        # An interrupted read must not leave a half-read stream behind.
-        stream, self._stream = self._stream or self._open(), None
-        rows = list(islice(stream, num_microbatches))
-        is_partial = bool(rows) and not self._already_batched and rows[-1].num_samples != self._layout.row_size
-        if not rows or (self._drop_last and (is_partial or len(rows) < num_microbatches)):
-            self._end_epoch(rows)
-            return None
-        step = rows[0] if len(rows) == 1 else step_of(rows)
-        self._stream = stream
-        self.samples_in_epoch += step.num_samples or 0
-        return step
-
-    def seek(self, epoch: int, samples_in_epoch: int) -> None:
-        """Continue from this position by reading the epoch again up to it."""
-        if epoch < 0 or samples_in_epoch < 0:
-            raise DataError(f"a position must be >= 0, got epoch {epoch}, sample {samples_in_epoch}")
-        self.epoch = epoch
-        """The epoch of the next read; an epoch ends when `read` returns None."""
-        self.samples_in_epoch = samples_in_epoch
-        """Samples handed out in this epoch over all ranks."""
-        self._stream_state = None
-        self._stream = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position after the steps handed out so far; the state of a stateful iterable is under "stream"."""
-        state = {"epoch": self.epoch, "samples_in_epoch": self.samples_in_epoch}
-        stream_state = self._current_stream_state()
-        return state if stream_state is None else {**state, "stream": stream_state}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position returned by `state_dict`."""
-        self.seek(state["epoch"], state["samples_in_epoch"])
-        self._stream_state = state.get("stream") if self._has_state else None
-
-    def close(self) -> None:
-        """Stop the worker; a later read continues from the same position."""
-        self._stream_state = self._current_stream_state()
-        self._stream = None
-
-    def _current_stream_state(self) -> Any:
-        is_read_here = self._stream is not None and self._has_state
-        return self._source.state_dict() if is_read_here else self._stream_state
-
-    def _open(self) -> Iterator[StepBatches]:
-        self._seeding.start_epoch(self.epoch)
-        state, self._stream_state = self._stream_state, None
-        if state is not None:
-            self._source.load_state_dict(state)
-            return self._reader.open(epoch=self.epoch)
-        if hasattr(self._source, "_starting_state_dict"):  # datasets would start at a state that was loaded before
-            self._source.load_state_dict(None)
-        if self.samples_in_epoch:
-            _LOGGER.warning(
-                "reading the first %d samples of epoch %d again to reach the position; "
-                "an iterable with state_dict and load_state_dict resumes without this",
-                self.samples_in_epoch,
-                self.epoch,
-            )
-        return self._reader.open(self.samples_in_epoch, epoch=self.epoch)
-
-    def _end_epoch(self, dropped: list[StepBatches]) -> None:
-        if self.epoch == self.samples_in_epoch == 0:
-            num_dropped = sum(row.num_samples or 0 for row in dropped)
-            raise DataError(
-                f"the iterable ended after {num_dropped} samples, less than one step; use more data or a smaller "
-                "global batch, and make __iter__ start over each time it is called"
-            )
-        self.seek(self.epoch + 1, 0)
+            layout.check_global_batch(global_batch_size)
+        rows = StreamRows(source, layout, already_batched, **reading)
+        super().__init__(rows, drop_last=drop_last, epoch=epoch, samples_in_epoch=samples_in_epoch)

@@ -93,7 +93,7 @@ class MicroBatchReader:
     def __init__(
         self,
         dataset: Any,
-        collate_fn: Collate | None,
+        collate_fn: Collate | None = None,
         *,
         num_workers: int = 0,
         pin_memory: bool = False,

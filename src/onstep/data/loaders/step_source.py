@@ -8,7 +8,7 @@ from itertools import islice, repeat
 from typing import Any
 
 from onstep.data.loaders.end_of_data import check_end, items_of
-from onstep.data.loaders.iterable_loader import Unindexed, count_samples, is_stateful
+from onstep.data.loaders.iterable_loader import count_samples, is_stateful
 from onstep.data.loaders.step_batches import Batch, Compared, StepBatches, StepSource
 from onstep.errors import DataError
 from onstep.processes.heartbeat import HEARTBEAT
@@ -16,7 +16,7 @@ from onstep.processes.heartbeat import HEARTBEAT
 _LOGGER = logging.getLogger(__name__)
 
 
-class IteratorReader(Unindexed):
+class IteratorReader:
     """Reads the steps of an iterator whose items are this rank's micro-batches. It has a single epoch, 0.
 
     Each rank reads an iterator of its own, which may end before those of others (`compared_by`).
@@ -69,9 +69,15 @@ class IteratorReader(Unindexed):
             return StepBatches(batches, None, None, [False] * num_batches, has_data=self._has_data)
         return StepBatches(batches, None, num_samples, [False] * num_batches, counts)
 
+    def has_next(self, num_microbatches: int) -> bool:
+        """Always True: only reading reveals where the data ends."""
+        return True
+
+    def leave_out(self, entries: Iterable[Sequence[int]]) -> None:
+        """Do nothing: micro-batches have no index."""
+
     def steps_per_epoch(self, num_microbatches: int) -> None:
         """Unknown."""
-        return
 
     def seek(self, epoch: int, samples_in_epoch: int) -> None:
         """Accept only the current position: an iterator counts items, not samples; use `load_state_dict` instead.

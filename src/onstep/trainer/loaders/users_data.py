@@ -14,7 +14,8 @@ from onstep.config.keys import diff
 from onstep.data import (
     EpochOrders,
     IterableLoader,
-    ListedLoader,
+    ListedRows,
+    Loader,
     OrderedBatches,
     OrderedSamples,
     OrderRandomness,
@@ -22,6 +23,7 @@ from onstep.data import (
 )
 from onstep.data.loaders.collate import length_of
 from onstep.data.loaders.micro_batch_reader import outlive_the_group
+from onstep.data.loaders.sample_order import MicroBatchLayout
 from onstep.distributed import World
 from onstep.errors import ConfigError, DataError
 from onstep.trainer.base_trainer import BaseTrainer
@@ -148,17 +150,16 @@ def _open_listed(
             f"get_train_dataloader returned loaders of {', '.join(map(str, counts))} batches on the ranks, which would "
             "wait for each other forever; give each rank equally many, or return self.accelerator.prepare(loader)"
         )
-    return ListedLoader(
+    rows = ListedRows(
         loader.dataset,
         orders,
-        micro_batch_size=args.per_device_train_batch_size,
-        rank=world.rank,
-        world_size=world.size,
+        MicroBatchLayout(args.per_device_train_batch_size, world.rank, world.size),
         is_share=is_share,
         seed=config.rng.seed if config.rng.data_seed is None else config.rng.data_seed,
         **_reading(loader, world),
         persistent_workers=loader.persistent_workers,
     )
+    return Loader(rows, drop_last=False)
 
 
 def _reading(loader: Any, world: World) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The file of text samples is appended to by one process and read by others at any time."""
+"""Text samples are read from the record of a run, or from the file that others append to at any time."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from onstep.analysis.logs.samples_log import (
     append_samples,
     newest_by_step,
     read_samples,
+    samples_of_run,
     set_samples_aside,
 )
 
@@ -94,3 +95,26 @@ def test_samples_of_an_earlier_run_are_set_aside(path: Path) -> None:
         append_samples(path, SAMPLES)
         set_samples_aside(path)
     assert sorted(one.name for one in path.parent.iterdir()) == ["text_samples.1.jsonl", "text_samples.2.jsonl"]
+
+
+def record_from(step: int, directory: Path) -> None:
+    """A record that begins after `step`, with a sample of step 10."""
+    lines = [
+        {"timestamp": 1.0, "global_step": step, "epoch": 0.0, "kind": "start"},
+        {"timestamp": 2.0, "global_step": 10, "epoch": 0.0, "kind": "decision", "prompt": "a", "text": "b"},
+        {"timestamp": 3.0, "global_step": 10, "epoch": 0.0, "kind": "sample", "prompt": "def ", "text": "kept"},
+    ]
+    (directory / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"timestamp": 4')
+
+
+def test_the_samples_of_a_run_are_those_in_its_record(path: Path) -> None:
+    append_samples(path, SAMPLES)
+    assert samples_of_run(path.parent) == SAMPLES, "a run of an earlier version"
+    record_from(0, path.parent)
+    assert samples_of_run(path.parent) == [TextSample(3.0, 10, "def ", "kept")]
+
+
+def test_a_run_that_an_earlier_version_began_has_the_samples_of_both(path: Path) -> None:
+    append_samples(path, [*SAMPLES, TextSample(2.7, 12, "def ", "abandoned")])
+    record_from(10, path.parent)
+    assert samples_of_run(path.parent) == [*SAMPLES, TextSample(3.0, 10, "def ", "kept")]

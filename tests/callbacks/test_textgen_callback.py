@@ -16,12 +16,13 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from onstep import Callback, Trainer, TrainingArguments, pretrain
-from onstep.analysis.logs.samples_log import read_samples
+from onstep.analysis.logs.samples_log import read_samples, samples_of_run
 from onstep.callbacks.textgen_callback import TextgenCallback
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
 from onstep.models.generation.prompts import continue_prompts
 from onstep.training.compute.undisturbed import preserve_state
+from tests.support.resuming import Interrupted
 from tests.support.small_models import qwen
 
 PROMPTS = ["def ", "import"]
@@ -110,6 +111,54 @@ def test_a_resumed_run_generates_when_the_first_one_would_have(config: ConfigCon
     config.train.exit_interval = None
     pretrain(config, callbacks=[textgen(writer, generation_steps=8)])
     assert writer.steps == [2, 8]
+
+
+class DiesAt7(Callback):
+    def on_step_end(self, context: Any) -> None:
+        if context.step == 7:
+            raise Interrupted
+
+
+@pytest.fixture
+def kept(config: ConfigContainer, tmp_path: Path) -> ConfigContainer:
+    """Texts at 2, 4, 6 and 8 and a checkpoint at 4, in a directory with a record."""
+    config.run.name, config.run.output_dir, config.run.save_weights = "run", str(tmp_path), False
+    config.checkpoint.save_interval = 4
+    return config
+
+
+def texts_of(config: ConfigContainer) -> list[tuple[int, str, str]]:
+    directory = Path(str(config.run.output_dir)) / str(config.run.name)
+    return [(one.step, one.prompt, one.text) for one in samples_of_run(directory)]
+
+
+def test_a_killed_run_has_each_text_once_in_its_record(kept: ConfigContainer, tmp_path: Path) -> None:
+    pretrain(kept, callbacks=[textgen(Writer())])
+    whole = texts_of(kept)
+    assert [(step, prompt) for step, prompt, _ in whole] == [(s, p) for s in (2, 4, 6, 8) for p in PROMPTS]
+    kept.run.name = "killed"
+    with pytest.raises(Interrupted):
+        pretrain(kept, callbacks=[textgen(Writer()), DiesAt7()])
+    assert texts_of(kept) == whole[:6]
+    pretrain(kept, callbacks=[textgen(Writer())])
+    assert texts_of(kept) == whole
+    in_file = read_samples(tmp_path / "killed" / "text_samples.jsonl")
+    assert [one.step for one in in_file[::2]] == [2, 4, 6, 6, 8], "a second view, to which lines are only added"
+
+
+class RollsBack(Callback):
+    """Goes back from step 7 to 4, and stops the run after the next step."""
+
+    def on_step_end(self, context: Any) -> None:
+        if context.step == 7:
+            context.control.rollback(to_step=4)
+        elif context.state.train_state.num_rollbacks:
+            context.control.stop("enough")
+
+
+def test_a_rollback_leaves_out_the_texts_of_the_abandoned_steps(kept: ConfigContainer) -> None:
+    pretrain(kept, callbacks=[textgen(Writer()), RollsBack()])
+    assert [step for step, _, _ in texts_of(kept)] == [2, 2, 4, 4]
 
 
 def test_without_a_writer_the_texts_are_logged(config: ConfigContainer, caplog: pytest.LogCaptureFixture) -> None:

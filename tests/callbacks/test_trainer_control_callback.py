@@ -21,6 +21,7 @@ from onstep.callbacks import EarlyStopping, TrainerControlCallback
 from onstep.config import ConfigContainer
 from onstep.control.registry import list_infos, read_info, read_token
 from onstep.errors import ConfigError
+from onstep.record import read_records
 
 JOB = "job-under-test"
 
@@ -152,6 +153,8 @@ def test_each_command_is_applied_at_the_end_of_a_step_and_recorded_with_its_auth
     directory = steered(talk)
     samples = [json.loads(line) for line in (directory / "text_samples.jsonl").read_text().splitlines()]
     assert [(one["prompt"], one["text"]) for one in samples] == [(seen["text"]["prompt"], seen["text"]["text"])]
+    abandoned = [one for one in read_records(directory / "record.branch-1.jsonl") if one["kind"] == "sample"]
+    assert [(one["prompt"], one["text"]) for one in abandoned] == [(seen["text"]["prompt"], seen["text"]["text"])]
     entries = decisions(directory)
     by_id = {one["details"].get("command_id"): one for one in entries}
     assert by_id[seen["set"]["id"]]["step"] == seen["set"]["step"]

@@ -106,6 +106,18 @@ def test_a_finished_run_is_shown_from_its_files(tmp_path: Path, browse: Callable
     assert kinds(client, "first") == ["decision", "save", "sample", "end"]
 
 
+def test_the_samples_of_a_run_are_followed_in_its_record(tmp_path: Path, browse: Callable[..., httpx.Client]) -> None:
+    run, record = write_run(tmp_path / "first", status="running"), tmp_path / "first" / "record.jsonl"
+    line = {"timestamp": 7.0, "global_step": 5, "kind": "sample", "prompt": "def ", "text": "g(x)"}
+    record.write_text(json.dumps({"timestamp": 1.0, "global_step": 0, "kind": "start"}) + "\n")
+    client = browse(run)
+    loaded(client, "first")
+    record.write_text(record.read_text() + json.dumps(line) + "\n")
+    until(lambda: "sample" in kinds(client, "first"))
+    [event] = client.get("/jobs/first/events", params={"kinds": "sample", "stream": 0}).json()["events"]
+    assert event["data"] == {"timestamp": 7.0, "step": 5, "prompt": "def ", "text": "g(x)"}
+
+
 def test_a_run_without_control_is_followed_and_refuses_commands(
     tmp_path: Path, browse: Callable[..., httpx.Client]
 ) -> None:

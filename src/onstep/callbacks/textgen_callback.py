@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 import yaml
 
-from onstep.analysis.logs.samples_log import FILE_NAME, TextSample, append_samples, set_samples_aside
+from onstep.analysis.logs.samples_log import FILE_NAME, keep_samples, set_samples_aside
 from onstep.config.field_types import is_integer_from
 from onstep.config.hf.checks import evaluates
 from onstep.errors import ConfigError, require, text_of
@@ -39,9 +38,9 @@ DEFAULT_GENERATION: dict[str, Any] = {"do_sample": True, "top_k": 20, "temperatu
 class TextgenCallback(TrainerCallback):
     """Continues prompts after an evaluation, and writes the texts to TensorBoard under `eval-text`.
 
-    In a run with a directory, the texts are also appended to its `text_samples.jsonl`, next to the metrics log (see
-    `onstep.analysis.logs.samples_log`). Texts longer than the model's trained length are continued within a sliding
-    window of that length.
+    In a run with a directory, the texts are also lines of its record and of its `text_samples.jsonl`, next to the
+    metrics log (see `onstep.analysis.logs.samples_log`). Texts longer than the model's trained length are continued
+    within a sliding window of that length.
 
     Works with Onstep's transformer (`pretrain`, with the tokenizer of the run) and with models that have the `generate`
     method of `transformers` (`Trainer`, with its `processing_class`), both with a key/value cache. Rank 0 generates
@@ -178,12 +177,7 @@ class TextgenCallback(TrainerCallback):
     def _write(self, args: Any, state: Any, texts: Sequence[tuple[str, str]]) -> None:
         if not state.is_world_process_zero:
             return
-        directory = logging_dir_of(args)
-        if directory is not None:
-            now = time.time()
-            directory.mkdir(parents=True, exist_ok=True)
-            samples = [TextSample(now, state.global_step, prompt, text) for prompt, text in texts]
-            append_samples(directory / FILE_NAME, samples)
+        keep_samples(state, logging_dir_of(args), texts)
         text = "\n\n---\n\n".join(f"{prompt} [START] {continuation}" for prompt, continuation in texts)
         if self.summary_writer is None:
             logger.info("%s at step %d:\n%s", TAG, state.global_step, text)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from onstep.events.control import Control
 from onstep.events.log_history import LogHistory
 from onstep.events.trainer_state import Record, TrainerState
+from onstep.record.kinds import Kind
 from onstep.train_state import TrainState
 
 
@@ -125,12 +126,14 @@ class RunState(TrainerState):
         info: facts about the run.
         control: returns the run's control.
         stateful_callbacks: returns the states of the callbacks, and of the control, that are exportable.
+        append: appends a line to the record of the run.
     """
 
     _progress: TrainState
     _info: RunInfo
     _control: Callable[[], Control]
     _exported: Callable[[], dict[str, Any]]
+    _append: Callable[[Kind, Mapping[str, Any]], None]
 
     def __init__(
         self,
@@ -138,9 +141,10 @@ class RunState(TrainerState):
         info: RunInfo,
         control: Callable[[], Control] | None = None,
         stateful_callbacks: Callable[[], dict[str, Any]] = dict,
+        append: Callable[[Kind, Mapping[str, Any]], None] = lambda kind, data: None,
     ) -> None:
         made = control if control is not None else _one_control()
-        vars(self).update(_progress=progress, _info=info, _control=made, _exported=stateful_callbacks)
+        vars(self).update(_progress=progress, _info=info, _control=made, _exported=stateful_callbacks, _append=append)
 
     def __getattr__(self, name: str) -> Any:
         progress, info = self.__dict__.get("_progress"), self.__dict__.get("_info")
@@ -163,6 +167,10 @@ class RunState(TrainerState):
         if name not in self._progress.user_attributes:
             raise AttributeError(f"state.{name} is not an attribute of yours, which alone can be deleted")
         del self._progress.user_attributes[name]
+
+    def append_to_record(self, kind: Kind, data: Mapping[str, Any]) -> None:
+        """Append a line about the last step to the record of the run; on rank 0, if the run has a directory."""
+        self._append(kind, data)
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._progress.user_attributes]

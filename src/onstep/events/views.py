@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from onstep.config import ConfigContainer
 from onstep.events.control import Control
 from onstep.events.run_state import RunInfo, RunState
+from onstep.record.kinds import Listener
 from onstep.train_state import TrainState
 
 if TYPE_CHECKING:
@@ -29,6 +30,13 @@ class WorldView(Protocol):
 
     def gather(self, item: Any) -> list[Any]:
         """Every rank's item, in rank order, on every rank. Collective; for small Python objects."""
+
+
+class RecordView(Protocol):
+    """The record of a run as callbacks see it."""
+
+    listeners: set[Listener]
+    """Called on rank 0 for each line, also in a run without a directory, whose record is not kept."""
 
 
 class RunView(Protocol):
@@ -84,6 +92,10 @@ class RunView(Protocol):
     @property
     def eval_dataloader(self) -> Any:
         """The validation data loader; None if there is none."""
+
+    @property
+    def record(self) -> RecordView:
+        """What happens in the run, line by line."""
 
     @property
     def timers(self) -> Any:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 FILE_NAME = "record.jsonl"
 
-Kind = Literal["start", "log", "evaluation", "test", "decision", "checkpoint", "end"]
-"""What a line is about: a start of the training, a logged step, an evaluation, a test, a decision, a checkpoint whose
-state holds everything up to this line, or the end of a process."""
+Kind = Literal["start", "log", "evaluation", "test", "decision", "sample", "checkpoint", "end"]
+"""What a line is about: a start of the training, a logged step, an evaluation, a test, a decision, a text from the
+model, a checkpoint whose state holds everything up to this line, or the end of a process."""
+
+Listener = Callable[[Kind, int, Mapping[str, Any]], None]
+"""Hears of a line: its kind, its step and its data."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-_WITHOUT_METRICS = frozenset({"start", "decision", "checkpoint", "end"})
+_WITHOUT_METRICS = frozenset({"start", "decision", "sample", "checkpoint", "end"})
 
 
 def has_metrics(line: Mapping[str, Any]) -> bool:

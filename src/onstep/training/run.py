@@ -202,7 +202,7 @@ class Run:
     @cached_property
     def trainer_state(self) -> RunState:
         """Hugging Face's view of the progress."""
-        return RunState(self.train_state, self.info, lambda: self.control, self._exported_states)
+        return RunState(self.train_state, self.info, lambda: self.control, self._exported_states, self.note)
 
     def _exported_states(self) -> dict[str, Any]:
         return self.entry_point.exported_states() | {"TrainerControl": self.control.state()}
@@ -246,10 +246,11 @@ class Run:
         return self.features.room(RunRecord)
 
     def note(self, kind: Kind, data: Mapping[str, Any], step: int | None = None) -> None:
-        """Append a line to the record, on rank 0 of a run with a directory; `step` is by default the last one done."""
-        if self.run_dir is not None and self.world.is_main:
+        """Append a line to the record, on rank 0; `step` is by default the last one done."""
+        if self.world.is_main:
             at = self.train_state.step if step is None else step
-            self.record.append(self.run_dir.path, kind, at, self.trainer_state.epoch, data)
+            directory = None if self.run_dir is None else self.run_dir.path
+            self.record.append(directory, kind, at, self.trainer_state.epoch, data)
 
     @cached_property
     def batch_sizes(self) -> NumMicroBatchesCalculator | None:

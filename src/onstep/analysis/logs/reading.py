@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +222,10 @@ class LogTail:
     The log must have one record per line, as metrics logs do; in other layouts, nothing is read. A record that is being
     written is read once it is complete.
 
+    Args:
+        path: the log.
+        wanted: whether to return a record; by default, whether it has metrics.
+
     Attributes:
         was_rewritten: whether the last `news` found that records read before had been replaced, as after a resume or a
             rollback.
@@ -231,8 +235,9 @@ class LogTail:
         FileNotFoundError: if the file does not exist.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, wanted: Callable[[Record], bool] = has_metrics) -> None:
         self.path = Path(path)
+        self._wanted = wanted
         self.was_rewritten = False
         self.num_long_lines = 0
         self._source = FileSource(self.path)
@@ -283,7 +288,7 @@ class LogTail:
                 text = line.strip(BLANK + b",[]")
                 stop = offset + line.find(text) + len(text)
                 if stop > self._position and isinstance(record := decoded(text), dict):
-                    records += [record] if has_metrics(record) else []
+                    records += [record] if self._wanted(record) else []
                     self._position = stop
                 offset += len(line) + 1
         return records

@@ -1,4 +1,4 @@
-"""Appends what a model wrote during training to `text_samples.jsonl`, and reads such files, even damaged ones."""
+"""Keeps what a model wrote during training, in the record of the run and in `text_samples.jsonl`, and reads both."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import json
 import math
 import os
 import stat
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from onstep.analysis.logs.lines import BLANK, FileSource
+from onstep.analysis.logs.reading import LogTail
 from onstep.analysis.logs.record_file import decoded
+from onstep.record import Record
+from onstep.record.kinds import FILE_NAME as RECORD
 
 FILE_NAME = "text_samples.jsonl"
 """Its place is next to the metrics log."""
@@ -32,6 +36,28 @@ class TextSample:
     prompt: str
     text: str
     """What the model added, without the prompt."""
+
+
+def keep_samples(state: Any, directory: Path | None, texts: Iterable[tuple[str, str]]) -> None:
+    """Keep pairs of prompt and text of the last step, on rank 0.
+
+    Each is a line in the record of the run, if there is one, and in `text_samples.jsonl`.
+
+    Args:
+        state: the `TrainerState`; that of Hugging Face's own Trainer has no record.
+        directory: that of `text_samples.jsonl`; None writes no file.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    now = time.time()
+    samples = [TextSample(now, state.global_step, prompt, text) for prompt, text in texts]
+    if (append := getattr(state, "append_to_record", None)) is not None:
+        for sample in samples:
+            append("sample", {"prompt": sample.prompt, "text": sample.text})
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        append_samples(directory / FILE_NAME, samples)
 
 
 def append_samples(path: Path, samples: Iterable[TextSample]) -> None:
@@ -57,14 +83,35 @@ def read_samples(path: Path) -> list[TextSample]:
     Raises:
         OSError: if the file exists and cannot be read.
     """
-    if not path.is_file():
-        return []
-    found: deque[TextSample] = deque(maxlen=MOST_SAMPLES)
-    for piece in FileSource(path).pieces():
-        for line in [] if piece.is_too_long else piece.lines:
-            if line.strip(BLANK) and (sample := _sample(line)) is not None:
-                found.append(sample)
-    return list(found)
+    return list(deque(filter(None, map(sample_of, _lines(path))), maxlen=MOST_SAMPLES))
+
+
+def samples_of_run(directory: Path) -> list[TextSample]:
+    """The samples in the directory of a run, in order, without those of steps that a resume or a rollback abandoned.
+
+    They are those in its record. `text_samples.jsonl` has those from before the record begins, as in a run that a
+    version before 0.5 began.
+
+    Raises:
+        OSError: if a file exists and cannot be read.
+    """
+    in_file, lines = read_samples(directory / FILE_NAME), _lines(directory / RECORD)
+    first = next(lines, None)
+    if first is None:
+        return in_file
+    begins_at = first.get("global_step")
+    earlier = [sample for sample in in_file if begins_at and sample.step <= begins_at]
+    return [*earlier, *deque(filter(None, map(sample_of, lines)), maxlen=MOST_SAMPLES)]
+
+
+def follow_samples(directory: Path) -> LogTail:
+    """Follows the samples of a run: in its record, or in `text_samples.jsonl` if it has none.
+
+    Raises:
+        FileNotFoundError: if it has neither.
+    """
+    record = directory / RECORD
+    return LogTail(record if record.is_file() else directory / FILE_NAME, lambda line: sample_of(line) is not None)
 
 
 def newest_by_step(samples: Iterable[TextSample]) -> dict[int, dict[str, str]]:
@@ -85,15 +132,23 @@ def set_samples_aside(path: Path) -> None:
         path.rename(next(name for name in names if not name.exists()))
 
 
-def _sample(line: bytes) -> TextSample | None:
-    record = decoded(line)
-    if not isinstance(record, dict):
-        return None
-    timestamp: Any = record.get("timestamp")
-    step: Any = record.get("step")
-    prompt, text = record.get("prompt"), record.get("text")
+def sample_of(line: Record) -> TextSample | None:
+    """The sample in a line of a record or of `text_samples.jsonl`; None if it holds something else."""
+    is_in_record = line.get("kind") == "sample"
+    timestamp: Any = line.get("timestamp")
+    step: Any = line.get("global_step" if is_in_record else "step")
+    prompt, text = line.get("prompt"), line.get("text")
     is_time = isinstance(timestamp, (int, float)) and not isinstance(timestamp, bool) and math.isfinite(timestamp)
     is_step = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**63
     if not (is_time and is_step and isinstance(prompt, str) and isinstance(text, str)):
         return None
     return TextSample(float(timestamp), step, prompt, text)
+
+
+def _lines(path: Path) -> Iterator[Record]:
+    """The JSON objects in a file; none if it is missing."""
+    pieces = FileSource(path).pieces() if path.is_file() else ()
+    for piece in pieces:
+        for line in [] if piece.is_too_long else piece.lines:
+            if line.strip(BLANK) and isinstance(record := decoded(line), dict):
+                yield record

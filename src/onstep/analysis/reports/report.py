@@ -101,7 +101,7 @@ def _details(logs: Sequence[TrainingLog], comparison: Comparison, left_out: int)
         time_ledger(log, as_number(record.get("continued_at")), [as_number(one.get("timestamp")) for one in decisions])
         for log, record, decisions in zip(logs, records, decided, strict=True)
     ]
-    written = [_readable(samples_log.read_samples, place / samples_log.FILE_NAME, remarks) for place in places]
+    written = [_readable(samples_log.samples_of_run, place, remarks) for place in places]
     parts = (
         sections.samples(labels, written),
         sections.time(labels, ledgers),

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from onstep.analysis.logs.files import FILE_NAME as LOG_NAME
-from onstep.analysis.logs.samples_log import FILE_NAME, newest_by_step, read_samples
+from onstep.analysis.logs.samples_log import newest_by_step, samples_of_run
 from onstep.analysis.logs.training_log import TrainingLog
 from onstep.analysis.plots.terminal_curve import terminal_curve
 from onstep.analysis.text_tables import printable
@@ -30,7 +30,7 @@ _ROWS = 96
 def show_end(directory: Path) -> None:
     """Print the end of the demo of a run: what it wrote, its loss, and the next commands."""
     width = min(shutil.get_terminal_size().columns, 160)
-    by_step = newest_by_step(read_samples(directory / FILE_NAME))
+    by_step = newest_by_step(samples_of_run(directory))
     lines = [*sample_lines(by_step, width), *_curve(directory, width), *_loss_lines(directory), "Try next:"]
     encoding = sys.stdout.encoding or "utf-8"
     for line in [*lines, *(f"  {command}" for command in next_commands(name_of_run(directory)))]:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from onstep.analysis.logs.decisions_log import FILE_NAME as DECISIONS
 from onstep.analysis.logs.reading import LogTail, read_log
 from onstep.analysis.logs.run_status import ending_of, run_record, status_of
+from onstep.analysis.logs.samples_log import follow_samples, sample_of
 from onstep.analysis.logs.tokenizers import tokenizer_of
 from onstep.control.feed import Feed, finite_number
 from onstep.errors import DataError
 from onstep.record import Record
-
-_LINES = {"decisions.jsonl": "decision", "text_samples.jsonl": "sample"}
-"""Files with one JSON object a line, and the kind of event of each."""
 
 
 class RunFiles:
@@ -31,7 +31,8 @@ class RunFiles:
         self._log = log
         self._feed = feed
         self._tails: dict[Path, LogTail] = {}
-        self._newest = float("-inf")
+        self._samples: LogTail | None = None
+        self._newest = self._newest_sample = float("-inf")
         self._speed = _Speed()
 
     def load(self) -> None:
@@ -40,15 +41,13 @@ class RunFiles:
             self._open(self._log).last(0)  # before the records, so that none is missed
             records, _ = read_log(self._log)
             self._add_records(records)
-        for name, kind in _LINES.items():
-            self._add_events(kind, self._news(self._log.parent / name))
+        self._add_events()
         self._update_status()
 
     def follow(self) -> None:
         """Read what was added since the last call."""
         self._add_records(self._news(self._log))
-        for name, kind in _LINES.items():
-            self._add_events(kind, self._news(self._log.parent / name))
+        self._add_events()
         self._update_status()
 
     def _open(self, path: Path) -> LogTail:
@@ -71,13 +70,21 @@ class RunFiles:
             self._feed.add_record(dict(record))
             self._speed.add(record.get("global_step"), timestamp)
 
-    def _add_events(self, kind: str, entries: Iterable[Record]) -> None:
-        for entry in entries:
-            self._feed.add_event(kind, dict(entry))
+    def _add_events(self) -> None:
+        for entry in self._news(self._log.parent / DECISIONS):
+            self._feed.add_event("decision", dict(entry))
             if entry.get("flag") == "saved":
                 details = entry.get("details")
                 path = details.get("path") if isinstance(details, dict) else None
                 self._feed.add_event("save", {**entry, "path": path})
+
+        with suppress(OSError):  # there is none yet, or it is not readable
+            self._samples = self._samples or follow_samples(self._log.parent)
+            found, newest = filter(None, map(sample_of, self._samples.news())), self._newest_sample
+            for sample in found:
+                if sample.timestamp > newest:  # else it was read before the run was resumed
+                    self._feed.add_event("sample", asdict(sample))
+                    self._newest_sample = max(self._newest_sample, sample.timestamp)
 
     def _update_status(self) -> None:
         record, latest = run_record(self._log.parent), self._feed.latest

@@ -9,7 +9,7 @@ from typing import Any
 
 from onstep.record import Record
 from onstep.record.history import is_reported
-from onstep.record.kinds import FILE_NAME, Kind
+from onstep.record.kinds import FILE_NAME, Kind, Listener
 from onstep.record.writer import JsonLogWriter
 from onstep.training.protocols import StateDict
 
@@ -27,6 +27,8 @@ class RunRecord:
         self.num_reported = 0
         """Number of lines so far, with those that were lost since, that belong to `log_history`; that has more if an
         earlier version began the run."""
+        self.listeners: set[Listener] = set()
+        """Called for each line, after it was written."""
         self.is_held = False
         """Whether more lines follow, and the file is closed after them."""
         self._writer.level_of_branches = logging.DEBUG  # every resume after a kill has some
@@ -49,16 +51,19 @@ class RunRecord:
             return position.read
         return (lambda: lines) if lines else None
 
-    def append(self, directory: Path, kind: Kind, step: int, epoch: float, data: Mapping[str, Any]) -> None:
+    def append(self, directory: Path | None, kind: Kind, step: int, epoch: float, data: Mapping[str, Any]) -> None:
         """Append a line; it is in the file on return, or waits in memory while the disk refuses it.
 
-        The line's kind and not a metric of that name is its `kind`.
+        The line's kind and not a metric of that name is its `kind`. A run without a directory keeps no lines.
         """
-        if not self._writer.is_open:
-            self._writer.reopen(directory)
-        line = {"kind": kind, **data} | {"kind": kind}
-        self.num_reported += is_reported(line)
-        self._writer.write_record(step, epoch, line)
+        if directory is not None:
+            if not self._writer.is_open:
+                self._writer.reopen(directory)
+            line = {"kind": kind, **data} | {"kind": kind}
+            self.num_reported += is_reported(line)
+            self._writer.write_record(step, epoch, line)
+        for hear in self.listeners:
+            hear(kind, step, data)
 
     def close(self) -> None:
         """Make the file durable and close it; a later line reopens it, which reads the whole file."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from onstep.analysis.logs.reading import LogTail
-from onstep.analysis.logs.samples_log import FILE_NAME, TextSample, append_samples
+from onstep.analysis.logs.samples_log import keep_samples, samples_of_run
 from onstep.analysis.logs.tokenizers import tokenizer_of
 from onstep.checkpoint import checkpoints
 from onstep.commands import COMMANDS
@@ -26,6 +25,7 @@ from onstep.events import CallbackContext, CallbackManager, RunView, TrainerCall
 from onstep.events.settings import check_setting
 from onstep.metrics.torch_profiler import NextSteps, is_recording
 from onstep.models.generation.prompts import can_generate, continue_prompts
+from onstep.record.kinds import Kind
 from onstep.record.writer import logging_dir_of
 from onstep.training.compute.undisturbed import preserve_state
 from onstep.training.watchdog.stack_exchange import StackExchange
@@ -88,8 +88,6 @@ class TrainerControlCallback(TrainerCallback):
         self._model: Any = None
         self._stacks: StackExchange | None = None
         self._profile: NextSteps | None = None
-        self._samples: LogTail | None = None
-        self._samples_path: Path | None = None
         self._is_paused = False
         self._evaluated_step: int | None = None
 
@@ -110,9 +108,8 @@ class TrainerControlCallback(TrainerCallback):
             self._reset(run, context.trainer_state)
             dirs = {"output_dir": getattr(args, "output_dir", None), "logging_dir": logging_dir_of(args)}
             paths = {name: absolute(path) for name, path in dirs.items()}
-            directory = logging_dir_of(args)
-            self._samples, self._samples_path = None, None if directory is None else directory / FILE_NAME
-            self._show_samples()
+            self._show_earlier_samples(run.run_dir)
+            run.record.listeners.add(self._hear)
             self._server.open(self.feed, self.inbox, run.control.commands, **paths)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -252,30 +249,24 @@ class TrainerControlCallback(TrainerCallback):
                 texts = continue_prompts(self._model, tokenizer, prompts, _SAMPLING, max_new_tokens, seed=context.step)
         except Exception as error:  # noqa: BLE001 - models can raise anything; a failed sample must not end the run
             return [{"error": f"{type(error).__name__}: {text_of(error)}"}]
-        if self._samples_path is not None:
-            samples = [TextSample(time.time(), context.step, prompt, text) for prompt, text in texts]
-            with self._explained("keep the texts"):
-                append_samples(self._samples_path, samples)
-            self._show_samples()
+        try:
+            keep_samples(context.trainer_state, logging_dir_of(context.args), texts)
+        except OSError as error:
+            logger.warning("control: cannot keep the texts: %s", error)
         return [{"prompt": prompt, "text": text} for prompt, text in texts]
 
-    def _show_samples(self) -> None:
-        """Show what has been added to the file of texts, by a TextgenCallback or a command."""
-        if self._samples_path is not None:
-            with self._explained("show the texts"):
-                self._samples = self._samples or LogTail(self._samples_path)
-                for sample in self._samples.news():
-                    self.feed.add_event("sample", dict(sample))
-
-    @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        """Warn if a file cannot be used: the training does not depend on it."""
+    def _show_earlier_samples(self, run_dir: Any) -> None:
+        """Show the texts that a resumed run has; the training does not depend on them."""
         try:
-            yield
-        except FileNotFoundError:  # nothing was written yet
-            pass
+            for sample in [] if run_dir is None else samples_of_run(run_dir.path):
+                self.feed.add_event("sample", asdict(sample))
         except OSError as error:
-            logger.warning("control: cannot %s: %s", what, error)
+            logger.warning("control: cannot show the texts of before: %s", error)
+
+    def _hear(self, kind: Kind, step: int, data: Mapping[str, Any]) -> None:
+        """Show a text that a TextgenCallback or a command has added to the record."""
+        if kind == "sample":
+            self.feed.add_event(kind, {"timestamp": time.time(), "step": step, **data})
 
     def _begin_profile(self, context: CallbackContext, steps: int) -> None:
         run = context.state
@@ -313,8 +304,6 @@ class TrainerControlCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Show a record of the metrics log."""
-        if self._server.is_open:
-            self._show_samples()
         if self._server.is_open and logs:
             self.feed.add_record({"timestamp": time.time(), "step": state.global_step, "epoch": state.epoch, **logs})
 

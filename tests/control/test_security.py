@@ -272,7 +272,6 @@ def test_headers_without_an_end_are_not_read(job: Served) -> None:
         "/static/.",
         "/static/",
         "/static/index.html%00.js",
-        "http://evil.example/jobs",
         "//evil.example/jobs",
     ],
 )
@@ -282,6 +281,13 @@ def test_no_path_leads_out_of_the_jobs_and_the_pages_files(job: Served, path: st
     assert status_of(answer) in (400, 404)
     assert b"root:" not in answer
     assert b"import" not in answer
+
+
+def test_the_host_in_a_request_target_does_not_replace_the_name_that_a_server_is_called_by(job: Served) -> None:
+    target = b"GET http://localhost/jobs HTTP/1.1\r\n"
+    for host, status in ((b"localhost", 200), (b"evil.example", 421)):
+        answer = job.raw(target + b"Host: " + host + b"\r\nConnection: close\r\n" + BEARER + b"\r\n")
+        assert status_of(answer) == status
 
 
 def hello() -> bytes:

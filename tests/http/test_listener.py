@@ -6,7 +6,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 from starlette.applications import Starlette
@@ -141,6 +141,46 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off() -> None:
         [client] = server.connect(1, b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
         time.sleep(3.5)
         assert ends_within(client, 2.0)
+
+
+def test_a_client_that_sends_its_body_byte_by_byte_is_cut_off() -> None:
+    with serving(body_seconds=1.0) as server:
+        [client] = server.connect(1, BODY)
+        is_cut = False
+        for _ in range(40):
+            time.sleep(0.1)
+            with suppress(ConnectionError):
+                client.sendall(b"x")
+            is_cut = is_cut or not is_open(client)
+        assert is_cut
+
+
+def _with_headers_of(size: int) -> bytes:
+    return HELLO[:-2] + b"X: " + b"x" * (size - len(HELLO) - 5) + b"\r\n\r\n"
+
+
+@pytest.mark.parametrize("at_once", [700, 1 << 20])
+def test_a_request_is_read_no_further_than_its_headers_may_be_long(at_once: int) -> None:
+    with serving(header_bytes=20_000) as server:
+        for size, is_answered in ((20_000, True), (20_001, False)):
+            [client] = server.connect()
+            request = _with_headers_of(size)
+            for start in range(0, size, at_once):
+                client.sendall(request[start : start + at_once])
+            client.settimeout(5.0)
+            try:
+                answer = client.recv(8)
+            except ConnectionError:
+                answer = b""
+            assert answer == (b"HTTP/1.1" if is_answered else b"")
+
+
+@pytest.mark.parametrize("first", [HELLO, BODY + b"x" * 97])
+def test_headers_behind_a_request_have_the_same_limit(first: bytes) -> None:
+    with serving() as server:
+        [client] = server.connect(1, first + HELLO[:-2] + b"X: ")
+        with pytest.raises(OSError, match=r"reset|pipe"):
+            client.sendall(b"x" * 30_000_000)
 
 
 def test_a_body_that_nobody_reads_is_not_read_to_its_end() -> None:

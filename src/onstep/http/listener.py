@@ -8,10 +8,14 @@ import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onstep.http.throttle import Throttle
 
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+_UNLIMITED = 1 << 62
 _PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -28,10 +32,11 @@ class ClientLimits:
     request_seconds: float = 10.0
     """For the beginning of a request, and between two requests."""
     body_seconds: float = 10.0
-    """For the next piece of a body."""
+    """For the next kilobyte of a body, or its end."""
     answer_seconds: float = 30.0
     """For a client to read some of an answer that fills its connection's buffers."""
     header_bytes: int = 16 << 10
+    """Of a request, before its body."""
     finish_seconds: int = 1
     """For answers that are being given when the server stops."""
 
@@ -39,12 +44,24 @@ class ClientLimits:
 class Client:
     """One connection, as far as its server decides about it."""
 
-    def __init__(self, connection: socket.socket | None = None, deadline: float | None = None) -> None:
+    def __init__(
+        self,
+        connection: socket.socket | None = None,
+        deadline: float | None = None,
+        header_bytes: int = _UNLIMITED,
+    ) -> None:
         self._connection = connection
+        self._header_bytes = header_bytes
+        self.receivable_bytes = header_bytes
+        """How many bytes are read from its socket until the server expects more."""
         self.is_admitted = False
         """Whether the last request had a valid token or session; set by what checks that."""
         self.deadline = deadline
         """When the connection is cut off, in seconds of `time.monotonic`; None while the server works for it."""
+
+    def expect(self, *, has_body: bool) -> None:
+        """Read the body of the request that has begun, which what reads it bounds; without one, another request."""
+        self.receivable_bytes = _UNLIMITED if has_body else self._header_bytes
 
     @property
     def descriptor(self) -> int:
@@ -56,6 +73,25 @@ class Client:
         if self._connection is not None:
             with suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
+
+
+class Connection(socket.socket):
+    """The socket of a client, at its end as soon as a request has too many headers: parsers keep incomplete ones."""
+
+    client: Client
+
+    def recv(self, size: int, flags: int = 0, /) -> bytes:
+        """Receive as many bytes as the client may send; none if it has sent them."""
+        data = super().recv(min(size, self.client.receivable_bytes), flags)
+        self.client.receivable_bytes -= len(data)
+        return data
+
+    def recv_into(self, buffer: WriteableBuffer, nbytes: int = 0, flags: int = 0) -> int:
+        """The same into memory, as TLS needs it."""
+        size = min(nbytes or len(memoryview(buffer)), self.client.receivable_bytes)
+        count = super().recv_into(buffer, size, flags) if size else 0
+        self.client.receivable_bytes -= count
+        return count
 
 
 class Listener(socket.socket):
@@ -96,9 +132,7 @@ class Listener(socket.socket):
         except OSError as error:
             self._failure = None if error.errno in _PASSING else error
             raise
-        if self.family != socket.AF_UNIX:
-            self._add(address[:2], connection)
-        return connection, address
+        return connection if self.family == socket.AF_UNIX else self._add(address[:2], connection), address
 
     def client(self, address: tuple[str, int] | None) -> Client:
         """The client at an address; one without limits if it is unknown, as on a Unix socket."""
@@ -133,13 +167,16 @@ class Listener(socket.socket):
                 os.dup2(nothing, descriptor, inheritable=False)  # their owners close them later, by number
         os.close(nothing)
 
-    def _add(self, address: tuple[str, int], connection: socket.socket) -> None:
+    def _add(self, address: tuple[str, int], accepted: socket.socket) -> Connection:
         now = time.monotonic()
         self._resumes_at = now + self._throttle.reserve()
         if len(self._clients) >= self.limits.connections:
             self._make_room()
         self._clients.pop(address, None)
-        self._clients[address] = Client(connection, now + self.limits.request_seconds)
+        connection = Connection(fileno=accepted.detach())
+        connection.client = Client(connection, now + self.limits.request_seconds, self.limits.header_bytes)
+        self._clients[address] = connection.client
+        return connection
 
     def _make_room(self) -> None:
         """Cut off some strangers, or else the first idle client; a busy server answers 503 by itself."""

@@ -135,7 +135,6 @@ def _config(app: ASGIApp, listener: Listener, tls: TlsFiles | None) -> Config:
 
     config = Config(
         Watch(app, listener),
-        http="h11",
         ws="none",
         lifespan="off",
         interface="asgi3",
@@ -147,7 +146,6 @@ def _config(app: ASGIApp, listener: Listener, tls: TlsFiles | None) -> Config:
         backlog=limits.backlog,
         timeout_keep_alive=int(limits.request_seconds),
         timeout_graceful_shutdown=limits.finish_seconds,
-        h11_max_incomplete_event_size=limits.header_bytes,
         callback_notify=cut_slow,
         timeout_notify=0,
         ssl_certfile=None if tls is None else tls.certificate,

@@ -168,7 +168,7 @@ def test_a_body_in_chunks_is_refused_although_its_length_is_given(
     head, body = submission(server, one, parameters, "1.1", "Transfer-Encoding: chunked")
     with connect(server) as connection:
         connection.sendall(head + b"%x\r\n" % len(body) + body[:10])
-        assert answer_on(connection)[0] == 411
+        assert answer_on(connection)[0] == 400
     assert server.sync_round == 0
 
 

@@ -149,6 +149,25 @@ def test_a_rollback_moves_the_lines_of_the_abandoned_steps_aside(config: ConfigC
     assert decisions == ["rollback", "rolled_back"]
 
 
+def test_the_decisions_of_all_branches_are_in_the_record_and_in_decisions_jsonl(
+    config: ConfigContainer, path: Path
+) -> None:
+    """What a resume or a rollback moves aside with its steps stays in `decisions.jsonl`, which is never cut."""
+    rolls_back = At(6, lambda context: context.control.rollback(to_step=4, reason="as a test"))
+    interrupted(config, 7, At(3, lambda context: context.control.save("early")), rolls_back)
+    pretrain(config, callbacks=[At(7, lambda context: context.control.stop("enough"))])
+    branches = sorted(path.parent.glob("record.branch-*.jsonl"))
+    lines = [line for one in (path, *branches) for line in read_records(one) if line["kind"] == "decision"]
+    rows = [json.loads(line) for line in path.with_name("decisions.jsonl").read_text().splitlines()]
+    in_file = [row for row in rows if row["flag"] != "saved"]  # its checkpoint has a line of its own
+    keys = ("flag", "author", "event", "reason", "details")
+    in_record = sorted(([one["global_step"], *map(one.get, keys)] for one in lines), key=str)
+    assert in_record == sorted(([one["step"], *map(one.get, keys)] for one in in_file), key=str)
+    assert [one["flag"] for one in in_file] == ["should_save", "rollback", "rolled_back", "should_training_stop"]
+    here = [line["flag"] for line in read_records(path) if line["kind"] == "decision"]
+    assert "rollback" not in here, "it was made in a step that was abandoned"
+
+
 def test_a_rollback_to_a_checkpoint_without_a_position_goes_by_steps(
     config: ConfigContainer, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from onstep.analysis.logs.lines import BLANK, FileSource
-from onstep.analysis.logs.record_file import decoded
+from onstep.analysis.logs.record_file import objects_in
 from onstep.commands import decided_words, fill
 
 Decision = dict[str, Any]
@@ -32,12 +31,7 @@ _EXITS = {"16": " (restart, on another device if possible)", "17": " (the fault 
 
 def read_decisions(path: Path) -> Iterator[Decision]:
     """The decisions in the order they were written; a line torn by a crash, or too long, is skipped."""
-    if not path.is_file():
-        return
-    for piece in FileSource(path).pieces():
-        for line in [] if piece.is_too_long else piece.lines:
-            if isinstance(decision := decoded(line.strip(BLANK)), dict):
-                yield decision
+    return objects_in(path)
 
 
 def decision_lines(decision: Decision) -> list[str]:

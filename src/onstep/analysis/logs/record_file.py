@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -202,6 +203,20 @@ def decoded(text: bytes) -> Any:
     except (ValueError, RecursionError):
         return None
     return value
+
+
+def objects_in(path: Path) -> Iterator[Record]:
+    """The JSON objects in a file with one in each line, in order; none if it is missing.
+
+    A line that a crash has torn, that is too long or that holds something else is skipped.
+
+    Raises:
+        OSError: if the file exists and cannot be read.
+    """
+    for piece in FileSource(path).pieces() if path.is_file() else ():
+        for line in [] if piece.is_too_long else piece.lines:
+            if isinstance(found := decoded(line.strip(BLANK)), dict):
+                yield found
 
 
 _PAIR = re.compile(

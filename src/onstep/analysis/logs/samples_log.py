@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
 import stat
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from onstep.analysis.logs.lines import BLANK, FileSource
 from onstep.analysis.logs.reading import LogTail
-from onstep.analysis.logs.record_file import decoded
+from onstep.analysis.logs.record_file import objects_in
 from onstep.record import Record
 from onstep.record.kinds import FILE_NAME as RECORD
+from onstep.record.names import rename_aside
 
 FILE_NAME = "text_samples.jsonl"
 """Its place is next to the metrics log."""
@@ -83,7 +82,7 @@ def read_samples(path: Path) -> list[TextSample]:
     Raises:
         OSError: if the file exists and cannot be read.
     """
-    return list(deque(filter(None, map(sample_of, _lines(path))), maxlen=MOST_SAMPLES))
+    return list(deque(filter(None, map(sample_of, objects_in(path))), maxlen=MOST_SAMPLES))
 
 
 def samples_of_run(directory: Path) -> list[TextSample]:
@@ -95,7 +94,7 @@ def samples_of_run(directory: Path) -> list[TextSample]:
     Raises:
         OSError: if a file exists and cannot be read.
     """
-    in_file, lines = read_samples(directory / FILE_NAME), _lines(directory / RECORD)
+    in_file, lines = read_samples(directory / FILE_NAME), objects_in(directory / RECORD)
     first = next(lines, None)
     if first is None:
         return in_file
@@ -128,8 +127,7 @@ def newest_by_step(samples: Iterable[TextSample]) -> dict[int, dict[str, str]]:
 def set_samples_aside(path: Path) -> None:
     """Rename a file of samples to `text_samples.<n>.jsonl`, so that a run can start from scratch."""
     if path.is_file():
-        names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
-        path.rename(next(name for name in names if not name.exists()))
+        rename_aside(path, "")
 
 
 def sample_of(line: Record) -> TextSample | None:
@@ -143,12 +141,3 @@ def sample_of(line: Record) -> TextSample | None:
     if not (is_time and is_step and isinstance(prompt, str) and isinstance(text, str)):
         return None
     return TextSample(float(timestamp), step, prompt, text)
-
-
-def _lines(path: Path) -> Iterator[Record]:
-    """The JSON objects in a file; none if it is missing."""
-    pieces = FileSource(path).pieces() if path.is_file() else ()
-    for piece in pieces:
-        for line in [] if piece.is_too_long else piece.lines:
-            if line.strip(BLANK) and isinstance(record := decoded(line), dict):
-                yield record

@@ -35,10 +35,30 @@ TEXT = "dataset.paths=[corpus]"
 PAUSES = "train.exit_interval=2"
 
 
+def with_corpus(processes: Processes, directory: Path) -> Shell:
+    for name in ("a.txt", "b.txt", "c.txt"):
+        write(directory / "corpus" / name, f"{name}: " + "some text of the corpus. " * 200)
+    return Shell(processes, directory)
+
+
 @pytest.fixture
 def shell(processes: Processes, tmp_path: Path) -> Shell:
-    for name in ("a.txt", "b.txt", "c.txt"):
-        write(tmp_path / "corpus" / name, f"{name}: " + "some text of the corpus. " * 200)
+    """A directory with a corpus of three files."""
+    return with_corpus(processes, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def stopped(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the corpus and a run on it that is paused, to be copied."""
+    shell = with_corpus(processes, tmp_path_factory.mktemp("stopped"))
+    pause(shell, TEXT)
+    return shell.directory
+
+
+@pytest.fixture
+def paused(stopped: Path, processes: Processes, tmp_path: Path) -> Shell:
+    """A directory of its own with the corpus and a run on it that is paused."""
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
     return Shell(processes, tmp_path)
 
 
@@ -51,7 +71,7 @@ def train(shell: Shell, *words: str) -> Done:
     return shell.onstep("train", *SMALL, *words)
 
 
-def paused(shell: Shell, *words: str) -> None:
+def pause(shell: Shell, *words: str) -> None:
     done = train(shell, PAUSES, *words)
     assert done.returncode == 0, done.stderr
     assert record(shell)["status"] == "paused"
@@ -78,20 +98,19 @@ def refused(shell: Shell, *words: str) -> str:
     return done.stderr
 
 
-def test_changed_added_and_removed_files_are_each_named_and_the_run_is_left_alone(shell: Shell) -> None:
-    paused(shell, TEXT)
-    corpus = shell.directory / "corpus"
+def test_changed_added_and_removed_files_are_each_named_and_the_run_is_left_alone(paused: Shell) -> None:
+    corpus = paused.directory / "corpus"
     write(corpus / "a.txt", "a.txt: " + "some t3xt of the corpus. " * 200)  # as many bytes
     (corpus / "b.txt").rename(corpus / "d.txt")
-    said = refused(shell, TEXT)
+    said = refused(paused, TEXT)
     assert "corpus/a.txt was changed, corpus/d.txt was added, corpus/b.txt was removed" in said
     assert "c.txt" not in said
     assert "--on-config-change apply" in said
-    done = train(shell, TEXT, "--on-config-change", "apply")
+    done = train(paused, TEXT, "--on-config-change", "apply")
     assert done.returncode == 0, done.stderr
     assert "corpus/a.txt was changed" in done.stdout + done.stderr
-    assert record(shell)["status"] == "completed"
-    assert "nothing left to do" in train(shell, TEXT).stdout, "the run is now one on the changed data"
+    assert record(paused)["status"] == "completed"
+    assert "nothing left to do" in train(paused, TEXT).stdout, "the run is now one on the changed data"
 
 
 def test_the_help_says_what_the_switch_does(shell: Shell) -> None:
@@ -99,10 +118,9 @@ def test_the_help_says_what_the_switch_does(shell: Shell) -> None:
     assert "If values or the files of the data changed since the run started: error, keep (stored values) or" in said
 
 
-def test_keep_cannot_restore_files_and_says_so(shell: Shell) -> None:
-    paused(shell, TEXT)
-    write(shell.directory / "corpus" / "a.txt", "other text " * 300)
-    assert "cannot restore files" in refused(shell, TEXT, "--on-config-change", "keep")
+def test_keep_cannot_restore_files_and_says_so(paused: Shell) -> None:
+    write(paused.directory / "corpus" / "a.txt", "other text " * 300)
+    assert "cannot restore files" in refused(paused, TEXT, "--on-config-change", "keep")
 
 
 def test_a_finished_run_names_the_changed_file(shell: Shell) -> None:
@@ -130,60 +148,55 @@ def test_a_finished_run_whose_corpus_is_gone_is_still_finished(shell: Shell) -> 
     assert "'corpus' does not exist" in done.stdout
 
 
-def test_content_counts_and_neither_times_nor_places(shell: Shell, tmp_path: Path) -> None:
-    paused(shell, TEXT)
+def test_content_counts_and_neither_times_nor_places(paused: Shell, tmp_path: Path) -> None:
     for path in (tmp_path / "corpus").iterdir():
         os.utime(path, (1, 1))
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     for name in ("corpus", "runs"):
         shutil.move(tmp_path / name, elsewhere / name)
-    done = train(Shell(shell.processes, elsewhere), TEXT)
+    done = train(Shell(paused.processes, elsewhere), TEXT)
     assert done.returncode == 0, done.stderr
-    assert record(Shell(shell.processes, elsewhere))["status"] == "completed"
+    assert record(Shell(paused.processes, elsewhere))["status"] == "completed"
 
 
-def test_a_directory_that_moved_is_the_same_data_under_another_path(shell: Shell) -> None:
-    paused(shell, TEXT)
-    (shell.directory / "corpus").rename(shell.directory / "moved")
-    assert "dataset.paths is ['corpus'] there and ['moved'] here" in refused(shell, "dataset.paths=[moved]")
-    done = train(shell, "dataset.paths=[moved]", "--on-config-change=apply")
+def test_a_directory_that_moved_is_the_same_data_under_another_path(paused: Shell) -> None:
+    (paused.directory / "corpus").rename(paused.directory / "moved")
+    assert "dataset.paths is ['corpus'] there and ['moved'] here" in refused(paused, "dataset.paths=[moved]")
+    done = train(paused, "dataset.paths=[moved]", "--on-config-change=apply")
     assert done.returncode == 0, done.stderr
     assert "has changed:" not in done.stdout + done.stderr
 
 
-def test_a_run_of_an_earlier_version_continues_with_one_line(shell: Shell) -> None:
-    paused(shell, TEXT)
-    run = shell.directory / "runs" / "run"
-    content = record(shell)
+def test_a_run_of_an_earlier_version_continues_with_one_line(paused: Shell) -> None:
+    run = paused.directory / "runs" / "run"
+    content = record(paused)
     del content["identity"]
     (run / "run.json").write_text(json.dumps(content))
     (run / "identity.json").unlink()
-    done = train(shell, TEXT, PAUSES)
+    done = train(paused, TEXT, PAUSES)
     assert done.returncode == 0, done.stderr
     assert (done.stdout + done.stderr).count("could not be compared") == 1
-    write(shell.directory / "corpus" / "a.txt", "other text " * 300)
-    assert "corpus/a.txt was changed" in refused(shell, TEXT), "from then on, its data is recorded"
+    write(paused.directory / "corpus" / "a.txt", "other text " * 300)
+    assert "corpus/a.txt was changed" in refused(paused, TEXT), "from then on, its data is recorded"
 
 
 @pytest.mark.parametrize("damage", ["", "[" * 100_000, '{"data": [1]}'])
-def test_without_a_list_of_the_files_a_change_is_still_noticed(shell: Shell, damage: str) -> None:
-    paused(shell, TEXT)
-    listed = shell.directory / "runs" / "run" / "identity.json"
+def test_without_a_list_of_the_files_a_change_is_still_noticed(paused: Shell, damage: str) -> None:
+    listed = paused.directory / "runs" / "run" / "identity.json"
     before = listed.read_text()
     listed.write_text(damage)
-    assert train(shell, TEXT, PAUSES).returncode == 0
+    assert train(paused, TEXT, PAUSES).returncode == 0
     assert listed.read_text() == before, "what is known is written again"
     listed.write_text(damage)
-    write(shell.directory / "corpus" / "a.txt", "other text " * 300)
-    assert "the data has changed (identity.json" in refused(shell, TEXT, "train.train_iters=4")
+    write(paused.directory / "corpus" / "a.txt", "other text " * 300)
+    assert "the data has changed (identity.json" in refused(paused, TEXT, "train.train_iters=4")
 
 
 @pytest.mark.parametrize("identity", [None, 7, ["data"], {"data": 7}])
-def test_a_record_of_another_kind_counts_as_none(shell: Shell, identity: Any) -> None:
-    paused(shell, TEXT)
-    (shell.directory / "runs" / "run" / "run.json").write_text(json.dumps({**record(shell), "identity": identity}))
-    done = train(shell, TEXT)
+def test_a_record_of_another_kind_counts_as_none(paused: Shell, identity: Any) -> None:
+    (paused.directory / "runs" / "run" / "run.json").write_text(json.dumps({**record(paused), "identity": identity}))
+    done = train(paused, TEXT)
     assert done.returncode == 0, done.stderr
     assert "could not be compared" in done.stdout + done.stderr
 
@@ -233,7 +246,7 @@ def test_every_kind_of_data_is_compared(
 ) -> None:
     content = make(shell.directory)
     content(3)
-    paused(shell, *words)
+    pause(shell, *words)
     content(4)
     said = refused(shell, *words)
     assert f"the data has changed: {changed}." in said
@@ -269,18 +282,17 @@ def test_a_changed_tokenizer_file_is_named(shell: Shell) -> None:
     shutil.copy(shell.directory / "runs" / "run" / "tokenizer.json", shell.directory / "mine.json")
     shutil.rmtree(shell.directory / "runs")
     words = [TEXT, "tokenizer.tokenizer_type=tokenizers", "tokenizer.tokenizer_model=mine.json"]
-    paused(shell, *words)
+    pause(shell, *words)
     content = json.loads((shell.directory / "mine.json").read_text())
     content["model"]["merges"] = content["model"]["merges"][:-1]
     (shell.directory / "mine.json").write_text(json.dumps(content))
     assert "the tokenizer has changed: mine.json was changed" in refused(shell, *words)
 
 
-def test_many_changed_files_are_counted(shell: Shell) -> None:
-    paused(shell, TEXT)
+def test_many_changed_files_are_counted(paused: Shell) -> None:
     for number in range(9):
-        write(shell.directory / "corpus" / f"new{number}.txt", "more text")
-    assert "corpus/new4.txt was added, and 4 more" in refused(shell, TEXT)
+        write(paused.directory / "corpus" / f"new{number}.txt", "more text")
+    assert "corpus/new4.txt was added, and 4 more" in refused(paused, TEXT)
 
 
 def test_fine_tuning_notices_a_changed_chat_file(shell: Shell) -> None:

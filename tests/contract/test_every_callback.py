@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tests.support.whole_runs import Ranks, check_same
 
 NAMES = sorted(discovered())
 STATEFUL = [name for name in NAMES if hasattr(discovered()[name], "state_dict")]
+Whole = Callable[[str], dict[str, Any]]
 DOCS = Path(__file__).parents[2] / "docs"
 JOBS = "tests.support.jobs.contract_jobs"
 WALL_CLOCK_STATES = ("TrackersCallback", "ThroughputMonitor")
@@ -31,6 +34,18 @@ SAME_ON_ALL_RANKS = (
     "TraceMalloc",
 )
 """Callbacks that use nothing of other ranks."""
+
+KILLED_TOGETHER = (
+    "DefaultMetrics",
+    "InfoCallback",
+    "LearningRateMonitor",
+    "PeakMemory",
+    "PrinterCallback",
+    "ProgressCallback",
+    "ThroughputMonitor",
+    "WeightNormLogger",
+)
+"""Callbacks that show numbers and keep nothing; each is killed alone in the long sweeps only."""
 
 
 def is_of_one_rank(name: str) -> bool:
@@ -91,23 +106,34 @@ def plain(ranks: Ranks) -> dict[int, dict[str, Any]]:
     return {number: ranks.finish(f"plain-{number}", "run", ranks=number, names=[]) for number in (1, 2)}
 
 
+@pytest.fixture(scope="module")
+def whole(ranks: Ranks) -> Whole:
+    """The outcome of the first of two runs in a row with a callback, each of which tells it of its end twice."""
+    return cache(lambda name: ranks.finish(f"{name}-whole", "twice", ranks=1, names=[name]))
+
+
 def calls(ranks: Ranks, name: str) -> dict[str, Any]:
     return dict(json.loads((ranks.directory / name / "states-0.json").read_text()))
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", NAMES)
-def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(
-    name: str, ranks: Ranks, plain: dict[int, dict[str, Any]]
+def test_a_second_run_in_a_row_with_it_learns_the_same(
+    name: str, whole: Whole, ranks: Ranks, plain: dict[int, dict[str, Any]]
 ) -> None:
-    """So does a second run in a row with the same callback, and one that hears of its end twice."""
-    expected = ranks.finish(f"{name}-whole", "twice", ranks=1, names=[name])
-    check_learned(expected, plain[1], name)
+    check_learned(whole(name), plain[1], name)
     runs = ranks.directory / f"{name}-whole" / "runs"
     first, second = (read_records(runs / run / "trainer_logs.json") for run in ("run", "second"))
     assert [one.get("loss") for one in first] == [one.get("loss") for one in second]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in KILLED_TOGETHER)) for name in NAMES]
+)
+def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(name: str, whole: Whole, ranks: Ranks) -> None:
     kills = (6, 10) if name in STATEFUL else (6,)
-    check_resumed(ranks, [name], kills, expected, f"{name}-whole", ranks_of_run=1)
+    check_resumed(ranks, [name], kills, whole(name), f"{name}-whole", ranks_of_run=1)
 
 
 @pytest.mark.distributed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from onstep.errors import ConfigError
 from onstep.trainer.computing.accelerator import Accelerator
 from tests.support.forked_processes import Processes
 from tests.support.small_models import Regression, arguments, quiet, recorder, regression_rows
-from tests.support.torchrun import finish
 
 
 @pytest.fixture
@@ -145,12 +143,10 @@ def test_an_override_extends_the_accelerator_and_may_not_replace_it(tmp_path: Pa
         Replaces(Regression(), arguments(tmp_path), default_callbacks=False)
 
 
-@pytest.mark.process
-def test_two_ranks_gather_and_reduce_as_accelerate_does(tmp_path: Path) -> None:
-    code, said = finish(["-m", "tests.support.scripts.two_accelerators", str(tmp_path)], tmp_path)
-    assert code == 0, said
-    for rank in range(2):
-        found = json.loads((tmp_path / f"rank_{rank}.json").read_text())
+@pytest.mark.distributed
+def test_two_ranks_gather_and_reduce_as_accelerate_does(processes: Processes, tmp_path: Path) -> None:
+    processes.load("accelerate")
+    for rank, found in enumerate(processes.results("tests.support.jobs.accelerator_jobs", "compared", tmp_path)):
         assert found["ours"] == found["theirs"]
         assert found["rows"] == [0.0, 1.0, 2.0, 10.0]
         assert found["objects"] == ["a0", "b0", "a1", "b1"]

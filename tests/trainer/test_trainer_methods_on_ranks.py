@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from onstep.checkpoint.storage.manifest import verify
-from tests.support.torchrun import finish, job
+from tests.support.forked_processes import Processes
 
 JOBS = "tests.support.jobs.trainer_method_jobs"
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.distributed
 
 
-def test_overridden_methods_on_two_ranks_count_and_save_as_on_one(tmp_path: Path) -> None:
+def test_overridden_methods_on_two_ranks_count_and_save_as_on_one(processes: Processes, tmp_path: Path) -> None:
+    processes.load("transformers.models.qwen2.modeling_qwen2")
     found = {}
     for ranks in (1, 2):
         directory = tmp_path / str(ranks)
-        code, said = finish(job(JOBS, "overrides", {"batch": 4 // ranks}), directory, ranks=ranks)
-        assert code == 0, said
-        results = [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+        results = processes.results(JOBS, "overrides", directory, {"batch": 4 // ranks}, ranks=ranks)
         found[ranks] = results[0]
         assert all({**one, "root": ""} == {**results[0], "root": ""} for one in results)
         checkpoint = directory / results[0]["root"] / "checkpoint-3"

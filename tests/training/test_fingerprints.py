@@ -39,30 +39,39 @@ print(digest_of(Rows()), digest_of(lambda x: helper(x) {operator} 1))
 '''
 
 
-def printed(
-    tmp_path: Path, lines: int = 0, scale: float = 1, doc: str = "One.", classes: int = 2, operator: str = "+"
+def written(
+    path: Path, lines: int = 0, scale: float = 1, doc: str = "One.", classes: int = 2, operator: str = "+"
 ) -> str:
-    path = tmp_path / f"script{lines}.py"
+    """The path of the script with these values in it."""
     text = SCRIPT.format(lines="\n" * lines, scale=scale, doc=doc, classes=classes, operator=operator)
     path.write_text(text, encoding="utf-8")
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True)
-    return done.stdout
+    return str(path)
+
+
+def printed(*paths: str) -> list[list[str]]:
+    """The digests of data and code that each script prints, all in one new process."""
+    code = "import runpy, sys; [runpy.run_path(path, run_name='__main__') for path in sys.argv[1:]]"
+    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, check=True)
+    return [line.split() for line in done.stdout.splitlines()]
 
 
 @pytest.mark.process
 def test_a_digest_is_that_of_another_process_and_of_other_lines(tmp_path: Path) -> None:
-    first = printed(tmp_path)
-    assert printed(tmp_path, lines=7, doc="Another\n    docstring.") == first
-    data, code = first.split()
-    changed = printed(tmp_path, operator="-").split()
-    assert changed[0] == data
-    assert changed[1] != code
-    changed = printed(tmp_path, scale=0.5).split()
-    assert changed[0] != data
-    assert changed[1] != code
-    changed = printed(tmp_path, classes=3).split()
-    assert changed[0] != data
-    assert changed[1] == code
+    [first] = printed(written(tmp_path / "first.py"))
+    moved, with_operator, with_scale, with_classes = printed(
+        written(tmp_path / "moved.py", lines=7, doc="Another\n    docstring."),
+        written(tmp_path / "operator.py", operator="-"),
+        written(tmp_path / "scale.py", scale=0.5),
+        written(tmp_path / "classes.py", classes=3),
+    )
+    assert moved == first
+
+    def same(changed: list[str]) -> list[bool]:
+        return [one == before for one, before in zip(changed, first, strict=True)]
+
+    assert same(with_operator) == [True, False]
+    assert same(with_scale) == [False, False]
+    assert same(with_classes) == [False, True]
 
 
 @pytest.mark.parametrize(

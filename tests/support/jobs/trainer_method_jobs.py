@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ class Overrides(Trainer):
         super()._save_checkpoint(model, trial)
 
 
-def job_overrides(settings: dict[str, Any]) -> None:
+def job_overrides(settings: dict[str, Any]) -> dict[str, Any]:
     args = TrainingArguments(
         "runs/run",
         per_device_train_batch_size=settings["batch"],
@@ -44,10 +43,9 @@ def job_overrides(settings: dict[str, Any]) -> None:
     metrics = trainer.train().metrics
     trainer.save_metrics("train", metrics)
     trainer.create_model_card()
-    found = {
+    return {
         "tokens": [one["num_input_tokens_seen"] for one in trainer.state.log_history],
         "marks": [one["mark"] for one in trainer.state.log_history],
         "flos": trainer.state.total_flos,
         "root": trainer._get_output_dir(None),
     }
-    Path(f"rank-{trainer.args.process_index}.json").write_text(json.dumps(found))

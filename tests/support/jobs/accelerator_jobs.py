@@ -1,9 +1,7 @@
-"""Compares `trainer.accelerator` with accelerate's own on each rank; started by `torchrun`."""
+"""What the ranks of `test_accelerator.py` run: `trainer.accelerator` beside accelerate's own."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +32,16 @@ def results(accelerator: Any, rank: int) -> list[Any]:
     ]
 
 
-def main() -> None:
-    directory = Path(sys.argv[1])
-    ours = quiet(Regression(), arguments(directory)).accelerator
+def job_compared(settings: dict[str, Any]) -> dict[str, Any]:
+    ours = quiet(Regression(), arguments(Path())).accelerator
     rank = ours.process_index
     found: dict[str, Any] = {"ours": results(ours, rank)}
     found["rows"] = ours.gather_for_metrics(torch.arange(3.0 - 2 * rank) + 10 * rank).tolist()
     found["objects"] = ours.gather_for_metrics([f"a{rank}", f"b{rank}"])
     found["type"] = ours.distributed_type
     with ours.main_process_first():
-        note = directory / "first.txt"
+        note = Path("first.txt")
         found["first"] = note.read_text() if note.exists() else "nobody"
         note.write_text(str(rank))
     found["theirs"] = results(accelerate.Accelerator(cpu=True), rank)
-    (directory / f"rank_{rank}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from onstep.analysis import LogTail
-from onstep.analysis.logs import reading as log_reading
+from onstep.analysis.logs import log_tail
 from onstep.record import MetricsLog, align, set_aside
 
 
@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_last_records_are_found_from_the_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_reading, "_TAIL_BYTES", 100)
+    monkeypatch.setattr(log_tail, "_TAIL_BYTES", 100)
     for number in (0, 1, 5, 30, 99):
         assert steps(LogTail(path).last(number)) == list(range(30))[max(0, 30 - number) :]
 
@@ -108,3 +108,47 @@ def test_log_that_was_emptied_in_place_is_shown_anew(path: Path) -> None:
     path.write_text("[\n" + json.dumps({"global_step": 7}) + "\n]")
     assert steps(tail.news()) == [7]
     assert tail.was_rewritten
+
+
+def test_log_that_was_cut_in_place_and_has_outgrown_its_old_end_shows_the_new_records_only(path: Path) -> None:
+    tail = LogTail(path)
+    tail.last(30)
+    content = path.read_bytes()
+    with path.open("r+b") as file:
+        file.truncate(content.index(b'{"global_step": 20'))
+        file.seek(0, 2)
+        file.write(
+            b",\n".join(json.dumps({"global_step": number, "text": "y" * 60}).encode() for number in range(20, 45))
+        )
+    assert steps(tail.news()) == list(range(20, 45))
+    assert tail.was_rewritten
+
+
+def test_all_records_are_read_and_then_those_that_follow(path: Path) -> None:
+    tail = LogTail(path)
+    with MetricsLog.open(path) as metrics_log:
+        write(metrics_log, range(30, 32))
+        assert steps(list(tail.read())) == list(range(32))
+        assert tail.news() == []
+        write(metrics_log, range(32, 33))
+    assert steps(tail.news()) == [32]
+
+
+def test_unchanged_log_is_not_read_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tail = LogTail(path)
+    tail.read()
+    monkeypatch.setattr(log_tail.FileSource, "read", None)
+    assert tail.news() == []
+
+
+def test_log_in_another_layout_is_read_as_a_whole_whenever_it_has_changed(tmp_path: Path) -> None:
+    path = tmp_path / "trainer_state.json"
+    path.write_text(json.dumps({"log_history": [{"step": 1, "loss": 2.0}]}, indent=2))
+    tail = LogTail(path)
+    assert steps(list(tail.read())) == [1]
+    assert tail.news() == []
+    assert not tail.was_rewritten
+    path.write_text(json.dumps({"log_history": [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]}, indent=2))
+    assert tail.news() == []
+    assert tail.was_rewritten
+    assert steps(list(tail.read())) == [1, 2]

@@ -300,6 +300,30 @@ def test_checkpoints_that_a_rollback_has_put_aside_are_not_shown(steered: Any) -
     steered(talk)
 
 
+def test_curves_end_at_the_step_that_a_rollback_went_back_to(steered: Any) -> None:
+    def curve(client: httpx.Client, name: str) -> list[int]:
+        return client.get(f"/jobs/{JOB}/metrics", params={"names": name}).json()["series"][name]["step"]
+
+    def talk(client: httpx.Client) -> None:
+        send(client, "set", key="log_interval", value=1)
+        first = send(client, "save_checkpoint")["result"]["step"]
+        while status(client)["global_step"] < first + 3:
+            time.sleep(0.02)
+        send(client, "pause")
+        assert curve(client, "loss")[-1] > first
+        send(client, "rollback", step=first)
+        losses = curve(client, "loss")
+        assert max(losses, default=0) <= first
+        assert curve(client, "rss_bytes[0]")
+        send(client, "resume")
+        while status(client)["global_step"] < first + 2:
+            time.sleep(0.02)
+        send(client, "pause")
+        assert curve(client, "loss") == sorted(set(curve(client, "loss")))
+
+    steered(talk)
+
+
 def test_a_resumed_job_shows_the_checkpoints_it_found(steered: Any) -> None:
     saved: list[int] = []
 

@@ -151,6 +151,21 @@ def test_a_resumed_run_is_followed_again(tmp_path: Path, browse: Callable[..., h
     until(lambda: client.get("/jobs/first/metrics").json()["num_points"] == 7)
 
 
+def test_a_run_that_goes_back_to_a_checkpoint_has_one_curve(
+    tmp_path: Path, browse: Callable[..., httpx.Client]
+) -> None:
+    run = write_run(tmp_path / "first", status="running", steps=9)
+    client = browse(run)
+    loaded(client, "first")
+    assert client.get("/jobs/first/metrics").json()["num_points"] == 9
+    write_run(run, status="running", steps=4)
+    until(lambda: client.get("/jobs/first/metrics").json()["series"]["loss"]["step"] == [1, 2, 3, 4])
+    add_record(run, timestamp=30.0, global_step=5, loss=1.0)
+    until(lambda: client.get("/jobs/first/metrics").json()["series"]["loss"]["step"] == [1, 2, 3, 4, 5])
+    newest = client.get("/jobs/first/events?stream=0&kinds=metrics").json()["events"]
+    assert [one["data"]["global_step"] for one in newest] == [*range(1, 10), 5]
+
+
 def test_new_runs_are_found_and_damaged_ones_harm_no_other(tmp_path: Path, browse: Callable[..., httpx.Client]) -> None:
     bad = write_run(tmp_path / "bad")
     for name in ("run.json", "trainer_logs.json", "decisions.jsonl", "text_samples.jsonl"):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from onstep.control.history import MOST_POINTS, MOST_SERIES, History
+from onstep.record import MetricsLog, align
 
 
 def test_a_curve_has_every_point_that_was_added() -> None:
@@ -65,7 +68,7 @@ def test_a_curve_keeps_its_spikes_and_its_newest_points_within_a_bound() -> None
     assert one["step"][0] == 0
     assert one["step"] == sorted(set(one["step"]))
     assert one["step"][-1000:] == list(range(5 * MOST_POINTS - 1000, 5 * MOST_POINTS))
-    assert history._curves["loss"].rows().base.nbytes == 3 * 8 * MOST_POINTS
+    assert history._own_curves["loss"].rows().base.nbytes == 3 * 8 * MOST_POINTS
 
 
 def test_only_points_after_a_step_and_only_known_names_are_returned() -> None:
@@ -76,17 +79,76 @@ def test_only_points_after_a_step_and_only_known_names_are_returned() -> None:
     assert series == {"lr": {"step": [7, 8, 9], "value": [7.0, 8.0, 9.0], "time": [0.0, 0.0, 0.0]}}
 
 
-def test_points_after_a_rollback_replace_those_of_before() -> None:
+def test_points_of_repeated_steps_replace_those_of_before() -> None:
     history = History()
     for step in range(10):
         history.add(step, 0.0, {"loss": step})
     before = history.series()
-    history.truncate(4)
-    assert history.series()["loss"]["step"] == [0, 1, 2, 3, 4]
-    history.add(5, 0.0, {"loss": 50})
-    history.add(3, 0.0, {"loss": 30})  # without truncate, as in a foreign loop
+    history.add(3, 0.0, {"loss": 30})
     assert history.series()["loss"]["value"] == [0.0, 1.0, 2.0, 30.0]
     assert len(before["loss"]["step"]) == 10
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Iterator[MetricsLog]:
+    """The record of a run, with the losses of steps 1 to 10, and an evaluation after the last."""
+    with MetricsLog.open(tmp_path / "record.jsonl") as log:
+        log.append({"kind": "start", "global_step": 0, "num_ranks": 1})
+        for step in range(1, 11):
+            log.append({"kind": "log", "timestamp": 100.0 + step, "global_step": step, "loss": float(step)})
+        log.append({"kind": "evaluation", "timestamp": 111.0, "global_step": 10, "eval_loss": 5.0})
+        yield log
+
+
+def test_curves_are_read_from_a_log_as_it_grows(record: MetricsLog) -> None:
+    history = History(record.path)
+    history.refresh()
+    assert history.series(["loss"])["loss"]["step"] == list(range(1, 11))
+    record.append({"kind": "log", "timestamp": 112.0, "global_step": 11, "loss": 0.5})
+    history.refresh()
+    history.refresh()
+    assert history.series(["loss"])["loss"]["value"] == [*map(float, range(1, 11)), 0.5]
+    assert history.names() == ["loss", "eval_loss"]
+
+
+def test_a_log_that_a_rollback_cuts_back_has_one_curve_and_keeps_what_is_not_in_it(record: MetricsLog) -> None:
+    history = History(record.path)
+    history.add(10, 110.0, {"rss_bytes": 7})
+    history.refresh()
+    record.close()
+    align(record.path, 4)
+    history.refresh()
+    assert history.series(["loss"])["loss"]["step"] == [1, 2, 3, 4]
+    assert history.names() == ["loss", "rss_bytes"]
+    with MetricsLog.open(record.path) as log:
+        for step in range(5, 30):
+            log.append({"kind": "log", "timestamp": 200.0 + step, "global_step": step, "loss": -1.0})
+    history.refresh()
+    assert history.series(["loss"])["loss"]["value"] == [1.0, 2.0, 3.0, 4.0, *25 * [-1.0]]
+
+
+def test_records_of_before_the_log_precede_it(record: MetricsLog) -> None:
+    record.close()
+    align(record.path, num_records=1)
+    history = History(record.path, before=[{"step": step, "loss": float(step)} for step in (1, 2, 3)])
+    history.refresh()
+    assert history.series()["loss"]["step"] == [1, 2, 3]
+    with MetricsLog.open(record.path) as log:
+        log.append({"kind": "log", "global_step": 3, "loss": 30.0})
+    history.refresh()
+    assert history.series()["loss"]["value"] == [1.0, 2.0, 3.0, 30.0]
+    again = History(record.path, before=[{"step": step, "loss": float(step)} for step in (1, 2, 3)])
+    again.refresh()
+    assert again.series()["loss"]["value"] == [1.0, 2.0, 30.0]
+
+
+def test_a_log_that_is_not_there_yet_is_read_once_it_is(tmp_path: Path) -> None:
+    history = History(tmp_path / "record.jsonl")
+    history.refresh()
+    assert history.names() == []
+    (tmp_path / "record.jsonl").write_text('{"global_step": 1, "loss": 2.0}\n')
+    history.refresh()
+    assert history.series()["loss"]["step"] == [1]
 
 
 def test_names_without_end_do_not_fill_the_memory() -> None:
@@ -110,7 +172,6 @@ def test_a_reader_sees_whole_points_while_the_training_thread_adds_and_rolls_bac
     for _ in range(10):
         for step in range(500):
             history.add(step, 2.0 * step, {"a": 2.0 * step, "b": 2.0 * step})
-        history.truncate(100)
     is_done.set()
     reader.join()
     assert not errors

@@ -12,7 +12,7 @@ import torch
 
 from onstep import Callback, JsonLogger, Trainer, TrainingArguments, pretrain
 from onstep.analysis.logs.files import find_log_files
-from onstep.analysis.logs.reading import LogTail
+from onstep.analysis.logs.log_tail import LogTail
 from onstep.analysis.logs.training_log import TrainingLog
 from onstep.config import ConfigContainer
 from onstep.record import Record, read_records, without_wall_clock

@@ -13,7 +13,7 @@ from onstep.lazy_names import lazy_names
 if TYPE_CHECKING:
     from onstep.analysis.logs.export_tables import export_csv, export_parquet
     from onstep.analysis.logs.files import find_diagnostic_logs, find_log_files
-    from onstep.analysis.logs.reading import LogTail
+    from onstep.analysis.logs.log_tail import LogTail
     from onstep.analysis.logs.training_log import TrainingLog, distinct_labels
     from onstep.analysis.plots.heatmap import plot_parameter_heatmap
     from onstep.analysis.plots.plots import plot_grad_norm, plot_loss, plot_loss_curves, plot_training_metrics
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "LogTail": "onstep.analysis.logs.reading",
+    "LogTail": "onstep.analysis.logs.log_tail",
     "TrainingLog": "onstep.analysis.logs.training_log",
     "compare_runs": "onstep.analysis.reports.comparison",
     "compute_summary_statistics": "onstep.analysis.reports.summary",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
@@ -10,16 +9,12 @@ from collections.abc import Callable, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from onstep.control.history import History
+from onstep.control.history import History, time_of
 
 KINDS = ("metrics", "evaluation", "decision", "save", "sample", "command", "status", "end")
 """What an event can be."""
 _KEPT = 2000
 """Events of each kind that are kept."""
-_MOST_STEPS = 2**53
-"""Steps from here on are not exact in JSON; the record is damaged."""
-_AXES = frozenset({"step", "global_step", "timestamp", "epoch"})
-"""Keys of a record that do not become curves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +39,13 @@ class Feed:
     Dictionaries that are handed in must not be changed afterwards: they are not copied.
 
     Args:
-        live: gives the part of the status that changes by itself; called by whoever reads the status.
+        history: the curves; those that are not read from a log get their points from `add_record`.
     """
 
-    def __init__(self, live: Callable[[], dict[str, Any]] | None = None) -> None:
-        self.live = live
-        self.history = History()
+    def __init__(self, history: History | None = None) -> None:
+        self.live: Callable[[], dict[str, Any]] | None = None
+        """Gives the part of the status that changes by itself; called when the status is read."""
+        self.history = history or History()
         self._lock = threading.Lock()
         self._status: dict[str, Any] = {}
         self._latest: dict[str, Any] = {}
@@ -85,14 +81,11 @@ class Feed:
 
     def add_record(self, record: dict[str, Any]) -> None:
         """Add a record of the metrics log: to the curves, to `latest`, and as an event `metrics` or `evaluation`."""
-        known_at = finite_number(record.get("timestamp"))
-        timestamp = time.time() if known_at is None else float(known_at)
-        step = finite_number(record.get("step", record.get("global_step")))
-        if isinstance(step, int) and abs(step) < _MOST_STEPS:
-            self.history.add(step, timestamp, {name: record[name] for name in record if name not in _AXES})
+        if not self.history.is_read_from_log:
+            self.history.add_record(record)
         is_evaluation = "loss" not in record and any(name.startswith("eval_") for name in record)
         self._latest = {**self._latest, **record}
-        self._append("evaluation" if is_evaluation else "metrics", timestamp, record)
+        self._append("evaluation" if is_evaluation else "metrics", time_of(record), record)
 
     def add_event(self, kind: str, data: dict[str, Any]) -> None:
         """Add something that happened now; `kind` is one of `KINDS`. After `end` nothing is added."""
@@ -112,10 +105,6 @@ class Feed:
         found = [event for events in copies for event in _newer(events, event_id)]
         return sorted(found, key=lambda event: event.id)[:limit]
 
-    def truncate(self, step: int) -> None:
-        """Drop the points of the curves after a step, as after a rollback to it."""
-        self.history.truncate(step)
-
     def _append(self, kind: str, timestamp: float, data: dict[str, Any]) -> None:
         with self._lock:
             if self._is_ended:
@@ -123,16 +112,6 @@ class Feed:
             self._last_id += 1
             self._events[kind].append(FeedEvent(self._last_id, kind, timestamp, data))
             self._is_ended = kind == "end"
-
-
-def finite_number(value: Any) -> float | None:
-    """The value, if it is a number that a float can hold and not NaN or infinite; else None."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return None
-    try:
-        return value if math.isfinite(value) else None
-    except OverflowError:  # an integer beyond the range of a float
-        return None
 
 
 def _newer(events: list[FeedEvent], event_id: int) -> list[FeedEvent]:

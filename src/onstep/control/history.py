@@ -1,18 +1,24 @@
-"""Keeps the curves of a running job in memory: columns of numbers, which other threads read without a lock."""
+"""Keeps the curves of a job in memory: columns of numbers, which other threads read without a lock."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, takewhile
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from onstep.analysis.logs.log_tail import LogTail
 from onstep.analysis.plots.smoothing import downsampled_rows
 from onstep.errors import warn_once
+from onstep.record import Record
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -25,6 +31,10 @@ MOST_POINTS = 50_000
 _POINTS_PER_COLUMN = 5
 """What `downsampled_rows` keeps at most: first, last, lowest, highest, first gap."""
 _STEP, _VALUE, _TIME = 0, 1, 2
+_MOST_STEPS = 2**53
+"""Steps from here on are not exact in JSON; the record is damaged."""
+_AXES = frozenset({"step", "global_step", "timestamp", "epoch"})
+"""Keys of a record that do not become curves."""
 
 
 class Curve:
@@ -38,8 +48,8 @@ class Curve:
         """Append a point; one at an earlier step than the last replaces what followed, as after a rollback."""
         buffer, length = self._filled
         if length and step < buffer[_STEP, length - 1]:
-            self.truncate(step - 1)
-            buffer, length = self._filled
+            length = int(np.searchsorted(buffer[_STEP, :length], step))
+            buffer = buffer.copy()
         if length == MOST_POINTS:
             kept = downsampled_rows(buffer[_STEP], buffer[_VALUE], MOST_POINTS // 2 // _POINTS_PER_COLUMN)
             length = len(kept)
@@ -53,15 +63,6 @@ class Curve:
         buffer[_TIME, length] = timestamp
         self._filled = (buffer, length + 1)
 
-    def truncate(self, step: int) -> None:
-        """Drop the points after a step."""
-        rows = self.rows()
-        length = int(np.searchsorted(rows[_STEP], step, side="right"))
-        if length < rows.shape[1]:
-            fresh = np.empty((3, min(max(64, 2 * length), MOST_POINTS)))
-            fresh[:, :length] = rows[:, :length]
-            self._filled = (fresh, length)
-
     def rows(self) -> NDArray[np.float64]:
         """Steps, values and times so far, shape (3, num_points); not a copy."""
         buffer, length = self._filled
@@ -69,35 +70,69 @@ class Curve:
 
 
 class History:
-    """The curves of a job by name. One thread adds, any thread reads.
+    """The curves of a job by name. Any thread reads.
 
     A value that is a list of numbers, one per rank, is kept as `name[0]`, `name[1]`, ... NaN and infinities are gaps.
+
+    Args:
+        log: a log that is read as it grows, whenever `refresh` is called; None: one thread adds the records.
+        before: the records of steps that precede those of the log.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, log: Path | None = None, before: Sequence[Record] = ()) -> None:
+        self.is_read_from_log = log is not None
+        self._log = log
+        self._before = before
+        self._tail: LogTail | None = None
+        self._refreshing = threading.Lock()
         self._curves: dict[str, Curve] = {}
+        """Of records."""
+        self._own_curves: dict[str, Curve] = {}
+
+    def refresh(self) -> None:
+        """Read what the log has by now; one that was cut back or replaced is read from its start."""
+        if self._log is None:
+            return
+        with self._refreshing:
+            try:
+                if self._tail is None:
+                    self._tail = LogTail(self._log)
+                    self.begin_again(self._tail.read())
+                records = self._tail.news()
+                if self._tail.was_rewritten:
+                    self.begin_again(self._tail.read())
+                    return
+            except OSError:  # not there yet, or not readable
+                return
+            for record in records:
+                self.add_record(record)
+
+    def begin_again(self, records: Sequence[Record]) -> None:
+        """Replace all records by others."""
+        fresh, first = History(), _step_of(records[0]) if records else None
+        earlier = takewhile(lambda one: first is None or (_step_of(one) or 0) < first, self._before)
+        for record in chain(earlier, records):
+            fresh.add_record(record)
+        self._curves = fresh._curves
+
+    def add_record(self, record: Record) -> None:
+        """Add a point to the curve of each number in a record, if the record has a step."""
+        step = _step_of(record)
+        if step is not None:
+            values = {name: value for name, value in record.items() if name not in _AXES}
+            _add_to(self._curves, step, time_of(record), values)
 
     def add(self, step: int, timestamp: float, values: Mapping[str, Any]) -> None:
-        """Add a point to the curve of each number in `values`; other values are ignored."""
-        for name, value in values.items():
-            if type(value) is float or _is_number(value):
-                self._add(name, step, timestamp, value)
-            elif isinstance(value, (list, tuple)) and all(map(_is_number, value)):
-                for index, one in enumerate(value[:MOST_RANKS]):
-                    self._add(f"{name}[{index}]", step, timestamp, one)
-
-    def truncate(self, step: int) -> None:
-        """Drop all points after a step."""
-        for curve in self._curves.values():
-            curve.truncate(step)
+        """Add a point to the curve of each number in `values`, which no record has; other values are ignored."""
+        _add_to(self._own_curves, step, timestamp, values)
 
     def names(self) -> list[str]:
         """The names of all curves, in the order in which they appeared."""
-        return list(self._curves)
+        return list(self._all())
 
     def num_points(self) -> int:
         """Points of the longest curve."""
-        return max((curve.rows().shape[1] for curve in self._all()), default=0)
+        return max((curve.rows().shape[1] for curve in self._all().values()), default=0)
 
     def series(
         self, names: Iterable[str] | None = None, points: int = 1000, since_step: int | None = None
@@ -112,26 +147,56 @@ class History:
             points: most points of a curve; at least 10.
             since_step: only points after this step.
         """
-        chosen = self.names() if names is None else [name for name in names if name in self._curves]
-        return {name: _as_lists(self._curves[name].rows(), max(points, 10), since_step) for name in chosen}
+        curves = self._all()
+        chosen = curves if names is None else [name for name in names if name in curves]
+        return {name: _as_lists(curves[name].rows(), max(points, 10), since_step) for name in chosen}
 
-    def _add(self, name: str, step: int, timestamp: float, value: Any) -> None:
-        curve = self._curves.get(name)
-        if curve is None:
-            if len(self._curves) >= MOST_SERIES:
-                warn_once(
-                    logger, f"The control server keeps {MOST_SERIES} curves; {name} and further ones are left out."
-                )
-                return
-            curve = self._curves[name] = Curve()
-        try:
-            number = float(value)
-        except OverflowError:  # an integer beyond the range of a float
-            number = math.nan
-        curve.add(step, timestamp, number if math.isfinite(number) else math.nan)
+    def _all(self) -> dict[str, Curve]:
+        return {**self._curves, **self._own_curves}
 
-    def _all(self) -> list[Curve]:
-        return list(self._curves.values())
+
+def _add_to(curves: dict[str, Curve], step: int, timestamp: float, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if type(value) is float or _is_number(value):
+            _add_point(curves, name, step, timestamp, value)
+        elif isinstance(value, (list, tuple)) and all(map(_is_number, value)):
+            for index, one in enumerate(value[:MOST_RANKS]):
+                _add_point(curves, f"{name}[{index}]", step, timestamp, one)
+
+
+def _add_point(curves: dict[str, Curve], name: str, step: int, timestamp: float, value: Any) -> None:
+    curve = curves.get(name)
+    if curve is None:
+        if len(curves) >= MOST_SERIES:
+            warn_once(logger, f"The control server keeps {MOST_SERIES} curves; {name} and further ones are left out.")
+            return
+        curve = curves[name] = Curve()
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond the range of a float
+        number = math.nan
+    curve.add(step, timestamp, number if math.isfinite(number) else math.nan)
+
+
+def finite_number(value: Any) -> float | None:
+    """The value, if it is a number that a float can hold and not NaN or infinite; else None."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:  # an integer beyond the range of a float
+        return None
+
+
+def time_of(record: Record) -> float:
+    """When a record was written, in Unix seconds; now, if it does not say."""
+    timestamp = finite_number(record.get("timestamp"))
+    return time.time() if timestamp is None else float(timestamp)
+
+
+def _step_of(record: Record) -> int | None:
+    step = finite_number(record.get("step", record.get("global_step")))
+    return step if isinstance(step, int) and abs(step) < _MOST_STEPS else None
 
 
 def _is_number(value: Any) -> bool:

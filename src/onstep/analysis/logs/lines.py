@@ -17,6 +17,9 @@ PIECE_BYTES = 1 << 22
 """Bytes of the file processed at once."""
 _HEAD_BYTES = 80
 
+FileVersion = tuple[int, int, int, int]
+"""Device, inode, size in bytes and time of modification in nanoseconds."""
+
 
 class Piece(NamedTuple):
     """Consecutive lines of a file, without their newlines."""
@@ -31,19 +34,19 @@ class Piece(NamedTuple):
 
 
 class FileSource:
-    """A file that stays the one that was opened, even if it is replaced by another."""
+    """A file as long as it was when it was opened; it stays that one, even if it is replaced by another."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
         self._descriptor = os.open(path, os.O_RDONLY)
         status = os.fstat(self._descriptor)
         self.size = status.st_size
-        self.identity = (status.st_dev, status.st_ino)
+        self.version: FileVersion = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         weakref.finalize(self, os.close, self._descriptor)
 
     def read(self, start: int, stop: int) -> bytes:
         """The bytes from `start` to `stop`, fewer if the file ends before."""
-        return os.pread(self._descriptor, max(0, stop - start), start)
+        return os.pread(self._descriptor, max(0, min(stop, self.size) - start), start)
 
     def pieces(self, start: int = 0) -> Iterator[Piece]:
         """The lines from `start` to the end of the file, a few megabytes at a time."""

@@ -1,10 +1,10 @@
-"""Reads logs of runs in any supported format, recovering damaged ones, and follows growing logs."""
+"""Reads logs of runs in any supported format, recovering damaged ones."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from onstep.analysis.logs.record_file import BYTE_ORDER_MARK, RecordFile, decode
 from onstep.errors import DataError
 from onstep.files.bounded_reading import MAX_JSON_BYTES, check_nesting
 from onstep.record import Record
-from onstep.record.kinds import has_metrics
 
 _HEAD_BYTES = 1 << 16
 _MOST_WHOLE_BYTES = MAX_JSON_BYTES
@@ -30,15 +29,18 @@ _REMEDY = "pass the trainer_logs.json of a run, JSON lines, or the trainer_state
 _BINARY = re.compile(rb"[\x00-\x08\x0e-\x1f\x7f]")
 
 
-def read_log(path: Path) -> tuple[Sequence[Record], list[str]]:
+def read_log(path: Path, source: FileSource | None = None) -> tuple[Sequence[Record], list[str]]:
     """Read the records of a log, with notes on what had to be recovered.
+
+    Args:
+        source: the log, if it is open already.
 
     Raises:
         DataError: if the file does not contain records.
     """
     if path.is_dir():
         raise DataError(f"{path} is a directory, not a log; to read the log in it, use TrainingLog.from_run_dir.")
-    source = FileSource(path)
+    source = source or FileSource(path)
     head = source.read(0, _HEAD_BYTES)
     if not head.strip(BLANK) and source.is_blank():
         return [], ["the file is empty: nothing has been logged yet"]
@@ -210,97 +212,3 @@ def _entries(text: str, position: int) -> tuple[list[Any], int]:
 def _shown(text: str | bytes) -> str:
     shown = text if isinstance(text, str) else text.decode("utf-8", errors="replace")
     return repr(shown[:30])
-
-
-_TAIL_BYTES = 1 << 16
-_COMPARED_BYTES = 1 << 20
-
-
-class LogTail:
-    """Reads a log from its end: call `last` once, then `news` repeatedly.
-
-    The log must have one record per line, as metrics logs do; in other layouts, nothing is read. A record that is being
-    written is read once it is complete.
-
-    Args:
-        path: the log.
-        wanted: whether to return a record; by default, whether it has metrics.
-
-    Attributes:
-        was_rewritten: whether the last `news` found that records read before had been replaced, as after a resume or a
-            rollback.
-        num_long_lines: number of lines of more than `lines.MAX_LINE_BYTES` that the last call skipped.
-
-    Raises:
-        FileNotFoundError: if the file does not exist.
-    """
-
-    def __init__(self, path: str | Path, wanted: Callable[[Record], bool] = has_metrics) -> None:
-        self.path = Path(path)
-        self._wanted = wanted
-        self.was_rewritten = False
-        self.num_long_lines = 0
-        self._source = FileSource(self.path)
-        self._position = 0
-        """Position after the last record read."""
-
-    def last(self, number: int) -> list[Record]:
-        """The last `number` records, newest last; `news` returns those that follow."""
-        size = _TAIL_BYTES
-        while True:
-            start = max(0, self._source.size - size)
-            self._position = 0
-            records = self._read(start)
-            if start == 0 or len(records) > number:
-                return records[max(0, len(records) - number) :]
-            size *= 8
-
-    def news(self) -> list[Record]:
-        """The records added since the last call; if the log was truncated or restarted, those from there on."""
-        self.was_rewritten = False
-        try:
-            source = FileSource(self.path)
-        except FileNotFoundError:  # just moved aside, and not restarted yet
-            return []
-        same = self._common_with(source)
-        if same < self._position:
-            self.was_rewritten = True
-            self._position = same
-        self._source = source
-        return self._read(self._line_start() if self.was_rewritten else self._position)
-
-    def _line_start(self) -> int:
-        """The start of the line at the current position."""
-        start = max(0, self._position - MAX_LINE_BYTES)
-        return start + self._source.read(start, self._position).rfind(b"\n") + 1
-
-    def _read(self, start: int) -> list[Record]:
-        """The complete records in the bytes from `start` on that end after the current position."""
-        records: list[Record] = []
-        self.num_long_lines = 0
-        for piece in self._source.pieces(start):
-            if piece.is_too_long:
-                self._position = max(self._position, piece.stop)
-                self.num_long_lines += 1
-                continue
-            offset = piece.offset
-            for line in piece.lines:
-                text = line.strip(BLANK + b",[]")
-                stop = offset + line.find(text) + len(text)
-                if stop > self._position and isinstance(record := decoded(text), dict):
-                    records += [record] if self._wanted(record) else []
-                    self._position = stop
-                offset += len(line) + 1
-        return records
-
-    def _common_with(self, source: FileSource) -> int:
-        """The position up to which the log is unchanged."""
-        if source.identity == self._source.identity:
-            return self._position if source.size >= self._position else 0
-        for start in range(0, self._position, _COMPARED_BYTES):
-            stop = min(start + _COMPARED_BYTES, self._position)
-            old, new = self._source.read(start, stop), source.read(start, stop)
-            if old != new:
-                differing = (at for at, (a, b) in enumerate(zip(old, new, strict=False)) if a != b)
-                return start + next(differing, min(len(old), len(new)))
-        return self._position

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from onstep.analysis.logs.reading import LogTail
+from onstep.analysis.logs.log_tail import LogTail
 from onstep.analysis.logs.record_file import objects_in
 from onstep.record import Record
 from onstep.record.kinds import FILE_NAME as RECORD

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from onstep.analysis.logs.lines import MAX_LINE_BYTES
-from onstep.analysis.logs.reading import LogTail
+from onstep.analysis.logs.log_tail import LogTail
 from onstep.analysis.logs.run_status import ending_of, is_locked
 from onstep.analysis.logs.training_log import TrainingLog
 from onstep.analysis.text_tables import printable, shortened

@@ -67,7 +67,8 @@ class RemoteJob:
             self.feed.add_event(event.kind, {"timestamp": event.timestamp, **event.data})
         for name, series in self._client.metrics(self.job_id, points=_POINTS)["series"].items():
             for step, value, timestamp in zip(series["step"], series["value"], series["time"], strict=True):
-                self.feed.history.add(step, timestamp, {name: math.nan if value is None else value})
+                point = {"step": step, "timestamp": timestamp, name: math.nan if value is None else value}
+                self.feed.history.add_record(point)
                 self._loaded_until = max(self._loaded_until, timestamp)
         self._is_loaded = True
         self._follow()

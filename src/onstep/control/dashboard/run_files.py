@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from onstep.analysis.logs.decisions_log import FILE_NAME as DECISIONS
-from onstep.analysis.logs.reading import LogTail, read_log
+from onstep.analysis.logs.log_tail import LogTail
 from onstep.analysis.logs.run_status import ending_of, run_record, status_of
 from onstep.analysis.logs.samples_log import follow_samples, sample_of
 from onstep.analysis.logs.tokenizers import tokenizer_of
-from onstep.control.feed import Feed, finite_number
-from onstep.errors import DataError
+from onstep.control.feed import Feed
+from onstep.control.history import finite_number
 from onstep.record import Record
 
 
@@ -32,43 +32,39 @@ class RunFiles:
         self._feed = feed
         self._tails: dict[Path, LogTail] = {}
         self._samples: LogTail | None = None
-        self._newest = self._newest_sample = float("-inf")
         self._speed = _Speed()
 
     def load(self) -> None:
         """Read everything that is there; then the feed's status is no longer ``loading``."""
-        with suppress(FileNotFoundError, DataError):
-            self._open(self._log).last(0)  # before the records, so that none is missed
-            records, _ = read_log(self._log)
-            self._add_records(records)
+        with suppress(OSError):  # not there yet, or not readable
+            self._add_records(self._tail(self._log).read())
         self._add_events()
         self._update_status()
 
     def follow(self) -> None:
         """Read what was added since the last call."""
         self._add_records(self._news(self._log))
+        log = self._tails.get(self._log)
+        if log is not None and log.was_rewritten:
+            self._feed.history.begin_again(log.read())
         self._add_events()
         self._update_status()
 
-    def _open(self, path: Path) -> LogTail:
+    def _tail(self, path: Path) -> LogTail:
         if path not in self._tails:
             self._tails[path] = LogTail(path)
         return self._tails[path]
 
     def _news(self, path: Path) -> list[Record]:
         try:
-            return self._open(path).news()
+            return self._tail(path).news()
         except OSError:  # not there yet, or not readable
             return []
 
-    def _add_records(self, records: Sequence[Record]) -> None:
+    def _add_records(self, records: Iterable[Record]) -> None:
         for record in records:
-            timestamp = finite_number(record.get("timestamp"))
-            if timestamp is not None and timestamp <= self._newest:
-                continue  # read by `load` already
-            self._newest = self._newest if timestamp is None else timestamp
             self._feed.add_record(dict(record))
-            self._speed.add(record.get("global_step"), timestamp)
+            self._speed.add(record.get("global_step"), finite_number(record.get("timestamp")))
 
     def _add_events(self) -> None:
         for entry in self._news(self._log.parent / DECISIONS):
@@ -77,14 +73,10 @@ class RunFiles:
                 details = entry.get("details")
                 path = details.get("path") if isinstance(details, dict) else None
                 self._feed.add_event("save", {**entry, "path": path})
-
         with suppress(OSError):  # there is none yet, or it is not readable
             self._samples = self._samples or follow_samples(self._log.parent)
-            found, newest = filter(None, map(sample_of, self._samples.news())), self._newest_sample
-            for sample in found:
-                if sample.timestamp > newest:  # else it was read before the run was resumed
-                    self._feed.add_event("sample", asdict(sample))
-                    self._newest_sample = max(self._newest_sample, sample.timestamp)
+            for sample in filter(None, map(sample_of, self._samples.news())):
+                self._feed.add_event("sample", asdict(sample))
 
     def _update_status(self) -> None:
         record, latest = run_record(self._log.parent), self._feed.latest

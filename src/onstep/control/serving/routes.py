@@ -59,6 +59,7 @@ class JobRoutes:
     async def metrics(self, request: Request) -> Response:
         """GET /jobs/{job_id}/metrics"""
         history = self._job(request).feed.history
+        await asyncio.to_thread(history.refresh)
         names = history.names()
         points = whole_number(request, "points", 1000, 10, 10_000) or 1000
         since = whole_number(request, "since_step", None, -1, _MOST_EVENT_ID)

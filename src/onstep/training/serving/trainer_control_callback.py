@@ -16,6 +16,7 @@ from onstep.commands import COMMANDS
 from onstep.control.commands import CommandError, CommandRefusedError
 from onstep.control.delivery import Delivery, describe_commands
 from onstep.control.feed import Feed
+from onstep.control.history import History
 from onstep.control.inbox import Inbox
 from onstep.control.job_server import Address, JobServer, absolute, generated_id, missing_packages
 from onstep.control.live_status import LiveStatus
@@ -25,6 +26,7 @@ from onstep.events import CallbackContext, CallbackManager, RunView, TrainerCall
 from onstep.events.settings import check_setting
 from onstep.metrics.torch_profiler import NextSteps, is_recording
 from onstep.models.generation.prompts import can_generate, continue_prompts
+from onstep.record.kinds import FILE_NAME as RECORD_NAME
 from onstep.record.kinds import Kind
 from onstep.record.writer import logging_dir_of
 from onstep.training.compute.undisturbed import preserve_state
@@ -138,7 +140,9 @@ class TrainerControlCallback(TrainerCallback):
         return self.enable_http is not False and not missing
 
     def _reset(self, run: RunView, state: Any) -> None:
-        self.feed, self._is_paused, self._evaluated_step = Feed(), False, None
+        log = None if run.run_dir is None else run.run_dir.path / RECORD_NAME
+        self.feed = Feed(History(log, list(state.log_history)))
+        self._is_paused, self._evaluated_step = False, None
         self.inbox = Inbox(check=self._check, at_once={"stacks": self._collect_stacks})
         self._delivery = Delivery(self.inbox, self.feed)
         for record in state.log_history:
@@ -195,7 +199,6 @@ class TrainerControlCallback(TrainerCallback):
             if self._live is not None:
                 (self._live.pause if self._is_paused else self._live.resume)()
         if request.flag == "rolled_back":
-            self.feed.truncate(context.step)
             kept = [step for step in self.feed.status.get("checkpoints", ()) if step <= context.step]
             self.feed.update(checkpoints=kept)
         self._delivery.note_decision(request, context.step)

@@ -93,6 +93,31 @@ def test_everything_that_happens_has_a_line(config: ConfigContainer, path: Path)
     assert path.read_bytes().endswith(b"}\n")
 
 
+class Hears(Callback):
+    """Listens to the record, and appends a sample after step 2."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, int, Any]] = []
+
+    def on_train_start(self, context: Any) -> None:
+        context.state.record.listeners.add(lambda *line: self.lines.append(line))
+
+    def on_step_end(self, context: Any) -> None:
+        if context.step == 2:
+            context.trainer_state.append_to_record("sample", {"prompt": "def ", "text": "main()"})
+
+
+@pytest.mark.parametrize("name", ["run", None])
+def test_a_callback_hears_the_lines_and_appends_its_own(config: ConfigContainer, path: Path, name: str | None) -> None:
+    config.run.name, config.train.train_iters, hears = name, 3, Hears()
+    pretrain(config, callbacks=[hears])
+    assert ("sample", 2, {"prompt": "def ", "text": "main()"}) in hears.lines
+    assert [step for kind, step, _ in hears.lines if kind == "log"][:3] == [1, 2, 3]
+    if name is not None:
+        [line] = [line for line in read_records(path) if line["kind"] == "sample"]
+        assert (line["global_step"], line["prompt"], line["text"]) == (2, "def ", "main()")
+
+
 def test_a_trainer_has_the_same_record(tmp_path: Path) -> None:
     class Net(torch.nn.Module):
         def __init__(self) -> None:

@@ -221,14 +221,21 @@ SCHEDULE_KWARGS: list[tuple[str, dict[str, Any] | None, float]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kwargs", "warmup"), SCHEDULE_KWARGS, ids=str)
+def check_schedule(
+    directory: Path, name: str, kwargs: dict[str, Any] | None, warmup: float, optimizers: Any = (None, None)
+) -> None:
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1} if name in ("reduce_lr_on_plateau", "greedy") else {}
+    options = {"lr_scheduler_type": name, "lr_scheduler_kwargs": kwargs, "warmup_steps": warmup, **evaluated}
+    found = check_same(directory, optimizers=optimizers, **options)
+    if kwargs is not None and evaluated:
+        assert len(set(found[1])) > 2, "the metric must have changed the rate"
+
+
+@pytest.mark.parametrize(("name", "kwargs", "warmup"), {row[0]: row for row in SCHEDULE_KWARGS}.values(), ids=str)
 def test_a_schedule_has_the_rates_of_transformers(
     tmp_path: Path, name: str, kwargs: dict[str, Any] | None, warmup: float
 ) -> None:
-    evaluated = {"eval_strategy": "steps", "eval_steps": 1} if name in ("reduce_lr_on_plateau", "greedy") else {}
-    found = check_same(tmp_path, lr_scheduler_type=name, lr_scheduler_kwargs=kwargs, warmup_steps=warmup, **evaluated)
-    if kwargs is not None and evaluated:
-        assert len(set(found[1])) > 2, "the metric must have changed the rate"
+    check_schedule(tmp_path, name, kwargs, warmup)
 
 
 def test_all_schedules_of_transformers_are_covered() -> None:
@@ -245,9 +252,7 @@ def groups(model: Any) -> Any:
 def test_a_schedule_scales_the_rate_of_each_group_as_transformers(
     tmp_path: Path, name: str, kwargs: dict[str, Any] | None, warmup: float
 ) -> None:
-    evaluated = {"eval_strategy": "steps", "eval_steps": 1} if name in ("reduce_lr_on_plateau", "greedy") else {}
-    options = {"lr_scheduler_type": name, "lr_scheduler_kwargs": kwargs, "warmup_steps": warmup, **evaluated}
-    check_same(tmp_path, optimizers=groups, **options)
+    check_schedule(tmp_path, name, kwargs, warmup, groups)
 
 
 def plateau(model: Any) -> Any:

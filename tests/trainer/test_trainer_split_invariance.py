@@ -159,8 +159,15 @@ def check_equal(found: Any, expected: Any, dtype: torch.dtype) -> None:
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * other.abs().max().item())
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *((case, torch.float64) for case in CASES),
+        ("a model that takes num_items_in_batch", torch.float32),
+        ("a model that gives a mean", torch.float32),
+        *(pytest.param(case, torch.float32, marks=pytest.mark.slow) for case in list(CASES)[2:]),
+    ],
+)
 def test_every_split_gives_the_loss_and_gradients_of_one_big_batch(
     case: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -116,13 +116,13 @@ def parse_json(
     Raises:
         OnstepError: of class `error`, with the reason, for anything else.
     """
-
-    if number_of_values(text) > MAX_VALUES:
+    if len(text) > MAX_VALUES and number_of_values(text) > MAX_VALUES:
         raise error(f"{where} has {number_of_values(text):,} values, and at most {MAX_VALUES:,} are read; restore it.")
     decoder = _decoder(max_digits, allows_constants, allows_repetition)
     try:
         value = decoder.decode(text if isinstance(text, str) else text.decode("utf-8"))
-        check_nesting(value, max_nesting)
+        if _num_containers(text) > max_nesting:
+            check_nesting(value, max_nesting)
     except (ValueError, RecursionError) as problem:
         deep = isinstance(problem, RecursionError)
         reason = f"it is nested more than {max_nesting} levels deep" if deep else problem
@@ -164,6 +164,11 @@ def number_of_values(text: bytes | str) -> int:
     if isinstance(text, str):
         return sum(text.count(mark) for mark in "[{,")
     return sum(text.count(mark) for mark in (b"[", b"{", b","))
+
+
+def _num_containers(text: bytes | str) -> int:
+    """An upper bound of the lists and objects in JSON, and of how deeply they are nested."""
+    return text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
 
 
 def check_nesting(value: Any, max_nesting: int = MAX_NESTING) -> None:

@@ -220,6 +220,23 @@ def test_a_huge_declared_size_is_refused_before_a_byte_of_it(
     _round_is_intact(server, pair, parameters)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nowhere", 404),
+        ("POST", "/control/status", 404),
+        ("GET", "/register", 405),
+        ("POST", "/status", 405),
+        ("GET", "/control/shutdown", 405),
+    ],
+)
+def test_a_request_that_no_handler_has_is_refused(method: str, path: str, status: int, server: DiLoCoServer) -> None:
+    headers = {"Authorization": f"Bearer {server.token}"}
+    answer = httpx.request(method, f"http://{server.address}{path}", headers=headers)
+    assert answer.status_code == status
+    assert path in answer.json()["error"]
+
+
 def test_a_body_without_a_length_is_refused(server: DiLoCoServer, pair: list[RawWorker]) -> None:
     assert _submit(server, pair[1], iter([b"abc"])).status_code == 411
 

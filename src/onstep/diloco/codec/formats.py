@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -110,6 +111,11 @@ def _some(names: list[str]) -> str:
 
 def encoded_specs(specs: Sequence[ParameterSpec], codec: str) -> tuple[ParameterSpec, ...]:
     """Names, shapes and dtypes of the tensors that `encode` returns for parameters."""
+    return _encoded_specs(tuple(specs), codec)
+
+
+@lru_cache(maxsize=64)
+def _encoded_specs(specs: tuple[ParameterSpec, ...], codec: str) -> tuple[ParameterSpec, ...]:
     check_codec(codec)
     return tuple(item for spec in specs for item in _encoded_spec(spec, codec))
 

@@ -115,7 +115,7 @@ class Rounds:
     @property
     def next_version(self) -> int:
         """The version that the open round will produce."""
-        return self.version + len(self.closing) + 1
+        return self.committed.version + len(self.closing) + 1
 
     def known_version(self, worker_id: str, sequence: int) -> int | None:
         """The version that contains or will contain a submission; None if no round has it."""
@@ -136,25 +136,26 @@ class Rounds:
 
     def answer(self, request: Submit, settings: Settings) -> Reply | None:
         """The answer to a submission that is repeated or cannot count; None if it is new and counts."""
+        newest = self.committed.version
         version = self.known_version(request.worker_id, request.sequence)
         if version is not None:
             return Accepted(version, is_repeat=True)
         expected = self.next_sequence(request.worker_id)
         if request.sequence < expected and self.was_dropped(request):
-            return Dropped("dropped before", self.version)
+            return Dropped("dropped before", newest)
         if request.sequence < expected:
             error = f"sequence {request.sequence} is over; the next is {expected}"
             return Refused(409, error, {"kind": "old_sequence"})
-        if request.base_version > self.version:
+        if request.base_version > newest:
             error = (
-                f"base_version {request.base_version} does not exist, the newest is {self.version}; "
+                f"base_version {request.base_version} does not exist, the newest is {newest}; "
                 "if the server was started from an older state, restart the workers"
             )
             return Refused(409, error, {"kind": "future_version"})
-        staleness = self.next_version - 1 - request.base_version
+        staleness = newest + len(self.closing) - request.base_version
         if settings.mode == "async" or staleness <= settings.max_staleness:
             return None
-        return Dropped(f"{staleness} versions late, max_staleness is {settings.max_staleness}", self.version)
+        return Dropped(f"{staleness} versions late, max_staleness is {settings.max_staleness}", newest)
 
     def add(self, one: Contribution, now: float, registered: KeysView[str], settings: Settings) -> None:
         """Put a submission into the open round."""

@@ -77,13 +77,33 @@ def _message(value: object, types: Mapping[str, type]) -> Any:
 def _read(kind: type, values: Mapping[str, object]) -> Any:
     """An instance of a dataclass from the values of its fields."""
     readers = _readers(kind)
-    for name in values:
+    plain = _plain(kind)
+    read: dict[str, object] = {}
+    for name, value in values.items():
         if name not in readers:
             raise InvalidMessageError(f"{kind.__name__} has no field {str(name)[:100]!r}")
+        size = len(value) if isinstance(value, str) else value
+        hint, least, most = plain.get(name, _NOT_PLAIN)
+        is_valid = type(value) is hint and isinstance(size, int) and least <= size <= most
+        read[name] = value if is_valid else readers[name](value)
     for name in _required(kind):
         if name not in values:
             raise InvalidMessageError(f"{kind.__name__} needs {name!r}")
-    return kind(**{name: readers[name](value) for name, value in values.items()})
+    return kind(**read)
+
+
+_NOT_PLAIN = (None, 0, 0)
+
+
+@cache
+def _plain(kind: type) -> dict[str, tuple[type, int, int]]:
+    """For each field that is an integer or a text, its type and the bounds of its value or length.
+
+    They are most of the fields, and need no call of a reader.
+    """
+    hints = get_type_hints(kind).items()
+    integers = {name: (int, LOWEST.get(name, -MAX_NUMBER), MAX_NUMBER) for name, hint in hints if hint is int}
+    return integers | {name: (str, 0, MAX_TEXT) for name, hint in hints if hint is str}
 
 
 @cache

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -84,6 +85,8 @@ class ServedRun:
         self._saved_revision = coordinator.revision
         self._closed: asyncio.Queue[Closed] = asyncio.Queue()
         self._changed, self._poked = asyncio.Event(), asyncio.Event()
+        self._wake = math.inf
+        """When the next tick is."""
         self._saving = asyncio.Lock()
         self._tensors = ThreadPoolExecutor(1, thread_name_prefix="onstep-diloco-step")
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="onstep-diloco-save")
@@ -171,13 +174,16 @@ class ServedRun:
         """Do what the coordinator's last decision calls for."""
         for closed in self.coordinator.take_closed():
             self._closed.put_nowait(closed)
-        self._poked.set()
+        wake = self.coordinator.next_wake()
+        if wake is not None and wake < self._wake:
+            self._poked.set()
 
     async def _watch(self) -> None:
-        """Tick when it is time."""
+        """Tick when it is time, or sometimes earlier."""
         while True:
             self._poked.clear()
             wake = self.coordinator.next_wake()
+            self._wake = math.inf if wake is None else wake
             try:
                 async with asyncio.timeout(None if wake is None else max(0.0, wake - self.now())):
                     await self._poked.wait()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
 from torch import Tensor
 
 from onstep.checkpoint.format.tensor_header import LENGTH_BYTES
@@ -30,7 +29,7 @@ from onstep.diloco.server.memory import Buffers
 from onstep.diloco.server.operator import Operator
 from onstep.diloco.server.served_run import ServedRun
 from onstep.diloco.server.serving.control import ControlRoutes
-from onstep.diloco.server.serving.guard import Guard
+from onstep.diloco.server.serving.guard import check_access
 from onstep.diloco.server.serving.receiving import read_body as receive_body
 from onstep.diloco.server.serving.receiving import skip_body
 from onstep.diloco.server.serving.sending import TensorResponse
@@ -49,9 +48,15 @@ from onstep.errors import DataError
 from onstep.files.bounded_reading import parse_json
 from onstep.http.access import Access
 from onstep.http.listener import Client
-from onstep.http.messages import ERROR_HANDLERS, RefusedError, answer
+from onstep.http.messages import RefusedError, answer, refusal
 from onstep.http.watch import client_of
 
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+_MESSAGE_HEADER = MESSAGE_HEADER.encode()
 _MOST_MESSAGE_BYTES = 64 << 10
 _MOST_BYTES_AT_ONCE = 64 << 10
 """Of a submission that is checked in the loop: a thread would last longer."""
@@ -61,7 +66,7 @@ _HEADER_SLACK = 4096
 
 def build_app(
     run: ServedRun, operator: Operator, access: Access, model: Sequence[ParameterSpec], buffers: Buffers
-) -> Starlette:
+) -> ASGIApp:
     """The application.
 
     Args:
@@ -70,20 +75,52 @@ def build_app(
         access: who may use it.
         model: all parameters of the model, also those that other servers have.
     """
-    routes, control = ProtocolRoutes(run, model, buffers), ControlRoutes(operator)
-    posts = [Route(path, routes.answer, methods=["POST"]) for path in PATHS.values()]
-    return Starlette(
-        routes=[
-            *posts,
-            Route(GLOBAL_PARAMS, control.parameters),
-            Route(STATUS, control.status),
-            Route(INFO, control.info),
-            Route(HEALTH, control.health),
-            Route(CONTROL + "/{action}", control.act, methods=["POST"]),
-        ],
-        middleware=[Middleware(Guard, access=access)],
-        exception_handlers=ERROR_HANDLERS,
-    )
+    protocol, control = ProtocolRoutes(run, model, buffers), ControlRoutes(operator)
+    handlers: dict[str, tuple[str, Handler]] = {
+        **dict.fromkeys(PATHS.values(), ("POST", protocol.answer)),
+        **{f"{CONTROL}/{name}": ("POST", partial(control.act, name)) for name in control.actions},
+        GLOBAL_PARAMS: ("GET", control.parameters),
+        STATUS: ("GET", control.status),
+        INFO: ("GET", control.info),
+        HEALTH: ("GET", control.health),
+    }
+    return Application(handlers, access)
+
+
+class Application:
+    """Answers a request with the handler of its path, if its sender may use the server.
+
+    Args:
+        handlers: by path, the method of its requests and what answers them.
+        access: who may use it.
+    """
+
+    def __init__(self, handlers: Mapping[str, tuple[str, Handler]], access: Access) -> None:
+        self._handlers = handlers
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        try:
+            check_access(scope, self._access)
+            response = await self._handler(scope)(Request(scope, receive))
+        except RefusedError as error:
+            response = error.response
+        except ClientDisconnect:
+            raise
+        except Exception as error:
+            await refusal(500, type(error).__name__)(scope, receive, send)
+            raise
+        await response(scope, receive, send)
+
+    def _handler(self, scope: Scope) -> Handler:
+        path: str = scope["path"]
+        if path not in self._handlers:
+            raise RefusedError(404, f"There is nothing at {path[:100]!r}.")
+        method, handler = self._handlers[path]
+        if scope["method"] != method:
+            raise RefusedError(405, f"{path} is requested with {method}.")
+        return handler
 
 
 class ProtocolRoutes:
@@ -93,14 +130,16 @@ class ProtocolRoutes:
         self._buffers = buffers
         self._run = run
         self._model = model
-        self._largest_body = max(_most_bytes(one.specs, codec) for one in run.fragments for codec in CODECS)
+        self._most_bytes = [{codec: _most_bytes(one.specs, codec) for codec in CODECS} for one in run.fragments]
+        """Of a submission, by fragment and codec."""
+        self._largest_body = max(number for by_codec in self._most_bytes for number in by_codec.values())
         self._receiving: dict[tuple[str, int], Client] = {}
         """The connections on which submissions arrive, by worker and fragment."""
 
     async def answer(self, request: Request) -> Response:
         """Answer one request of the protocol."""
         message = await self._message(request)
-        if PATHS[type(message)] != request.url.path:
+        if PATHS[type(message)] != request.scope["path"]:
             raise RefusedError(400, f"{type(message).__name__} is sent to {PATHS[type(message)]}.")
         if isinstance(message, Submit):
             return _reply(await self._submit(request, message))
@@ -112,7 +151,7 @@ class ProtocolRoutes:
         return _reply(result.reply)
 
     async def _message(self, request: Request) -> protocol.Request:
-        text: bytes | str | None = request.headers.get(MESSAGE_HEADER)
+        text: bytes | str | None = dict(request.scope["headers"]).get(_MESSAGE_HEADER)
         if text is None:
             text = bytes(await receive_body(request, _MOST_MESSAGE_BYTES, self._buffers))
         try:
@@ -140,7 +179,7 @@ class ProtocolRoutes:
         if message.codec not in CODECS:
             raise RefusedError(422, f"codec must be one of {', '.join(CODECS)}, got {message.codec[:100]!r}.")
         specs = self._run.fragments[message.fragment].specs
-        body = await self._received(request, message, _most_bytes(specs, message.codec))
+        body = await self._received(request, message, self._most_bytes[message.fragment][message.codec])
         try:
             if body.nbytes > _MOST_BYTES_AT_ONCE:
                 encoded = await asyncio.to_thread(_checked, body, specs, message.codec)

@@ -19,13 +19,14 @@ class ControlRoutes:
 
     def __init__(self, operator: Operator) -> None:
         self._operator = operator
-        self._actions = {
+        self.actions = {
             "save_state": self._save_state,
             "kick_worker": self._kick_worker,
             "update_optimizer": self._update_optimizer,
             "update_num_workers": self._update_num_workers,
             "shutdown": self._shutdown,
         }
+        """What obeys a command, by name."""
 
     async def health(self, request: Request) -> Response:
         """Whether the server runs; needs no token."""
@@ -43,14 +44,10 @@ class ControlRoutes:
         """The newest parameters of all fragments, as a safetensors file."""
         return TensorResponse(json.dumps(self._operator.info()), self._operator.parameters())
 
-    async def act(self, request: Request) -> Response:
+    async def act(self, name: str, request: Request) -> Response:
         """Obey a command."""
-        name = request.path_params["action"]
-        action = self._actions.get(name)
-        if action is None:
-            raise RefusedError(404, f"action must be one of {', '.join(self._actions)}, got {name[:100]!r}.")
         try:
-            return answer({"status": "ok", **await action(await json_object(request))})
+            return answer({"status": "ok", **await self.actions[name](await json_object(request))})
         except ConfigError as error:
             raise RefusedError(400, str(error)) from None
         except CheckpointError as error:

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 from onstep.diloco.wire.http import HEALTH
 from onstep.http.access import Access
-from onstep.http.messages import answer, refusal
+from onstep.http.messages import RefusedError
 from onstep.http.watch import client_of
 
 if TYPE_CHECKING:
-    from starlette.responses import Response
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import Scope
 
 REALM = "onstep-diloco"
 NO_TOKEN = (
@@ -21,25 +20,19 @@ NO_TOKEN = (
 """Everybody can read this, so it names no path."""
 
 
-class Guard:
-    """Lets a request through if it has the token."""
+def check_access(scope: Scope, access: Access) -> None:
+    """Note whether the sender of a request is admitted.
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
-        self._app = app
-        self._access = access
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        await (self._refusal(scope) or self._app)(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> Response | None:
-        headers: list[tuple[bytes, bytes]] = scope["headers"]
-        if any(name == b"origin" for name, _ in headers):
-            return refusal(403, "Requests from pages in a browser are refused.")
-        given = [value for name, value in headers if name == b"authorization"]
-        is_admitted = self._access.is_open or (len(given) == 1 and self._access.is_bearer(given[0]))
-        client_of(scope).is_admitted = is_admitted
-        if is_admitted or scope["path"] == HEALTH:
-            return None
-        challenge = {"WWW-Authenticate": f'Bearer realm="{REALM}"'}
-        return answer({"error": NO_TOKEN, "realm": REALM}, 401, challenge)
+    Raises:
+        RefusedError: 401 without the token, 403 from a page in a browser.
+    """
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    if b"origin" in dict(headers):
+        raise RefusedError(403, "Requests from pages in a browser are refused.")
+    given = [value for name, value in headers if name == b"authorization"]
+    is_admitted = access.is_open or (len(given) == 1 and access.is_bearer(given[0]))
+    client_of(scope).is_admitted = is_admitted
+    if not is_admitted and scope["path"] != HEALTH:
+        refused = RefusedError(401, NO_TOKEN, realm=REALM)
+        refused.response.headers["WWW-Authenticate"] = f'Bearer realm="{REALM}"'
+        raise refused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from onstep.diloco.server.memory import Buffers
 from onstep.http.messages import RefusedError
@@ -21,25 +21,32 @@ async def read_body(request: Request, most_bytes: int, buffers: Buffers) -> memo
         ClientDisconnect: if the client leaves before its end.
     """
     memory = buffers.take(_length(request, most_bytes)).data
-    position = 0
-    async for piece in request.stream():
+    receive, position, is_complete = request.receive, 0, False
+    while not is_complete:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        piece = message["body"]
         memory[position : position + len(piece)] = piece
         position += len(piece)
+        is_complete = not message["more_body"]
     return memory
 
 
 async def skip_body(request: Request, most_bytes: int) -> None:
     """Read a body of which nothing is needed, so that its connection stays, unless it is too large or not yet sent."""
     with suppress(RefusedError):
-        if "expect" not in request.headers and _length(request, most_bytes):
+        if b"expect" not in dict(request.scope["headers"]) and _length(request, most_bytes):
             async for _ in request.stream():
                 pass
 
 
 def _length(request: Request, most_bytes: int) -> int:
-    text = request.headers.get("content-length", "")
-    if not text or "transfer-encoding" in request.headers:
+    headers: dict[bytes, bytes] = dict(request.scope["headers"])
+    text = headers.get(b"content-length", b"")
+    if not text or b"transfer-encoding" in headers:
         raise RefusedError(411, "A body must be sent with its Content-Length, and without Transfer-Encoding.")
-    if not text.isascii() or not text.isdecimal() or len(text) > 19 or int(text) > most_bytes:
-        raise RefusedError(413, f"This body may have at most {most_bytes} bytes, not {text[:30]}.")
+    if not text.isdigit() or len(text) > 19 or int(text) > most_bytes:
+        shown = text[:30].decode("latin-1")
+        raise RefusedError(413, f"This body may have at most {most_bytes} bytes, not {shown}.")
     return int(text)

@@ -219,6 +219,13 @@ SCHEDULE_KWARGS: list[tuple[str, dict[str, Any] | None, float]] = [
     ("reduce_lr_on_plateau", None, 0),
     ("greedy", {"factor": 0.5, "patience": 0, "min_lr": 1e-4, "smooth": True, "window_size": 2}, 0),
 ]
+FIRST_OF_EACH = {row[0]: row for row in reversed(SCHEDULE_KWARGS)}
+SCALED: list[tuple[str, dict[str, Any] | None, float]] = [
+    *FIRST_OF_EACH.values(),
+    ("inverse_sqrt", None, 2),
+    ("warmup_stable_decay", {"num_decay_steps": 2, "min_lr_ratio": 0.1, "decay_type": "1-sqrt"}, 2),
+]
+"""One of each name, and those that a group with a rate of its own takes another way."""
 
 
 def check_schedule(
@@ -231,7 +238,7 @@ def check_schedule(
         assert len(set(found[1])) > 2, "the metric must have changed the rate"
 
 
-@pytest.mark.parametrize(("name", "kwargs", "warmup"), {row[0]: row for row in SCHEDULE_KWARGS}.values(), ids=str)
+@pytest.mark.parametrize(("name", "kwargs", "warmup"), SCHEDULE_KWARGS, ids=str)
 def test_a_schedule_has_the_rates_of_transformers(
     tmp_path: Path, name: str, kwargs: dict[str, Any] | None, warmup: float
 ) -> None:
@@ -248,7 +255,7 @@ def groups(model: Any) -> Any:
     return torch.optim.SGD(groups, lr=0.01), None
 
 
-@pytest.mark.parametrize(("name", "kwargs", "warmup"), SCHEDULE_KWARGS, ids=str)
+@pytest.mark.parametrize(("name", "kwargs", "warmup"), SCALED, ids=str)
 def test_a_schedule_scales_the_rate_of_each_group_as_transformers(
     tmp_path: Path, name: str, kwargs: dict[str, Any] | None, warmup: float
 ) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from onstep.analysis.logs.log_tail import LogTail
 from onstep.analysis.plots.smoothing import downsampled_rows
-from onstep.errors import warn_once
+from onstep.errors import DataError, warn_once
 from onstep.record import Record
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -95,17 +95,9 @@ class History:
             return
         with self._refreshing:
             try:
-                if self._tail is None:
-                    self._tail = LogTail(self._log)
-                    self.begin_again(self._tail.read())
-                records = self._tail.news()
-                if self._tail.was_rewritten:
-                    self.begin_again(self._tail.read())
-                    return
-            except OSError:  # not there yet, or not readable
-                return
-            for record in records:
-                self.add_record(record)
+                self._read_on(self._log)
+            except (OSError, DataError):  # it is not there yet, not readable, or was cut back while it was read
+                self._tail = None
 
     def begin_again(self, records: Sequence[Record]) -> None:
         """Replace all records by others."""
@@ -115,12 +107,20 @@ class History:
             fresh.add_record(record)
         self._curves = fresh._curves
 
+    def _read_on(self, log: Path) -> None:
+        is_new, self._tail = self._tail is None, self._tail or LogTail(log)
+        records = [] if is_new else self._tail.news()
+        if is_new or self._tail.was_rewritten:
+            self.begin_again(self._tail.read())
+            return
+        for record in records:
+            self.add_record(record)
+
     def add_record(self, record: Record) -> None:
         """Add a point to the curve of each number in a record, if the record has a step."""
         step = _step_of(record)
         if step is not None:
-            values = {name: value for name, value in record.items() if name not in _AXES}
-            _add_to(self._curves, step, time_of(record), values)
+            _add_to(self._curves, step, time_of(record), {key: record[key] for key in record if key not in _AXES})
 
     def add(self, step: int, timestamp: float, values: Mapping[str, Any]) -> None:
         """Add a point to the curve of each number in `values`, which no record has; other values are ignored."""

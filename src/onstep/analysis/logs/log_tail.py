@@ -30,7 +30,7 @@ class _Mark(NamedTuple):
 
 
 class LogTail:
-    """Reads a log as it grows: `last` or `read` once, or neither, then `news` repeatedly.
+    """Reads a log as it grows: `last` or `read` once, or neither, then `news` repeatedly, which begins with everything.
 
     A log that was cut back is recognized by the newest lines that were read, of which at least one must still be there:
     if none is, the whole log is news. Logs with one record per line, such as metrics logs, can be followed; of other
@@ -71,10 +71,7 @@ class LogTail:
             size *= 8
 
     def read(self) -> Sequence[Record]:
-        """All records that the log has now, in any layout, recovered as far as possible; `news` returns those after.
-
-        A file without records has none.
-        """
+        """All records that the log has now, in any layout, recovered as far as possible; `news` returns those after."""
         self._source = FileSource(self.path)
         self.last(0)
         try:

@@ -16,6 +16,7 @@ from onstep.analysis.logs.samples_log import follow_samples, sample_of
 from onstep.analysis.logs.tokenizers import tokenizer_of
 from onstep.control.feed import Feed
 from onstep.control.history import finite_number
+from onstep.errors import DataError
 from onstep.record import Record
 
 
@@ -36,7 +37,7 @@ class RunFiles:
 
     def load(self) -> None:
         """Read everything that is there; then the feed's status is no longer ``loading``."""
-        with suppress(OSError):  # not there yet, or not readable
+        with suppress(OSError, DataError):  # not there yet, not readable, or cut back while it is read
             self._add_records(self._tail(self._log).read())
         self._add_events()
         self._update_status()

@@ -312,6 +312,19 @@ def test_the_feed_of_a_job_with_control_is_forwarded(live: Served, browse: Calla
     assert kinds(client, "live") == ["sample", "decision", "end"]
 
 
+def test_a_job_with_control_that_is_rolled_back_has_one_curve(
+    live: Served, browse: Callable[..., httpx.Client]
+) -> None:
+    for step in range(1, 9):
+        live.feed.add_record({"global_step": step, "timestamp": float(step), "loss": 1.0})
+    client = browse()
+    assert loaded(client, "live")["status"] == "running"
+    assert client.get("/jobs/live/metrics").json()["num_points"] == 8
+    live.feed.history.begin_again([{"global_step": step, "timestamp": float(step), "loss": 1.0} for step in (1, 2)])
+    live.feed.add_event("decision", {"step": 2, "flag": "rolled_back"})
+    until(lambda: client.get("/jobs/live/metrics").json()["num_points"] == 2)
+
+
 def test_a_job_whose_server_is_gone_is_shown_as_ended(
     tmp_path: Path, registry: Path, live: Served, browse: Callable[..., httpx.Client]
 ) -> None:

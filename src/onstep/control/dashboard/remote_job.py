@@ -14,6 +14,7 @@ from onstep.control.client.connection import ControlError
 from onstep.control.client.http_client import HTTPTrainerControlClient, job_path, local_connection
 from onstep.control.commands import CommandError, CommandRefusedError
 from onstep.control.feed import Feed, FeedEvent
+from onstep.control.history import History
 from onstep.control.inbox import Ticket
 from onstep.control.registry import JobInfo, is_alive, is_here, read_info
 from onstep.errors import ConfigError
@@ -65,18 +66,27 @@ class RemoteJob:
     def _load(self) -> None:
         for event in self._events(_LISTED):
             self.feed.add_event(event.kind, {"timestamp": event.timestamp, **event.data})
-        for name, series in self._client.metrics(self.job_id, points=_POINTS)["series"].items():
-            for step, value, timestamp in zip(series["step"], series["value"], series["time"], strict=True):
-                point = {"step": step, "timestamp": timestamp, name: math.nan if value is None else value}
-                self.feed.history.add_record(point)
-                self._loaded_until = max(self._loaded_until, timestamp)
+        self._load_curves()
         self._is_loaded = True
         self._follow()
 
+    def _load_curves(self) -> None:
+        """Replace all curves by those of the job."""
+        history = History()
+        for name, series in self._client.metrics(self.job_id, points=_POINTS)["series"].items():
+            for step, value, timestamp in zip(series["step"], series["value"], series["time"], strict=True):
+                point = {"step": step, "timestamp": timestamp, name: math.nan if value is None else value}
+                history.add_record(point)
+                self._loaded_until = max(self._loaded_until, timestamp)
+        self.feed.history = history
+
     def _follow(self) -> None:
         status = local_connection(self.job_id, _SECONDS).get(job_path(self.job_id, "status"))
-        for event in self._events():
+        news = self._events()
+        for event in news:
             self._take(event.kind, {"timestamp": event.timestamp, **event.data})
+        if any(event.data.get("flag") == "rolled_back" for event in news):
+            self._load_curves()
         if not self.feed.is_ended:
             self.feed.update(**{key: value for key, value in status.items() if key not in ("job_id", "timestamp")})
 

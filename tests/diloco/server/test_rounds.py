@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -48,6 +49,17 @@ def test_the_outer_step_is_torchs_sgd_on_the_average_weighted_by_tokens(
         for name, master in masters.items():
             assert torch.allclose(got[0][name], master, rtol=0, atol=1e-10)
             assert torch.equal(got[0][name], got[1][name])
+
+
+def test_a_round_closes_at_its_deadline_without_another_request(
+    serve: Serve, worker: Worker, parameters: dict[str, Tensor]
+) -> None:
+    server = serve(settings=Settings(num_workers=2, min_workers=1, heartbeat_timeout=0.0, initial_deadline=0.5))
+    one = worker(server)
+    one.join()
+    one.submit(_random(parameters, 0))
+    time.sleep(2.0)
+    assert server.sync_round == 1
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -53,7 +53,7 @@ PROMISES = (
     ),
     Promise(
         "Nothing that is read can be executed, and hostile files end in an error that helps",
-        "A seeded fuzzer changes bytes and values of every format and runs the commands that read it: no Python error, "
+        "Hypothesis changes bytes and values of every format and runs the commands that read it: no Python error, "
         "no hang over 10 seconds, no growth over 1 GB. Pickles are refused unread.",
         (
             "files/test_bounded_reading.py",

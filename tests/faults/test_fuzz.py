@@ -2,124 +2,142 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections import Counter
-from collections.abc import Callable
+import multiprocessing
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from random import Random
-from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
 
-from tests.support.faults.fuzz.formats import FORMATS
-from tests.support.faults.fuzz.honest_files import MAKERS
+from tests.support.faults.fuzz import planted
+from tests.support.faults.fuzz.changes import RUNS_WITHOUT_END, make_enormous
+from tests.support.faults.fuzz.formats import FORMATS, Format, doors_of
+from tests.support.faults.fuzz.honest_files import make_all
+from tests.support.faults.fuzz.one_input import Limits, Outcome, through_doors
 
 pytestmark = [
     pytest.mark.faults,
     pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures memory by Linux' proc"),
 ]
 
-SEED = 1
-INPUTS = 5000
-FEW = 50
-LIGHT = ("chats", "texts", "configuration", "indexed")
-"""Honest files that take no time to write."""
+FEW, MANY = 3, 400
+"""Inputs of each format."""
 
 
-def fuzz(tmp_path: Path, *words: str) -> dict[str, Any]:
-    """Run the fuzzer as a program, and print what it prints."""
-    report = tmp_path / "report.json"
-    command = [sys.executable, "-m", "tests.support.faults.fuzz", *words, "--json", str(report)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ})
-    print(done.stdout[-20_000:], done.stderr[-4000:])
-    assert report.exists(), done.stderr
-    return dict(json.loads(report.read_text()))
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The honest files of all formats, written by a process whose clocks stand still; in memory where there is some."""
+    memory = Path("/dev/shm")
+    root = Path(tempfile.mkdtemp(prefix="fuzz-", dir=memory if memory.is_dir() else tmp_path_factory.getbasetemp()))
+    writer = multiprocessing.get_context("forkserver").Process(target=make_all, args=(root / "made",))
+    writer.start()
+    writer.join()
+    assert writer.exitcode == 0
+    yield (root / "made").rename(root / "honest")
+    shutil.rmtree(root)
 
 
-def kinds(report: dict[str, Any]) -> list[tuple[str, str, str]]:
-    return [(found["verdict"], found["error"], found["command"]) for found in report["findings"]]
+def place_of(form: Format, honest: Path) -> Path:
+    """An empty place where the honest files were written, as a run knows where it is."""
+    place = honest.parent / "made" / form.honest
+    shutil.rmtree(place, ignore_errors=True)
+    place.parent.mkdir(exist_ok=True)
+    return place
+
+
+def unwanted(outcomes: list[Outcome], fine: tuple[str, ...] = ("read", "refused")) -> str:
+    return "\n\n".join(f"{one.verdict}: {one.door}: {one.error}" for one in outcomes if one.verdict not in fine)
+
+
+def check_changed(name: str, honest: Path, examples: int) -> None:
+    """Change honest files in many ways, and read them by the doors of the format."""
+    form = FORMATS[name]
+
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        place = place_of(form, honest)
+        form.copy_honest(honest, place, data.draw(st.sampled_from(form.variants)) if form.variants else None)
+        note(form.change(data.draw, place))
+        rolls = [data.draw(st.integers(1, 100)) for _ in form.doors]
+        chosen = [number for number, roll in enumerate(rolls) if roll > 100 * (1 - form.doors[number].share)]
+        assert not unwanted(through_doors(doors_of, name, chosen, place, Limits()))
+
+    check()
 
 
 @pytest.mark.process
-def test_honest_files_are_read_through_every_door(tmp_path: Path) -> None:
-    report = fuzz(tmp_path, "--index", "-1")
-    assert kinds(report) == []
-    assert set(report["counts"]) == set(FORMATS)
-    assert all(count["read"] == count["inputs"] == 1 for count in report["counts"].values())
+@pytest.mark.parametrize("name", FORMATS)
+def test_honest_files_are_read_through_every_door(name: str, honest: Path) -> None:
+    form = FORMATS[name]
+    for variant in dict.fromkeys(form.variants or (None,)):
+        place = place_of(form, honest)
+        form.copy_honest(honest, place, variant)
+        outcomes = through_doors(doors_of, name, [*range(len(form.doors))], place, Limits())
+        assert len(outcomes) == len(form.doors)
+        assert not unwanted(outcomes, ("read",))
 
 
 @pytest.mark.process
-def test_a_few_changed_files_of_every_format_end_in_a_result_or_a_message(tmp_path: Path) -> None:
-    report = fuzz(tmp_path, "--seed", str(SEED), "--inputs", str(FEW))
-    assert kinds(report) == []
-    assert set(report["counts"]) == set(FORMATS)
-
-
-@pytest.mark.process
-def test_planted_errors_hangs_and_growths_are_found() -> None:
-    command = [sys.executable, "-m", "tests.support.faults.fuzz.planted"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ})
-    report = json.loads(done.stdout)
-    found = {one["format"]: one["verdict"] for one in report["findings"]}
-    assert found == {
-        "raw error": "raw error",
-        "error of a library": "raw error",
-        "panic": "raw error",
-        "printed traceback": "raw error",
-        "no message": "raw error",
-        "crash": "raw error",
-        "hang": "hang",
-        "busy hang": "hang",
-        "growth": "growth",
-        "too much memory": "growth",
-    }
-    assert {name for name, count in report["counts"].items() if count["refused"]} == {
-        "refused",
-        "refused by a command",
-        "error of the disk",
-    }
-    assert report["counts"]["read"]["read"] == 1
-    by_name = {one["format"]: one for one in report["findings"]}
-    assert by_name["raw error"]["error"] == "KeyError: 'x'"
-    assert by_name["raw error"]["command"] == "python -m tests.support.faults.fuzz 'raw error' --seed 1 --index 0"
-    assert "SIGSEGV" in by_name["crash"]["error"]
-
-
-def test_an_input_is_a_function_of_its_format_seed_and_index(tmp_path: Path) -> None:
-    for name in LIGHT:
-        (tmp_path / "honest" / name).mkdir(parents=True)
-        MAKERS[name](tmp_path / "honest" / name)
-    seen: Counter[str] = Counter()
-    for form in (form for form in FORMATS.values() if form.honest in LIGHT):
-        for index in range(12):
-            contents = []
-            for attempt in ("one", "two"):
-                place = tmp_path / f"{form.name}-{index}-{attempt}"
-                place.mkdir()
-                form.make_input(Random(f"{form.name}/1/{index}"), tmp_path / "honest", place)
-                contents.append({path.relative_to(place): path.read_bytes() for path in place.rglob("*.*")})
-            assert contents[0] == contents[1]
-            seen[str(contents[0])] += 1
-    assert max(seen.values()) < 3, "other indices give other inputs"
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_few_changed_files_of_every_format_end_in_a_result_or_a_message(name: str, honest: Path) -> None:
+    check_changed(name, honest, FEW)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_thousands_of_changed_files_end_in_a_result_or_a_message(
-    tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
-    report = fuzz(tmp_path, "--seed", str(SEED), "--inputs", str(INPUTS))
-    total: Counter[str] = sum(map(Counter, report["counts"].values()), Counter())
-    record_property("inputs", total["inputs"])
-    record_property("refused with a message", total["refused"])
-    record_property("read all the same", total["read"])
-    for verdict, shown in {"raw error": "raw errors", "hang": "hangs over 10 s", "growth": "growths over 1 GB"}.items():
-        record_property(shown, total[verdict])
-    for name, count in report["counts"].items():
-        record_property(name, f"{count['inputs']} inputs: {count['refused']} refused, {count['read']} read")
-    assert kinds(report) == []
-    assert set(report["counts"]) == set(FORMATS)
-    assert total["inputs"] >= INPUTS
+@pytest.mark.parametrize("name", FORMATS)
+def test_many_changed_files_end_in_a_result_or_a_message(name: str, honest: Path) -> None:
+    check_changed(name, honest, MANY)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("run", RUNS_WITHOUT_END)
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.files])
+def test_an_enormous_file_ends_in_a_result_or_a_message(name: str, run: bytes | None, honest: Path) -> None:
+    form = FORMATS[name]
+    place = place_of(form, honest)
+    form.copy_honest(honest, place, form.variants[0] if form.variants else None)
+    make_enormous(form.found(place)[0][0], run)
+    assert not unwanted(through_doors(doors_of, name, [*range(len(form.doors))], place, Limits()))
+
+
+PLANTED = {
+    "raw error": "raw error",
+    "error of a library": "raw error",
+    "panic": "raw error",
+    "printed traceback": "raw error",
+    "no message": "raw error",
+    "crash": "raw error",
+    "hang": "hang",
+    "busy hang": "hang",
+    "growth": "growth",
+    "too much memory": "growth",
+    "refused": "refused",
+    "refused by a command": "refused",
+    "error of the disk": "refused",
+    "read": "read",
+}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_errors_hangs_and_growths_are_found(name: str, tmp_path: Path) -> None:
+    place = tmp_path / "here"
+    place.mkdir()
+    limits = Limits(seconds=1, growth_bytes=100 << 20)
+    (found,) = through_doors(planted.doors_of, name, [0], place, limits)
+    assert found.verdict == PLANTED[name], found.error
+    assert found.error or name == "read"
+    if name == "crash":
+        assert "SIGSEGV" in found.error

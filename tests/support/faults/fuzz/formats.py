@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import fnmatch
 import shutil
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
+
+from hypothesis import strategies as st
 
 from tests.support.faults.fuzz import doors
+from tests.support.faults.fuzz.changes import YAML_TEXTS, change_file, seal
 from tests.support.faults.fuzz.doors import Door, onstep, resume, start
-from tests.support.faults.fuzz.file_changes import change_file, seal
 from tests.support.faults.fuzz.honest_files import copy
-from tests.support.faults.fuzz.value_changes import strange_yaml
 
-Files = tuple[tuple[str, str, float], ...]
-"""Pattern of a path, kind of the file, and how often it is the one that is changed."""
+Files = tuple[tuple[str, str], ...]
+"""Pattern of a path, and the kind of the file."""
 
 
 @dataclass(frozen=True)
@@ -28,65 +28,54 @@ class Format:
     doors: tuple[Door, ...]
     honest: str
     """The set of honest files."""
-    weight: float = 1.0
-    """Its share of all inputs, relative to the others."""
     variants: tuple[str, ...] = ()
     """Subdirectories of the honest files, of which an input has one, as `it`; empty: the honest files have no such."""
 
-    def make_input(self, random: Random, honest: Path, place: Path, *, is_changed: bool = True) -> str:
-        """Copy the honest files to `place` and change some; what was done."""
+    def copy_honest(self, honest: Path, place: Path, variant: str | None) -> None:
+        """Copy the honest files, with one of the variants if there are some."""
         source = honest / self.honest
-        if self.variants:
-            copy(source / random.choice(self.variants), place / "it")
-            for path in source.iterdir():
-                if path.is_file():
-                    shutil.copy(path, place)
-        else:
+        if variant is None:
             copy(source, place)
-        if not is_changed:
-            return "nothing"
-        done: list[str] = []
-        changed: set[Path] = set()
-        for _ in range(random.choices((1, 2), (5, 1))[0]):
-            path, kind = self._file(place, random)
-            what = change_file(path, "bytes" if path in changed else kind, random)
-            changed.add(path)
-            checkpoint = next((parent for parent in path.parents if parent.name.startswith("checkpoint-")), None)
-            if checkpoint is not None and path.stat().st_size < 1 << 28 and random.random() < 0.85:
-                seal(checkpoint, path.relative_to(checkpoint).as_posix())
-                what += " (sealed)"
-            done.append(f"{path.relative_to(place)}: {what}")
-        return "; ".join(done)
+            return
+        copy(source / variant, place / "it")
+        for path in source.iterdir():
+            if path.is_file():
+                shutil.copy(path, place)
 
-    def _file(self, place: Path, random: Random) -> tuple[Path, str]:
-        pattern, kind, _ = random.choices(self.files, [share for _, _, share in self.files])[0]
+    def found(self, place: Path) -> list[tuple[Path, str]]:
+        """The files that may be changed, with their kinds."""
         there = sorted(path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file())
-        found = fnmatch.filter(there, pattern)
-        while not found:  # this variant lacks the file
-            pattern, kind, _ = random.choice(self.files)
-            found = fnmatch.filter(there, pattern)
-        return place / random.choice(found), kind
+        return [(place / path, kind) for pattern, kind in self.files for path in fnmatch.filter(there, pattern)]
+
+    def change(self, draw: st.DrawFn, place: Path) -> str:
+        """Change one file or two; what was done."""
+        done = []
+        found = self.found(place)
+        kinds = {kind: [path for path, other in found if other == kind] for _, kind in found}
+        for _ in range(draw(st.sampled_from((1, 1, 1, 2)))):
+            kind = draw(st.sampled_from(sorted(kinds)))
+            path = draw(st.sampled_from(kinds[kind]))
+            how = change_file(draw, path, "bytes" if done else kind)
+            checkpoint = next((parent for parent in path.parents if parent.name.startswith("checkpoint-")), None)
+            is_sealed = checkpoint is not None and draw(st.sampled_from((True, True, False)))
+            if checkpoint is not None and is_sealed:
+                seal(checkpoint, path.relative_to(checkpoint).as_posix())
+            done.append(f"{path.relative_to(place)}: {how}{' (sealed)' * is_sealed}")
+        return "; ".join(done)
 
 
 @dataclass(frozen=True)
 class Words(Format):
     """Words of a command line, which are no file."""
 
-    def make_input(self, random: Random, honest: Path, place: Path, *, is_changed: bool = True) -> str:
-        """Write the words to a file, one a line, for the doors to read."""
+    def change(self, draw: st.DrawFn, place: Path) -> str:
+        """Write the words to a file, for the doors to read."""
         from onstep.config.keys import KEYS
 
-        keys = [*KEYS]
-        words = []
-        for _ in range(random.choice((1, 1, 2, 3))):
-            key = (
-                random.choice(keys)
-                if random.random() < 0.9
-                else random.choice(("", ".", "model", "a.b.c", "__class__.x"))
-            )
-            value = strange_yaml(random)[1].replace("\0", "")[:100_000]
-            words.append(f"{key}={value}" if random.random() < 0.95 else random.choice((key, value, f"{key}=", "=")))
-        words = words if is_changed else ["optimizer.lr=0.5"]
+        key = st.sampled_from([*KEYS]) | st.sampled_from([*KEYS]) | st.sampled_from(("", ".", "a.b.c", "__class__.x"))
+        value = YAML_TEXTS.map(lambda text: text.replace("\0", "")[:100_000])
+        word = st.builds("{}={}".format, key, value)
+        words = draw(st.lists(word | word | word | key | value, min_size=1, max_size=3))
         (place / "words.txt").write_text("\0".join(words), encoding="utf-8", errors="surrogatepass")
         return " ".join(words)[:200]
 
@@ -145,38 +134,35 @@ FORMATS: dict[str, Format] = {
         Format(
             "checkpoint",
             (
-                (f"{_CHECKPOINT}/manifest.json", "json", 4),
-                (f"{_CHECKPOINT}/*/*.json", "json", 6),
-                (f"{_CHECKPOINT}/*/*.safetensors", "safetensors", 3),
-                ("runs/run/checkpoints/latest", "bytes", 0.5),
+                (f"{_CHECKPOINT}/manifest.json", "json"),
+                (f"{_CHECKPOINT}/*/*.json", "json"),
+                (f"{_CHECKPOINT}/*/*.safetensors", "safetensors"),
+                ("runs/run/checkpoints/latest", "bytes"),
             ),
             (*_LOOKS_AT_CHECKPOINTS, resume(0.6), onstep("checkpoint", "verify", _CHECKPOINT, share=0.2)),
             "run",
-            2.0,
         ),
         Format(
             "saved tracker points",
-            ((f"{_CHECKPOINT}/callbacks/*.json", "json", 1),),
+            ((f"{_CHECKPOINT}/callbacks/*.json", "json"),),
             (resume(),),
             "run",
-            0.7,
         ),
         Format(
             "other files of a run",
             (
-                ("runs/run/checkpoints/ft_state.json", "json", 3),
-                ("runs/run/checkpoints/progress.txt", "bytes", 2),
-                ("runs/run/.run.lock", "bytes", 1),
-                ("runs/run/certificate/rank_0.json", "json", 1),
-                ("runs/run/metrics.csv", "bytes", 2),
+                ("runs/run/checkpoints/ft_state.json", "json"),
+                ("runs/run/checkpoints/progress.txt", "bytes"),
+                ("runs/run/.run.lock", "bytes"),
+                ("runs/run/certificate/rank_0.json", "json"),
+                ("runs/run/metrics.csv", "bytes"),
             ),
             (resume(), onstep("logs", "list", share=0.2)),
             "run",
-            0.7,
         ),
         Format(
             "run.json",
-            (("runs/run/run.json", "json", 1),),
+            (("runs/run/run.json", "json"),),
             (
                 onstep("generate", "runs/run", "def ", "--max-new-tokens", "2", share=0.5),
                 onstep("why", "run"),
@@ -191,87 +177,93 @@ FORMATS: dict[str, Format] = {
         ),
         Format(
             "metrics log",
-            ((_LOG, "records", 1),),
+            ((_LOG, "records"),),
             (*_log_doors(_LOG), onstep("logs", "list"), resume(0.15)),
             "run",
-            2.0,
+        ),
+        Format(
+            "record",
+            (("runs/run/record.jsonl", "records"),),
+            (
+                onstep("why", "run"),
+                onstep("logs", "list"),
+                onstep("logs", "summary", "run"),
+                onstep("logs", "tail", "run", "--json", share=0.5),
+                onstep("logs", "plot", "run", "--output", "p.svg", share=0.12),
+                onstep("logs", "report", "run", "--output", "r.html", share=0.12),
+                onstep("logs", "replay", "run", "--to", "csv", "--output", "sent", share=0.5),
+                resume(),
+            ),
+            "run",
         ),
         Format(
             "decisions.jsonl",
-            (("runs/run/decisions.jsonl", "records", 1),),
+            (("runs/run/decisions.jsonl", "records"),),
             (onstep("why", "run"), onstep("why", "run", "--step", "4")),
             "run",
         ),
         Format(
             "text_samples.jsonl",
-            (("runs/run/text_samples.jsonl", "records", 1),),
+            (("runs/run/text_samples.jsonl", "records"),),
             (Door("the samples of the demo", doors.show_samples),),
             "run",
-            0.5,
         ),
         Format(
             "trainer_state.json",
-            (("trainer_state.json", "json", 1),),
+            (("trainer_state.json", "json"),),
             _log_doors("trainer_state.json"),
             "trainer_state",
-            1.5,
         ),
         Format(
             "parameter norms",
-            (("runs/run/parameter_norms.json", "records", 1),),
+            (("runs/run/parameter_norms.json", "records"),),
             (onstep("plot", "heatmap", "run", "--output", "h.svg"),),
             "run",
-            0.4,
         ),
         Format(
             "model config.json",
-            (("it/config.json", "json", 1),),
+            (("it/config.json", "json"),),
             (
                 doors.load_model("it"),
                 doors.finetune(*_CHAT, name="on chats", share=0.2),
             ),
             "models",
-            2.0,
             ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt2"),
         ),
         Format(
             "safetensors",
-            (("it/*.safetensors", "safetensors", 1), ("it/*.index.json", "json", 1)),
+            (("it/*.safetensors", "safetensors"), ("it/*.index.json", "json")),
             (doors.load_model("it"), doors.finetune(*_CHAT, name="on chats", share=0.1)),
             "models",
-            1.0,
             ("llama", "gpt2", "sharded", "sharded"),
         ),
         Format(
             "tokenizer.json",
-            (("it/tokenizer.json", "json", 1),),
+            (("it/tokenizer.json", "json"),),
             (
                 doors.tokenizer("tokenizers", "it/tokenizer.json"),
                 start(*_THE_TOKENIZER, name="with the tokenizer", share=0.15),
             ),
             "tokenizers",
-            2.0,
             ("bpe", "bpe", "wordpiece", "unigram"),
         ),
         Format(
             "tokenizer directory",
-            (("it/*.json", "json", 4), ("it/*.txt", "bytes", 1)),
+            (("it/*.json", "json"), ("it/*.txt", "bytes")),
             (doors.tokenizer("huggingface", "it"), doors.chat_template("it")),
             "tokenizers",
-            1.5,
             ("fast", "template_in_config", "slow"),
         ),
         Format(
             "chat template",
-            (("it/chat_template.jinja", "template", 3), ("it/tokenizer_config.json", "template in json", 3)),
+            (("it/chat_template.jinja", "template"), ("it/tokenizer_config.json", "template in json")),
             (doors.chat_template("it"),),
             "tokenizers",
-            1.0,
             ("fast", "template_in_config"),
         ),
         Format(
             "chats",
-            (("chats.jsonl", "records", 1),),
+            (("chats.jsonl", "records"),),
             (
                 doors.data("chat", doors.bytes_tokenizer, length=128, kind="chat", paths=["chats.jsonl"]),
                 doors.data(
@@ -280,11 +272,10 @@ FORMATS: dict[str, Format] = {
                 start(*_CHAT, name="on chats", share=0.15),
             ),
             "chats",
-            1.5,
         ),
         Format(
             "text and JSONL corpora",
-            (("corpus.txt", "bytes", 1), ("corpus.jsonl", "records", 2)),
+            (("corpus.txt", "bytes"), ("corpus.jsonl", "records")),
             (
                 doors.data("text", doors.bytes_tokenizer, paths=["corpus.txt"]),
                 doors.data("JSONL", doors.bytes_tokenizer, paths=["corpus.jsonl"]),
@@ -293,29 +284,26 @@ FORMATS: dict[str, Format] = {
                 start("dataset.paths=[corpus.jsonl]", *_BPE, name="on BPE", share=0.1),
             ),
             "texts",
-            1.2,
         ),
         Format(
             ".idx and .bin",
-            (("docs.idx", "index", 4), ("docs.bin", "bytes", 1)),
+            (("docs.idx", "index"), ("docs.bin", "bytes")),
             (
                 doors.indexed("docs"),
                 doors.data("megatron", doors.bytes_tokenizer, kind="megatron", paths=["docs"]),
                 start("dataset.kind=megatron", "dataset.paths=[docs]", name="on indexed files", share=0.1),
             ),
             "indexed",
-            1.5,
         ),
         Format(
             "token files",
-            (("tokens/*.json", "json", 3), ("tokens/*.tokens", "bytes", 1)),
+            (("tokens/*.json", "json"), ("tokens/*.tokens", "bytes")),
             (doors.cached_tokens(),),
             "tokens",
-            0.8,
         ),
         Format(
             "YAML configuration",
-            (("small.yaml", "yaml", 3), ("all.yaml", "yaml", 3)),
+            (("small.yaml", "yaml"), ("all.yaml", "yaml")),
             (
                 doors.load_configuration("small.yaml"),
                 doors.load_configuration("all.yaml"),
@@ -324,9 +312,8 @@ FORMATS: dict[str, Format] = {
                 onstep("why", "--features", "small.yaml", share=0.2),
             ),
             "configuration",
-            1.5,
         ),
-        Format("prompts", (("prompts.yaml", "yaml", 1),), (doors.prompts("prompts.yaml"),), "configuration", 0.3),
+        Format("prompts", (("prompts.yaml", "yaml"),), (doors.prompts("prompts.yaml"),), "configuration"),
         Words(
             "key=value words",
             (),
@@ -337,10 +324,12 @@ FORMATS: dict[str, Format] = {
                 _with_words("config", "explain", key_only=True, share=0.2),
             ),
             "configuration",
-            1.2,
         ),
     )
 }
 """By name, in the order of the report."""
 
-Maker = Callable[[Random, Path, Path], str]
+
+def doors_of(name: str) -> Sequence[Door]:
+    """The ways in of a format."""
+    return FORMATS[name].doors

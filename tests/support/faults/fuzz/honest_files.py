@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.faults.fuzz.file_changes import seal
+from tests.support.faults.fuzz.changes import seal
 
 TRAIN = (
     "train", "run.name=run", "dataset.paths=[corpus.txt]", "dataset.cache_dir=tokens", "dataset.split=80,10,10",
@@ -238,6 +238,7 @@ def _configuration(directory: Path) -> None:
     more = "train:\n  train_iters: 100\n  global_batch_size: 8\ndataset:\n  seq_length: 32\n  paths: [a, b]\n"
     (directory / "small.yaml").write_text(f"run:\n  recipe: tiny_gpt\nmodel:\n{values}{optimizer}{more}")
     (directory / "all.yaml").write_text(dump_yaml(get_recipe("tiny_gpt")()))
+    (directory / "words.txt").write_text("optimizer.lr=0.5")
     (directory / "prompts.yaml").write_text("- 'def '\n- |\n  class A:\n- \"x = \"\n")
 
 

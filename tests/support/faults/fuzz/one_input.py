@@ -1,20 +1,22 @@
-"""One input, in a forked child: it is made, goes through its doors, and each outcome is reported through a pipe."""
+"""Sends changed files through doors in a process of their own, which has limits; what came of each door is reported."""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
+import multiprocessing
 import os
 import re
 import resource
+import signal
+import sys
 import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
-from typing import Any
 
 from tests.support.faults.fuzz.doors import Door, NoMessageError
-from tests.support.faults.fuzz.formats import Format
 
 _MARGIN = 3 << 30
 """How much memory the child may ask for before the system refuses it."""
@@ -22,99 +24,128 @@ _IN_ONSTEP = re.compile(r"/onstep/(.*)")
 _TRACEBACK = "Traceback (most recent call last)"
 _SHOWN = 8 << 20
 """Bytes of the output that are looked at."""
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["tests.support.faults.fuzz.preloaded"])
 
 
 @dataclass(frozen=True)
 class Limits:
     """What a door may take."""
 
-    seconds: float = 10.0
+    seconds: int = 10
+    """Of processor time; of waiting, six times as long, since the machine may be busy."""
     growth_bytes: int = 1 << 30
     """Growth of the resident memory."""
 
 
-def live(form: Format, seed: int, index: int, honest: Path, place: Path, report: int, limits: Limits) -> None:
-    """Make input `index` in the directory `place`, and report what comes of it as JSON lines to a descriptor.
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a door."""
 
-    A negative index leaves the honest files as they are, and goes through every door.
-    """
+    verdict: str
+    """"read" or "refused", or else "growth", "hang" or "raw error", which must not be."""
+    door: str
+    error: str = ""
 
-    def say(**what: Any) -> None:
-        os.write(report, json.dumps(what).encode("ascii") + b"\n")
 
-    os.chdir(place.parent)
-    output = os.open("output.txt", os.O_RDWR | os.O_CREAT | os.O_APPEND)
+def through_doors(
+    doors_of: Callable[[str], Sequence[Door]], name: str, numbers: list[int], place: Path, limits: Limits
+) -> list[Outcome]:
+    """What came of the doors `numbers` of `doors_of(name)`, called one after the other in the directory `place`."""
+    report = place.parent / f"{place.name}.jsonl"
+    stacks = place.with_suffix(".stacks")
+    for file in (report, stacks):
+        file.write_text("")
+    child = _SERVER.Process(target=_live, args=(doors_of, name, numbers, place, report, limits))
+    child.start()
+    child.join(timeout=20 * limits.seconds * len(numbers))
+    with contextlib.suppress(ProcessLookupError):  # of a child with others of its own
+        os.killpg(child.pid or 0, signal.SIGKILL)
+    child.join()
+    outcomes = [Outcome(**json.loads(line)) for line in report.read_text().splitlines()]
+    if len(outcomes) < len(numbers):
+        door = doors_of(name)[numbers[len(outcomes)]].name
+        waiting, code = stacks.read_text(errors="replace"), child.exitcode or 0
+        how = "hang" if waiting or code == -signal.SIGKILL else "raw error"
+        ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        outcomes.append(Outcome(how, door, f"the process ended with {ended}\n{waiting[:4000]}"))
+    return outcomes
+
+
+def _live(
+    doors_of: Callable[[str], Sequence[Door]], name: str, numbers: list[int], place: Path, report: Path, limits: Limits
+) -> None:
+    os.setpgid(0, 0)
+    os.chdir(place)
+    output = os.open("../output.txt", os.O_RDWR | os.O_CREAT | os.O_APPEND)
     for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):
         os.dup2(source, target)
-    random = Random(f"{form.name}/{seed}/{index}")
-    is_changed = index >= 0
-    say(made=form.make_input(random, honest, Path(place.name), is_changed=is_changed))
-    os.chdir(place)
-    chosen = [door for door in form.doors if random.random() < door.share or not is_changed]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     limit = _status("VmData") + _MARGIN
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    stacks = open("../stacks.txt", "w")  # noqa: SIM115 - faulthandler writes to it until the end
-    for door in chosen:
-        say(door=door.name)
+    doors = doors_of(name)
+    for number in numbers:
         os.ftruncate(output, 0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        before = _status("VmRSS")
-        faulthandler.dump_traceback_later(0.9 * limits.seconds, file=stacks)
-        outcome = _through(door, output)
+        with report.open("a") as file, _limited(place.with_suffix(".stacks"), limits):
+            outcome = _watched(doors[number], output, limits)
+            file.write(json.dumps(vars(outcome)) + "\n")
+    os._exit(0)
+
+
+@contextlib.contextmanager
+def _limited(stacks: Path, limits: Limits) -> Iterator[None]:
+    """End this process, with its stacks written, if it computes or waits for too long."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = int(used.ru_utime + used.ru_stime) + limits.seconds + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    with stacks.open("w") as file:
+        faulthandler.register(signal.SIGXCPU, file=file, all_threads=False, chain=True)
+        faulthandler.dump_traceback_later(6 * limits.seconds, exit=True, file=file)
+        yield
         faulthandler.cancel_dump_traceback_later()
-        growth = _status("VmHWM") - before
-        if growth > limits.growth_bytes and outcome["verdict"] != "raw error":
-            outcome.update(verdict="growth", error=f"memory grew by {growth >> 20} MiB", where=door.name)
-        say(**outcome, growth=growth)
+        faulthandler.unregister(signal.SIGXCPU)
 
 
-def _through(door: Door, output: int) -> dict[str, Any]:
-    """What came of a door: its verdict, and the error with the place that it came from."""
+def _watched(door: Door, output: int, limits: Limits) -> Outcome:
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _status("VmRSS")
+    outcome = _through(door, output)
+    growth = _status("VmHWM") - before
+    if growth > limits.growth_bytes and outcome.verdict != "raw error":
+        return Outcome("growth", door.name, f"memory grew by {growth >> 20} MiB")
+    return outcome
+
+
+def _through(door: Door, output: int) -> Outcome:
     from onstep.errors import OnstepError
 
     try:
         code = door.enter()
-        _flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
         text = os.pread(output, _SHOWN, 0).decode("utf-8", "replace")
         if code and not text.strip():
             raise NoMessageError(f"exit code {code}")
     except OnstepError as error:
-        return {"verdict": "refused", "error": f"{type(error).__name__}: {str(error)[:300]}"}
+        return Outcome("refused", door.name, f"{type(error).__name__}: {str(error)[:300]}")
     except MemoryError as error:
-        return {"verdict": "growth", **_described(error)}
+        return Outcome("growth", door.name, _described(error))
     except BaseException as error:  # noqa: BLE001 - any error is what is looked for, those of Rust are no Exception
         if isinstance(error, OSError) and error.errno is not None and type(error).__module__ == "builtins":
-            return {"verdict": "refused", "error": f"{type(error).__name__}: {error}"[:300]}
-        return {"verdict": "raw error", **_described(error)}
+            return Outcome("refused", door.name, f"{type(error).__name__}: {error}"[:300])
+        return Outcome("raw error", door.name, _described(error))
     if _TRACEBACK in text:
-        last = text[text.index(_TRACEBACK) :].splitlines()
-        return {"verdict": "raw error", "error": f"printed: {last[-1][:300]}", "where": " < ".join(last[-4:-1])[:300]}
+        return Outcome("raw error", door.name, f"printed: {text[text.index(_TRACEBACK) :][-4000:]}")
     is_refused = code is not None and code not in door.fine
-    return {"verdict": "refused" if is_refused else "read", "error": text.strip()[-300:] if is_refused else ""}
+    return Outcome("refused" if is_refused else "read", door.name, text.strip()[-300:] if is_refused else "")
 
 
-def _described(error: BaseException) -> dict[str, str]:
+def _described(error: BaseException) -> str:
+    """The error, then its traceback from the innermost frame of Onstep on."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        f"{found[1]}:{frame.lineno} {frame.name}" for frame in frames if (found := _IN_ONSTEP.search(frame.filename))
-    ]
-    last = frames[-1] if frames else None
-    beyond = (
-        [] if last is None or "/onstep/" in last.filename else [f"{Path(last.filename).name}:{last.lineno} {last.name}"]
-    )
-    where = " < ".join([*beyond, *own[::-1][:4]])
-    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    more = "" if cause is None else f" (from {type(cause).__name__}: {str(cause)[:150]})"
+    own = [f"{found[1]}:{one.lineno}" for one in frames if (found := _IN_ONSTEP.search(one.filename))]
     whole = "".join(traceback.format_exception(error))
-    return {"error": f"{type(error).__name__}: {str(error)[:300]}{more}", "where": where, "trace": whole[-20_000:]}
-
-
-def _flush() -> None:
-    import sys
-
-    sys.stdout.flush()
-    sys.stderr.flush()
+    return f"{type(error).__name__}: {str(error)[:300]}\nat {' < '.join(own[::-1][:4])}\n{whole[-4000:]}"
 
 
 def _status(name: str) -> int:

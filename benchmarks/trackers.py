@@ -92,7 +92,7 @@ def trackers() -> dict[str, Callable[[], TrackersCallback | None]]:
         "accepts everything": lambda: TrackersCallback(Tracker()),
         "sleeps 10 s for each point": lambda: TrackersCallback(Tracker(lambda: time.sleep(10.0)), close_timeout=0.0),
         "raises for each point": lambda: TrackersCallback(Tracker(fail)),
-        "fills its queue": lambda: TrackersCallback(Tracker(functools.partial(wait_for, never)), 1, close_timeout=0.0),
+        "never comes back": lambda: TrackersCallback(Tracker(functools.partial(wait_for, never)), close_timeout=0.0),
         "ends its thread": lambda: TrackersCallback(Tracker(end_thread)),
         "csv and tensorboard": lambda: TrackersCallback(["csv", "tensorboard"]),
     }

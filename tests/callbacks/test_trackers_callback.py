@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,6 @@ from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
 from onstep.events import CallbackContext
 from onstep.record import read_records, without_wall_clock
-from onstep.trackers import RecentPoints
 from tests.support.hostile_trackers import Hanging, Raising, Remembering
 from tests.support.tracker_files import metrics_log_values, scalars, table
 
@@ -160,7 +158,7 @@ def test_a_hostile_tracker_costs_one_warning_and_nothing_of_the_run(
     hostile: Any, named_config: ConfigContainer, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     tracker = hostile()
-    hostile_one = TrackersCallback(tracker, queue_capacity=3, close_timeout=0.2)
+    hostile_one = TrackersCallback(tracker, close_timeout=0.2)
     state = pretrain(named_config, callbacks=[hostile_one, TrackersCallback("csv"), JsonLogger()])
     if isinstance(tracker, Hanging):
         tracker.released.set()
@@ -170,7 +168,7 @@ def test_a_hostile_tracker_costs_one_warning_and_nothing_of_the_run(
     assert [info.step for info in checkpoints(directory / "checkpoints")][:1] == [8]
     warnings = [one for one in caplog.records if one.levelname == "WARNING" and one.name.startswith("onstep.trackers")]
     assert len(warnings) == 1
-    assert f"onstep.trackers.replay({str(directory / 'trainer_logs.json')!r}, tracker)" in warnings[0].getMessage()
+    assert "the next start of the run sends what the tracker lacks" in warnings[0].getMessage()
     assert list(table(directory / "metrics.csv").loss.dropna()) == [
         loss for _, loss in metrics_log_values(directory / "trainer_logs.json", "loss")
     ]
@@ -185,26 +183,6 @@ def test_the_metrics_log_is_the_one_of_a_run_without_trackers(named_config: Conf
         metrics_logs.append([without_wall_clock(record) for record in records])
     assert metrics_logs[0] == metrics_logs[1]
     assert len(metrics_logs[0]) > 8
-
-
-def test_what_was_dropped_stands_in_the_logs(named_config: ConfigContainer, tmp_path: Path) -> None:
-    class Waits(Callback):
-        """Lets the tracker's thread fail before the next step is logged."""
-
-        def on_log(self, context: CallbackContext) -> None:
-            if context.logs is not None and "loss" in context.logs:
-                seen.append(context.logs.get("sink/dropped"))
-                while trackers.dropped < len(seen):
-                    time.sleep(0.001)
-
-    seen: list[Any] = []
-    tracker = Raising("log")
-    named_config.validation.eval_iters = 0
-    trackers = TrackersCallback([tracker, KeepsNames()])
-    pretrain(named_config, callbacks=[trackers, JsonLogger(), Waits()])
-    assert seen[:4] == [None, 1, 2, 3]
-    shown = metrics_log_values(tmp_path / "runs" / "run" / "trainer_logs.json", "sink/dropped")
-    assert shown[:3] == [(2, 1), (3, 2), (4, 3)]
 
 
 def test_a_run_that_goes_on_hands_each_tracker_its_state(named_config: ConfigContainer) -> None:
@@ -225,15 +203,11 @@ def test_a_run_that_goes_on_hands_each_tracker_its_state(named_config: ConfigCon
     _, run, state = second.calls[0]
     assert state == {"id": "w1"}
     assert (run.start_step, run.run_id) == (4, first.calls[0][1].run_id)
-    assert run.last_points[-1].step == 4
-    given = dict(logged(first, "train/loss"))
-    assert [point.metrics["train/loss"] for point in run.last_points if "train/loss" in point.metrics] == [
-        given[point.step] for point in run.last_points if "train/loss" in point.metrics
-    ]
+    assert [step for step, _ in logged(second, "train/loss")] == [6, 7, 8], "it has step 5 of the first process"
 
 
 def test_another_runs_trackers_are_not_written_to(tmp_path: Path) -> None:
-    state = {"run_id": "other", "step": 4, "last_points": [], "sinks": {"remembering": {"id": "theirs"}}}
+    state = {"run_id": "other", "step": 4, "sinks": {"remembering": {"sink": {"id": "theirs"}}}}
     tracker = Remembering()
     callback = TrackersCallback(tracker)
     callback.load_state_dict(state)
@@ -322,8 +296,8 @@ def test_a_tracker_need_not_say_what_it_keeps_and_takes_back(tmp_path: Path) -> 
     assert tracker.steps == [1, 2, 3, 4, 5, 6]
 
 
-def test_what_a_tracker_has_never_been_given_survives_any_number_of_kills(tmp_path: Path) -> None:
-    """Processes that are killed while a tracker still opens, each long after the one before."""
+def test_without_a_record_what_a_tracker_lacks_is_in_checkpoints(tmp_path: Path) -> None:
+    """Processes that are killed while a tracker still opens."""
     saved, hanging = None, []
     for process in range(4):
         tracker = Hanging("open")
@@ -333,34 +307,15 @@ def test_what_a_tracker_has_never_been_given_survives_any_number_of_kills(tmp_pa
             callback.load_state_dict(saved)
         start = 10 * process
         callback.on_train_start(_context(tmp_path, start))
-        for logger in callback._loggers.values():  # the time between the processes
-            logger.recent = RecentPoints(
-                replace(point, timestamp=point.timestamp - 90.0) for point in logger.recent.kept
-            )
         for step in range(start + 1, start + 11):
             callback.on_log(_context(tmp_path, step, logs={"loss": float(step)}))
         callback._memory["state"] = SimpleNamespace(global_step=start + 10)
         saved = callback.state_dict()
-    assert [point["step"] for point in saved["sinks"]["remembering"]["last"]] == list(range(1, 41))
+    assert [line["global_step"] for line in saved["sinks"]["remembering"]["lines"]] == list(range(1, 41))
     for tracker in hanging:
         tracker.released.set()
     callback.on_run_end(_context(tmp_path, 40))
     assert [step for step, _ in logged(hanging[-1], "train/loss")] == list(range(1, 41))
-
-
-def test_settled_points_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onstep.trackers.points.SETTLING_SECONDS", 0.0)
-    monkeypatch.setattr("onstep.trackers.delivery.SETTLING_SECONDS", 0.0)
-    monkeypatch.setattr("onstep.trackers.delivery._MARK_SECONDS", 0.0)
-    tracker = Remembering()
-    callback = TrackersCallback(tracker)
-    callback.on_train_start(_context(tmp_path))
-    for step in range(1, 200):
-        callback.on_log(_context(tmp_path, step, logs={"loss": float(step)}))
-        while step not in tracker.steps:
-            pass
-    assert len(callback._loggers["remembering"].recent.kept) < 10
-    callback.on_run_end(_context(tmp_path, 200))
 
 
 def test_data_loader_workers_and_trackers_go_together(tmp_path: Path) -> None:
@@ -376,7 +331,6 @@ def test_data_loader_workers_and_trackers_go_together(tmp_path: Path) -> None:
         ({"trackers": ["csv", Remembering]}, r"Remembering is a class.*Remembering\(\.\.\.\)"),
         ({"trackers": SimpleNamespace(name="half", open=print, log=print, close=print)}, "it lacks text, state_dict"),
         ({"trackers": SimpleNamespace()}, "has no `name`"),
-        ({"trackers": "csv", "queue_capacity": 0}, "at least 1"),
         ({"trackers": "csv", "close_timeout": -1.0}, ">= 0 seconds"),
         ({"trackers": "csv", "names": ["brdge"]}, "names=.*must be some of hf, bridge"),
     ],

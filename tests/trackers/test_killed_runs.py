@@ -31,7 +31,7 @@ def killed(runs: Ranks) -> Path:
         codes = runs.start("killed", "train", ranks=1, event=event, number=number)
         assert codes == [-9], output_of(runs.directory / "killed")
     assert runs.start("killed", "train", ranks=1) == [0], output_of(runs.directory / "killed")
-    assert json.loads((runs.directory / "killed" / "ended.json").read_text()) == {"dropped": 0}
+    assert json.loads((runs.directory / "killed" / "ended.json").read_text()) == {"ended": True}
     return runs.directory / "killed" / "runs" / "run"
 
 

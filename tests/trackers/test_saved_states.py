@@ -15,25 +15,13 @@ from onstep.config import ConfigContainer
 from tests.support.resuming import Interrupted
 from tests.support.tracker_files import table
 
-GOOD = {"metrics": {"loss": 1.0}, "step": 4, "timestamp": 1.7e9}
-
 STATES: dict[str, tuple[tuple[str, ...], Any, str]] = {
-    "a foreign field": (("sinks", "csv", "last"), [{**GOOD, "color": "red"}], "must have exactly metrics"),
-    "a missing field": (("sinks", "csv", "last"), [{"metrics": {}}], "must have exactly metrics"),
-    "no dictionary": (("sinks", "csv", "last"), [7], "must have exactly metrics"),
-    "a step as text": (("sinks", "csv", "last"), [{**GOOD, "step": "4"}], "step (an integer"),
-    "a huge step": (("sinks", "csv", "last"), [{**GOOD, "step": 10**6000}], "step (an integer"),
-    "a list as metric": (("sinks", "csv", "last"), [{**GOOD, "metrics": {"loss": [1]}}], "metrics (numbers"),
-    "a huge metric": (("sinks", "csv", "last"), [{**GOOD, "metrics": {"loss": 10**400}}], "range of floats"),
-    "a number as name": (("sinks", "csv", "last"), [{**GOOD, "metrics": {1: 1.0}}], "metrics (numbers"),
-    "no time": (("sinks", "csv", "last"), [{**GOOD, "timestamp": float("nan")}], "timestamp (seconds"),
-    "points as text": (("sinks", "csv", "last"), "x", "which must be a list"),
     "a tracker as list": (("sinks", "csv"), [1], "its csv is [1], which must be a dictionary"),
     "trackers as text": (("sinks",), "csv", "its sinks is 'csv', which must be a dictionary"),
-    "a tracker's state as number": (("sinks", "csv", "sink"), 5, "its sink is 5, which must be a dictionary"),
-    "values as list": (("shown", "values"), [1], "its values is [1], which must be a dictionary"),
-    "points as text in an old checkpoint": (("last_points",), "x", "which must be a list"),
-    "a foreign field in an old checkpoint": (("last_points",), [{**GOOD, "x": 1}], "must have exactly metrics"),
+    "a progress as number": (("sinks", "csv", "progress"), 5, "its progress is 5, which must be a dictionary"),
+    "a foreign progress": (("sinks", "csv", "progress"), {"color": "red"}, "the progress of a tracker is ignored"),
+    "a step as text": (("step",), "4", "its step is '4' instead of an integer"),
+    "a huge step": (("step",), 10**6000, "instead of an integer"),
 }
 
 

@@ -10,16 +10,16 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from onstep.errors import MissingExtraError
-from onstep.trackers import Point, make_tracker
+from onstep.trackers import make_tracker
 from onstep.trackers.services import tensorboard_tracker as module
 from tests.support.hostile_trackers import identity
 from tests.support.tracker_files import scalars, texts
 
 
-def write(directory: Path, points: list[tuple[int, float]], **run: Any) -> Path:
-    """Open, log `train/loss` and close; the directory of the event files."""
+def write(directory: Path, points: list[tuple[int, float]], first: int | None = None) -> Path:
+    """Open where the step `first` comes next, log `train/loss` and close; the directory of the event files."""
     tracker = make_tracker("tensorboard")
-    tracker.open(identity(directory, **run), {})
+    tracker.open(identity(directory), {} if first is None else {"step": first, "samples": 4 * first})
     for step, value in points:
         tracker.log({"train/loss": value}, step, 1000.0 + step)
     tracker.close("completed")
@@ -42,18 +42,23 @@ def test_points_are_in_the_file_before_it_is_closed(tmp_path: Path) -> None:
     tracker.close("completed")
 
 
-def test_a_run_that_continues_shows_each_step_once_and_its_checkpoints_own(tmp_path: Path) -> None:
+def test_a_run_that_continues_shows_each_step_once(tmp_path: Path) -> None:
     write(tmp_path, [(step, float(step)) for step in range(1, 8)])
-    last = (Point({"train/loss": 4.0}, 4, 1004.0),)
-    write(tmp_path, [(5, 50.0), (6, 60.0)], start_step=4, last_points=last)
-    directory = write(tmp_path, [(5, 500.0)], start_step=4, last_points=last)
+    write(tmp_path, [(5, 50.0), (6, 60.0)], first=5)
+    directory = write(tmp_path, [(5, 500.0)], first=5)
     assert scalars(directory)["train/loss"] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 500.0)]
 
 
-def test_without_its_last_points_the_checkpoints_step_stays(tmp_path: Path) -> None:
-    write(tmp_path, [(step, float(step)) for step in range(1, 8)])
-    directory = write(tmp_path, [(5, 50.0)], start_step=4)
-    assert scalars(directory)["train/loss"] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 50.0)]
+def test_curves_over_samples_are_taken_back_by_samples(tmp_path: Path) -> None:
+    for state, values in (({}, {4: 1.0, 8: 2.0, 12: 3.0}), ({"step": 2, "samples": 8}, {8: 20.0})):
+        tracker: Any = make_tracker("tensorboard")
+        tracker.open(identity(tmp_path), state)
+        for samples, value in values.items():
+            tracker.log_over_samples({"lm loss vs samples": value}, samples, 1000.0)
+        assert tracker.state_dict()["samples"] == max(values) + 1
+        tracker.close("completed")
+    shown = scalars(tmp_path / "tensorboard" / "vs_samples")
+    assert shown == {"lm loss vs samples": [(4, 1.0), (8, 20.0)]}
 
 
 def test_a_fresh_run_hides_the_one_before(tmp_path: Path) -> None:
@@ -61,15 +66,10 @@ def test_a_fresh_run_hides_the_one_before(tmp_path: Path) -> None:
     assert scalars(write(tmp_path, [(1, 2.0)]))["train/loss"] == [(1, 2.0)]
 
 
-def test_an_evaluation_outside_of_training_only_adds(tmp_path: Path) -> None:
-    write(tmp_path, [(1, 1.0), (9, 9.0)])
-    assert scalars(write(tmp_path, [(9, 0.5)], adds_only=True))["train/loss"] == [(1, 1.0), (9, 9.0), (9, 0.5)]
-
-
 def test_a_machine_whose_clock_is_late_still_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, [(step, float(step)) for step in range(1, 5)])
     monkeypatch.setattr(module.time, "time", lambda: 1000.0)
-    assert scalars(write(tmp_path, [(3, 30.0)], start_step=2))["train/loss"] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert scalars(write(tmp_path, [(3, 30.0)], first=3))["train/loss"] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
 def test_the_configuration_and_texts_are_shown_once(tmp_path: Path) -> None:

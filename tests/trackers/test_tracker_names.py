@@ -11,8 +11,10 @@ import pytest
 
 from onstep.config import KEYS
 from onstep.errors import ConfigError
-from onstep.trackers import TRACKERS, Point, RunPoints, make_tracker, points_for, tracker_class, tracker_names
+from onstep.trackers import TRACKERS, make_tracker, tracker_class, tracker_names
 from onstep.trackers.metric_names import bridge_names
+from onstep.trackers.projection import Projection
+from tests.support.hostile_trackers import Remembering
 
 
 def test_metrics_are_called_as_hugging_faces_integrations_call_them() -> None:
@@ -21,10 +23,6 @@ def test_metrics_are_called_as_hugging_faces_integrations_call_them() -> None:
     names = ["loss", "learning_rate", "epoch", "eval_loss", "eval_a_loss", "test_loss", "train_runtime", "reward/mean"]
     metrics = {name: float(number) for number, name in enumerate(names)}
     assert tracker_names(metrics) == rewrite_logs(metrics)
-
-
-def test_what_trackers_tell_of_themselves_keeps_its_name() -> None:
-    assert tracker_names({"sink/dropped": 3, "step": 7}) == {"sink/dropped": 3}
 
 
 @pytest.mark.parametrize("name", ["csv", "tensorboard"])
@@ -62,28 +60,19 @@ def test_an_unknown_tracker_or_option_is_refused(name: str, options: dict[str, s
 
 
 def test_a_metric_is_shown_once_a_step_unless_it_changed() -> None:
-    points = RunPoints()
-    first = points.add({"loss": math.nan, "epoch": 0.5, "total_tokens": 10}, 1, 0.0)[1]
-    again = points.add({"loss": math.nan, "epoch": 0.5, "total_tokens": 20}, 1, 1.0)[1]
-    later = points.add({"epoch": 0.5}, 2, 2.0)[1]
-    assert set(first.metrics) == {"train/loss", "train/epoch", "train/total_tokens"}
-    assert (again.metrics, later.metrics) == ({"train/total_tokens": 20}, {"train/epoch": 0.5})
-
-
-def test_a_continued_run_knows_what_its_trackers_show_already() -> None:
-    points = RunPoints()
-    points.add({"loss": 2.0, "epoch": 0.5}, 2, 20.0)
-    continued = RunPoints(points.state_dict())
-    assert continued.add({"eval_loss": 3.0, "epoch": 0.5}, 2, 21.0)[1].metrics == {"eval/loss": 3.0}
-
-
-def test_points_of_a_metrics_log_are_shown_once_too() -> None:
-    points = (Point({"loss": 2.0, "epoch": 0.5}, 2, 20.0), Point({"eval_loss": 3.0, "epoch": 0.5}, 2, 21.0))
-    assert points_for(True, points) == points
-    assert [dict(point.metrics) for point in points_for(False, points)] == [
-        {"train/loss": 2.0, "train/epoch": 0.5},
-        {"eval/loss": 3.0},
-    ]
+    tracker = Remembering()
+    projection = Projection(["hf"], tracker)
+    for line in (
+        {"global_step": 1, "loss": math.nan, "epoch": 0.5, "total_tokens": 10},
+        {"global_step": 1, "loss": math.nan, "epoch": 0.5, "total_tokens": 20},
+        {"global_step": 2, "eval_loss": 3.0, "epoch": 0.5},
+    ):
+        for call in projection.calls(line):
+            call()
+        projection.took(line)
+    first, again, later = (call[1] for call in tracker.calls)
+    assert set(first) == {"train/loss", "train/epoch", "train/total_tokens"}
+    assert (again, later) == ({"train/total_tokens": 20}, {"eval/loss": 3.0, "train/epoch": 0.5})
 
 
 @pytest.mark.parametrize(

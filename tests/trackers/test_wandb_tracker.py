@@ -12,7 +12,8 @@ import pytest
 from onstep import pretrain
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
-from onstep.trackers import RunIdentity, TrackerQueue, make_tracker
+from onstep.trackers import RunIdentity, TrackerFeed, make_tracker
+from onstep.trackers.lines import MemoryLines
 from onstep.trackers.services.wandb_tracker import WandbTracker, _has_key
 from tests.support.tracker_reading import wandb_segments, without_keys
 
@@ -155,13 +156,11 @@ def test_a_missing_package_is_reported_with_the_command_that_installs_it(monkeyp
             make_tracker(name)
 
 
-def test_behind_its_queue_nothing_is_lost(run: RunIdentity, tmp_path: Path) -> None:
-    queue = TrackerQueue(WandbTracker())
-    queue.open(run, {})
-    for step in range(200):
-        queue.log({"train/loss": float(step)}, step, 0.0)
-    queue.close("completed")
-    assert queue.dropped == 0
+def test_behind_its_thread_nothing_is_lost(run: RunIdentity, tmp_path: Path) -> None:
+    feed = TrackerFeed(WandbTracker())
+    feed.open(run, MemoryLines({"global_step": step, "loss": float(step)} for step in range(200)), None)
+    feed.begin_close("completed")
+    feed.finish_close(60.0)
     (segment,) = wandb_segments(tmp_path)
     assert segment.points("train/loss") == [(step, float(step)) for step in range(200)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from onstep import CallbackManager, pretrain
 from onstep.config import ConfigContainer
 from onstep.distributed import World
 from onstep.errors import ConfigError
-from onstep.trackers import RunIdentity, TrackerQueue, make_tracker
+from onstep.trackers import RunIdentity, make_tracker
 from onstep.trackers.tracker_logger import TrackerLogger
 from onstep.training import Clock, GlobalState, evaluate_and_print_results
 from onstep.training.reporting.bridge_tags import write_tags
@@ -42,6 +41,7 @@ class MemoryTracker:
     keeps_names: bool = False
     opened: list[tuple[RunIdentity, dict[str, Any]]] = field(default_factory=list)
     points: list[tuple[str, float, int]] = field(default_factory=list)
+    over_samples: list[tuple[str, float, int]] = field(default_factory=list)
     statuses: list[str] = field(default_factory=list)
 
     @property
@@ -50,14 +50,21 @@ class MemoryTracker:
 
     def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
         self.opened.append((run, dict(state)))
+        if self.takes_back:
+            del self.points[state.get("points", 0) :], self.over_samples[state.get("over_samples", 0) :]
 
     def log(self, metrics: Mapping[str, float], step: int, timestamp: float) -> None:
         self.points += [(tag, value, step) for tag, value in metrics.items()]
 
+    def log_over_samples(self, metrics: Mapping[str, float], samples: int, timestamp: float) -> None:
+        if self.name == "tensorboard":
+            self.over_samples += [(tag, value, samples) for tag, value in metrics.items()]
+
     def text(self, tag: str, text: str, step: int) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
-        return {"id": f"id of {self.name}"}
+        counts = {"points": len(self.points), "over_samples": len(self.over_samples)}
+        return {"id": f"id of {self.name}", **(counts if self.takes_back else {})}
 
     def close(self, status: str) -> None:
         self.statuses.append(status)
@@ -112,14 +119,13 @@ def test_options_reach_the_trackers(trackers: list[MemoryTracker]) -> None:
     names = [(tracker.name, tracker.opened[0][0].name) for tracker in trackers]
     assert names == [
         ("tensorboard", "night"),
-        ("tensorboard", "night"),
         ("wandb", "w"),
         ("mlflow", "m"),
         ("comet", "night"),
     ]
     real: list[Any] = [make_tracker(tracker.name, **tracker.options) for tracker in trackers]
-    assert [tracker.location for tracker in real[:2]] == [Path("here"), Path("here/vs_samples")]
-    wandb, mlflow, comet = real[2:]
+    board, wandb, mlflow, comet = real
+    assert board.location == Path("here")
     assert (wandb.project, wandb.entity, wandb.save_dir, wandb.run_name) == ("here", "us", "there", "w")
     assert (mlflow.experiment, mlflow.tracking_uri, mlflow.tags) == ("here", "file:x", {"a": "b"})
     assert (mlflow.run_name, mlflow.description) == ("m", "why")
@@ -155,7 +161,7 @@ def test_a_point_without_a_step_goes_to_the_last_one(trackers: list[MemoryTracke
     state.wandb_logger.log({"lm loss": 2.0}, 7)
     state.wandb_logger.log({"mine": 3.0})
     state.bridge_trackers.close("completed")
-    assert trackers[2].points == [("mine", 1.0, 0), ("lm loss", 2.0, 7), ("mine", 3.0, 7)]
+    assert trackers[1].points == [("mine", 1.0, 0), ("lm loss", 2.0, 7), ("mine", 3.0, 7)]
 
 
 def test_trackers_get_every_step_and_are_closed_as_the_run_ends(trackers: list[MemoryTracker]) -> None:
@@ -163,12 +169,9 @@ def test_trackers_get_every_step_and_are_closed_as_the_run_ends(trackers: list[M
     run(state)
     for tracker in trackers:
         assert tracker.statuses == ["completed"]
-        axis = [4, 8, 12] if "vs_samples" in str(tracker.options) else [1, 2, 3]
-        tag = "lm loss vs samples" if "vs_samples" in str(tracker.options) else "lm loss"
-        assert [step for name, _, step in tracker.points if name == tag] == axis
-    assert not any(
-        tag.endswith("vs samples") for tracker in trackers[:1] + trackers[2:] for tag, _, _ in tracker.points
-    )
+        assert [step for name, _, step in tracker.points if name == "lm loss"] == [1, 2, 3]
+        assert not any(tag.endswith("vs samples") for tag, _, _ in tracker.points)
+    assert [at for name, _, at in trackers[0].over_samples if name == "lm loss vs samples"] == [4, 8, 12]
 
 
 def test_a_run_that_fails_closes_them_as_failed(trackers: list[MemoryTracker]) -> None:
@@ -176,7 +179,7 @@ def test_a_run_that_fails_closes_them_as_failed(trackers: list[MemoryTracker]) -
     manager.register("on_step_end", lambda context: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(state, manager)
-    assert [tracker.statuses for tracker in trackers] == [["failed"]] * 5
+    assert [tracker.statuses for tracker in trackers] == [["failed"]] * 4
 
 
 def test_two_trainings_in_a_row_open_them_twice(trackers: list[MemoryTracker]) -> None:
@@ -188,8 +191,7 @@ def test_two_trainings_in_a_row_open_them_twice(trackers: list[MemoryTracker]) -
         assert tracker.statuses == ["completed", "completed"]
     assert [step for tag, _, step in trackers[0].points if tag == "lm loss"] == [1, 2, 3, 4]
     assert [opened.start_step for opened, _ in trackers[0].opened] == [0, 2]
-    assert [opened.start_step for opened, _ in trackers[1].opened] == [0, 8]
-    assert trackers[2].opened[1][1] == {"id": "id of wandb"}
+    assert trackers[1].opened[1][1] == {"id": "id of wandb"}
     assert len({opened.run_id for tracker in trackers for opened, _ in tracker.opened}) == 1
 
 
@@ -207,7 +209,7 @@ def test_device_tensors_are_handed_to_the_queue_unread(trackers: list[MemoryTrac
     bridge_trackers.close("completed")
     assert sum(counter.by_step().values()) == 0
     assert trackers[0].points == [("lm loss", 2.5, 1), ("mine", 1.0, 1)]
-    assert trackers[1].points == [("lm loss vs samples", 2.5, 4), ("mine vs samples", 1.0, 4)]
+    assert trackers[0].over_samples == [("lm loss vs samples", 2.5, 4), ("mine vs samples", 1.0, 4)]
 
 
 def test_no_tracker_of_ours_makes_the_training_wait_for_a_value(trackers: list[MemoryTracker]) -> None:
@@ -219,14 +221,11 @@ def test_no_tracker_of_ours_makes_the_training_wait_for_a_value(trackers: list[M
         write_tags(bridge_trackers.loggers, tags, 1, 4, over_samples=["lm loss"])
     bridge_trackers.close("completed")
     assert sum(counter.by_step().values()) == 0
-    assert [tracker.points for tracker in trackers] == [
-        [("lm loss", 2.5, 1)],
-        [("lm loss vs samples", 2.5, 4)],
-        *[[("lm loss", 2.5, 1)]] * 3,
-    ]
+    assert [tracker.points for tracker in trackers] == [[("lm loss", 2.5, 1)]] * 4
+    assert trackers[0].over_samples == [("lm loss vs samples", 2.5, 4)]
 
 
-def test_a_checkpoint_holds_ids_and_the_last_points(trackers: list[MemoryTracker]) -> None:
+def test_a_checkpoint_holds_ids_and_what_a_tracker_may_lack(trackers: list[MemoryTracker]) -> None:
     cfg = configured().cfg
     bridge_trackers = BridgeTrackers(cfg, World())
     bridge_trackers.open(0, 0)
@@ -240,13 +239,11 @@ def test_a_checkpoint_holds_ids_and_the_last_points(trackers: list[MemoryTracker
     continued.load_state_dict(bridge_trackers.state_dict())
     continued.open(2, 8)
     continued.close("completed")
-    opened, state = trackers[5].opened[0]
-    assert (opened.start_step, opened.first_open_step) == (2, 2)
-    assert [(dict(one.metrics), one.step) for one in opened.last_points] == [
-        ({"lm loss": 2.0}, 2),
-        ({"lm loss validation": 1.5}, 2),
-    ]
-    assert state == {"id": "id of tensorboard"}
+    opened, state = trackers[4].opened[0]
+    assert opened.start_step == 2
+    assert trackers[4].points == [("lm loss", 2.0, 2), ("lm loss validation", 1.5, 2)], "its last step is written again"
+    assert trackers[5].points == [], "it is not"
+    assert state["id"] == "id of tensorboard"
     assert opened.run_id == trackers[0].opened[0][0].run_id
     assert continued.evaluated == {"validation": 2}
 
@@ -258,18 +255,11 @@ def test_a_run_without_a_directory_is_continued_from_its_checkpoint(
         state = configured(train_iters=4, exit_interval=exit_interval)
         state.cfg.checkpoint.save = str(tmp_path)
         run(state)
-    (before, _), (after, state_of_tracker) = trackers[2].opened[0], trackers[7].opened[0]
+    (before, _), (after, state_of_tracker) = trackers[1].opened[0], trackers[5].opened[0]
     assert after.run_id == before.run_id
     assert state_of_tracker == {"id": "id of wandb"}
-    assert [dict(one.metrics)["lm loss"] for one in after.last_points] == [
-        value for tag, value, _ in trackers[2].points if tag == "lm loss"
-    ]
-    assert [step for tag, _, step in trackers[7].points if tag == "lm loss"] == [
-        1,
-        2,
-        3,
-        4,
-    ]  # what a kill might have taken
+    points = [*trackers[1].points, *trackers[5].points]
+    assert {step for tag, _, step in points if tag == "lm loss"} == {1, 2, 3, 4}
 
 
 def test_a_run_that_starts_from_the_checkpoint_of_another_has_an_id_of_its_own(trackers: list[MemoryTracker]) -> None:
@@ -282,7 +272,7 @@ def test_a_run_that_starts_from_the_checkpoint_of_another_has_an_id_of_its_own(t
     fork.open(0, 0)
     first.close("completed")
     fork.close("completed")
-    assert trackers[5].opened[0][0].run_id != trackers[0].opened[0][0].run_id
+    assert trackers[4].opened[0][0].run_id != trackers[0].opened[0][0].run_id
 
 
 def stepped_clock(state: GlobalState, seconds: float, start: float = 0.0) -> Clock:
@@ -390,21 +380,10 @@ def test_other_data_is_handed_to_its_function_with_step_and_writer() -> None:
     assert seen == [("x", 3, writer)]
 
 
-def test_what_trackers_do_not_take_is_counted_and_the_run_goes_on(
-    trackers: list[MemoryTracker], caplog: pytest.LogCaptureFixture
-) -> None:
-    state = configured(train_iters=4)
-    state.cfg.logger.log_interval, state.cfg.logger.tensorboard_queue_size = 2, 0
-    run(state)
-    assert [record.get("sink/dropped") for record in state.info.log_history[:2]] == [10, 20]
-    assert all(tracker.points == [] and tracker.statuses == ["completed"] for tracker in trackers)
-    assert len([record for record in caplog.records if "is slower than the run" in record.message]) == 5
-
-
 def test_an_evaluation_by_itself_opens_and_closes_the_trackers(trackers: list[MemoryTracker]) -> None:
     state = configured()
     evaluated(state)
-    assert [tracker.statuses for tracker in trackers] == [["completed"]] * 5
+    assert [tracker.statuses for tracker in trackers] == [["completed"]] * 4
     assert all(opened.adds_only for tracker in trackers for opened, _ in tracker.opened)
 
 
@@ -422,23 +401,8 @@ def test_a_rollback_takes_points_back(trackers: list[MemoryTracker], tmp_path: P
     manager.register("on_step_end", ask)
     run(state, manager)
     assert [opened.start_step for opened, _ in trackers[0].opened] == [0, 4]
-    assert [opened.start_step for opened, _ in trackers[1].opened] == [0, 20], "samples are not taken back"
     steps = [step for tag, _, step in trackers[0].points if tag == "lm loss"]
     assert steps == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_logger_forgets_what_its_tracker_has_and_nothing_else(
-    trackers: list[MemoryTracker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(TrackerQueue, "num_waiting", 3)
-    seconds = iter(range(0, 10_000, 100))
-    logger = TrackerLogger(TrackerQueue(MemoryTracker("wandb")), clock=lambda: float(next(seconds)))
-    logger.open(RunIdentity("run", "abc", tmp_path), {})
-    for step in range(1, 11):
-        logger.log_metrics({"loss": 1.0}, step)
-    monkeypatch.setattr(TrackerQueue, "num_waiting", 100)
-    assert [point["step"] for point in logger.state_dict()["last"]] == [8, 9, 10]
-    logger.close()
 
 
 def test_a_warning_does_not_promise_what_the_metrics_log_cannot_give(
@@ -452,6 +416,6 @@ def test_a_warning_does_not_promise_what_the_metrics_log_cannot_give(
     bridge_trackers.loggers["tensorboard"].add_scalar("lm loss vs samples", 1.0, 8)
     bridge_trackers.close("completed")
     records = [record for record in caplog.records if record.name.startswith("onstep.trackers")]
-    warnings = [record.getMessage() for record in records if record.levelno >= logging.WARNING]
-    assert len(warnings) == len(trackers) == 5
-    assert all("onstep logs replay" in warning and "metrics log is complete" not in warning for warning in warnings)
+    warnings = [record.getMessage() for record in records if "failed with IndexError" in record.getMessage()]
+    assert len(warnings) == len(trackers) == 4
+    assert all("are lost when the process ends" in warning for warning in warnings)

@@ -1,32 +1,28 @@
-"""Trackers (W&B, TensorBoard, MLflow, Comet, Trackio, csv), and the queue that isolates training from their faults.
+"""Trackers (W&B, TensorBoard, MLflow, Comet, Trackio, csv), and their threads, which read the record of a run.
 
-`report_to` attaches those that a configuration names, `trackers_callback` puts each record into their queues
-(`tracker_queue`), whose threads call the trackers in `services/`; `refill` replays a metrics log.
+`report_to` attaches those that a configuration names. `feed` reads `lines`, converts them (`projection`), and calls a
+tracker in `services/`; `progress` is what the tracker has. `refill` does the same after the run, or with an old log.
 """
 
 from onstep.analysis.logs.run_status import run_record
 from onstep.config.trackers import TRACKERS
+from onstep.trackers.feed import TrackerFeed
 from onstep.trackers.metric_names import tracker_name, tracker_names
-from onstep.trackers.points import RecentPoints, RunPoints, numbers_of, plain_point, points_for
-from onstep.trackers.refill import path_id, recorded_run, replay
+from onstep.trackers.refill import can_complete, complete, path_id, recorded_run, replay
 from onstep.trackers.registry import check_tracker, make_tracker, tracker_class
-from onstep.trackers.tracker import Point, RunIdentity, Tracker
-from onstep.trackers.tracker_queue import TrackerQueue
+from onstep.trackers.tracker import CannotContinueError, RunIdentity, Tracker
 
 __all__ = [
     "TRACKERS",
     "Tracker",
-    "Point",
-    "RecentPoints",
     "RunIdentity",
-    "RunPoints",
-    "TrackerQueue",
+    "TrackerFeed",
+    "CannotContinueError",
+    "can_complete",
     "check_tracker",
+    "complete",
     "make_tracker",
-    "numbers_of",
     "path_id",
-    "plain_point",
-    "points_for",
     "recorded_run",
     "replay",
     "run_record",

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from onstep.config.trackers import BRIDGE_FIELDS, NAMES, TRACKERS
+from onstep.config.trackers import BRIDGE_FIELDS, NAMES
 
 MAX_METRIC_NAME = 250
 MAX_PARAMETER_NAME = 250
@@ -70,20 +69,6 @@ _ONLY = {"samples vs steps": ("wandb", "mlflow"), "decoupled-learning-rate": ("t
 """Megatron Bridge's tags that only some of its trackers get."""
 _EVALUATION = re.compile(r"(.+) (validation|test)( ppl)?")
 
-_OWN = "sink/"
-"""Prefix of the trackers' own metrics, which are not training metrics."""
-
-
-def how_to_fill(name: str, directory: Path) -> str:
-    """The command or call that fills a tracker afterwards from the metrics log of a run."""
-    metrics_log = str(directory / "trainer_logs.json")
-    how = (
-        f"onstep logs replay {directory} --to {name}"
-        if name in TRACKERS
-        else f"onstep.trackers.replay({metrics_log!r}, tracker)"
-    )
-    return f"The metrics log is complete; to fill the tracker afterwards: {how}"
-
 
 @lru_cache(maxsize=1024)
 def tracker_name(name: str) -> str:
@@ -91,7 +76,7 @@ def tracker_name(name: str) -> str:
     for prefix, shown in _PREFIXES.items():
         if name.startswith(prefix):
             return shown + name.removeprefix(prefix)
-    return name if name.startswith(_OWN) else f"train/{name}"
+    return f"train/{name}"
 
 
 def tracker_names(metrics: Mapping[str, float]) -> dict[str, float]:

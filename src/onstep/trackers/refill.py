@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from onstep.analysis.logs.columns import Columns
@@ -18,19 +19,21 @@ from onstep.config.trackers import NAMES
 from onstep.errors import DataError
 from onstep.files.bounded_reading import brief
 from onstep.record import MetricsLogError, Record
-from onstep.record.gaps import MISSING, describe_gap
-from onstep.record.history import BRIDGE_KEY, INFO_KEY
-from onstep.trackers.metric_names import BRIDGE, HF, bridge_names
-from onstep.trackers.points import RunPoints, is_step, numbers_of
+from onstep.record.gaps import describe_gap
+from onstep.record.history import BRIDGE_KEY, is_reported
+from onstep.record.kinds import FILE_NAME
+from onstep.trackers.feed import TrackerFeed
+from onstep.trackers.lines import Line, RecordLines
+from onstep.trackers.metric_names import BRIDGE, HF
+from onstep.trackers.numbers import is_step
+from onstep.trackers.progress import DIRECTORY, file_name
 from onstep.trackers.services.csv_tracker import CsvTracker
-from onstep.trackers.services.tensorboard_tracker import TensorBoardTracker
-from onstep.trackers.tag_record import VS_SAMPLES, TagRow, checked_rows
+from onstep.trackers.tag_record import checked_rows
 from onstep.trackers.tracker import RunIdentity, Tracker
-from onstep.trackers.tracker_logger import SAMPLES_DIR
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-_HEAD = ("timestamp", "global_step", MISSING)
+_BLOCK = 1000
 _STATUSES = ("completed", "stopped", "preempted", "failed")
 
 
@@ -56,7 +59,7 @@ def replay(
         progress: Wraps the records, as `tqdm` does.
 
     Returns:
-        The number of records that were sent; without Hugging Face's names, the number of steps.
+        The number of records that were sent.
 
     Raises:
         FileNotFoundError: if the metrics log does not exist.
@@ -64,33 +67,69 @@ def replay(
             has nothing to send; the tracker is not opened in that case.
     """
     records = _read(Path(metrics_log_path))
-    tags: list[TagRow] = []
     for number, record in enumerate(records, start=1):
-        if _is_report(record):
-            tags += _checked_tags(record, names, f"record {number} of {metrics_log_path}")
+        if is_reported(record) or BRIDGE_KEY in record:
+            _check(record, names, f"record {number} of {metrics_log_path}")
         if gap := describe_gap(record):
             logger.warning("%s: %s, and the tracker will lack them too", metrics_log_path, gap)
-    if not any(map(_is_report, records)):
+    if not any(map(is_reported, records)):
         raise MetricsLogError(
             f"{metrics_log_path} has no metrics to send (records: {len(records)}); nothing was written."
         )
+    if isinstance(tracker, CsvTracker):
+        (records.columns if isinstance(records, RecordFile) else Columns(records)).check_table(
+            "the table of the replay"
+        )
     run = run or recorded_run(metrics_log_path, output)
-    trackers = [tracker]
-    if isinstance(tracker, TensorBoardTracker) and tags:
-        trackers.append(tracker.beside(SAMPLES_DIR))
-    columns = _columns(records) if isinstance(tracker, CsvTracker) else []
-    status = "failed"
-    try:
-        for one in trackers:
-            one.open(run, {})
-        if isinstance(tracker, CsvTracker):
-            tracker.expect(columns)
-        num_sent = _send(progress(records), trackers, names, tags)
-        status = recorded_status(metrics_log_path)
-    finally:
-        for one in trackers:
-            one.close(status)
-    return num_sent
+    feed = TrackerFeed(tracker, names=names)
+    return feed.send_now(run, _Once(progress(records)), None, recorded_status(metrics_log_path))
+
+
+def complete(directory: Path, tracker: Tracker, names: Sequence[str] = NAMES) -> int:
+    """Send a tracker what it lacks of the record of a run that has ended, as the next start of the run would.
+
+    Returns:
+        The number of lines that it was sent something of.
+    """
+    run = replace(recorded_run(directory / FILE_NAME), run_id=run_id_of(directory))
+    file = directory / DIRECTORY / file_name(tracker.name)
+    return TrackerFeed(tracker, names=names).send_now(
+        run, RecordLines(directory / FILE_NAME), file, recorded_status(directory / FILE_NAME)
+    )
+
+
+def can_complete(directory: Path, tracker: str) -> bool:
+    """Whether the record of a run has all that a tracker lacks: it begins with the run, or has fed it."""
+    if (directory / DIRECTORY / file_name(tracker)).is_file():
+        return True
+    first = RecordLines(directory / FILE_NAME).read(Line({}, 0))[:1]
+    return [line.data.get("global_step") for line in first] == [0]
+
+
+class _Once:
+    """Records that are read one after the other, and only once."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        self._records, self._end = iter(records), 0
+
+    def read(self, after: Line) -> list[Line]:
+        """The next records."""
+        lines = [Line(record, self._end + at) for at, record in enumerate(islice(self._records, _BLOCK), start=1)]
+        self._end += len(lines)
+        return lines
+
+    def has(self, line: Line) -> bool:
+        """Always."""
+        return True
+
+    def append(self, data: Record, step: int) -> None:
+        """Nothing can be added."""
+        raise NotImplementedError
+
+
+def run_id_of(directory: Path) -> str:
+    """The id of the run in a directory."""
+    return str(run_record(directory).get("run_id") or path_id(directory))
 
 
 def recorded_run(metrics_log_path: str | Path, output: str | Path | None = None) -> RunIdentity:
@@ -101,11 +140,10 @@ def recorded_run(metrics_log_path: str | Path, output: str | Path | None = None)
     """
     directory = Path(metrics_log_path).absolute().parent
     content = run_record(directory)
-    run_id = str(content.get("run_id") or path_id(directory))
     config = content.get("config")
     return RunIdentity(
         name=str(content.get("name") or directory.name),
-        run_id=f"{run_id}-replay-{uuid.uuid4().hex[:8]}",
+        run_id=f"{run_id_of(directory)}-replay-{uuid.uuid4().hex[:8]}",
         directory=directory if output is None else Path(output),
         config=config if isinstance(config, dict) else {},
     )
@@ -120,33 +158,6 @@ def recorded_status(metrics_log_path: str | Path) -> str:
 def path_id(directory: Path) -> str:
     """An id for a run without one, derived from its path and therefore stable."""
     return hashlib.blake2b(str(directory.absolute()).encode(), digest_size=16).hexdigest()
-
-
-def _send(records: Iterable[Record], trackers: list[Tracker], names: Sequence[str], tags: Sequence[TagRow]) -> int:
-    """Send the records to the first tracker; before each, send the tags up to its step, which a later one may hold."""
-    points, num_sent, waiting, tracker = RunPoints(), 0, deque(tags), trackers[0]
-    for record in records:
-        if not _is_report(record):
-            continue
-        metrics = {name: value for name, value in record.items() if name not in _HEAD}
-        step = int(record.get("global_step", 0))
-        while waiting and waiting[0].step <= step:
-            _send_tags(waiting.popleft(), trackers)
-        kept, shown = points.add(metrics, step, float(record.get("timestamp", 0.0)))
-        point = kept if getattr(tracker, "keeps_names", False) else shown
-        if point.metrics and HF in names:
-            tracker.log(point.metrics, point.step, point.timestamp)
-            num_sent += 1
-    for row in waiting:
-        _send_tags(row, trackers)
-    return num_sent if HF in names else len(tags)
-
-
-def _send_tags(row: TagRow, trackers: Sequence[Tracker]) -> None:
-    trackers[0].log(bridge_names(trackers[0].name, row.tags), row.step, row.timestamp)
-    for over_samples in trackers[1:] if row.over_samples else ():
-        curves = {tag + VS_SAMPLES: row.tags[tag] for tag in row.over_samples}
-        over_samples.log(curves, row.samples, row.timestamp)
 
 
 def _read(path: Path) -> Sequence[Record]:
@@ -175,19 +186,8 @@ def _read(path: Path) -> Sequence[Record]:
     return records
 
 
-def _columns(records: Sequence[Record]) -> list[str]:
-    """The names of all metrics, for a table.
-
-    Raises:
-        DataError: if almost all of many cells of the table would be empty.
-    """
-    (records.columns if isinstance(records, RecordFile) else Columns(records)).check_table("the table of the replay")
-    names = dict.fromkeys(name for record in records if _is_report(record) for name in numbers_of(record))
-    return [name for name in names if name not in (*_HEAD, BRIDGE_KEY)]
-
-
-def _checked_tags(record: Record, names: Sequence[str], where: str) -> list[TagRow]:
-    """The rows of Megatron Bridge's tags to send; refuses a record that no tracker can show."""
+def _check(record: Record, names: Sequence[str], where: str) -> None:
+    """Refuse a record that no tracker can show."""
     step, timestamp = record.get("global_step", 0), record.get("timestamp", 0.0)
     if not is_step(int(step) if isinstance(step, float) and step.is_integer() else step):
         raise MetricsLogError(
@@ -198,17 +198,8 @@ def _checked_tags(record: Record, names: Sequence[str], where: str) -> list[TagR
         raise MetricsLogError(
             f"{where}: timestamp is {brief(timestamp)}, which must be a finite number of seconds; correct or remove it."
         )
-    if BRIDGE not in names:
-        return []
-    rows = checked_rows(record.get(BRIDGE_KEY, {}))
-    if rows is None:
+    if BRIDGE in names and checked_rows(record.get(BRIDGE_KEY, {})) is None:
         raise MetricsLogError(
             f"{where}: {BRIDGE_KEY!r} must have columns of one length: step and samples (integers from 0 to "
             f"2**63 - 1), timestamp (seconds), and tags (numbers by name); remove it, or replay with --names {HF}."
         )
-    return rows
-
-
-def _is_report(record: Record) -> bool:
-    """Whether a record contains more than the fields that every record has."""
-    return any(name not in (*_HEAD, "epoch", INFO_KEY) for name in record)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from onstep.trackers.points import is_step, numbers_of, plain_number
+from onstep.trackers.numbers import is_step, numbers_of, plain_number
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -67,12 +67,17 @@ class TagRecord:
         self._num_read = min(self._num_read, len(self._rows) - 1)
 
     def take(self, reads: bool = True) -> dict[str, Any]:
-        """Return `state_dict()` and clear the record; without `reads`, return {} if a value is still on a device."""
+        """Return `columns` and, unless that is {}, clear the record."""
+        columns = self.columns(reads)
+        if columns:
+            self.clear()
+        return columns
+
+    def columns(self, reads: bool = True) -> dict[str, Any]:
+        """Return `state_dict()`; without `reads`, {} if a value is still on a device."""
         if not reads and not all(isinstance(value, (int, float)) for row in self._rows for value in row.tags.values()):
             return {}
-        columns = self.state_dict()
-        self.clear()
-        return columns
+        return self.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """One column per tag, with None for steps without it; a constant column is a single value. {} if empty.

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from onstep.errors import ConfigError
+from onstep.errors import ConfigError, OnstepError
 
 STEP_NAME = "train/global_step"
 """Hugging Face's name of the optimizer step, for trackers that keep their own count of points."""
@@ -40,16 +40,6 @@ def plain_name(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Point:
-    """The metrics reported at one step, under the names that the tracker gets."""
-
-    metrics: Mapping[str, float]
-    step: int
-    timestamp: float
-    """Unix seconds."""
-
-
-@dataclass(frozen=True)
 class RunIdentity:
     """Identifies the run of the metrics; the same for every restart of a run, except for where it resumes."""
 
@@ -63,36 +53,31 @@ class RunIdentity:
     """Nested plain values, shown as the run's parameters."""
     start_step: int = 0
     """Step that this process resumes from; 0 for a new run."""
-    last_points: tuple[Point, ...] = ()
-    """The latest points at the checkpoint, which the tracker might have lost in a kill: complete steps from the last
-    seconds before the checkpoint, plus points still queued. Trackers with `takes_back` rewrite these and drop
-    everything else from that step on. The others receive them again, so their segment begins with these points rather
-    than exactly at `start_step`."""
     adds_only: bool = False
-    """Set for an evaluation outside of training: existing points are neither replaced nor removed."""
+    """Set for an evaluation outside of training."""
 
-    @property
-    def first_open_step(self) -> int:
-        """The first step whose points by earlier processes are no longer valid."""
-        return min((point.step for point in self.last_points), default=self.start_step + 1 if self.start_step else 0)
+
+class CannotContinueError(OnstepError):
+    """A tracker does not have what a state says: its files were lost or replaced."""
 
 
 class Tracker(Protocol):
     """Interface of a tracker. All methods are called from one thread, in order: open, log and text, close.
 
-    Methods may raise or be slow: `TrackerQueue` isolates training from that. After `close`, it may be opened again.
+    Methods may raise or be slow: `TrackerFeed` isolates training from that. After `close`, it may be opened again.
     """
 
     name: str
     """Name in messages and checkpoints, such as "wandb"."""
     takes_back: bool
-    """Whether points can be replaced; such a tracker handles `RunIdentity.last_points` itself. Optional, False."""
+    """Whether `open(run, state)` drops all points that were added after `state_dict()` returned that state. Any other
+    tracker keeps its points: it is not sent a step again that it has. Optional, default False."""
     keeps_names: bool
     """True: gets the metrics log's names (`loss`, `eval_loss`); False: `train/loss`, `eval/loss`, `test/loss`.
     Optional, default False."""
 
     def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
-        """Start or resume the run in the tracker; `state` is `state_dict()` of the checkpoint, {} for a new run."""
+        """Start or continue the run in the tracker; `state` is an earlier `state_dict()`, {} for a new run."""
 
     def log(self, metrics: Mapping[str, float], step: int, timestamp: float) -> None:
         """Add a point to each metric's curve; `timestamp` is in Unix seconds."""
@@ -106,6 +91,12 @@ class Tracker(Protocol):
     def close(self, status: str) -> None:
         """Send pending points and release resources; `status` is completed, stopped, preempted or failed."""
 
+    # optional:  settling_seconds: float
+    #     Seconds after which points are safe even if the process is killed; default 2.
+    # optional:  def log_over_samples(self, metrics: Mapping[str, float], samples: int, timestamp: float) -> None
+    #     Add a point to each metric's curve over consumed samples.
+    # optional:  def expect(self, names: Iterable[str]) -> None
+    #     Prepare for metrics that come next.
     # optional:  client: Any
     #     The object with the service's own methods and attributes (`run`, `config`, `log_artifact`) while it is open.
     # optional:  def media(self, values: Mapping[str, Any], step: int) -> None

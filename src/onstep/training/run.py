@@ -22,7 +22,7 @@ from onstep.data import StepSource
 from onstep.distributed import World, existing_world
 from onstep.events import Control, RunInfo, RunState
 from onstep.optim import LossScaler, TrainingOptimizer, build_loss_scaler
-from onstep.record.kinds import Kind
+from onstep.record.kinds import FILE_NAME, Kind
 from onstep.train_state import TrainState
 from onstep.training.entry_point import EntryPoint
 from onstep.training.feature import Features
@@ -226,7 +226,7 @@ class Run:
     @cached_property
     def bridge_trackers(self) -> BridgeTrackers:
         """The trackers that Megatron Bridge's tags are written to."""
-        bridge_trackers = BridgeTrackers(self.cfg, self.world, self.run_dir, self.clock.wall)
+        bridge_trackers = BridgeTrackers(self.cfg, self.world, self.run_dir, self.clock.wall, self)
         self.info.bridge_tags = bridge_trackers.record
         return bridge_trackers
 
@@ -251,6 +251,13 @@ class Run:
             at = self.train_state.step if step is None else step
             directory = None if self.run_dir is None else self.run_dir.path
             self.record.append(directory, kind, at, self.trainer_state.epoch, data)
+
+    @property
+    def record_path(self) -> Path | None:
+        """The file of the record, on rank 0 of a run with a directory."""
+        if self.run_dir is None or not self.world.is_main:
+            return None
+        return self.record.path or Path(self.run_dir.path) / FILE_NAME
 
     @cached_property
     def batch_sizes(self) -> NumMicroBatchesCalculator | None:

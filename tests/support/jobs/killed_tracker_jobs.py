@@ -47,7 +47,7 @@ def job_train(settings: dict[str, Any]) -> None:
     if "event" in settings:
         manager.register(settings["event"], die)
     pretrain(small_config(settings), callbacks=manager)
-    Path("ended.json").write_text(json.dumps({"dropped": trackers.dropped}))
+    Path("ended.json").write_text(json.dumps({"ended": True}))
 
 
 class Watched:
@@ -56,9 +56,11 @@ class Watched:
     def __init__(self, tracker: Tracker) -> None:
         self.tracker, self.name, self.takes_back, self.keeps_names = tracker, tracker.name, False, tracker.keeps_names
         self.num_points = 0
+        self.is_open = False
 
     def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
         self.tracker.open(run, state)
+        self.is_open = True
 
     def log(self, metrics: Mapping[str, float], step: int, timestamp: float) -> None:
         self.tracker.log(metrics, step, timestamp)
@@ -92,17 +94,15 @@ def job_watched(settings: dict[str, Any]) -> None:
     if "kill_after" in settings:
         manager.register("on_step_end", die)
     pretrain(small_config(settings), callbacks=manager)
-    Path("ended.json").write_text(json.dumps({"dropped": trackers.dropped}))
+    Path("ended.json").write_text(json.dumps({"ended": True}))
 
 
 def _wait_for(trackers: list[Watched]) -> None:
-    """Until all were given the same points, and have had the time to write them: what no kill takes from them."""
-    deadline = time.monotonic() + 60
-    before: set[int] = set()
-    while True:
-        counts = {tracker.num_points for tracker in trackers}
-        if len(counts) == 1 and counts == before and 0 not in counts:
-            return
+    """Until they get no more points, and have had the time to write them: what no kill takes from them."""
+    deadline, before, seen = time.monotonic() + 60, [-1], 0
+    while seen < 4:
+        counts = [tracker.num_points for tracker in trackers]
+        seen = seen + 1 if counts == before and all(tracker.is_open for tracker in trackers) else 0
         assert time.monotonic() < deadline, counts
         before = counts
-        time.sleep(0.8)
+        time.sleep(0.6)

@@ -21,7 +21,8 @@ from onstep.cli.logs.lookup import find_log
 from onstep.config.trackers import TRACKERS, name_list
 from onstep.errors import ConfigError, OnstepError
 from onstep.record import MetricsLog
-from onstep.trackers import make_tracker, recorded_run
+from onstep.record.kinds import FILE_NAME
+from onstep.trackers import can_complete, complete, make_tracker, recorded_run
 from onstep.trackers import replay as send
 
 BAR_DELAY_SECONDS = 0.5
@@ -38,10 +39,12 @@ def replay(
         typer.Option(metavar="NAMES", help="Metric names to send: hf (train/loss), bridge (lm loss), or hf,bridge."),
     ] = "hf,bridge",
 ) -> None:
-    """Send the whole metrics log of a run to a tracker, as a new run there.
+    """Send a tracker what it lacks of a run, and wait until everything is delivered.
 
-    Use it when a tracker was not configured, was unreachable or dropped points during training. Waits until everything
-    is delivered. While the run is still training, csv and tensorboard require --output: its own files are in use.
+    Use it when a tracker was not configured or was unreachable during training. A run with a record is continued in the
+    tracker, as by the next start of the run. The metrics log of an older one, a log file, and a run that is still
+    training are sent whole, as a new run; csv and tensorboard then require --output while the run's own files are in
+    use.
     """
     metrics_log = find_log(run)
     tracker = make_tracker(to)
@@ -56,19 +59,32 @@ def replay(
             f"{directory} is a live run, and this would replace its files; write elsewhere with --output DIR, or wait "
             f"until the run has ended."
         )
+    is_of_run = output is None and not Path(run).is_file() and can_complete(directory, to)
+    if is_of_run and not is_locked(directory / ".run.lock"):
+        with _named_errors(to):
+            num_sent = complete(directory, tracker, shown)
+        where = getattr(tracker, "location", None) or to
+        print(f"{num_sent} lines of {directory / FILE_NAME} that {to} lacked are sent: {where}")
+        return
     run_sent = recorded_run(metrics_log, target)
     if metrics_log.name == FOREIGN_FILE_NAME:
         run_sent = dataclasses.replace(run_sent, name=name_of_place(metrics_log).replace("/", "-"))
     bar = partial(tqdm, unit="record", leave=False, disable=None, delay=BAR_DELAY_SECONDS)
+    with _named_errors(to), _as_metrics_log(metrics_log) as readable:
+        num_sent = send(readable, tracker, run_sent, names=shown, progress=bar)
+    where = getattr(tracker, "location", None) or f"{to} (local files, if any, are in {target})"
+    print(f"{num_sent} records of {metrics_log} sent to {where}")
+
+
+@contextmanager
+def _named_errors(tracker: str) -> Iterator[None]:
+    """Name the tracker in an error of its package."""
     try:
-        with _as_metrics_log(metrics_log) as readable:
-            num_sent = send(readable, tracker, run_sent, names=shown, progress=bar)
+        yield
     except OnstepError:
         raise
     except Exception as error:  # trackers raise exceptions of many types
-        raise OnstepError(f"cannot send to the tracker {to!r}: {type(error).__name__}: {error}") from error
-    where = getattr(tracker, "location", None) or f"{to} (local files, if any, are in {target})"
-    print(f"{num_sent} records of {metrics_log} sent to {where}")
+        raise OnstepError(f"cannot send to the tracker {tracker!r}: {type(error).__name__}: {error}") from error
 
 
 @contextmanager

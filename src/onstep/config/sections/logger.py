@@ -115,7 +115,7 @@ class LoggerConfig(ConfigSection):
         help="Steps between points of Megatron Bridge's tags, in every tracker.",
     )
     tensorboard_queue_size: int = option(
-        1000, SAFE, bound="> 0", help="Largest number of points that wait for TensorBoard."
+        1000, SAFE, bound="> 0", help="Accepted for Megatron Bridge; nothing that waits for a tracker is dropped."
     )
     log_throughput_to_tensorboard: bool = option(False, SAFE, needs=BRIDGE_TAGS, help="Report `throughput/...`.")
     log_timers_to_tensorboard: bool = option(

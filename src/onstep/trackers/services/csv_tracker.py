@@ -5,36 +5,20 @@ from __future__ import annotations
 import csv
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from hashlib import blake2b
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from onstep.errors import OnstepError
 from onstep.record.names import numbered_name
-from onstep.trackers.points import is_step
-from onstep.trackers.tracker import RunIdentity
+from onstep.trackers.numbers import is_step
+from onstep.trackers.tracker import CannotContinueError, RunIdentity
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 KEYS = ["step", "kind"]
 _Row = dict[str, str]
-
-
-MARK_ROWS = 8192
-"""Rows between two marks: more than a run logs in the seconds before a checkpoint, which may be written again."""
-_MARK_BYTES = 512
-
-
-class Mark(NamedTuple):
-    """A place in a table, before the rows of a step; all rows before it are of lower steps."""
-
-    step: int
-    offset: int
-    """In bytes."""
-    digest: str | None
-    """Of what precedes it."""
 
 
 class NoTableError(OnstepError):
@@ -49,49 +33,43 @@ class CsvTable:
 
     Args:
         path: The file; its directory must exist.
-        keeps: Whether to keep the existing rows of a step.
-        marks: The marks of the table that wrote the file; the rows before a mark are not read again.
+        num_rows: How many of the existing rows to keep.
 
     Raises:
-        NoTableError: if the file is not a table of metrics.
+        NoTableError: if the file is not a table of metrics, or has fewer rows.
     """
 
-    def __init__(self, path: Path, keeps: Callable[[int], bool], marks: Sequence[Mark] = ()) -> None:
+    def __init__(self, path: Path, num_rows: int = 0) -> None:
         self.path = path
-        self.marks: tuple[Mark, ...] = ()
-        """The last two places from which the file can be continued; each is `MARK_ROWS` rows after the one before."""
-        self._num_unmarked = 0
-        """Rows since the last mark."""
-        self._highest_step = -1
+        self.num_rows = num_rows
         self._columns = dict.fromkeys(KEYS)
         self._last_step: int | None = None
         self._last_rows: dict[str, _Row] = {}
-        """The rows of the last step, by kind."""
+        """The rows of the last step that was put, by kind."""
         self._last_offset = 0
         """Byte offset of these rows in the file."""
         self._descriptor: int | None = None
         self.is_in_checkpoint = path.exists()
         """Whether a checkpoint may rely on the rows, so that no replacement of the file must risk them."""
-        rows: Iterator[_Row] = iter(())
-        if path.exists() and path.stat().st_size:
+        if num_rows or (path.exists() and path.stat().st_size):
             self._columns = dict.fromkeys(_header(path))
-            if any(self._continue_at(mark, keeps) for mark in reversed(marks)):
-                return
-            rows = (row for row in self._rows() if keeps(int(row["step"])))
-        self._replace(self._merged_lines(rows))
+            os.truncate(path, _end_of_rows(path, num_rows))
+            self._open()
+            self._last_offset = self._size()
+        else:
+            self._replace(iter(()))
 
     def put(self, step: int, kind: str, cells: Mapping[str, str]) -> None:
         """Add cells to the row of a step and kind."""
         cells = {_column(name): value for name, value in cells.items()}
         if step != self._last_step:
             self._last_step, self._last_rows, self._last_offset = step, {}, self._size()
-            self._mark(step)
         new_columns = [name for name in cells if name not in self._columns]
         is_new_row = kind not in self._last_rows
         row = self._last_rows.setdefault(kind, {"step": str(step), "kind": kind})
         row.update(cells)
         self._add_columns(new_columns)
-        self._num_unmarked += is_new_row
+        self.num_rows += is_new_row
         if is_new_row and not new_columns:
             self._append(self._line(row))
         else:
@@ -112,80 +90,9 @@ class CsvTable:
             finally:
                 os.close(descriptor)
 
-    def _rows(self) -> Iterator[_Row]:
-        """The existing rows, without a line truncated by a kill."""
-        with self.path.open(encoding="utf-8", newline="") as file:
-            file.readline()
-            for line in file:
-                if line.endswith("\n"):
-                    yield self._row(line)
-
-    def _row(self, line: str) -> _Row:
-        row = dict(zip(self._columns, line.rstrip("\r\n").split(","), strict=False))
-        if len(row) < len(KEYS) or not row["step"].isdecimal():
-            raise NoTableError(f"{self.path} is not a table of metrics: a row begins with {line[:40]!r}.")
-        return row
-
-    def _mark(self, step: int) -> None:
-        """Mark the place before the rows of a new step, if the steps before it are lower."""
-        if step > self._highest_step and self._num_unmarked >= MARK_ROWS:
-            self.marks = (*self.marks[-1:], Mark(step, self._last_offset, self._digest_before(self._last_offset)))
-            self._num_unmarked = 0
-        self._highest_step = max(self._highest_step, step)
-
     def _add_columns(self, names: Iterable[str]) -> None:
         for name in names:
             self._columns[name] = None
-            self.marks = ()  # all rows move
-
-    def _continue_at(self, mark: Mark, keeps: Callable[[int], bool]) -> bool:
-        """Drop the rows that are not kept, and open the file, reading no rows before a mark.
-
-        Returns:
-            False, with nothing changed, if all rows must be read: there is no row to keep after the mark, those after
-            it are not in the order of their steps, or the file is not the one that was marked.
-        """
-        if not keeps(mark.step) or self._digest_before(mark.offset) != mark.digest:
-            return False
-        with self.path.open("rb") as file:
-            file.seek(mark.offset)
-            lines = [line for line in file if line.endswith(b"\n")]
-        rows = [self._row(line.decode()) for line in lines]
-        steps = [int(row["step"]) for row in rows]
-        num_kept = sum(map(keeps, steps))
-        kept = [(step, row.get("kind")) for step, row in zip(steps, rows, strict=True)][:num_kept]
-        is_in_order = steps[:1] == [mark.step] and all(one[0] <= next_one[0] for one, next_one in pairwise(kept))
-        if not is_in_order or len(set(kept)) < num_kept or not all(keeps(step) for step, _ in kept):
-            return False
-        self._last_step = steps[num_kept - 1]
-        first = steps.index(self._last_step)
-        last = [{name: cell for name, cell in row.items() if cell} for row in rows[first:num_kept]]
-        self._last_rows = {row["kind"]: row for row in last}
-        self._last_offset = mark.offset + sum(map(len, lines[:first]))
-        self.marks, self._num_unmarked, self._highest_step = (mark,), num_kept, self._last_step
-        os.truncate(self.path, self._last_offset + sum(map(len, lines[first:num_kept])))
-        self._open()
-        return True
-
-    def _digest_before(self, offset: int) -> str | None:
-        """A digest of the header and of the last bytes before an offset; None if the file is shorter."""
-        with self.path.open("rb") as file:
-            header = file.readline()
-            start = max(offset - _MARK_BYTES, 0)
-            file.seek(start)
-            before = file.read(offset - start)
-        return blake2b(header + before, digest_size=8).hexdigest() if len(before) == offset - start else None
-
-    def _merged_lines(self, rows: Iterator[_Row]) -> Iterator[str]:
-        """All lines except those of the last step, which are kept in memory for `_replace`."""
-        for row in rows:
-            step = int(row["step"])
-            if step != self._last_step:
-                yield from map(self._line, self._last_rows.values())
-                self._last_step, self._last_rows = step, {}
-                self._highest_step = max(self._highest_step, step)
-            merged = self._last_rows.setdefault(row["kind"], {})
-            merged.update({name: cell for name, cell in row.items() if cell})
 
     def _kept_lines(self, new_cells: str) -> Iterator[str]:
         """The lines before those of the last step, with cells for new columns.
@@ -256,16 +163,26 @@ def _header(path: Path) -> list[str]:
     return columns
 
 
-def saved_marks(state: Mapping[str, Any]) -> list[Mark]:
-    """The marks in a checkpoint's state, oldest first; what is not a mark is ignored: all rows are read then."""
-    marks = state.get("marks")
-    return [Mark(*one) for one in marks if _is_mark(one)] if isinstance(marks, list) else []
+def _num_before(path: Path, step: int) -> int:
+    """The number of leading rows of steps before `step`."""
+    _header(path)
+    with path.open(encoding="utf-8", errors="replace") as file:
+        file.readline()
+        return sum(
+            1 for _ in takewhile(lambda row: row.split(",")[0].isdecimal() and int(row.split(",")[0]) < step, file)
+        )
 
 
-def _is_mark(value: Any) -> bool:
-    if not isinstance(value, list) or len(value) != len(Mark._fields):
-        return False
-    return is_step(value[0]) and is_step(value[1]) and isinstance(value[2], str)
+def _end_of_rows(path: Path, num_rows: int) -> int:
+    """Where the first `num_rows` rows end, in bytes."""
+    with path.open("rb") as file:
+        end = len(file.readline())
+        for number in range(num_rows):
+            line = file.readline()
+            if not line.endswith(b"\n"):
+                raise NoTableError(f"{path} has {number} rows instead of {num_rows}: its end is lost.")
+            end += len(line)
+    return end
 
 
 class CsvTracker:
@@ -290,7 +207,7 @@ class CsvTracker:
     def __init__(self, path: str | Path | None = None) -> None:
         self._given_path = None if path is None else Path(path)
         self._table: CsvTable | None = None
-        self._marks: tuple[Mark, ...] = ()
+        self._num_rows = 0
         self.location: Path | None = self._given_path
         """Path of the file; None until the run's directory is known."""
 
@@ -299,19 +216,17 @@ class CsvTracker:
         self.close("completed")
         self.location = path = self._given_path or run.directory / "metrics.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and run.start_step == 0 and not run.adds_only:
-            path.rename(numbered_name(path))
-
-        def keeps(step: int) -> bool:
-            return run.adds_only or step < run.first_open_step
-
         try:
-            self._table = CsvTable(path, keeps, saved_marks(state))
-        except NoTableError as error:
-            logger.warning("%s It was renamed to %s.", error, path.rename(numbered_name(path)))
-            self._table = CsvTable(path, keeps)
-        for point in () if run.adds_only else run.last_points:
-            self.log(point.metrics, point.step, point.timestamp)
+            if path.exists() and not state:
+                path.rename(numbered_name(path))
+            num_rows = (
+                state.get("rows", 0) if "rows" in state or not path.exists() else _num_before(path, state["step"])
+            )
+            self._table = CsvTable(path, num_rows if is_step(num_rows) else 0)
+        except (NoTableError, FileNotFoundError) as error:
+            if path.exists():
+                logger.warning("%s It was renamed to %s.", error, path.rename(numbered_name(path)))
+            raise CannotContinueError(f"{path} cannot be continued: {error}") from error
 
     def expect(self, names: Iterable[str]) -> None:
         """Add columns for metrics in advance; otherwise, the file is rewritten when a new one appears."""
@@ -336,10 +251,10 @@ class CsvTracker:
         return [] if self.location is None else [self.location]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the file can be continued without reading all of it; the file contains all other state."""
+        """The number of rows; the file contains all other state."""
         if self._table is not None:
-            self._marks = self._table.marks
-        return {"marks": [list(mark) for mark in self._marks]} if self._marks else {}
+            self._num_rows = self._table.num_rows
+        return {"rows": self._num_rows}
 
     def close(self, status: str) -> None:
         """Close the file."""

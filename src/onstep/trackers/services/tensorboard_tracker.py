@@ -16,19 +16,21 @@ from onstep.errors import MissingExtraError
 from onstep.trackers.tracker import RunIdentity
 
 EVENT_FILES = "events.out.tfevents.*"
+SAMPLES_DIR = "vs_samples"
+"""Subdirectory for curves over samples."""
 _FILE_NAME = re.compile(r"events\.out\.tfevents\.(\d+)\.")
 
 
 class TensorBoardTracker:
     """Writes scalars and texts to a new event file for each start of the run, each point immediately.
 
-    A resumed run masks points that an earlier process wrote after the checkpoint (by a session start in TensorBoard's
-    format), so TensorBoard shows each step once and keeps the checkpoint's own step. A new run masks all existing
-    points. The run's configuration is shown as the text ``config``.
+    A resumed run masks points that an earlier process wrote and that it writes again (by a session start in
+    TensorBoard's format), so TensorBoard shows each step once. A new run masks all existing points. The run's
+    configuration is shown as the text ``config``. Curves over consumed samples are in the subdirectory ``vs_samples``,
+    since masks are positions on the x axis.
 
     Args:
         log_dir: Directory of the event files; None is ``tensorboard`` in the run's directory.
-        part: A subdirectory of it.
 
     Raises:
         MissingExtraError: if TensorBoard is not installed.
@@ -42,52 +44,48 @@ class TensorBoardTracker:
     keeps_names = False
     takes_back = True
 
-    def __init__(self, log_dir: str | Path | None = None, part: str = "") -> None:
+    def __init__(self, log_dir: str | Path | None = None) -> None:
         if find_spec(self.package) is None:
             raise MissingExtraError("The tracker 'tensorboard' requires TensorBoard: pip install 'onstep[tensorboard]'")
         self._log_dir = None if log_dir is None else Path(log_dir)
-        self._part = part
         self._writer: Any = None
+        self._over_samples: Any = None
         self._summary_writer: Any = None
         self._second = 0
         """The time in the name of the event file."""
-        self.location: Path | None = None if self._log_dir is None else self._log_dir / part
+        self._ends: dict[str, int] = {}
+        """The next step, and the next number of samples."""
+        self.location: Path | None = self._log_dir
         """The directory; None until the run's directory is known."""
-
-    def beside(self, part: str) -> TensorBoardTracker:
-        """Another tracker, in a subdirectory of this one's."""
-        return TensorBoardTracker(self._log_dir, part)
 
     def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
         """Start an event file, masking points of earlier files that are no longer valid."""
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
         self.close("completed")
-        self.location = directory = (self._log_dir or run.directory / "tensorboard") / self._part
-        directory.mkdir(parents=True, exist_ok=True)
-        # The name sorts after all existing files, regardless of the clocks of their machines: TensorBoard reads the
-        # files of a directory in the order of their names, which begin with the time in seconds
-        self._second = seconds = max(int(time.time()), newest_second(directory) + 1)
-        self._writer = RecordWriter(
-            (directory / f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.onstep").open("xb")
-        )
-        self._write(file_version="brain.Event:2")
-        if run.adds_only:
-            return
-        self._write_event(session_start(run.first_open_step))
-        if run.start_step == 0 and run.config:
+        self.location = directory = self._log_dir or run.directory / "tensorboard"
+        self._ends = {axis: int(state.get(axis, 0)) for axis in ("step", "samples")}
+        self._writer, self._second = _event_file(directory, self._ends["step"])
+        if not state and run.config:
             lines = json.dumps(run.config, indent=2, default=str).splitlines()
             self.text("config", "\n".join("    " + line for line in lines), 0)
-        for point in run.last_points:
-            self.log(point.metrics, point.step, point.timestamp)
 
     def log(self, metrics: Mapping[str, float], step: int, timestamp: float) -> None:
         """Write the scalars of a step as one event."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        if values:
-            self._write(timestamp, step=step, summary=Summary(value=values))
+        if values and self._writer is not None:
+            _write(self._writer, timestamp, step=step, summary=Summary(value=values))
+            self._ends["step"] = max(self._ends["step"], step + 1)
+
+    def log_over_samples(self, metrics: Mapping[str, float], samples: int, timestamp: float) -> None:
+        """Write the scalars at a number of samples."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        if self._over_samples is None and self.location is not None:
+            self._over_samples, _ = _event_file(self.location / SAMPLES_DIR, self._ends["samples"])
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        _write(self._over_samples, timestamp, step=samples, summary=Summary(value=values))
+        self._ends["samples"] = max(self._ends["samples"], samples + 1)
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Write a text, shown as Markdown."""
@@ -100,7 +98,8 @@ class TensorBoardTracker:
         tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()], tensor_shape=shape)
         plugin = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
         value = Summary.Value(tag=tag, metadata=plugin, tensor=tensor)
-        self._write(step=step, summary=Summary(value=[value]))
+        if self._writer is not None:
+            _write(self._writer, step=step, summary=Summary(value=[value]))
 
     @property
     def client(self) -> Any:
@@ -118,30 +117,48 @@ class TensorBoardTracker:
 
     def local_files(self) -> list[Path]:
         """The event files."""
-        return [] if self.location is None else sorted(self.location.glob(EVENT_FILES))
+        return [] if self.location is None else sorted(self.location.rglob(EVENT_FILES))
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: the event files contain all state."""
-        return {}
+        """The step and the number of samples from which on nothing is written yet."""
+        return dict(self._ends)
 
     def close(self, status: str) -> None:
-        """Close the event file."""
-        writer, self._writer = self._writer, None
-        summary_writer, self._summary_writer = self._summary_writer, None
-        for one in (writer, summary_writer):
+        """Close the event files."""
+        open_ones = (self._writer, self._over_samples, self._summary_writer)
+        self._writer = self._over_samples = self._summary_writer = None
+        for one in open_ones:
             if one is not None:
                 one.close()
 
-    def _write_event(self, event: Any) -> None:
-        """Append an event and flush it to the file."""
-        if self._writer is not None:
-            self._writer.write(event.SerializeToString())
-            self._writer.flush()
 
-    def _write(self, wall_time: float | None = None, **content: Any) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
+def _event_file(directory: Path, first: int) -> tuple[Any, int]:
+    """A new event file that masks what earlier ones have from `first` on, and the time in its name.
 
-        self._write_event(Event(wall_time=time.time() if wall_time is None else wall_time, **content))
+    The name sorts after those of all existing files, regardless of the clocks of their machines: TensorBoard reads the
+    files of a directory in the order of their names, which begin with the time in seconds.
+    """
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    directory.mkdir(parents=True, exist_ok=True)
+    seconds = max(int(time.time()), newest_second(directory) + 1)
+    name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.onstep"
+    writer = RecordWriter((directory / name).open("xb"))
+    _write(writer, file_version="brain.Event:2")
+    _write_event(writer, session_start(first))
+    return writer, seconds
+
+
+def _write(writer: Any, wall_time: float | None = None, **content: Any) -> None:
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    _write_event(writer, Event(wall_time=time.time() if wall_time is None else wall_time, **content))
+
+
+def _write_event(writer: Any, event: Any) -> None:
+    """Append an event and flush it to the file."""
+    writer.write(event.SerializeToString())
+    writer.flush()
 
 
 def session_start(step: int) -> Any:

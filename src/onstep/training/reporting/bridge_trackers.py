@@ -6,32 +6,30 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from onstep.config import ConfigContainer
 from onstep.config.trackers import BRIDGE_FIELDS
 from onstep.distributed import World
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager
-from onstep.trackers import RunIdentity, TrackerQueue, make_tracker, tracker_class
+from onstep.record import Record
+from onstep.record.kinds import Kind
+from onstep.trackers import RunIdentity, TrackerFeed, make_tracker, tracker_class
 from onstep.trackers.metric_names import BRIDGE
-from onstep.trackers.points import saved_mapping
+from onstep.trackers.numbers import saved_mapping
 from onstep.trackers.report_to import asked_names, tracker_options
 from onstep.trackers.tag_record import TagRecord
 from onstep.trackers.tracker import require_package
-from onstep.trackers.tracker_logger import SAMPLES_DIR, TrackerLogger, close_together
+from onstep.trackers.tracker_logger import TrackerLogger, close_together
 from onstep.trackers.trackers_callback import shown_config
 from onstep.training.protocols import Loggers, StateDict
 from onstep.training.reporting.loss_accumulator import read_together
 from onstep.training.runs.run_dir import RunDir
-
-_REMEDY = (
-    "A metrics log (JsonLogger) contains these tags too: `onstep logs replay RUN --to NAME` sends them to a tracker."
-)
-"""How to recover points that a tracker of these tags has missed."""
 
 
 def configured_trackers(cfg: ConfigContainer) -> tuple[str, ...]:
@@ -55,12 +53,22 @@ def check_trackers(cfg: ConfigContainer) -> None:
             )
 
 
+class Recorded(Protocol):
+    """The part of a `Run` that its record is read from and written by."""
+
+    @property
+    def record_path(self) -> Path | None: ...
+
+    def note(self, kind: Kind, data: Mapping[str, Any], step: int | None = None) -> None: ...
+
+
 class BridgeTrackers:
     """All trackers of a run. Only the last rank has any, if configured.
 
     Args:
         run_dir: the run's directory with its `run_id`, or None.
         clock: Unix time in seconds.
+        recording: what has the record of the run; None for trackers without one.
     """
 
     def __init__(
@@ -69,8 +77,10 @@ class BridgeTrackers:
         world: World,
         run_dir: RunDir | None = None,
         clock: Callable[[], float] = time.time,
+        recording: Recorded | None = None,
     ) -> None:
         self._cfg, self._world, self._run_dir, self._clock = cfg, world, run_dir, clock
+        self._recording = recording
         self._given: dict[str, object] = {}
         self._own: dict[str, TrackerLogger] = {}
         self._shared: dict[str, TrackerLogger] = {}
@@ -113,8 +123,9 @@ class BridgeTrackers:
     def recipients(self) -> Loggers:
         """The recipients of the tags on this rank: its loggers, and on rank 0 the metrics log's record."""
         if self._recipients is None or not self._is_open:
-            is_kept = self._world.is_main and self.is_wanted and self._cfg.logger.log_interval
-            self._recipients = {**self.loggers, **({"journal": self.record} if is_kept else {})}
+            is_kept = self._world.is_main and self.is_wanted
+            told = {name: one for name, one in self.loggers.items() if not _reads_record(one)}
+            self._recipients = {**told, **({"journal": self.record} if is_kept else {})}
         return self._recipients
 
     def get(self, name: str) -> Any:
@@ -150,20 +161,32 @@ class BridgeTrackers:
         self._is_open, self._recipients = True, None
         self.loggers  # noqa: B018 - makes them
         for name, logger in self._own.items():
-            logger.open(self._identity(name, step, adds_only), self._states.get(name, {}), samples)
+            self._open(name, logger, step, samples, adds_only)
+
+    def _open(self, name: str, logger: TrackerLogger, step: int, samples: int, adds_only: bool = False) -> None:
+        if name in self._states:
+            logger.load_state_dict(self._states.pop(name), run_id=self._run_id, step=step, samples=samples)
+        run, recording = self._identity(name, step, adds_only), self._recording
+        record = None if recording is None else recording.record_path
+        append = None if recording is None else partial(_append_to, recording)
+        logger.open(run, record, append, is_new=step == 0 and not adds_only)
 
     def reopen(self, step: int, samples: int) -> None:
         """Continue from an earlier step: the run was rolled back to a checkpoint, whose states were loaded here."""
-        if self._is_open:
-            self._is_open = False
-            self.open(step, samples)
+        if not self._is_open:
+            return
+        for name, logger in self._own.items():
+            if logger.reads_record:
+                logger.feed.wake()
+            else:
+                self._open(name, logger, step, samples)
 
     def close(self, status: str) -> None:
         """Close the open trackers as completed, stopped, preempted or failed."""
         if not self._is_open:
             return
         close_together(self._own.values(), status)
-        self._states = self._current_states()
+        self.record.clear()
         self._is_open = False
 
     @contextmanager
@@ -206,31 +229,19 @@ class BridgeTrackers:
         where = "the checkpoint's state of the trackers of Megatron Bridge's tags"
         self.evaluated = saved_mapping(state_dict, "evaluated", where)
         saved = saved_mapping(state_dict, "trackers", where)
-        self._states = states = {name: saved_mapping(saved, name, where) for name in saved}
-        for key in [key for key in states if key.endswith(f" {SAMPLES_DIR}")]:  # in older checkpoints
-            states.setdefault(key.removesuffix(f" {SAMPLES_DIR}"), {})[SAMPLES_DIR] = states.pop(key)
+        self._states = {name: saved_mapping(saved, name, where) for name in saved}
 
     def make_durable(self) -> None:
         """Fsync the local files of this rank's own trackers."""
         for logger in self._own.values():
             logger.make_durable()
 
-    @property
-    def dropped(self) -> int:
-        """Number of points that trackers of this rank did not accept."""
-        return sum(queue.dropped for logger in self._own.values() for queue in logger.queues)
-
     def _current_states(self) -> StateDict:
-        own = self._own if self._is_open else {}
-        return self._states | {name: logger.state_dict() for name, logger in own.items()}
+        return self._states | {name: logger.state_dict() for name, logger in self._own.items()}
 
     def _make(self, name: str) -> TrackerLogger:
-        capacity, options = self._cfg.logger.tensorboard_queue_size, tracker_options(name, self._cfg.logger)
-        queue = TrackerQueue(make_tracker(name, **options), capacity=capacity, remedy=_REMEDY)
-        if name != "tensorboard":
-            return TrackerLogger(queue, self._clock)
-        over_samples = TrackerQueue(make_tracker(name, **options, part=SAMPLES_DIR), capacity=capacity, remedy=_REMEDY)
-        return TrackerLogger(queue, self._clock, over_samples)
+        options = tracker_options(name, self._cfg.logger)
+        return TrackerLogger(TrackerFeed(make_tracker(name, **options), names=(BRIDGE,)), self._clock)
 
     def _identity(self, name: str, start: int, adds_only: bool) -> RunIdentity:
         cfg = self._cfg
@@ -255,3 +266,11 @@ class BridgeTrackers:
 
 def _read(values: Sequence[object]) -> Sequence[object]:
     return list(read_together(dict(enumerate(values))).values())
+
+
+def _reads_record(logger: object) -> bool:
+    return isinstance(logger, TrackerLogger) and logger.reads_record
+
+
+def _append_to(recording: Recorded, data: Record, step: int) -> None:
+    recording.note("tracker", data, step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ from onstep.record.history import is_reported
 from onstep.record.kinds import FILE_NAME, Kind, Listener
 from onstep.record.writer import JsonLogWriter
 from onstep.training.protocols import StateDict
+
+_MOST_OF_A_LINE = 1 << 20
 
 
 class RunRecord:
@@ -33,6 +36,11 @@ class RunRecord:
         """Whether more lines follow, and the file is closed after them."""
         self._writer.level_of_branches = logging.DEBUG  # every resume after a kill has some
 
+    @property
+    def path(self) -> Path | None:
+        """The file, also while it is closed; None where there is none."""
+        return self._writer.path
+
     def begin(
         self, directory: Path, step: int, epoch: float, data: Mapping[str, Any]
     ) -> Callable[[], list[Record] | None] | None:
@@ -44,7 +52,11 @@ class RunRecord:
         Raises:
             ConfigError: if the file cannot be written.
         """
-        lines = self._writer.open(directory, step)
+        lines: list[Record] | None = []
+        if step == 0 and _has_not_begun(directory / FILE_NAME):
+            self._writer.reopen(directory)
+        else:
+            lines = self._writer.open(directory, step)
         position = self._writer.position
         self.append(directory, "start", step, epoch, data)
         if lines is None:
@@ -96,3 +108,13 @@ class RunRecord:
             number = position.get("num_reported")
             self.num_reported = number if isinstance(number, int) else 0
             self._writer.load_state_dict(position)
+
+
+def _has_not_begun(path: Path) -> bool:
+    """Whether a record begins with an evaluation before any training."""
+    try:
+        with path.open("rb") as file:
+            first = json.loads(file.readline(_MOST_OF_A_LINE))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(first, dict) and first.get("kind") in ("evaluation", "test")

@@ -139,9 +139,9 @@ def record(state: Run, logs: Metrics, notify: Dispatcher) -> None:
 
 
 def keep(state: Run, kind: Kind, metrics: Metrics) -> None:
-    """Append metrics to `log_history`, and to the record, with Megatron Bridge's tags since the last line."""
+    """Append metrics to `log_history`, and to the record; the line of a logged step has Megatron Bridge's tags."""
     state.info.history.append({**metrics, "step": state.train_state.step})
-    tags = {} if state.info.bridge_tags is None else state.info.bridge_tags.state_dict()
+    tags = {} if state.info.bridge_tags is None or kind != "log" else state.info.bridge_tags.state_dict()
     state.note(kind, {**metrics, BRIDGE_KEY: tags} if tags else metrics)
 
 
@@ -214,8 +214,6 @@ def build_logs(state: Run, report: IntervalReport, optimizer: UserOptimizer, ext
     scaler = state.loss_scaler(optimizer)
     if scaler is not None:
         logs["loss_scale"] = scaler.scale
-    if state.bridge_trackers.dropped:
-        logs["sink/dropped"] = state.bridge_trackers.dropped
     if state.world.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(state.world.device)
         torch.cuda.reset_peak_memory_stats(state.world.device)

@@ -1,0 +1,123 @@
+"""Defines how far a tracker is: the place in its lines, and what it has from there on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from onstep.files.bounded_reading import brief
+from onstep.trackers.lines import Line, Lines
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+_MOST_PLACES = 16
+DIRECTORY = "trackers"
+"""Directory of a run with a file per tracker."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place between the lines of two steps: what precedes it, the tracker has."""
+
+    end: int = 0
+    """The position, after a line of which `size` and `digest` are."""
+    size: int = 0
+    digest: str = ""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """The tracker's state there, if it can take back what follows."""
+
+    @property
+    def line(self) -> Line:
+        """The line before it, without its data."""
+        return Line({}, self.end, self.size, self.digest)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a tracker has; kept in the run's directory, `trackers/<name>.json`, or in checkpoints."""
+
+    run_id: str = ""
+    places: tuple[Place, ...] = ()
+    """Oldest first: those before checkpoints, and the one before the newest step."""
+    step: int = -1
+    """The highest step of which it has lines."""
+    values: Mapping[str, float] = field(default_factory=dict)
+    """What it shows at that step, by name."""
+    num_own: int = 0
+    """Number of lines for this tracker alone that it has of that step."""
+    tags_until: int = -1
+    """The highest step of which it has Megatron Bridge's tags."""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """The tracker's own state, such as the id of its run."""
+
+    @property
+    def place(self) -> Place:
+        """The newest place."""
+        return self.places[-1] if self.places else Place()
+
+    def at(self, place: Place, is_checkpoint: bool) -> Progress:
+        """The progress at a newer place, which replaces the newest one unless a checkpoint follows that."""
+        is_kept = is_checkpoint or self.place.end == 0  # from where everything can be sent again
+        places = self.places if is_kept else self.places[:-1]
+        if len(places) > _MOST_PLACES:
+            places = places[: _MOST_PLACES // 2 : 2] + places[_MOST_PLACES // 2 :]
+        return replace(self, places=(*places, place))
+
+    def in_lines(self, lines: Lines) -> Progress:
+        """The progress up to the newest place that the lines still have, as after a rollback."""
+        places = self.places
+        while places and not lines.has(places[-1].line):
+            places = places[:-1]
+        return replace(self, places=places or (Place(),))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: Any) -> Progress | None:
+        """Read `state_dict()`; None, with a warning, for anything else."""
+        try:
+            found = cls(**{**state, "places": tuple(Place(**place) for place in state["places"])})
+            places = (number for place in found.places for number in (place.end, place.size))
+            counts = (found.step, found.num_own, found.tags_until, *places)
+            mappings = (found.values, found.state, *(place.state for place in found.places))
+            is_valid = all(type(one) is int and -1 <= one < 2**63 for one in counts)
+            is_valid = is_valid and all(isinstance(one, Mapping) for one in mappings) and isinstance(found.run_id, str)
+            is_valid = is_valid and all(isinstance(one, (int, float)) for one in found.values.values())
+        except (AttributeError, KeyError, TypeError):
+            is_valid = False
+        if not is_valid:
+            logger.warning("the progress of a tracker is ignored, and it gets the whole run again: %s", brief(state))
+            return None
+        return found
+
+
+def file_name(tracker: str) -> str:
+    """The name of the file with a tracker's progress."""
+    return re.sub(r"[^\w.-]", "_", tracker).lstrip(".") + ".json"
+
+
+def read_progress(path: Path) -> Progress | None:
+    """The progress in a file; None if there is none, or, with a warning, if it is damaged."""
+    try:
+        return Progress.from_state(json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        logger.warning("%s cannot be read (%s): the tracker gets the whole run again", path, error)
+        return None
+
+
+def write_progress(path: Path, progress: Progress) -> None:
+    """Replace the file atomically."""
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(progress.state_dict()), encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,120 @@
+"""Converts the lines of a run to the points and texts that a tracker gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from onstep.record import Record
+from onstep.record.gaps import MISSING
+from onstep.record.history import BRIDGE_KEY, INFO_KEY, is_reported
+from onstep.record.saved_log import step_of
+from onstep.trackers.metric_names import BRIDGE, HF, bridge_names, tracker_names
+from onstep.trackers.numbers import is_step, numbers_of, read_numbers
+from onstep.trackers.tag_record import VS_SAMPLES, checked_rows
+
+_HEAD = frozenset({"timestamp", "global_step", "kind", MISSING, BRIDGE_KEY, INFO_KEY})
+
+
+class Projection:
+    """The calls of a tracker that a line stands for: Hugging Face's names and Megatron Bridge's tags are two tables.
+
+    A metric that the tracker shows at the same step with the same value, which final metrics and evaluations repeat, is
+    left out, unless the tracker keeps the record's names.
+
+    Args:
+        names: Naming schemes: hf, bridge, or both.
+        tracker: What is called.
+        step: The last step that it shows.
+        values: What it shows at that step.
+    """
+
+    def __init__(
+        self, names: Sequence[str], tracker: Any, step: int = -1, values: Mapping[str, float] | None = None
+    ) -> None:
+        self._names, self._tracker = names, tracker
+        self._keeps_names = bool(getattr(tracker, "keeps_names", False))
+        self._step, self.values = step, dict(values or {})
+        self.tags_until = -1
+        """The highest step of Megatron Bridge's tags so far."""
+
+    def calls(self, line: Record, is_own: bool = False, tags_after: int = -1) -> Iterator[Callable[[], None]]:
+        """The calls for a line; see `took`.
+
+        Args:
+            is_own: Whether it is a line for this tracker alone.
+            tags_after: The step up to which the tracker has Megatron Bridge's tags.
+        """
+        step, timestamp = step_of(line), _time_of(line)
+        if is_own:
+            yield from self._own(line, step, timestamp)
+            return
+        if BRIDGE in self._names:
+            yield from self._tags(line, tags_after)
+        if HF in self._names:
+            metrics = self._new(line, step)
+            if metrics:
+                yield partial(self._tracker.log, metrics, step, timestamp)
+
+    def took(self, line: Record) -> None:
+        """Note that the tracker has a line."""
+        step = step_of(line)
+        if not self._keeps_names and HF in self._names and is_reported(line):
+            shown = tracker_names(metrics_of(line))
+            self.values = {**(self.values if step == self._step else {}), **shown}
+            self._step = step
+        if BRIDGE in self._names and isinstance(line.get(BRIDGE_KEY), Mapping):
+            steps = line[BRIDGE_KEY].get("step", ())
+            self.tags_until = max([self.tags_until, *(one for one in steps if is_step(one))])
+
+    def names_of(self, lines: Iterable[Record]) -> list[str]:
+        """The names of the metrics of lines, in order."""
+        if HF not in self._names:
+            return []
+        return list(dict.fromkeys(name for line in lines if is_reported(line) for name in metrics_of(line)))
+
+    def _new(self, line: Record, step: int) -> dict[str, float]:
+        if not is_reported(line):
+            return {}
+        metrics = metrics_of(line)
+        if self._keeps_names:
+            return metrics
+        known = self.values if step == self._step else {}
+        return {name: one for name, one in tracker_names(metrics).items() if not _is_same(one, known.get(name))}
+
+    def _tags(self, line: Record, tags_after: int) -> Iterator[Callable[[], None]]:
+        log_over_samples = getattr(self._tracker, "log_over_samples", None)
+        for row in checked_rows(line.get(BRIDGE_KEY, {})) or ():
+            if row.step <= tags_after:
+                continue
+            tags = bridge_names(self._tracker.name, row.tags)
+            if tags:
+                yield partial(self._tracker.log, tags, row.step, row.timestamp)
+            curves = {tag + VS_SAMPLES: row.tags[tag] for tag in row.over_samples}
+            if curves and log_over_samples is not None:
+                yield partial(log_over_samples, curves, row.samples, row.timestamp)
+
+    def _own(self, line: Record, step: int, timestamp: float) -> Iterator[Callable[[], None]]:
+        if isinstance(line.get("text"), str):
+            yield partial(self._tracker.text, str(line.get("tag", "")), line["text"], step)
+        metrics = read_numbers(line["metrics"]) if isinstance(line.get("metrics"), Mapping) else {}
+        log_over_samples, samples = getattr(self._tracker, "log_over_samples", None), line.get("samples")
+        if metrics and samples is None:
+            yield partial(self._tracker.log, metrics, step, timestamp)
+        elif metrics and log_over_samples is not None and is_step(samples):
+            yield partial(log_over_samples, metrics, samples, timestamp)
+
+
+def metrics_of(line: Record) -> dict[str, float]:
+    """The numbers of a line, under the record's names."""
+    return read_numbers(numbers_of({name: one for name, one in line.items() if name not in _HEAD}))
+
+
+def _time_of(line: Record) -> float:
+    timestamp = line.get("timestamp", 0.0)
+    return float(timestamp) if isinstance(timestamp, (int, float)) and abs(timestamp) < 2**53 else 0.0
+
+
+def _is_same(value: float, before: float | None) -> bool:
+    return value == before or (value != value and before is not None and before != before)

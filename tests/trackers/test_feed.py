@@ -1,0 +1,323 @@
+"""Nothing a tracker does reaches the training, and no point is lost: a tracker that fails is behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onstep.trackers import TrackerFeed, complete
+from onstep.trackers.breaker import CircuitBreaker
+from onstep.trackers.lines import MemoryLines, RecordLines
+from tests.support.hostile_trackers import Hanging, Raising, Remembering, identity
+from tests.support.tracker_files import scalars, table
+
+
+class Kept(Remembering):
+    """A service that has what it is sent at once."""
+
+    settling_seconds = 0.0
+
+    def __init__(self, points: list[tuple[int, float]] | None = None) -> None:
+        super().__init__()
+        self.points = [] if points is None else points
+
+    def log(self, metrics: Any, step: int, timestamp: float) -> None:
+        super().log(metrics, step, timestamp)
+        self.points += [(step, value) for name, value in metrics.items() if name == "train/loss"]
+
+
+@pytest.fixture
+def hanging() -> Iterator[list[Hanging]]:
+    """Trackers that are let go at the end, so that no thread stays."""
+    made: list[Hanging] = []
+    yield made
+    for tracker in made:
+        tracker.released.set()
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def opened(tracker: Any, directory: Path, **options: Any) -> tuple[TrackerFeed, MemoryLines]:
+    feed, lines = TrackerFeed(tracker, **options), MemoryLines()
+    feed.open(identity(directory), lines, None)
+    return feed, lines
+
+
+def add(lines: MemoryLines, feed: TrackerFeed, step: int, value: float = 1.0) -> None:
+    lines.append({"timestamp": 100.0 + step, "loss": value}, step)
+    feed.wake()
+
+
+def close(feed: TrackerFeed, status: str = "completed", timeout: float = 30.0) -> None:
+    feed.begin_close(status)
+    feed.finish_close(timeout)
+
+
+def test_a_tracker_gets_everything_in_order_in_one_other_thread(tmp_path: Path) -> None:
+    tracker = Remembering()
+    feed, lines = opened(tracker, tmp_path)
+    for step in range(50):
+        add(lines, feed, step, step / 2)
+    lines.append({"kind": "tracker", "to": "remembering", "tag": "samples", "text": "Once upon"}, 50)
+    lines.append({"kind": "tracker", "to": "another", "tag": "samples", "text": "Once upon"}, 50)
+    close(feed, "stopped")
+    logged = [("log", {"train/loss": step / 2}, step, 100.0 + step) for step in range(50)]
+    text = ("text", "samples", "Once upon", 50)
+    assert tracker.calls == [("open", identity(tmp_path), {}), *logged, text, ("close", "stopped")]
+    assert len(tracker.threads) == 1
+    assert threading.get_ident() not in tracker.threads
+
+
+@pytest.mark.parametrize("error", [OSError("no route to host"), SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+def test_a_tracker_that_raises_costs_one_warning_and_gets_all_once_it_works(
+    error: BaseException, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    tracker = Raising("log", error=error)
+    feed, lines = opened(tracker, tmp_path, breaker=CircuitBreaker(3, retry_seconds=60.0, clock=lambda: now[0]))
+    for step in range(10):
+        add(lines, feed, step)
+    while not feed.is_broken:
+        pass
+    assert tracker.steps in ([0, 0, 0], [0, 0, 0, 1]), "the next is tried too: one line alone may be refused"
+    tracker.where.clear()
+    tracker.calls.clear()
+    now[0] = 61.0
+    add(lines, feed, 10)
+    close(feed)
+    assert tracker.steps == list(range(11))
+    assert not feed.is_broken
+    [warning] = warnings(caplog)
+    assert f"'remembering' failed with {type(error).__name__}" in warning
+
+
+def test_a_line_that_a_tracker_alone_refuses_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Picky(Remembering):
+        def log(self, metrics: Any, step: int, timestamp: float) -> None:
+            if step == 2:
+                raise ValueError("not this one")
+            super().log(metrics, step, timestamp)
+
+    tracker = Picky()
+    feed, lines = opened(tracker, tmp_path)
+    for step in range(1, 6):
+        add(lines, feed, step)
+    close(feed)
+    assert tracker.steps == [1, 3, 4, 5]
+    assert "refuses a line of step 2, which it will lack" in warnings(caplog)[1]
+
+
+def test_a_tracker_that_cannot_be_opened_is_opened_later(tmp_path: Path) -> None:
+    tracker = Raising("open")
+    feed, lines = opened(tracker, tmp_path, breaker=CircuitBreaker(1, retry_seconds=0.0))
+    while tracker.names[:1] != ["open"]:
+        pass
+    tracker.where.clear()
+    add(lines, feed, 1)
+    close(feed)
+    assert tracker.names[-3:] == ["open", "log", "close"]
+
+
+@pytest.mark.parametrize("where", ["open", "log", "close"])
+def test_close_leaves_a_tracker_behind_that_hangs(
+    where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, hanging: list[Hanging]
+) -> None:
+    tracker = Hanging(where)
+    hanging.append(tracker)
+    feed, lines = opened(tracker, tmp_path)
+    add(lines, feed, 1)
+    close(feed, timeout=0.05)
+    assert "did not finish within 0.05 s and is behind" in warnings(caplog)[0]
+    assert not feed.is_open
+
+
+def test_a_tracker_that_was_left_behind_is_never_used_by_two_threads(tmp_path: Path, hanging: list[Hanging]) -> None:
+    tracker = Hanging("close")
+    hanging.append(tracker)
+    feed, _ = opened(tracker, tmp_path)
+    close(feed, timeout=0.05)
+    feed.open(identity(tmp_path), MemoryLines(), None)
+    close(feed, timeout=0.05)
+    assert tracker.names == ["open", "close"]
+
+
+def test_a_forked_child_sends_nothing_and_does_not_hang(tmp_path: Path) -> None:
+    tracker = Remembering()
+    feed, lines = opened(tracker, tmp_path)
+    child = os.fork()
+    if child == 0:  # as a data loader's worker
+        add(lines, feed, 99)
+        close(feed)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    add(lines, feed, 1)
+    close(feed)
+    assert tracker.steps == [1]
+
+
+def test_the_process_ends_although_a_tracker_hangs(tmp_path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+from onstep.trackers import TrackerFeed
+from onstep.trackers.lines import MemoryLines
+from tests.support.hostile_trackers import Hanging, identity
+feed, lines = TrackerFeed(Hanging("log")), MemoryLines([{"loss": 1.0, "global_step": 1}])
+feed.open(identity(Path(sys.argv[1])), lines, None)
+feed.begin_close("completed")
+feed.finish_close(0.1)
+assert "torch" not in sys.modules
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr.count("is behind")) == (0, 1), ended.stderr
+
+
+# From a record
+
+
+class Run:
+    """A record, and the trackers that read it in one process after the other."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path, self.directory = directory / "record.jsonl", directory
+        self.clock = 0.0
+
+    def write(self, steps: range, factor: float = 1.0, checkpoint: int | None = None) -> None:
+        with self.path.open("a") as file:
+            for step in steps:
+                self.clock += 1.0
+                line = {"timestamp": self.clock, "global_step": step, "kind": "log", "loss": factor * step}
+                file.write(json.dumps(line) + "\n")
+                if step == checkpoint:
+                    file.write(json.dumps({"timestamp": self.clock, "global_step": step, "kind": "checkpoint"}) + "\n")
+
+    def cut(self, step: int) -> None:
+        """As a resume at a checkpoint, or a rollback to it."""
+        lines = self.path.read_text().splitlines(keepends=True)
+        self.path.write_text("".join(line for line in lines if json.loads(line)["global_step"] <= step))
+
+    def feed(self, tracker: Any, **options: Any) -> TrackerFeed:
+        feed = TrackerFeed(tracker, **options)
+        file = self.directory / "trackers" / f"{tracker.name}.json"
+        feed.open(identity(self.directory), RecordLines(self.path), file)
+        return feed
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def test_a_tracker_that_was_down_gets_what_it_lacks_at_the_next_start(run: Run) -> None:
+    points: list[tuple[int, float]] = []
+    run.write(range(1, 4))
+    close(run.feed(Kept(points)))
+    down = Raising("open")
+    run.write(range(4, 7))
+    close(run.feed(down))
+    run.write(range(7, 10))
+    close(run.feed(Kept(points)))
+    assert points == [(step, float(step)) for step in range(1, 10)]
+
+
+def test_a_hanging_tracker_gets_what_it_lacks_at_the_next_start(run: Run, hanging: list[Hanging]) -> None:
+    tracker = Hanging("log")
+    hanging.append(tracker)
+    run.write(range(1, 4))
+    close(run.feed(tracker), timeout=0.05)
+    after = Kept()
+    close(run.feed(after))
+    assert after.points == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+def test_a_service_is_not_sent_again_what_it_has_after_a_kill(run: Run) -> None:
+    points: list[tuple[int, float]] = []
+    run.write(range(1, 8), checkpoint=4)
+    close(run.feed(Kept(points)), "failed")
+    run.cut(4)
+    run.write(range(5, 10))
+    close(run.feed(Kept(points)))
+    assert points == [(step, float(step)) for step in range(1, 10)]
+
+
+def test_what_a_service_may_have_lost_in_a_kill_is_sent_again(run: Run) -> None:
+    """Its package writes with a delay: the progress that is kept is older."""
+    tracker = Remembering()
+    run.write(range(1, 4))
+    feed = run.feed(tracker)
+    while tracker.steps != [1, 2, 3]:
+        feed.wake()
+    assert feed.settled is not None
+    assert feed.settled.step < 1
+    again = Remembering()
+    other = TrackerFeed(again)
+    other.open(identity(run.directory), RecordLines(run.path), None, feed.settled)
+    close(other)
+    close(feed)
+    assert again.steps == [1, 2, 3]
+
+
+@pytest.mark.parametrize("to", [4, 2, 0])
+def test_a_rollback_leaves_one_curve_in_files(to: int, run: Run) -> None:
+    from onstep.trackers import make_tracker
+
+    run.write(range(1, 8), checkpoint=4)
+    feeds = [run.feed(make_tracker("csv")), run.feed(make_tracker("tensorboard"))]
+    while any(feed.settled is None or feed.settled.step < 7 for feed in feeds):
+        for feed in feeds:
+            feed.wake()
+    run.cut(to)
+    run.write(range(to + 1, 10), factor=10.0)
+    for feed in feeds:
+        close(feed)
+    expected = [(step, float(step if step <= to else 10 * step)) for step in range(1, 10)]
+    rows = table(run.directory / "metrics.csv")
+    assert list(zip(rows.step, rows.loss, strict=True)) == expected
+    assert scalars(run.directory / "tensorboard")["train/loss"] == expected
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"places": 7}', '{"run_id": "abc", "places": [{"end": "x"}]}'])
+def test_a_damaged_progress_is_said_so_and_everything_is_sent(
+    content: str, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.write(range(1, 4))
+    file = run.directory / "trackers" / "remembering.json"
+    file.parent.mkdir()
+    file.write_text(content)
+    tracker = Kept()
+    close(run.feed(tracker))
+    assert [step for step, _ in tracker.points] == [1, 2, 3]
+    assert "gets the whole run again" in warnings(caplog)[0]
+
+
+def test_a_table_that_lost_its_end_is_written_again(run: Run) -> None:
+    from onstep.trackers import make_tracker
+
+    run.write(range(1, 6))
+    close(run.feed(make_tracker("csv")))
+    path = run.directory / "metrics.csv"
+    path.write_bytes(path.read_bytes()[:60])
+    close(run.feed(make_tracker("csv")))
+    assert list(table(path).step) == [1, 2, 3, 4, 5]
+
+
+def test_replay_sends_what_is_left(run: Run) -> None:
+    (run.directory / "run.json").write_text(json.dumps({"run_id": "abc", "name": "run"}))
+    points: list[tuple[int, float]] = []
+    run.write(range(1, 4))
+    close(run.feed(Kept(points)))
+    run.write(range(4, 6))
+    assert complete(run.directory, Kept(points)) == 2
+    assert complete(run.directory, Kept(points)) == 0
+    assert [step for step, _ in points] == [1, 2, 3, 4, 5]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -286,3 +287,20 @@ def test_a_metrics_log_goes_before_the_record(config: ConfigContainer, path: Pat
     assert [{**one, "timestamp": 0} for one in logged.records] == [
         {key: value for key, value in one.items() if key != "kind"} | {"timestamp": 0} for one in recorded.records
     ]
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_decision_of_a_start_stays_in_the_record_of_its_run(
+    is_copied: bool, config: ConfigContainer, path: Path, tmp_path: Path
+) -> None:
+    interrupted(config, 6)
+    before = path.read_bytes()
+    if is_copied:
+        shutil.copytree(path.parent, tmp_path / "copy")
+        config.run.name, path = "copy", tmp_path / "copy" / path.name
+    config.optimizer.weight_decay = 0.5
+    config.checkpoint.on_config_change = "apply"
+    pretrain(config)
+    assert "changed" in [line["flag"] for line in read_records(path) if line["kind"] == "decision"]
+    if is_copied:
+        assert (tmp_path / "run" / path.name).read_bytes() == before

@@ -85,5 +85,8 @@ def without_wall_clock(record: Record) -> Record:
 
 def decoded_file(path: Path, num_bytes: int | None = None) -> Decoded:
     """What the first `num_bytes` bytes of a file hold; all of it if None."""
-    content = form_of(path).array(path.read_bytes()[:num_bytes])
+    try:
+        content = form_of(path).array(path.read_bytes()[:num_bytes])
+    except MemoryError:
+        return Decoded(foreign=f"it is too large to be read ({path.stat().st_size} bytes)")
     return decode(content + (b"" if num_bytes is None else ARRAY.closing))

@@ -257,7 +257,8 @@ class Run:
         """The file of the record, on rank 0 of a run with a directory."""
         if self.run_dir is None or not self.world.is_main:
             return None
-        return self.record.path or Path(self.run_dir.path) / FILE_NAME
+        path, directory = self.record.path, Path(self.run_dir.path)
+        return path if path is not None and path.parent == directory else directory / FILE_NAME
 
     @cached_property
     def batch_sizes(self) -> NumMicroBatchesCalculator | None:

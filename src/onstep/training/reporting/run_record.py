@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ class RunRecord:
         """Called for each line, after it was written."""
         self.is_held = False
         """Whether more lines follow, and the file is closed after them."""
+        self._early: list[tuple[Path, int, float, Record]] = []
+        """Lines of a start that has read a checkpoint's position and has not begun: they follow its first line."""
+        self._is_starting = False
         self._writer.level_of_branches = logging.DEBUG  # every resume after a kill has some
 
     @property
@@ -57,8 +61,9 @@ class RunRecord:
             self._writer.reopen(directory)
         else:
             lines = self._writer.open(directory, step)
-        position = self._writer.position
+        position, self._is_starting = self._writer.position, False
         self.append(directory, "start", step, epoch, data)
+        self._write_early()
         if lines is None:
             return position.read
         return (lambda: lines) if lines else None
@@ -69,17 +74,19 @@ class RunRecord:
         The line's kind and not a metric of that name is its `kind`. A run without a directory keeps no lines.
         """
         if directory is not None:
-            if not self._writer.is_open:
-                self._writer.reopen(directory)
-            line = {"kind": kind, **data} | {"kind": kind}
-            self.num_reported += is_reported(line)
-            self._writer.write_record(step, epoch, line)
+            line = {"timestamp": time.time(), "kind": kind, **data} | {"kind": kind}
+            self._early.append((directory, step, epoch, line))
+            if not self._is_starting:
+                self._write_early()
         for hear in self.listeners:
             hear(kind, step, data)
 
     def close(self) -> None:
         """Make the file durable and close it; a later line reopens it, which reads the whole file."""
         self.is_held = False
+        if self._early:  # it did not begin, as for an evaluation of a checkpoint
+            self._is_starting, self._writer = False, JsonLogWriter(FILE_NAME)
+            self._write_early()
         self._writer.close()
 
     def close_unless_held(self) -> None:
@@ -107,7 +114,16 @@ class RunRecord:
         if position is not None:
             number = position.get("num_reported")
             self.num_reported = number if isinstance(number, int) else 0
+            self._is_starting = not self._writer.is_open
             self._writer.load_state_dict(position)
+
+    def _write_early(self) -> None:
+        while self._early:
+            directory, step, epoch, line = self._early.pop(0)
+            if not self._writer.is_open:
+                self._writer.reopen(directory)
+            self.num_reported += is_reported(line)
+            self._writer.write_record(step, epoch, line)
 
 
 def _has_not_begun(path: Path) -> bool:

@@ -106,9 +106,9 @@ class TrackerFeed:
         """Number of lines of which the tracker was sent something."""
         self._projection = Projection(self._names, tracker)
         self._skips: Progress | None = None
-        """What the tracker has of the lines that follow, as an earlier process left it; None beyond."""
-        self._was_cut = False
-        """Whether these lines were written again since."""
+        """What the tracker has of steps that were taken back, and come again; None beyond."""
+        self._highest = -1
+        """The highest step since the tracker was opened."""
 
     @property
     def is_open(self) -> bool:
@@ -290,13 +290,14 @@ class TrackerFeed:
     def _continue(self, session: _Session) -> None:
         """Continue the run's progress."""
         progress = session.settled.in_lines(session.lines)
-        self._was_cut = progress.place != session.settled.place
-        self._skips = None if self._takes_back or progress.step < 0 else progress
+        was_cut, self._highest = not session.lines.has(progress.last.line), -1
+        self._skips = progress if was_cut and not self._takes_back else None
         if self._takes_back:
             progress = replace(progress, step=-1, values={}, num_own=0, tags_until=-1, state={})
         self._progress = progress
         self._unsettled.clear()
-        self._last = progress.place.line
+        continues = not self._takes_back and not was_cut
+        self._last = progress.last.line if continues else progress.place.line
         self._projection = Projection(self._names, self.tracker, progress.step, progress.values)
 
     def _catch_up(self, session: _Session, closes: bool) -> None:
@@ -395,7 +396,7 @@ class TrackerFeed:
         """Send the points of a line that the tracker does not have yet."""
         step = step_of(line.data)
         has = self._skips
-        if has is not None and (step > has.step or (step < has.step and not self._was_cut)):
+        if has is not None and step > has.step:
             has = self._skips = None
         if has is not None and step < has.step:
             return
@@ -414,7 +415,8 @@ class TrackerFeed:
         progress, step, projection = self._progress, step_of(line.data), self._projection
         if self._skips is None or step >= self._skips.step:
             projection.took(line.data)
-        is_new_step = self._last.end == 0 or step != step_of(self._last.data) or not self._last.data
+        steps = projection.steps_of(line.data)
+        is_new_step, self._highest = min(steps) > self._highest, max(self._highest, *steps)
         is_checkpoint = line.data.get("kind") == "checkpoint"
         if is_new_step:
             place = Place(self._last.end, self._last.size, self._last.digest, self._state_before)
@@ -424,7 +426,8 @@ class TrackerFeed:
         if step >= progress.step:
             num_own = (progress.num_own if step == progress.step else 0) + self._is_own(line)
             progress = replace(progress, step=step, values=projection.values, num_own=num_own)
-        self._progress = replace(progress, tags_until=max(progress.tags_until, projection.tags_until))
+        last = Place(line.end, line.size, line.digest)
+        self._progress = replace(progress, last=last, tags_until=max(progress.tags_until, projection.tags_until))
         self._last = line
         self._state_before = self._state() if self._takes_back else {}
         self._note()

@@ -45,6 +45,8 @@ class Progress:
     run_id: str = ""
     places: tuple[Place, ...] = ()
     """Oldest first: those before checkpoints, and the one before the newest step."""
+    last: Place = field(default_factory=Place)
+    """The place after the last line that it has."""
     step: int = -1
     """The highest step of which it has lines."""
     values: Mapping[str, float] = field(default_factory=dict)
@@ -84,9 +86,10 @@ class Progress:
     def from_state(cls, state: Any) -> Progress | None:
         """Read `state_dict()`; None, with a warning, for anything else."""
         try:
-            found = cls(**{**state, "places": tuple(Place(**place) for place in state["places"])})
-            places = (number for place in found.places for number in (place.end, place.size))
-            counts = (found.step, found.num_own, found.tags_until, *places)
+            places, last = tuple(Place(**place) for place in state["places"]), Place(**state["last"])
+            found = cls(**{**state, "places": places, "last": last})
+            numbers = (number for place in (*places, last) for number in (place.end, place.size))
+            counts = (found.step, found.num_own, found.tags_until, *numbers)
             mappings = (found.values, found.state, *(place.state for place in found.places))
             is_valid = all(type(one) is int and -1 <= one < 2**63 for one in counts)
             is_valid = is_valid and all(isinstance(one, Mapping) for one in mappings) and isinstance(found.run_id, str)

@@ -68,6 +68,12 @@ class Projection:
             steps = line[BRIDGE_KEY].get("step", ())
             self.tags_until = max([self.tags_until, *(one for one in steps if is_step(one))])
 
+    def steps_of(self, line: Record) -> list[int]:
+        """The steps of a line and of its tags."""
+        tags = line.get(BRIDGE_KEY)
+        steps = tags.get("step", ()) if BRIDGE in self._names and isinstance(tags, Mapping) else ()
+        return [step_of(line), *filter(is_step, steps if isinstance(steps, list) else ())]
+
     def names_of(self, lines: Iterable[Record]) -> list[str]:
         """The names of the metrics of lines, in order."""
         if HF not in self._names:

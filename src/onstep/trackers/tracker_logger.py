@@ -109,7 +109,7 @@ class TrackerLogger:
         if record is not None:
             if self._lines is not None and not is_new:  # an evaluation came before the run had a record
                 place, self._lines = Place(state=dict(self.feed.tracker.state_dict())), None
-                progress = replace(self.feed.settled or Progress(), run_id=run.run_id, places=(place,))
+                progress = replace(self.feed.settled or Progress(), run_id=run.run_id, places=(place,), last=place)
             file = record.parent / DIRECTORY / file_name(self.feed.name)
             if is_new:
                 file.unlink(missing_ok=True)
@@ -139,7 +139,8 @@ class TrackerLogger:
             at = Place(state={"step": step + 1, "samples": samples + 1})
             known = Progress(step=step, places=(at,), state=saved_mapping(state, "sink", where))
         known = known or Progress()
-        known = replace(known, run_id=run_id or "", places=(Place(state=known.place.state),))
+        last = Place(max(known.last.end - known.place.end, 0))
+        known = replace(known, run_id=run_id or "", places=(Place(state=known.place.state),), last=last)
         self._memory = {"progress": known.state_dict(), "lines": [dict(line) for line in lines]}
 
     def state_dict(self) -> dict[str, Any]:

@@ -321,3 +321,17 @@ def test_replay_sends_what_is_left(run: Run) -> None:
     assert complete(run.directory, Kept(points)) == 2
     assert complete(run.directory, Kept(points)) == 0
     assert [step for step, _ in points] == [1, 2, 3, 4, 5]
+
+
+def test_a_state_that_is_not_plain_only_causes_a_warning(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(Kept):
+        def state_dict(self) -> dict[str, Any]:
+            return {"client": object()}
+
+    run.write(range(1, 4))
+    tracker = Odd()
+    close(run.feed(tracker))
+    run.write(range(4, 6))
+    close(run.feed(tracker))
+    assert [step for step, _ in tracker.points] == [1, 2, 3, 4, 5]
+    assert "The state of the tracker 'remembering' cannot be kept (TypeError" in warnings(caplog)[0]

@@ -80,7 +80,7 @@ class Feed:
             self._status = {**self._status, **status}
 
     def add_record(self, record: dict[str, Any]) -> None:
-        """Add a record of the metrics log: to the curves, to `latest`, and as an event `metrics` or `evaluation`."""
+        """Add what was logged: to `latest`, as an event `metrics` or `evaluation`, and to curves that no record has."""
         if not self.history.is_read_from_log:
             self.history.add_record(record)
         is_evaluation = "loss" not in record and any(name.startswith("eval_") for name in record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import threading
@@ -91,7 +92,7 @@ class TrackerFeed:
         self._session: _Session | None = None
         self._last_session: _Session | None = None
         """The one before: closed, but its thread may still be running."""
-        self._warnings = itertools.count()
+        self._warnings, self._state_warnings = itertools.count(), itertools.count()
 
         # In the thread only:
         self._progress = Progress()
@@ -100,7 +101,7 @@ class TrackerFeed:
         self._last = Line({}, 0)
         """The last line that the tracker has."""
         self._state_before: Mapping[str, Any] = {}
-        """The state after the last line, of a tracker that can take points back."""
+        """The tracker's last state."""
         self._is_tracker_open = False
         self._num_sent = 0
         """Number of lines of which the tracker was sent something."""
@@ -349,9 +350,9 @@ class TrackerFeed:
             self._open_tracker(session)
             return
         self._is_tracker_open = True
+        self._state_before = state
         own = self._state()
         if self._takes_back:
-            self._state_before = own
             progress = replace(progress, places=(*progress.places[:-1], replace(progress.place, state=own)))
         else:
             progress = replace(progress, state=own)
@@ -419,7 +420,9 @@ class TrackerFeed:
         is_new_step, self._highest = min(steps) > self._highest, max(self._highest, *steps)
         is_checkpoint = line.data.get("kind") == "checkpoint"
         if is_new_step:
-            place = Place(self._last.end, self._last.size, self._last.digest, self._state_before)
+            place = Place(
+                self._last.end, self._last.size, self._last.digest, self._state_before if self._takes_back else {}
+            )
             progress = progress.at(place, is_checkpoint=False)
         if is_checkpoint:
             progress = progress.at(progress.place, is_checkpoint=True)
@@ -429,14 +432,28 @@ class TrackerFeed:
         last = Place(line.end, line.size, line.digest)
         self._progress = replace(progress, last=last, tags_until=max(progress.tags_until, projection.tags_until))
         self._last = line
-        self._state_before = self._state() if self._takes_back else {}
+        if self._takes_back:
+            self._state()
         self._note()
 
     def _is_own(self, line: Line) -> bool:
         return line.data.get("kind") == "tracker" and line.data.get("to") == self.name
 
-    def _state(self) -> dict[str, Any]:
-        return dict(self.tracker.state_dict())
+    def _state(self) -> Mapping[str, Any]:
+        """The tracker's state; the one before, with a warning, if it is not plain."""
+        try:
+            state: dict[str, Any] = json.loads(json.dumps(dict(self.tracker.state_dict())))
+        except (TypeError, ValueError, RecursionError) as error:
+            if next(self._state_warnings) == 0:
+                logger.warning(
+                    "The state of the tracker %r cannot be kept (%s: %s); the one before stays",
+                    self.tracker.name,
+                    type(error).__name__,
+                    error,
+                )
+            return self._state_before
+        self._state_before = state
+        return state
 
     def _note(self) -> None:
         self._unsettled.append((time.monotonic(), self._progress))

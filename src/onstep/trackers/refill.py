@@ -1,4 +1,4 @@
-"""Fills a tracker from the complete metrics log of a run, after or during training."""
+"""Fills a tracker from the record or the metrics log of a run, after or during training."""
 
 from __future__ import annotations
 

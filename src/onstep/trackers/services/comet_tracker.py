@@ -134,9 +134,8 @@ class CometTracker(ServiceTracker):
 
     Without an API key (`COMET_API_KEY` or Comet's configuration file) or with `COMET_START_ONLINE=0`, the experiment is
     recorded in archives for `comet upload`. A resumed run keeps its experiment key; offline, each process writes one
-    archive. An archive begins with the points that the previous process might have lost in a kill
-    (`RunIdentity.last_points`), so a step may have several values, of which the newest counts. The archive of a killed
-    process is created by the process that resumes the run.
+    archive. What the previous process might have lost in a kill is sent again, so a step may have several values, of
+    which the newest counts. The archive of a killed process is created by the process that resumes the run.
 
     Args:
         project: Comet project; None is `COMET_PROJECT_NAME`, else "onstep".

@@ -57,7 +57,7 @@ class MlflowTracker(ServiceTracker):
         tags: Tags of the run.
         description: Description of the run.
         flush_seconds: How long points may be batched before they are sent; None is 0 for a local store, else 1. If the
-            process is killed, pending points are lost in MLflow, but not in the metrics log.
+            process is killed, pending points are sent again by the next start.
     """
 
     name = "mlflow"

@@ -26,9 +26,9 @@ class WandbTracker(ServiceTracker):
 
     Without an API key (`WANDB_API_KEY`, or from `wandb login`) or with `WANDB_MODE=offline`, the run is recorded in
     files for `wandb sync`, without prompting. A resumed run has the same W&B id and `resume="allow"`; offline, it gets
-    another directory. That directory begins with the points that the previous process might have lost in a kill
-    (`RunIdentity.last_points`), so a step may have several values, of which the newest counts. The x axis of all curves
-    is `train/global_step`, because W&B's own step count cannot decrease.
+    another directory. What the previous process might have lost in a kill is sent again, so a step may have several
+    values, of which the newest counts. The x axis of all curves is `train/global_step`, because W&B's own step count
+    cannot decrease.
 
     Args:
         project: W&B project; None is `WANDB_PROJECT`, else "onstep".

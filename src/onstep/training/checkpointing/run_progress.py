@@ -13,7 +13,7 @@ from onstep.training.stages.record import last_loss
 class RunProgress:
     """Counters, pending decisions and the sums of the mean loss: the same on all ranks.
 
-    Of the log it holds only the length, for a rollback, and the final metrics: the records are in the metrics log.
+    Of the log it holds only the length, for a rollback, and the final metrics: the lines are in the record.
     """
 
     def __init__(self, state: Run) -> None:

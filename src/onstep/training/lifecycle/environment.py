@@ -56,7 +56,10 @@ class LogLevel(Feature[Run]):
 
 
 class TrackerSessions(Feature[Run]):
-    """Opens the trackers when training begins, and closes them when the run ends."""
+    """Opens the trackers that show Megatron Bridge's tags alone when training begins, and closes them at the end.
+
+    `TrackersCallback` has the others.
+    """
 
     name = "trackers"
     when = "always; logger.report_to, logger.tensorboard_dir and the like select the trackers"

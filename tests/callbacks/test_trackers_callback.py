@@ -168,7 +168,7 @@ def test_a_hostile_tracker_costs_one_warning_and_nothing_of_the_run(
     assert [info.step for info in checkpoints(directory / "checkpoints")][:1] == [8]
     warnings = [one for one in caplog.records if one.levelname == "WARNING" and one.name.startswith("onstep.trackers")]
     assert len(warnings) == 1
-    assert "the next start of the run sends what the tracker lacks" in warnings[0].getMessage()
+    assert "what the tracker lacks is sent when the run continues" in warnings[0].getMessage()
     assert list(table(directory / "metrics.csv").loss.dropna()) == [
         loss for _, loss in metrics_log_values(directory / "trainer_logs.json", "loss")
     ]

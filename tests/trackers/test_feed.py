@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -335,3 +336,57 @@ def test_a_state_that_is_not_plain_only_causes_a_warning(run: Run, caplog: pytes
     close(run.feed(tracker))
     assert [step for step, _ in tracker.points] == [1, 2, 3, 4, 5]
     assert "The state of the tracker 'remembering' cannot be kept (TypeError" in warnings(caplog)[0]
+
+
+def test_a_line_that_is_accepted_at_the_second_try_is_not_left_out(run: Run) -> None:
+    class Flaky(Kept):
+        def log(self, metrics: Any, step: int, timestamp: float) -> None:
+            if step % 3 == 0 and step not in refused:
+                refused.add(step)
+                raise OSError("try again")
+            super().log(metrics, step, timestamp)
+
+    refused: set[int] = set()
+    run.write(range(1, 31))
+    tracker = Flaky()
+    close(run.feed(tracker))
+    assert [step for step, _ in tracker.points] == list(range(1, 31))
+
+
+def test_lines_that_follow_at_the_step_of_a_rollback_join_it(run: Run) -> None:
+    from onstep.trackers import make_tracker
+
+    run.write(range(1, 6), checkpoint=4)
+    trackers = ["csv", "tensorboard"]
+    for name in trackers:
+        close(run.feed(make_tracker(name)))
+    run.cut(4)
+    run.write(range(4, 5), factor=10.0)
+    run.write(range(5, 7))
+    for name in trackers:
+        close(run.feed(make_tracker(name)))
+    rows = table(run.directory / "metrics.csv")
+    assert list(zip(rows.step, rows.loss, strict=True)) == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0), (5, 5.0), (6, 6.0)]
+    shown = scalars(run.directory / "tensorboard")["train/loss"]
+    assert shown == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (4, 40.0), (5, 5.0), (6, 6.0)], "as the record has them"
+
+
+@pytest.mark.parametrize("state", [{}, {"rows": -5, "step": "zz"}])
+def test_files_that_were_deleted_or_states_that_are_none_lead_to_everything(state: Any, run: Run) -> None:
+    from onstep.trackers import make_tracker
+
+    run.write(range(1, 6))
+    for name in ("csv", "tensorboard"):
+        close(run.feed(make_tracker(name)))
+        file = run.directory / "trackers" / f"{name}.json"
+        progress = json.loads(file.read_text())
+        if state:
+            progress["places"][-1]["state"] = state
+            file.write_text(json.dumps(progress))
+    if not state:
+        (run.directory / "metrics.csv").unlink()
+        shutil.rmtree(run.directory / "tensorboard")
+    for name in ("csv", "tensorboard"):
+        close(run.feed(make_tracker(name)))
+    assert list(table(run.directory / "metrics.csv").step) == [1, 2, 3, 4, 5]
+    assert [step for step, _ in scalars(run.directory / "tensorboard")["train/loss"]] == [1, 2, 3, 4, 5]

@@ -238,11 +238,14 @@ class TrackerFeed:
             remedy = "The points in memory are lost when the process ends; give the run a directory to keep them."
         elif self.tracker.name in TRACKERS:
             remedy = (
-                f"The record of the run has all points: the next start of the run sends what the tracker lacks, as "
-                f"does: onstep logs replay {session.run.directory} --to {self.tracker.name}"
+                f"The record of the run has all points: what the tracker lacks is sent when the run continues, or by: "
+                f"onstep logs replay {session.run.directory} --to {self.tracker.name}"
             )
         else:
-            remedy = "The record of the run has all points: the next start of the run sends what the tracker lacks."
+            remedy = (
+                f"The record of the run has all points: what the tracker lacks is sent when the run continues, or by: "
+                f"onstep.trackers.complete({str(session.run.directory)!r}, tracker)"
+            )
         logger.warning("The tracker %r %s. Training continues. %s", self.tracker.name, what, remedy)
 
     def send_now(self, run: RunIdentity, lines: Lines, file: Path | None, status: str) -> int:
@@ -388,6 +391,7 @@ class TrackerFeed:
                 break
             self._send(line)
             self._took(line)
+            self._breaker.succeeded()
             self._save(session)
             if not session.calls.empty():
                 self._call(session)
@@ -420,9 +424,8 @@ class TrackerFeed:
         is_new_step, self._highest = min(steps) > self._highest, max(self._highest, *steps)
         is_checkpoint = line.data.get("kind") == "checkpoint"
         if is_new_step:
-            place = Place(
-                self._last.end, self._last.size, self._last.digest, self._state_before if self._takes_back else {}
-            )
+            state = self._state_before if self._takes_back else {}
+            place = Place(self._last.end, self._last.size, self._last.digest, state, line.size, line.digest)
             progress = progress.at(place, is_checkpoint=False)
         if is_checkpoint:
             progress = progress.at(progress.place, is_checkpoint=True)

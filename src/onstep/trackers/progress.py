@@ -31,11 +31,19 @@ class Place:
     digest: str = ""
     state: Mapping[str, Any] = field(default_factory=dict)
     """The tracker's state there, if it can take back what follows."""
+    next_size: int = 0
+    """Of the line after it, with which a step begins; 0 if there was none."""
+    next_digest: str = ""
 
     @property
     def line(self) -> Line:
         """The line before it, without its data."""
         return Line({}, self.end, self.size, self.digest)
+
+    def is_in(self, lines: Lines) -> bool:
+        """Whether the lines still have those around it: no more lines of the step before can follow it."""
+        after = Line({}, self.end + self.next_size, self.next_size, self.next_digest)
+        return lines.has(self.line) and (self.next_size == 0 or lines.has(after))
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,7 @@ class Progress:
     def in_lines(self, lines: Lines) -> Progress:
         """The progress up to the newest place that the lines still have, as after a rollback."""
         places = self.places
-        while places and not lines.has(places[-1].line):
+        while places and not places[-1].is_in(lines):
             places = places[:-1]
         return replace(self, places=places or (Place(),))
 
@@ -83,12 +91,12 @@ class Progress:
         return asdict(self)
 
     @classmethod
-    def from_state(cls, state: Any) -> Progress | None:
-        """Read `state_dict()`; None, with a warning, for anything else."""
+    def from_state(cls, state: Any, where: str = "the checkpoint") -> Progress | None:
+        """Read `state_dict()`; None, with a warning that says where it was, for anything else."""
         try:
             places, last = tuple(Place(**place) for place in state["places"]), Place(**state["last"])
             found = cls(**{**state, "places": places, "last": last})
-            numbers = (number for place in (*places, last) for number in (place.end, place.size))
+            numbers = (number for place in (*places, last) for number in (place.end, place.size, place.next_size))
             counts = (found.step, found.num_own, found.tags_until, *numbers)
             mappings = (found.values, found.state, *(place.state for place in found.places))
             is_valid = all(type(one) is int and -1 <= one < 2**63 for one in counts)
@@ -97,7 +105,8 @@ class Progress:
         except (AttributeError, KeyError, TypeError):
             is_valid = False
         if not is_valid:
-            logger.warning("the progress of a tracker is ignored, and it gets the whole run again: %s", brief(state))
+            text = "the progress of a tracker in %s is ignored, and it gets the whole run again: %s"
+            logger.warning(text, where, brief(state))
             return None
         return found
 
@@ -110,7 +119,7 @@ def file_name(tracker: str) -> str:
 def read_progress(path: Path) -> Progress | None:
     """The progress in a file; None if there is none, or, with a warning, if it is damaged."""
     try:
-        return Progress.from_state(json.loads(path.read_bytes()))
+        return Progress.from_state(json.loads(path.read_bytes()), str(path))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

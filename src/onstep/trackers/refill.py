@@ -85,12 +85,13 @@ def replay(
     return feed.send_now(run, _Once(progress(records)), None, recorded_status(metrics_log_path))
 
 
-def complete(directory: Path, tracker: Tracker, names: Sequence[str] = NAMES) -> int:
+def complete(directory: str | Path, tracker: Tracker, names: Sequence[str] = NAMES) -> int:
     """Send a tracker what it lacks of the record of a run that has ended, as the next start of the run would.
 
     Returns:
         The number of lines that it was sent something of.
     """
+    directory = Path(directory)
     run = replace(recorded_run(directory / FILE_NAME), run_id=run_id_of(directory))
     file = directory / DIRECTORY / file_name(tracker.name)
     return TrackerFeed(tracker, names=names).send_now(

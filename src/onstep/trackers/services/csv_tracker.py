@@ -222,7 +222,9 @@ class CsvTracker:
             num_rows = (
                 state.get("rows", 0) if "rows" in state or not path.exists() else _num_before(path, state["step"])
             )
-            self._table = CsvTable(path, num_rows if is_step(num_rows) else 0)
+            if not is_step(num_rows):
+                raise NoTableError(f"{path} cannot have {num_rows!r} rows.")
+            self._table = CsvTable(path, num_rows)
         except (NoTableError, FileNotFoundError) as error:
             if path.exists():
                 logger.warning("%s It was renamed to %s.", error, path.rename(numbered_name(path)))

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from onstep.errors import MissingExtraError
-from onstep.trackers.tracker import RunIdentity
+from onstep.files.bounded_reading import brief
+from onstep.trackers.numbers import is_step
+from onstep.trackers.tracker import CannotContinueError, RunIdentity
 
 EVENT_FILES = "events.out.tfevents.*"
 SAMPLES_DIR = "vs_samples"
@@ -62,7 +64,10 @@ class TensorBoardTracker:
         """Start an event file, masking points of earlier files that are no longer valid."""
         self.close("completed")
         self.location = directory = self._log_dir or run.directory / "tensorboard"
-        self._ends = {axis: int(state.get(axis, 0)) for axis in ("step", "samples")}
+        self._ends = {axis: state.get(axis, 0) for axis in ("step", "samples")}
+        is_there = self._ends["step"] == 0 or any(directory.glob(EVENT_FILES))
+        if not is_there or not all(map(is_step, self._ends.values())):
+            raise CannotContinueError(f"{directory} does not have what was written before {brief(dict(state))}.")
         self._writer, self._second = _event_file(directory, self._ends["step"])
         if not state and run.config:
             lines = json.dumps(run.config, indent=2, default=str).splitlines()

@@ -390,3 +390,32 @@ def test_files_that_were_deleted_or_states_that_are_none_lead_to_everything(stat
         close(run.feed(make_tracker(name)))
     assert list(table(run.directory / "metrics.csv").step) == [1, 2, 3, 4, 5]
     assert [step for step, _ in scalars(run.directory / "tensorboard")["train/loss"]] == [1, 2, 3, 4, 5]
+
+
+def test_tags_that_come_late_are_taken_back_too(run: Run) -> None:
+    """An evaluation's come with the next logged step, behind what the user's code sends at that."""
+    from onstep.trackers import make_tracker
+
+    def tags(*rows: tuple[int, str]) -> dict[str, Any]:
+        steps = [step for step, _ in rows]
+        columns = {name: [7.0 if tag == name else None for _, tag in rows] for _, name in rows}
+        return {"step": steps, "samples": steps, "timestamp": [0.0] * len(rows), "tags": columns, "vs_samples": []}
+
+    def write(step: int, kind: str, **data: Any) -> None:
+        with run.path.open("a") as file:
+            file.write(json.dumps({"timestamp": 0.0, "global_step": step, "kind": kind, **data}) + "\n")
+
+    def continue_(number: int) -> None:
+        write(3, "tracker", to="tensorboard", metrics={"own": float(number)})
+        write(3, "log", loss=1.0, bridge=tags((2, "lm loss validation"), (3, "lm loss")))
+
+    write(2, "log", loss=1.0, bridge=tags((2, "lm loss")))
+    write(2, "evaluation", eval_loss=1.0)
+    size = run.path.stat().st_size
+    for number in range(3):
+        os.truncate(run.path, size)
+        continue_(number)
+        close(run.feed(make_tracker("tensorboard"), names=["bridge"]))
+    shown = scalars(run.directory / "tensorboard")
+    assert shown["lm loss validation"] == [(2, 7.0)]
+    assert shown["own"] == [(3, 2.0)]

@@ -418,10 +418,11 @@ class TrackerFeed:
     def _took(self, line: Line) -> None:
         """Note that the tracker has a line."""
         progress, step, projection = self._progress, step_of(line.data), self._projection
+        steps = projection.steps_of(line.data)
+        is_new_step = projection.is_complete and min(steps) > self._highest
+        self._highest = max(self._highest, *steps)
         if self._skips is None or step >= self._skips.step:
             projection.took(line.data)
-        steps = projection.steps_of(line.data)
-        is_new_step, self._highest = min(steps) > self._highest, max(self._highest, *steps)
         is_checkpoint = line.data.get("kind") == "checkpoint"
         if is_new_step:
             state = self._state_before if self._takes_back else {}

@@ -38,6 +38,8 @@ class Projection:
         self._step, self.values = step, dict(values or {})
         self.tags_until = -1
         """The highest step of Megatron Bridge's tags so far."""
+        self.is_complete = True
+        """Whether no later line has points of the steps so far: Bridge's tags come with the next logged step."""
 
     def calls(self, line: Record, is_own: bool = False, tags_after: int = -1) -> Iterator[Callable[[], None]]:
         """The calls for a line; see `took`.
@@ -64,9 +66,10 @@ class Projection:
             shown = tracker_names(metrics_of(line))
             self.values = {**(self.values if step == self._step else {}), **shown}
             self._step = step
-        if BRIDGE in self._names and isinstance(line.get(BRIDGE_KEY), Mapping):
-            steps = line[BRIDGE_KEY].get("step", ())
-            self.tags_until = max([self.tags_until, *(one for one in steps if is_step(one))])
+        _, *of_tags = self.steps_of(line)
+        self.tags_until = max([self.tags_until, *of_tags])
+        if BRIDGE in self._names and (of_tags or is_reported(line) or line.get("kind") == "tracker"):
+            self.is_complete = bool(of_tags)
 
     def steps_of(self, line: Record) -> list[int]:
         """The steps of a line and of its tags."""

@@ -24,7 +24,7 @@ from onstep.training.runs.lock import LEASE
 from onstep.training.runs.provenance import provenance
 from onstep.training.runs.run_dir import FINISHED, RunDir, next_free
 
-REPORTS = ("record*.jsonl", "trainer_logs*.json", "gradient_norms*.json", "parameter_norms*.json")
+REPORTS = ("record*.jsonl", "trackers", "trainer_logs*.json", "gradient_norms*.json", "parameter_norms*.json")
 """What metrics logs write into a run's directory, perhaps before it becomes one, as trackers do."""
 
 LEFTOVERS = (

@@ -130,6 +130,9 @@ class TrackerLogger:
             step: of the checkpoint.
             samples: trained on up to there.
         """
+        if not state:
+            self._memory = None
+            return
         where = f"the checkpoint's state of the tracker {self.feed.name!r}"
         progress, lines = saved_mapping(state, "progress", where), state.get("lines", [])
         if not isinstance(lines, list) or not all(isinstance(line, Mapping) for line in lines):

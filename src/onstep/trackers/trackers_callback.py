@@ -49,6 +49,7 @@ class TrackersCallback(Callback):
     Args:
         trackers: Names, such as csv, or objects with a name and the methods of `Tracker`; one or a list. `keeps_names`
             and `takes_back` default to False.
+        queue_capacity: Accepted without effect: nothing that waits for a tracker is dropped.
         close_timeout: Seconds that the end of the run waits for all trackers together.
         names: Naming schemes of the trackers: hf, bridge, or both; a dictionary sets them per tracker.
 
@@ -66,6 +67,7 @@ class TrackersCallback(Callback):
     def __init__(
         self,
         trackers: TrackerSpecs,
+        queue_capacity: int = 1000,
         close_timeout: float = 30.0,
         names: str | Names = (HF,),
     ) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from onstep.errors import text_of
-from onstep.record.history import BRIDGE_KEY
 from onstep.training.feature import Feature
 from onstep.training.run import Run
 from onstep.training.runs.microbatches import current_calculator
@@ -77,12 +76,6 @@ class Endings(Feature[Run]):
         return run_scope(self.host, self.host.entry_point.fire)
 
 
-def note_tags(run: Run) -> None:
-    """Append Megatron Bridge's tags that no logged step follows to the record, for the trackers that read it."""
-    if run.record_path is not None and (tags := run.bridge_trackers.record.columns(reads=False)):
-        run.note("tags", {BRIDGE_KEY: tags})
-
-
 def fire_endings(run: Run, fire: Callable[..., None], error: BaseException | None, *, is_outermost: bool) -> None:
     """Fire the due events at the end of a training or of the run. All are fired; the first error is raised.
 
@@ -103,7 +96,7 @@ def fire_endings(run: Run, fire: Callable[..., None], error: BaseException | Non
     if is_outermost:
         ending.ended = reason_of(run, error)
         ending.error = None if decided or error is None else _described(error)
-        note_tags(run)
+        run.bridge_trackers.note_tags()
         endings.append(("on_run_end", {"reason": ending.ended, "exception": None if decided else error}))
     raised: list[BaseException] = []
     for event, fields in endings:

@@ -18,6 +18,7 @@ from onstep.distributed import World
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager
 from onstep.record import Record
+from onstep.record.history import BRIDGE_KEY
 from onstep.record.kinds import Kind
 from onstep.trackers import RunIdentity, TrackerFeed, make_tracker, tracker_class
 from onstep.trackers.metric_names import BRIDGE
@@ -81,6 +82,8 @@ class BridgeTrackers:
     ) -> None:
         self._cfg, self._world, self._run_dir, self._clock = cfg, world, run_dir, clock
         self._recording = recording
+        self._noted: dict[str, Any] = {}
+        """Tags that are in the record of the run already."""
         self._given: dict[str, object] = {}
         self._own: dict[str, TrackerLogger] = {}
         self._shared: dict[str, TrackerLogger] = {}
@@ -186,8 +189,17 @@ class BridgeTrackers:
         if not self._is_open:
             return
         close_together(self._own.values(), status)
+        self.note_tags()
         self.record.clear()
+        self._noted = {}
         self._is_open = False
+
+    def note_tags(self) -> None:
+        """Append the tags that no logged step follows to the record of the run, once, for the trackers that read it."""
+        tags = self.record.columns(reads=False)
+        if self._recording is not None and self._recording.record_path is not None and tags and tags != self._noted:
+            self._recording.note("tags", {BRIDGE_KEY: tags})
+            self._noted = tags
 
     @contextmanager
     def held(self, ended: Callable[[], str | None]) -> Iterator[None]:

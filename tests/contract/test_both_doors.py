@@ -325,7 +325,9 @@ UNREAD = {
         )
     },
     **{f"straggler.{name}": RANKS for name in ("threshold", "stop_if_detected")},
-    "straggler.straggler_ctrlr_port": "of Megatron Bridge's configurations",
+    **dict.fromkeys(
+        ("straggler.straggler_ctrlr_port", "logger.tensorboard_queue_size"), "of Megatron Bridge's configurations"
+    ),
     "logger.log_throughput": "of the console line, which a Trainer leaves to ProgressCallback",
     **dict.fromkeys(TRACKER_KEYS, "of another tracker"),
     "logger.memory_keys": CUDA,
@@ -442,8 +444,10 @@ def test_an_evaluation_by_itself_has_the_environment_level_and_tags_of_a_run(
     assert {"lm loss validation a", "lm loss validation b", "lm loss test"} <= scalars(tmp_path / "board").keys()
 
 
-def test_an_evaluation_after_training_adds_to_the_trackers_of_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", ["bridge", "hf,bridge"])
+def test_an_evaluation_after_training_adds_to_the_trackers_of_the_run(names: str, tmp_path: Path) -> None:
     overrides = {"logger.tensorboard_dir": str(tmp_path / "board"), "run.save_weights": False}
+    overrides["logger.report_names"] = names.split(",")
     trainer = small_trainer(tmp_path, overrides)
     trainer.train()
     trained = scalars(tmp_path / "board")

@@ -17,6 +17,7 @@ import pytest
 from onstep.trackers import TrackerFeed, complete
 from onstep.trackers.breaker import CircuitBreaker
 from onstep.trackers.lines import MemoryLines, RecordLines
+from onstep.trackers.tracker_logger import TrackerLogger
 from tests.support.hostile_trackers import Hanging, Raising, Remembering, identity
 from tests.support.tracker_files import scalars, table
 
@@ -413,3 +414,15 @@ def test_tags_that_come_late_are_taken_back_too(run: Run) -> None:
         close(run.feed(make_tracker("tensorboard"), names=["bridge"]))
     shown = scalars(run.directory / "tensorboard")
     assert (shown["lm loss validation"], shown["own"]) == ([(2, 7.0)], [(3, 1.0)])
+
+
+def test_without_a_record_lines_that_a_tracker_has_are_dropped(tmp_path: Path) -> None:
+    """Tags for each step, as of a rank that has no record: neither memory nor checkpoints grow with the run."""
+    from onstep.trackers import make_tracker
+
+    logger = TrackerLogger(TrackerFeed(make_tracker("tensorboard"), names=["bridge"]))
+    logger.open(identity(tmp_path), is_new=True)
+    for step in range(1, 101):
+        logger.add_tags({"lm loss": float(step)}, {"lm loss vs samples": float(step)}, step, 4 * step)
+    logger.close()
+    assert [line["global_step"] for line in logger.state_dict()["lines"]] == [100, 100]

@@ -19,7 +19,7 @@ from onstep.config.trackers import TRACKERS
 from onstep.files.durability import try_to_sync
 from onstep.record.saved_log import step_of
 from onstep.trackers.breaker import CircuitBreaker
-from onstep.trackers.lines import Line, Lines, MemoryLines, TakenBackError
+from onstep.trackers.lines import Line, Lines, MemoryLines, RecordLines, TakenBackError
 from onstep.trackers.metric_names import HF
 from onstep.trackers.progress import Place, Progress, read_progress, write_progress
 from onstep.trackers.projection import Projection
@@ -302,7 +302,8 @@ class TrackerFeed:
         self._unsettled.clear()
         continues = not self._takes_back and not was_cut
         self._last = progress.last.line if continues else progress.place.line
-        self._projection = Projection(self._names, self.tracker, progress.step, progress.values)
+        is_record = isinstance(session.lines, RecordLines)
+        self._projection = Projection(self._names, self.tracker, progress.step, progress.values, is_record)
 
     def _catch_up(self, session: _Session, closes: bool) -> None:
         """Send all lines that there are, unless the tracker fails repeatedly."""

@@ -28,18 +28,25 @@ class Projection:
         tracker: What is called.
         step: The last step that it shows.
         values: What it shows at that step.
+        is_record: Whether the lines are a record's, where Megatron Bridge's tags come with the next logged step.
     """
 
     def __init__(
-        self, names: Sequence[str], tracker: Any, step: int = -1, values: Mapping[str, float] | None = None
+        self,
+        names: Sequence[str],
+        tracker: Any,
+        step: int = -1,
+        values: Mapping[str, float] | None = None,
+        is_record: bool = False,
     ) -> None:
         self._names, self._tracker = names, tracker
+        self._has_late_tags = is_record and BRIDGE in names
         self._keeps_names = bool(getattr(tracker, "keeps_names", False))
         self._step, self.values = step, dict(values or {})
         self.tags_until = -1
         """The highest step of Megatron Bridge's tags so far."""
         self.is_complete = True
-        """Whether no later line has points of the steps so far: Bridge's tags come with the next logged step."""
+        """Whether no later line has points of the steps so far."""
 
     def calls(self, line: Record, is_own: bool = False, tags_after: int = -1) -> Iterator[Callable[[], None]]:
         """The calls for a line; see `took`.
@@ -68,7 +75,7 @@ class Projection:
             self._step = step
         _, *of_tags = self.steps_of(line)
         self.tags_until = max([self.tags_until, *of_tags])
-        if BRIDGE in self._names and (of_tags or is_reported(line) or line.get("kind") == "tracker"):
+        if self._has_late_tags and (of_tags or is_reported(line) or line.get("kind") == "tracker"):
             self.is_complete = bool(of_tags)
 
     def steps_of(self, line: Record) -> list[int]:

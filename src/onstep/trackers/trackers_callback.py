@@ -73,6 +73,7 @@ class TrackersCallback(Callback):
     ) -> None:
         if not close_timeout >= 0:
             raise ConfigError(f"close_timeout must be >= 0 seconds, got {close_timeout}; pass 0 not to wait.")
+        self.queue_capacity = queue_capacity  # part of the id by which checkpoints of version 0.4 know it
         self.close_timeout = close_timeout
         chosen = names if isinstance(names, Mapping) else name_list(names, "names") or ()
         self._loggers = _loggers(trackers, chosen)

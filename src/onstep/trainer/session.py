@@ -172,11 +172,9 @@ def evaluation_session(trainer: TrainerMethods) -> Iterator[Session]:
             state.bridge_trackers.join(trainer.callback_manager)
         else:  # an evaluation shows the progress of the preceding training, and adds to its trackers
             entry_point.train_dataloader = before.entry_point.train_dataloader
-            state.train_state, state.info, state.bridge_trackers = (
-                before.train_state,
-                before.info,
-                before.bridge_trackers,
-            )
+            state.train_state, state.info = before.train_state, before.info
+            state.bridge_trackers = before.bridge_trackers
+            state.bridge_trackers.recording = state
         adopt_state(trainer.given_state, state)
         rows = (Watching, Endings)
         with (

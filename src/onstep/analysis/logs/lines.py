@@ -43,6 +43,7 @@ class FileSource:
         self.size = status.st_size
         self.version: FileVersion = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         weakref.finalize(self, os.close, self._descriptor)
+        os.pread(self._descriptor, 1, 0)  # a file of no bytes may be one that cannot be read
 
     def read(self, start: int, stop: int) -> bytes:
         """The bytes from `start` to `stop`, fewer if the file ends before."""

@@ -81,7 +81,8 @@ class BridgeTrackers:
         recording: Recorded | None = None,
     ) -> None:
         self._cfg, self._world, self._run_dir, self._clock = cfg, world, run_dir, clock
-        self._recording = recording
+        self.recording = recording
+        """The run whose record has the tags; an evaluation after training is one of its own."""
         self._noted: dict[str, Any] = {}
         """Tags that are in the record of the run already."""
         self._given: dict[str, object] = {}
@@ -169,7 +170,7 @@ class BridgeTrackers:
     def _open(self, name: str, logger: TrackerLogger, step: int, samples: int, adds_only: bool = False) -> None:
         if name in self._states:
             logger.load_state_dict(self._states.pop(name), run_id=self._run_id, step=step, samples=samples)
-        run, recording = self._identity(name, step, adds_only), self._recording
+        run, recording = self._identity(name, step, adds_only), self.recording
         record = None if recording is None else recording.record_path
         append = None if recording is None else partial(_append_to, recording)
         logger.open(run, record, append, is_new=step == 0 and not adds_only)
@@ -188,8 +189,8 @@ class BridgeTrackers:
         """Close the open trackers as completed, stopped, preempted or failed."""
         if not self._is_open:
             return
-        close_together(self._own.values(), status)
         self.note_tags()
+        close_together(self._own.values(), status)
         self.record.clear()
         self._noted = {}
         self._is_open = False
@@ -197,8 +198,8 @@ class BridgeTrackers:
     def note_tags(self) -> None:
         """Append the tags that no logged step follows to the record of the run, once, for the trackers that read it."""
         tags = self.record.columns(reads=False)
-        if self._recording is not None and self._recording.record_path is not None and tags and tags != self._noted:
-            self._recording.note("tags", {BRIDGE_KEY: tags})
+        if self.recording is not None and self.recording.record_path is not None and tags and tags != self._noted:
+            self.recording.note("tags", {BRIDGE_KEY: tags})
             self._noted = tags
 
     @contextmanager

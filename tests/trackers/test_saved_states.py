@@ -19,7 +19,11 @@ STATES: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "a tracker as list": (("sinks", "csv"), [1], "its csv is [1], which must be a dictionary"),
     "trackers as text": (("sinks",), "csv", "its sinks is 'csv', which must be a dictionary"),
     "a progress as number": (("sinks", "csv", "progress"), 5, "its progress is 5, which must be a dictionary"),
-    "a foreign progress": (("sinks", "csv", "progress"), {"color": "red"}, "the progress of a tracker is ignored"),
+    "a foreign progress": (
+        ("sinks", "csv", "progress"),
+        {"color": "red"},
+        "the progress of a tracker in the checkpoint is ignored",
+    ),
     "a step as text": (("step",), "4", "its step is '4' instead of an integer"),
     "a huge step": (("step",), 10**6000, "instead of an integer"),
 }

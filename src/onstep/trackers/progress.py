@@ -116,7 +116,16 @@ def file_name(tracker: str) -> str:
     return re.sub(r"[^\w.-]", "_", tracker).lstrip(".") + ".json"
 
 
-def read_progress(path: Path) -> Progress | None:
+def progress_of(run_id: str, file: Path | None, otherwise: Progress | None = None) -> Progress:
+    """The progress of a run: that in a file, if it is of this run, or else the other one, or else none."""
+    found = None if file is None else _read(file)
+    for progress in (found, otherwise):
+        if progress is not None and progress.run_id == run_id:
+            return progress
+    return Progress(run_id)
+
+
+def _read(path: Path) -> Progress | None:
     """The progress in a file; None if there is none, or, with a warning, if it is damaged."""
     try:
         return Progress.from_state(json.loads(path.read_bytes()), str(path))

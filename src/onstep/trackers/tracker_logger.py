@@ -12,7 +12,7 @@ from onstep.record import Record
 from onstep.trackers.feed import TrackerFeed
 from onstep.trackers.lines import MemoryLines, RecordLines
 from onstep.trackers.numbers import is_number, read_numbers, saved_mapping
-from onstep.trackers.progress import DIRECTORY, Place, Progress, file_name
+from onstep.trackers.progress import DIRECTORY, Place, Progress, file_name, progress_of
 from onstep.trackers.tag_record import VS_SAMPLES
 from onstep.trackers.tracker import RunIdentity
 
@@ -103,23 +103,20 @@ class TrackerLogger:
         self._last_step = run.start_step
         saved, self._memory = (None if is_new else self._memory), None
         progress = None if saved is None else Progress.from_state(saved["progress"])
-        if progress is not None and progress.run_id != run.run_id:
-            progress = None
         self._reads_record = record is not None
         if record is not None:
             if self._lines is not None and not is_new:  # an evaluation came before the run had a record
                 place, self._lines = Place(state=dict(self.feed.tracker.state_dict())), None
                 progress = replace(self.feed.settled or Progress(), run_id=run.run_id, places=(place,), last=place)
             file = record.parent / DIRECTORY / file_name(self.feed.name)
-            if is_new:
-                file.unlink(missing_ok=True)
-            self.feed.open(run, RecordLines(record, append), file, progress)
+            known = Progress(run.run_id) if is_new else progress_of(run.run_id, file, progress)
+            self.feed.open(run, RecordLines(record, append), file, known)
             return
         lines = MemoryLines(() if saved is None else saved["lines"])
         if saved is None and not is_new and self._lines is not None:
             lines, progress = self._lines, self.feed.settled
         self._lines = lines
-        self.feed.open(run, lines, None, progress)
+        self.feed.open(run, lines, None, progress_of(run.run_id, None, progress))
 
     def load_state_dict(
         self, state: Mapping[str, Any], run_id: str | None = None, step: int = 0, samples: int = 0

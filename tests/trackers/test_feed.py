@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 
 from onstep.trackers import TrackerFeed, complete
 from onstep.trackers.breaker import CircuitBreaker
-from onstep.trackers.lines import MemoryLines, RecordLines
+from onstep.trackers.lines import Line, MemoryLines, RecordLines
 from onstep.trackers.tracker_logger import TrackerLogger
 from tests.support.hostile_trackers import Hanging, Raising, Remembering, identity
 from tests.support.tracker_files import scalars, table
@@ -66,7 +67,9 @@ def close(feed: TrackerFeed, status: str = "completed", timeout: float = 30.0) -
     feed.finish_close(timeout)
 
 
-def test_a_tracker_gets_everything_in_order_in_one_other_thread(tmp_path: Path) -> None:
+def test_a_tracker_gets_everything_in_order_in_one_other_thread(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tracker = Remembering()
     feed, lines = opened(tracker, tmp_path)
     for step in range(50):
@@ -79,6 +82,7 @@ def test_a_tracker_gets_everything_in_order_in_one_other_thread(tmp_path: Path) 
     assert tracker.calls == [("open", identity(tmp_path), {}), *logged, text, ("close", "stopped")]
     assert len(tracker.threads) == 1
     assert threading.get_ident() not in tracker.threads
+    assert warnings(caplog) == []
 
 
 @pytest.mark.parametrize("error", [OSError("no route to host"), SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
@@ -256,11 +260,17 @@ def test_a_service_is_not_sent_again_what_it_has_after_a_kill(run: Run) -> None:
 
 def test_what_a_service_may_have_lost_in_a_kill_is_sent_again(run: Run) -> None:
     """Its package writes with a delay: the progress that is kept is older."""
-    tracker = Remembering()
+
+    class Late(Remembering):
+        settling_seconds = 600.0
+
+    tracker = Late()
     run.write(range(1, 4))
     feed = run.feed(tracker)
     while tracker.steps != [1, 2, 3]:
         feed.wake()
+    time.sleep(0.5)  # by then the progress would have been kept
+    feed.wake()
     assert feed.settled is not None
     assert feed.settled.step < 1
     again = Remembering()
@@ -427,6 +437,11 @@ def test_without_a_record_lines_that_a_tracker_has_are_dropped(tmp_path: Path) -
         logger.add_tags({"lm loss": float(step)}, {"lm loss vs samples": float(step)}, step, 4 * step)
     logger.close()
     assert [line["global_step"] for line in logger.state_dict()["lines"]] == [100, 100]
+    feed, lines = opened(make_tracker("csv"), tmp_path)
+    for step in range(1, 101):
+        add(lines, feed, step)
+    close(feed)
+    assert [line.data["global_step"] for line in lines.read(Line({}, 0))] == [100]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

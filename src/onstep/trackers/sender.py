@@ -238,7 +238,6 @@ class Sender:
                 break
             self._send(line)
             self._took(line)
-            self._breaker.succeeded()
             self._save(session)
             if not session.calls.empty():
                 self._call(session)
@@ -332,7 +331,7 @@ class Sender:
                 logger.debug("%s cannot be written: %s", session.file, error)  # the tracker gets some lines again
 
     def _leaves_out(self, session: Session) -> bool:
-        """Leave out the next line if the tracker refuses it, but accepts the one after it; whether it goes on."""
+        """Leave out the next line if the tracker refuses it, but accepts the one after it; whether it continues."""
         if not self.is_tracker_open:
             return False
         lines: list[Line] = []

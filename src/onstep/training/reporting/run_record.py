@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -14,8 +13,6 @@ from onstep.record.history import is_reported
 from onstep.record.kinds import FILE_NAME, Kind, Listener
 from onstep.record.writer import JsonLogWriter
 from onstep.training.protocols import StateDict
-
-_MOST_OF_A_LINE = 1 << 20
 
 
 class RunRecord:
@@ -56,11 +53,7 @@ class RunRecord:
         Raises:
             ConfigError: if the file cannot be written.
         """
-        lines: list[Record] | None = []
-        if step == 0 and _has_not_begun(directory / FILE_NAME):
-            self._writer.reopen(directory)
-        else:
-            lines = self._writer.open(directory, step)
+        lines = self._writer.open(directory, step)
         position, self._is_starting = self._writer.position, False
         self.append(directory, "start", step, epoch, data)
         self._write_early()
@@ -124,13 +117,3 @@ class RunRecord:
                 self._writer.reopen(directory)
             self.num_reported += is_reported(line)
             self._writer.write_record(step, epoch, line)
-
-
-def _has_not_begun(path: Path) -> bool:
-    """Whether a record begins with an evaluation before any training."""
-    try:
-        with path.open("rb") as file:
-            first = json.loads(file.readline(_MOST_OF_A_LINE))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(first, dict) and first.get("kind") in ("evaluation", "test")

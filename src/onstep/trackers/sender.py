@@ -98,7 +98,7 @@ class Sender:
         """The highest step since the tracker was opened."""
 
     def send_now(self, session: Session, status: str) -> int:
-        """Open the tracker, send what it lacks, and close it.
+        """Open the tracker, send what it lacks, and close it; a service that lacks nothing is not opened.
 
         Returns:
             The number of lines that it was sent something of.
@@ -108,6 +108,8 @@ class Sender:
         """
         self._num_sent, ended = 0, "failed"
         self._continue(session)
+        if session.file is not None and not self._takes_back and not self._lacks_anything(session):
+            return 0
         try:
             self._open_tracker(session)
             while self._send_some(session):
@@ -242,6 +244,15 @@ class Sender:
             if not session.calls.empty():
                 self._call(session)
         return bool(lines)
+
+    def _lacks_anything(self, session: Session) -> bool:
+        """Whether there is a line after the last one that the tracker is sent something of."""
+        last = self._last
+        while lines := session.lines.read(last):
+            if any(any(self._projection.calls(line.data, self._is_own(line))) for line in lines):
+                return True
+            last = lines[-1]
+        return False
 
     def _send(self, line: Line) -> None:
         """Send the points of a line that the tracker does not have yet."""

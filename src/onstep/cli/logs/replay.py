@@ -64,7 +64,8 @@ def replay(
         with _named_errors(to):
             num_sent = complete(directory, tracker, shown)
         where = getattr(tracker, "location", None) or to
-        print(f"{num_sent} lines of {directory / FILE_NAME} that {to} lacked are sent: {where}")
+        sent = f"{num_sent} lines of {directory / FILE_NAME} sent to {where}"
+        print(sent if num_sent else f"{where} has all of {directory / FILE_NAME} already.")
         return
     run_sent = recorded_run(metrics_log, target)
     if metrics_log.name == FOREIGN_FILE_NAME:

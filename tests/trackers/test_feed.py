@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from onstep.trackers import TrackerFeed, complete
+from onstep.trackers import TrackerFeed, can_complete, complete, recorded_options
 from onstep.trackers.breaker import CircuitBreaker
 from onstep.trackers.lines import Line, MemoryLines, RecordLines
 from onstep.trackers.tracker_logger import TrackerLogger
@@ -490,3 +490,41 @@ def test_calls_that_fail_do_not_cost_a_line(tmp_path: Path) -> None:
         lines.append({"loss": 1.0}, step)
     close(feed)
     assert tracker.steps == [0, 1, 2]
+
+
+def test_replay_continues_a_tracker_under_its_own_names_and_id(run: Run) -> None:
+    """As one that shows Megatron Bridge's tags alone."""
+    (run.directory / "run.json").write_text(json.dumps({"run_id": "abc", "name": "run"}))
+    run.write(range(1, 4))
+    feed = TrackerFeed(Kept(), names=["bridge"])
+    file = run.directory / "trackers" / "remembering.json"
+    feed.open(identity(run.directory, run_id="abc-bridge"), RecordLines(run.path), file)
+    close(feed)
+    with run.path.open("a") as record:
+        tags = {"step": [4], "samples": [16], "timestamp": [0.0], "tags": {"lm loss": 2.0}, "vs_samples": []}
+        record.write(
+            json.dumps({"timestamp": 0.0, "global_step": 4, "kind": "log", "loss": 2.0, "bridge": tags}) + "\n"
+        )
+    tracker = Kept()
+    assert complete(run.directory, tracker) == 1
+    assert tracker.calls[0][1].run_id == "abc-bridge"
+    assert [call[1] for call in tracker.calls if call[0] == "log"] == [{"lm loss": 2.0}]
+
+
+def test_a_replay_has_the_options_of_the_run(run: Run) -> None:
+    config = {"logger": {"wandb_project": "mine", "no_key": 1}, "trainer": {"run_name": "night"}}
+    (run.directory / "run.json").write_text(json.dumps({"run_id": "abc", "config": config}))
+    assert recorded_options(run.directory, "wandb") == {"project": "mine", "run_name": "night"}
+
+
+def test_a_table_whose_record_is_gone_is_kept_aside(run: Run) -> None:
+    from onstep.trackers import make_tracker
+
+    run.write(range(1, 6))
+    close(run.feed(make_tracker("csv")))
+    run.path.unlink()
+    assert not can_complete(run.directory, "csv")
+    run.write(range(6, 8))
+    close(run.feed(make_tracker("csv")))
+    assert list(table(run.directory / "metrics.csv").step) == [6, 7]
+    assert list(table(run.directory / "metrics.1.csv").step) == [1, 2, 3, 4, 5]

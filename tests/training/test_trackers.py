@@ -15,6 +15,7 @@ from onstep import CallbackManager, pretrain
 from onstep.config import ConfigContainer
 from onstep.distributed import World
 from onstep.errors import ConfigError
+from onstep.record import read_records
 from onstep.trackers import RunIdentity, make_tracker
 from onstep.trackers.tracker_logger import TrackerLogger
 from onstep.training import Clock, GlobalState, evaluate_and_print_results
@@ -23,6 +24,7 @@ from onstep.training.reporting.bridge_trackers import BridgeTrackers
 from tests.support.read_counter import ReadCounter
 from tests.support.recording_loggers import RecordingLogger, record_all
 from tests.support.small_runs import TinyModel, eval_loader, run, small_state, sum_step
+from tests.support.tracker_files import scalars
 
 FIELDS = {
     "tensorboard": "tensorboard_dir",
@@ -419,3 +421,18 @@ def test_a_warning_does_not_promise_what_the_metrics_log_cannot_give(
     warnings = [record.getMessage() for record in records if "failed with IndexError" in record.getMessage()]
     assert len(warnings) == len(trackers) == 4
     assert all("are lost when the process ends" in warning for warning in warnings)
+
+
+def test_without_logged_steps_tags_are_lines_of_the_record_and_do_not_pile_up(
+    tiny_config: ConfigContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onstep.training.reporting.bridge_trackers._MOST_UNLOGGED", 3)
+    tiny_config.run.name, tiny_config.run.output_dir, tiny_config.run.save_weights = "run", str(tmp_path), False
+    tiny_config.logger.log_interval = 0
+    tiny_config.validation.eval_interval, tiny_config.validation.eval_on_start = None, False
+    tiny_config.logger.tensorboard_dir, tiny_config.logger.tensorboard_log_interval = str(tmp_path / "board"), 1
+    state = pretrain(tiny_config)
+    lines = read_records(tmp_path / "run" / "record.jsonl")
+    assert [len(line["bridge"]["step"]) for line in lines if "bridge" in line] == [3, 3, 2, 1]
+    assert [step for step, _ in scalars(tmp_path / "board")["lm loss"]] == list(range(1, 9))
+    assert len(state.bridge_trackers.record) == 0

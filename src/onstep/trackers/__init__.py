@@ -8,9 +8,9 @@ from onstep.analysis.logs.run_status import run_record
 from onstep.config.trackers import TRACKERS
 from onstep.trackers.feed import TrackerFeed
 from onstep.trackers.metric_names import tracker_name, tracker_names
-from onstep.trackers.refill import can_complete, complete, path_id, recorded_run, replay
+from onstep.trackers.refill import can_complete, complete, recorded_options, recorded_run, replay
 from onstep.trackers.registry import check_tracker, make_tracker, tracker_class
-from onstep.trackers.tracker import CannotContinueError, RunIdentity, Tracker
+from onstep.trackers.tracker import CannotContinueError, RunIdentity, Tracker, path_id
 
 __all__ = [
     "TRACKERS",
@@ -23,6 +23,7 @@ __all__ = [
     "complete",
     "make_tracker",
     "path_id",
+    "recorded_options",
     "recorded_run",
     "replay",
     "run_record",

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from onstep.config.trackers import NAMES
 from onstep.files.bounded_reading import brief
 from onstep.trackers.lines import Line, Lines
 
@@ -65,6 +66,8 @@ class Progress:
     """The highest step of which it has Megatron Bridge's tags."""
     state: Mapping[str, Any] = field(default_factory=dict)
     """The tracker's own state, such as the id of its run."""
+    names: tuple[str, ...] = ()
+    """The naming schemes that it shows."""
 
     @property
     def place(self) -> Place:
@@ -95,13 +98,14 @@ class Progress:
         """Read `state_dict()`; None, with a warning that says where it was, for anything else."""
         try:
             places, last = tuple(Place(**place) for place in state["places"]), Place(**state["last"])
-            found = cls(**{**state, "places": places, "last": last})
+            found = cls(**{**state, "places": places, "last": last, "names": tuple(state["names"])})
             numbers = (number for place in (*places, last) for number in (place.end, place.size, place.next_size))
             counts = (found.step, found.num_own, found.tags_until, *numbers)
             mappings = (found.values, found.state, *(place.state for place in found.places))
             is_valid = all(type(one) is int and -1 <= one < 2**63 for one in counts)
             is_valid = is_valid and all(isinstance(one, Mapping) for one in mappings) and isinstance(found.run_id, str)
             is_valid = is_valid and all(isinstance(one, (int, float)) for one in found.values.values())
+            is_valid = is_valid and set(found.names) <= set(NAMES)
         except (AttributeError, KeyError, TypeError):
             is_valid = False
         if not is_valid:
@@ -118,14 +122,14 @@ def file_name(tracker: str) -> str:
 
 def progress_of(run_id: str, file: Path | None, otherwise: Progress | None = None) -> Progress:
     """The progress of a run: that in a file, if it is of this run, or else the other one, or else none."""
-    found = None if file is None else _read(file)
+    found = None if file is None else read_progress(file)
     for progress in (found, otherwise):
         if progress is not None and progress.run_id == run_id:
             return progress
     return Progress(run_id)
 
 
-def _read(path: Path) -> Progress | None:
+def read_progress(path: Path) -> Progress | None:
     """The progress in a file; None if there is none, or, with a warning, if it is damaged."""
     try:
         return Progress.from_state(json.loads(path.read_bytes()), str(path))

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from onstep.analysis.logs.columns import Columns
 from onstep.analysis.logs.lines import MAX_LINE_BYTES
 from onstep.analysis.logs.reading import read_log
 from onstep.analysis.logs.record_file import RecordFile
 from onstep.analysis.logs.run_status import run_record
+from onstep.config import LoggerConfig
 from onstep.config.trackers import NAMES
 from onstep.errors import DataError
 from onstep.files.bounded_reading import brief
@@ -26,10 +27,11 @@ from onstep.trackers.feed import TrackerFeed
 from onstep.trackers.lines import Line, RecordLines
 from onstep.trackers.metric_names import BRIDGE, HF
 from onstep.trackers.numbers import is_step
-from onstep.trackers.progress import DIRECTORY, file_name
+from onstep.trackers.progress import DIRECTORY, file_name, read_progress
+from onstep.trackers.report_to import tracker_options
 from onstep.trackers.services.csv_tracker import CsvTracker
 from onstep.trackers.tag_record import checked_rows
-from onstep.trackers.tracker import RunIdentity, Tracker
+from onstep.trackers.tracker import RunIdentity, Tracker, path_id
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -88,20 +90,34 @@ def replay(
 def complete(directory: str | Path, tracker: Tracker, names: Sequence[str] = NAMES) -> int:
     """Send a tracker what it lacks of the record of a run that has ended, as the next start of the run would.
 
+    Args:
+        names: Naming schemes of a tracker that has nothing of the run; another one is sent those that it shows.
+
     Returns:
         The number of lines that it was sent something of.
     """
     directory = Path(directory)
-    run = replace(recorded_run(directory / FILE_NAME), run_id=run_id_of(directory))
-    file = directory / DIRECTORY / file_name(tracker.name)
-    return TrackerFeed(tracker, names=names).send_now(
-        run, RecordLines(directory / FILE_NAME), file, recorded_status(directory / FILE_NAME)
-    )
+    record, file = directory / FILE_NAME, directory / DIRECTORY / file_name(tracker.name)
+    run_id, known = run_id_of(directory), read_progress(file)
+    if known is not None and known.run_id.startswith(run_id):  # Megatron Bridge's tags alone have a suffix
+        run_id, names = known.run_id, known.names or names
+    run = replace(recorded_run(record), run_id=run_id)
+    return TrackerFeed(tracker, names=names).send_now(run, RecordLines(record), file, recorded_status(record))
+
+
+def recorded_options(directory: Path, name: str) -> dict[str, Any]:
+    """The options of a tracker in the configuration of a run, with which it is the same run there."""
+    config, known = run_record(directory).get("config"), LoggerConfig()
+    sections = config if isinstance(config, dict) else {}
+    for key, value in dict(sections.get("logger", {})).items():
+        if hasattr(known, key):
+            setattr(known, key, value)
+    return tracker_options(name, known, dict(sections.get("trainer", {})))
 
 
 def can_complete(directory: Path, tracker: str) -> bool:
     """Whether the record of a run has all that a tracker lacks: it begins with the run, or has fed it."""
-    if (directory / DIRECTORY / file_name(tracker)).is_file():
+    if (directory / FILE_NAME).is_file() and (directory / DIRECTORY / file_name(tracker)).is_file():
         return True
     first = RecordLines(directory / FILE_NAME).read(Line({}, 0))[:1]
     return [line.data.get("global_step") for line in first] == [0]
@@ -154,11 +170,6 @@ def recorded_status(metrics_log_path: str | Path) -> str:
     """The final status of the run according to its `run.json`; "completed" if unknown."""
     status = run_record(Path(metrics_log_path).parent).get("status")
     return status if status in _STATUSES else "completed"
-
-
-def path_id(directory: Path) -> str:
-    """An id for a run without one, derived from its path and therefore stable."""
-    return hashlib.blake2b(str(directory.absolute()).encode(), digest_size=16).hexdigest()
 
 
 def _read(path: Path) -> Sequence[Record]:

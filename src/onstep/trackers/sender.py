@@ -146,7 +146,7 @@ class Sender:
         self._skips = progress if was_cut and not self._takes_back else None
         if self._takes_back:
             progress = replace(progress, step=-1, values={}, num_own=0, tags_until=-1, state={})
-        self._progress = progress
+        self._progress = replace(progress, names=self._names)
         self._unsettled.clear()
         continues = not self._takes_back and not was_cut
         self._last = progress.last.line if continues else progress.place.line

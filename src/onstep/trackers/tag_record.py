@@ -49,6 +49,10 @@ class TagRecord:
         self._read, self._clock = read, clock
         self.clear()
 
+    def __len__(self) -> int:
+        """Number of steps with tags."""
+        return len(self._rows)
+
     def clear(self) -> None:
         """Discard everything."""
         self._rows: list[TagRow] = []

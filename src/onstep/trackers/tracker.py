@@ -57,6 +57,11 @@ class RunIdentity:
     """Set for an evaluation outside of training."""
 
 
+def path_id(directory: Path) -> str:
+    """An id for a run without one, derived from its path and therefore stable."""
+    return hashlib.blake2b(str(directory.absolute()).encode(), digest_size=16).hexdigest()
+
+
 class CannotContinueError(OnstepError):
     """A tracker does not have what a state says: its files were lost or replaced."""
 

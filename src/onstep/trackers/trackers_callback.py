@@ -17,9 +17,8 @@ from onstep.files.bounded_reading import brief
 from onstep.trackers.feed import TrackerFeed
 from onstep.trackers.metric_names import BRIDGE, HF
 from onstep.trackers.numbers import is_step, saved_mapping
-from onstep.trackers.refill import path_id
 from onstep.trackers.registry import check_tracker, make_tracker
-from onstep.trackers.tracker import RunIdentity, Tracker
+from onstep.trackers.tracker import RunIdentity, Tracker, path_id
 from onstep.trackers.tracker_logger import TrackerLogger, close_together
 
 logger: logging.Logger = logging.getLogger(__name__)

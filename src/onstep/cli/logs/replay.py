@@ -22,7 +22,7 @@ from onstep.config.trackers import TRACKERS, name_list
 from onstep.errors import ConfigError, OnstepError
 from onstep.record import MetricsLog
 from onstep.record.kinds import FILE_NAME
-from onstep.trackers import can_complete, complete, make_tracker, recorded_run
+from onstep.trackers import can_complete, complete, make_tracker, recorded_options, recorded_run
 from onstep.trackers import replay as send
 
 BAR_DELAY_SECONDS = 0.5
@@ -62,6 +62,7 @@ def replay(
     is_of_run = output is None and not Path(run).is_file() and can_complete(directory, to)
     if is_of_run and not is_locked(directory / ".run.lock"):
         with _named_errors(to):
+            tracker = make_tracker(to, **recorded_options(directory, to))
             num_sent = complete(directory, tracker, shown)
         where = getattr(tracker, "location", None) or to
         sent = f"{num_sent} lines of {directory / FILE_NAME} sent to {where}"

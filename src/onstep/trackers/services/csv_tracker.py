@@ -173,6 +173,12 @@ def _num_before(path: Path, step: int) -> int:
         )
 
 
+def _num_lines(path: Path) -> int:
+    """Up to 2 lines of a file."""
+    with path.open("rb") as file:
+        return sum(1 for _ in zip(file, range(2), strict=False))
+
+
 def _end_of_rows(path: Path, num_rows: int) -> int:
     """Where the first `num_rows` rows end, in bytes."""
     with path.open("rb") as file:
@@ -217,8 +223,8 @@ class CsvTracker:
         self.location = path = self._given_path or run.directory / "metrics.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            if path.exists() and not state:
-                path.rename(numbered_name(path))
+            if path.exists() and (not state or (state.get("rows") == 0 and _num_lines(path) > 1)):
+                path.rename(numbered_name(path))  # also rows that are to be written again: the record may be gone
             num_rows = (
                 state.get("rows", 0) if "rows" in state or not path.exists() else _num_before(path, state["step"])
             )

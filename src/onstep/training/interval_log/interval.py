@@ -68,6 +68,7 @@ def report_step(run: LogContext, values: Callable[[], StepValues], history_wct: 
         tags |= step_losses(state.features.find(Experts))
         over_samples = [tag for tag in curves if tag not in STEPS_ONLY]
         write_tags(run.loggers, tags, progress.step, progress.consumed_train_samples, over_samples)
+        state.bridge_trackers.note_unlogged_tags()
 
 
 def is_nan(loss_dict: Mapping[str, Tensor]) -> Tensor | int:

@@ -96,7 +96,7 @@ def fire_endings(run: Run, fire: Callable[..., None], error: BaseException | Non
     if is_outermost:
         ending.ended = reason_of(run, error)
         ending.error = None if decided or error is None else _described(error)
-        run.bridge_trackers.note_tags()
+        run.bridge_trackers.note_tags(reads=decided)
         endings.append(("on_run_end", {"reason": ending.ended, "exception": None if decided else error}))
     raised: list[BaseException] = []
     for event, fields in endings:

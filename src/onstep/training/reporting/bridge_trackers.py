@@ -54,6 +54,10 @@ def check_trackers(cfg: ConfigContainer) -> None:
             )
 
 
+_MOST_UNLOGGED = 100
+"""Steps whose tags wait for the record where no step is logged."""
+
+
 class Recorded(Protocol):
     """The part of a `Run` that its record is read from and written by."""
 
@@ -99,7 +103,7 @@ class BridgeTrackers:
         self.evaluated: dict[str, int] = {}
         """The step of the last written results, for validation and test."""
         self.record = TagRecord(_read, clock)
-        """The tags since the metrics log's last record; on rank 0, which writes the metrics log."""
+        """The tags since the last logged step; on rank 0, which writes the record and the metrics log."""
 
     def join(self, callbacks: CallbackManager | None) -> None:
         """Pass the tags to a callback that feeds trackers and shows tags too (`TrackersCallback`), on rank 0."""
@@ -127,7 +131,7 @@ class BridgeTrackers:
     def recipients(self) -> Loggers:
         """The recipients of the tags on this rank: its loggers, and on rank 0 the metrics log's record."""
         if self._recipients is None or not self._is_open:
-            is_kept = self._world.is_main and self.is_wanted
+            is_kept = self._world.is_main and self.is_wanted and (self._cfg.logger.log_interval or self._has_record)
             told = {name: one for name, one in self.loggers.items() if not _reads_record(one)}
             self._recipients = {**told, **({"journal": self.record} if is_kept else {})}
         return self._recipients
@@ -189,16 +193,29 @@ class BridgeTrackers:
         """Close the open trackers as completed, stopped, preempted or failed."""
         if not self._is_open:
             return
-        self.note_tags()
+        self.note_tags(reads=status != "failed")
         close_together(self._own.values(), status)
         self.record.clear()
         self._noted = {}
         self._is_open = False
 
-    def note_tags(self) -> None:
-        """Append the tags that no logged step follows to the record of the run, once, for the trackers that read it."""
-        tags = self.record.columns(reads=False)
-        if self.recording is not None and self.recording.record_path is not None and tags and tags != self._noted:
+    @property
+    def _has_record(self) -> bool:
+        return self.recording is not None and self.recording.record_path is not None
+
+    def note_unlogged_tags(self) -> None:
+        """Append the tags to the record of the run from time to time, where no step is logged that would bring them."""
+        if not self._cfg.logger.log_interval and len(self.record) >= _MOST_UNLOGGED and self.recording is not None:
+            self.recording.note("tags", {BRIDGE_KEY: self.record.take()})
+
+    def note_tags(self, reads: bool) -> None:
+        """Append the tags that no logged step follows to the record of the run, once, for the trackers that read it.
+
+        Args:
+            reads: Whether values that are still on the device are read; after a failure that might fail, too.
+        """
+        tags = self.record.columns(reads)
+        if self.recording is not None and self._has_record and tags and tags != self._noted:
             self.recording.note("tags", {BRIDGE_KEY: tags})
             self._noted = tags
 

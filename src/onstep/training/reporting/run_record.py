@@ -24,7 +24,7 @@ class RunRecord:
     """
 
     def __init__(self) -> None:
-        self._writer = JsonLogWriter(FILE_NAME)
+        self._writer = _new_writer()
         self.num_reported = 0
         """Number of lines so far, with those that were lost since, that belong to `log_history`; that has more if an
         earlier version began the run."""
@@ -35,7 +35,6 @@ class RunRecord:
         self._early: list[tuple[Path, int, float, Record]] = []
         """Lines of a start that has read a checkpoint's position and has not begun: they follow its first line."""
         self._is_starting = False
-        self._writer.level_of_branches = logging.DEBUG  # every resume after a kill has some
 
     @property
     def path(self) -> Path | None:
@@ -67,6 +66,8 @@ class RunRecord:
         The line's kind and not a metric of that name is its `kind`. A run without a directory keeps no lines.
         """
         if directory is not None:
+            if kind != "decision":
+                self._do_not_begin()
             line = {"timestamp": time.time(), "kind": kind, **data} | {"kind": kind}
             self._early.append((directory, step, epoch, line))
             if not self._is_starting:
@@ -77,8 +78,8 @@ class RunRecord:
     def close(self) -> None:
         """Make the file durable and close it; a later line reopens it, which reads the whole file."""
         self.is_held = False
-        if self._early:  # it did not begin, as for an evaluation of a checkpoint
-            self._is_starting, self._writer = False, JsonLogWriter(FILE_NAME)
+        if self._early:
+            self._do_not_begin()
             self._write_early()
         self._writer.close()
 
@@ -110,6 +111,11 @@ class RunRecord:
             self._is_starting = not self._writer.is_open
             self._writer.load_state_dict(position)
 
+    def _do_not_begin(self) -> None:
+        """Forget a position that no training continues from, as for an evaluation of a checkpoint."""
+        if self._is_starting:
+            self._is_starting, self._writer = False, _new_writer()
+
     def _write_early(self) -> None:
         while self._early:
             directory, step, epoch, line = self._early.pop(0)
@@ -117,3 +123,9 @@ class RunRecord:
                 self._writer.reopen(directory)
             self.num_reported += is_reported(line)
             self._writer.write_record(step, epoch, line)
+
+
+def _new_writer() -> JsonLogWriter:
+    writer = JsonLogWriter(FILE_NAME)
+    writer.level_of_branches = logging.DEBUG  # every resume after a kill has some
+    return writer

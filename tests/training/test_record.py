@@ -18,6 +18,7 @@ from onstep.analysis.logs.training_log import TrainingLog
 from onstep.config import ConfigContainer
 from onstep.record import Record, read_records, without_wall_clock
 from onstep.training.checkpointing.run_progress import RunProgress
+from onstep.training.reporting.run_record import RunRecord
 from tests.support.resuming import Interrupted
 
 OF_A_PROCESS = ("start", "end")
@@ -304,3 +305,18 @@ def test_a_decision_of_a_start_stays_in_the_record_of_its_run(
     assert "changed" in [line["flag"] for line in read_records(path) if line["kind"] == "decision"]
     if is_copied:
         assert (tmp_path / "run" / path.name).read_bytes() == before
+
+
+def test_an_evaluation_of_a_checkpoint_is_in_the_record_of_its_directory_at_once(tmp_path: Path) -> None:
+    for name in ("trained", "evaluated"):
+        (tmp_path / name).mkdir()
+    trained, evaluated = RunRecord(), RunRecord()
+    trained.begin(tmp_path / "trained", 0, 0.0, {})
+    position = trained.state_dict()
+    trained.close()
+    before = (tmp_path / "trained" / "record.jsonl").read_bytes()
+    evaluated.go_back(position, 4)
+    evaluated.append(tmp_path / "evaluated", "evaluation", 4, 1.0, {"eval_loss": 2.0})
+    assert [line["eval_loss"] for line in read_records(tmp_path / "evaluated" / "record.jsonl")] == [2.0]
+    evaluated.close()
+    assert (tmp_path / "trained" / "record.jsonl").read_bytes() == before

@@ -342,10 +342,14 @@ def test_a_rank_that_is_killed_as_it_resumes_is_placed_at_the_step_of_the_checkp
 def test_a_rank_that_is_killed_in_a_later_evaluation_is_named(
     processes: Processes, tmp_path: Path, method: str, event: str
 ) -> None:
-    """The other rank gets the SIGTERM that torchrun sends."""
-    settings = {"event": event, "fault": "kill", "suspect": 1, "method": method}
+    """The other rank, which is past the event and knows the killed one, gets the SIGTERM that torchrun sends."""
+    settings = {"event": event, "fault": "hang", "suspect": 1, "method": method, "seconds": 10.0}
     first, second = processes.start("tests.support.jobs.fault_jobs", "evaluate", tmp_path, settings, ranks=2)
     try:
+        wait_until_there(tmp_path, f"at {event}", 1)
+        wait_until_there(tmp_path, f"past {event}", 1)
+        time.sleep(0.5)
+        second.send_signal(signal.SIGKILL)
         assert second.wait() == -signal.SIGKILL
         first.send_signal(signal.SIGTERM)
         assert first.wait() == 1
@@ -375,7 +379,7 @@ def test_sigterm_ends_a_later_evaluation_at_once(processes: Processes, tmp_path:
     settings = {"event": "on_eval_step_end", "fault": "hang", "suspect": suspect, "method": "evaluate", "seconds": 60.0}
     ranks = processes.start("tests.support.jobs.fault_jobs", "evaluate", tmp_path, settings, ranks=2)
     try:
-        wait_until_there(tmp_path, 2 if suspect == "all" else 1)
+        wait_until_there(tmp_path, "at on_eval", 2 if suspect == "all" else 1)
         time.sleep(0.5)
         for one in ranks:
             one.send_signal(signal.SIGTERM)
@@ -392,7 +396,7 @@ def test_a_second_sigterm_ends_an_evaluation_in_which_a_rank_is_gone(processes: 
     settings = {"event": "on_eval_step_end", "fault": "hang", "suspect": 1, "method": "evaluate", "seconds": 60.0}
     first, second = processes.start("tests.support.jobs.fault_jobs", "evaluate", tmp_path, settings, ranks=2)
     try:
-        wait_until_there(tmp_path, 1)
+        wait_until_there(tmp_path, "at on_eval", 1)
         time.sleep(0.5)
         first.send_signal(signal.SIGKILL)
         assert first.wait() == -signal.SIGKILL
@@ -405,10 +409,10 @@ def test_a_second_sigterm_ends_an_evaluation_in_which_a_rank_is_gone(processes: 
         second.end()
 
 
-def wait_until_there(directory: Path, ranks: int) -> None:
-    """Wait until so many ranks are at the event where they fail, and the others wait for them."""
+def wait_until_there(directory: Path, words: str, ranks: int) -> None:
+    """Wait until so many ranks have said that they are at an event where they fail, or past it."""
     deadline = time.monotonic() + 60
-    while sum("at on_eval" in path.read_text() for path in directory.glob("rank-*.out")) < ranks:
+    while sum(words in path.read_text() for path in directory.glob("rank-*.out")) < ranks:
         assert time.monotonic() < deadline, output_of(directory)
         time.sleep(0.05)
 

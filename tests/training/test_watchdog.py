@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -76,6 +78,27 @@ def test_threads_signals_and_files_are_given_back() -> None:
     assert (set(Path(tempfile.gettempdir()).glob(own_files)), threading.active_count()) == before
     assert not any(one.name == "onstep-watchdog" for one in threading.enumerate())
     assert DUMP_SIGNAL is None or signal.getsignal(DUMP_SIGNAL) == signal.SIG_DFL
+
+
+def test_files_of_killed_processes_go_once_the_other_ranks_have_opened_them() -> None:
+    own: list[str] = []
+    manager = CallbackManager()
+    manager.register(
+        "on_step_end",
+        lambda: own.extend(map(str, Path(tempfile.gettempdir()).glob(f"onstep-stacks-*-{os.getpid()}-*"))),
+    )
+    run(small_state(train_iters=1), manager)
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    fresh, old = (Path(own[0].replace(f"-{os.getpid()}-", f"-{killed.pid}-") + end) for end in ("fresh", "old"))
+    try:
+        for one in (fresh, old):
+            one.touch()
+        os.utime(old, (time.time() - 100,) * 2)
+        run(small_state(train_iters=1), CallbackManager())
+        assert (fresh.exists(), old.exists()) == (True, False)
+    finally:
+        fresh.unlink()
 
 
 def test_every_call_and_micro_batch_is_a_sign_of_life() -> None:

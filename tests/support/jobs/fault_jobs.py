@@ -62,6 +62,8 @@ class Faulty(Callback):
             if self.seen == self.settings.get("nth", 1) and is_suspect:
                 print(f"at {event}", flush=True)
                 FAULTS[self.settings["fault"]]()
+            elif self.seen == 1:
+                print(f"past {event}", flush=True)
         elif event == then[0] and is_suspect:
             FAULTS[then[1]]()
 

@@ -34,6 +34,7 @@ DUMP_SIGNAL: int | None = getattr(signal, "SIGRTMIN", 0) + 9 if hasattr(signal, 
 """An otherwise unused real-time signal that makes a process write its stacks; None on systems without any."""
 
 _DUMP_SECONDS = 1.0
+_NEW_SECONDS = 60.0
 _MOST_DUMP_BYTES = 1 << 20
 _TORCH = str(Path(torch.__file__).parent)
 _ONSTEP = str(Path(__file__).parents[1])
@@ -290,12 +291,14 @@ def _own_prefix() -> str:
 
 
 def _sweep() -> None:
-    """Remove the files of processes that were killed."""
+    """Remove the files of killed processes once the other ranks have had the time to open them."""
+    last_time = time.time() - _NEW_SECONDS
     for path in Path(tempfile.gettempdir()).glob(f"{_own_prefix()}*"):
         pid, _, birth = path.name.removeprefix(_own_prefix()).rpartition("-")[0].partition("-")
         if pid.isdigit() and birth.isdigit() and state_of(int(pid), int(birth)) == "gone":
             with suppress(OSError):
-                path.unlink()
+                if path.stat().st_mtime < last_time:
+                    path.unlink()
 
 
 def _standard_error() -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -19,7 +20,8 @@ os.environ["ONSTEP_REGISTRY"] = os.path.join(tempfile.mkdtemp(prefix="onstep-tes
 os.environ["ONSTEP_DILOCO_TOKENS"] = tempfile.mkdtemp(prefix="onstep-tests-tokens-")
 
 from onstep.config import ConfigContainer
-from tests.support import results
+from onstep.training.runs import provenance
+from tests.support import power, results
 from tests.support.browser import chromium, new_page
 from tests.support.forked_processes import Processes
 from tests.support.small_configs import small_pretrain_config
@@ -39,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     results.register(config)
+    power.never_cut()
 
 
 def pytest_collection_finish() -> None:
@@ -66,6 +69,16 @@ def own_log_level() -> Iterator[None]:
     yield
     for log, level in zip(logs, before, strict=True):
         log.setLevel(level)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def known_revision() -> Iterator[None]:
+    """Runs in the repository itself need not ask git for its revision again and again: it stays the same."""
+    ask = provenance.code_revision
+    remembered = functools.cache(ask)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(provenance, "code_revision", lambda place: (remembered if place == ROOT else ask)(place))
+        yield
 
 
 @pytest.fixture(scope="session")

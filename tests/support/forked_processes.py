@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support import power
+
 _IMPORTED = (
     "torch",
     "torch._dynamo",
@@ -164,6 +166,7 @@ def serve() -> None:
     os.dup2(2, 1)
     for name in (*_IMPORTED, *sys.argv[1:]):
         importlib.import_module(name)
+    power.never_cut()
     gc.freeze()  # a child that collects garbage need not copy the memory of what is imported
     for line in sys.stdin:
         request = json.loads(line)

@@ -1,4 +1,4 @@
-"""A run that is killed three times goes on in the same run of W&B, MLflow, Comet and Trackio, from the resumed step."""
+"""A run that is killed twice goes on in the same run of W&B, MLflow, Comet and Trackio, from the resumed step."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from onstep.record import read_records
-from tests.support.forked_processes import Processes, output_of
+from tests.support.forked_processes import Processes
 from tests.support.tracker_reading import (
     KEYS,
     Points,
@@ -29,14 +30,14 @@ pytestmark = pytest.mark.process
 
 JOBS = "tests.support.jobs.killed_tracker_jobs"
 TAGS = {"train/loss": "loss", "eval/loss": "eval_loss", "train/learning_rate": "learning_rate"}
-STARTS = [0, 3, 6, 9]
-"""Checkpoints are saved at every third step of 11; the kills come when steps 5, 7 and 10 are done, before their log."""
-ENDS = [4, 6, 9, 11]
+STARTS = [0, 3, 9]
+"""Checkpoints are saved at every third step of 11; the kills come when steps 5 and 10 are done, before their log."""
+ENDS = [4, 9, 11]
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Path) -> Iterator[Path]:
-    """The directory of the processes; the run is in `runs/run`."""
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Path) -> Iterator[Ranks]:
+    """Starts and continues runs with trackers, which have their home in the directory."""
     root = tmp_path_factory.mktemp("trackers")
     with pytest.MonkeyPatch.context() as patch:
         for key in KEYS:
@@ -44,13 +45,22 @@ def directory(tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cach
         patch.setenv("HOME", str(root))
         patch.setenv("TRACKIO_DIR", str(root / "trackio"))
         with closing(Processes("mlflow.tracking", "trackio.run")) as processes:
-            runs = Ranks(processes, root, JOBS, corpus=str(corpus), cache=str(token_cache))
-            settings = {"sinks": ["wandb", "mlflow", "comet", "trackio"]}
-            for step in (5, 7, 10):
-                assert runs.start("killed", "watched", ranks=1, kill_after=step, **settings) == [-9], output(root)
-            assert runs.start("killed", "watched", ranks=1, **settings) == [0], output(root)
-            assert json.loads((root / "killed" / "ended.json").read_text()) == {"ended": True}
-        yield root
+            yield Ranks(processes, root, JOBS, corpus=str(corpus), cache=str(token_cache))
+
+
+@pytest.fixture(scope="module")
+def run(runs: Ranks) -> Path:
+    """The directory of a run that was killed twice and then ended."""
+    settings = {"sinks": ["wandb", "mlflow", "comet", "trackio"]}
+    return killed(runs, "killed", (5, 10), **settings)
+
+
+def killed(runs: Ranks, name: str, steps: tuple[int, ...], **settings: Any) -> Path:
+    """The directory of a run that is killed after some steps, and continued to its end."""
+    for step in steps:
+        assert runs.start(name, "watched", ranks=1, kill_after=step, **settings) == [-9], runs.output(name)
+    assert runs.start(name, "watched", ranks=1, **settings) == [0], runs.output(name)
+    return runs.directory / name / "runs" / "run"
 
 
 def has_segments(found: list[Points]) -> bool:
@@ -59,15 +69,6 @@ def has_segments(found: list[Points]) -> bool:
     return (
         ends == ENDS and starts[0] == 1 and all(start <= end + 1 for start, end in zip(starts[1:], ends, strict=False))
     )
-
-
-@pytest.fixture(scope="module")
-def run(directory: Path) -> Path:
-    return directory / "killed" / "runs" / "run"
-
-
-def output(root: Path) -> str:
-    return output_of(root / "killed")
 
 
 def expected(run: Path, name: str) -> dict[int, float]:
@@ -85,7 +86,7 @@ def test_wandb_has_a_segment_a_process_in_one_run(run: Path) -> None:
     run_id = json.loads((run / "run.json").read_text())["run_id"]
     assert {segment.run.run_id for segment in segments} == {run_id}
     assert has_segments([segment.points("train/loss") for segment in segments])
-    assert [segment.exit_code for segment in segments] == [None, None, None, 0]
+    assert [segment.exit_code for segment in segments] == [None, None, 0]
     for tag, name in TAGS.items():
         assert_each_step_once([point for segment in segments for point in segment.points(tag)], run, name)
 
@@ -105,23 +106,23 @@ def test_comet_has_an_archive_a_process_of_one_experiment(run: Path) -> None:
     }
     assert {archive.meta["resume_strategy"] for archive in archives} == {"get_or_create"}
     assert has_segments([archive.points("train/loss") for archive in archives])
-    assert [archive.others.get("onstep_status") for archive in archives] == [None, None, None, "completed"]
+    assert [archive.others.get("onstep_status") for archive in archives] == [None, None, "completed"]
     for tag, name in TAGS.items():
         assert_each_step_once([point for archive in archives for point in archive.points(tag)], run, name)
-    assert [path.suffix for path in (run / "comet").iterdir()] == [".zip"] * 4
+    assert [path.suffix for path in (run / "comet").iterdir()] == [".zip"] * 3
 
 
-def test_trackio_has_one_run(directory: Path, run: Path) -> None:
-    (rows,) = trackio_logs(directory / "trackio", "onstep", "run").values()
+def test_trackio_has_one_run(runs: Ranks, run: Path) -> None:
+    (rows,) = trackio_logs(runs.directory / "trackio", "onstep", "run").values()
     for tag, name in TAGS.items():
         assert_each_step_once([(row["step"], row[tag]) for row in rows if tag in row], run, name)
 
 
-def test_trackers_leave_nothing_on_the_console_and_no_process_behind(directory: Path) -> None:
-    assert "wandb:" not in output(directory)
-    assert "COMET" not in output(directory)
+def test_trackers_leave_nothing_on_the_console_and_no_process_behind(runs: Ranks, run: Path) -> None:
+    assert "wandb:" not in runs.output("killed")
+    assert "COMET" not in runs.output("killed")
     deadline = time.monotonic() + 20
-    while left := [process for process in psutil.process_iter() if _is_of(process, directory)]:
+    while left := [process for process in psutil.process_iter() if _is_of(process, runs.directory)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
 
@@ -134,19 +135,8 @@ def _is_of(process: psutil.Process, directory: Path) -> bool:
         return False
 
 
-def test_a_kill_before_the_trackers_have_written_anything_loses_no_step(
-    tmp_path: Path, corpus: Path, token_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for key in KEYS:
-        monkeypatch.delenv(key, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    with closing(Processes("mlflow.tracking")) as processes:
-        runs = Ranks(processes, tmp_path, JOBS, corpus=str(corpus), cache=str(token_cache))
-        settings = {"sinks": ["wandb", "mlflow"], "waits": False}
-        for step in (5, 7):
-            assert runs.start("killed", "watched", ranks=1, kill_after=step, **settings) == [-9], output(tmp_path)
-        assert runs.start("killed", "watched", ranks=1, **settings) == [0], output(tmp_path)
-    run = tmp_path / "killed" / "runs" / "run"
+def test_a_kill_before_the_trackers_have_written_anything_loses_no_step(runs: Ranks) -> None:
+    run = killed(runs, "hurried", (5,), sinks=["wandb", "mlflow"], waits=False)
     client, (found,) = mlflow_runs(run)
     for tag, name in TAGS.items():
         assert_each_step_once(mlflow_points(client, found, tag), run, name)

@@ -100,8 +100,10 @@ class Hears(Callback):
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, int, Any]] = []
+        self.path: Path | None = None
 
     def on_train_start(self, context: Any) -> None:
+        self.path = context.state.record.path
         context.state.record.listeners.add(lambda *line: self.lines.append(line))
 
     def on_step_end(self, context: Any) -> None:
@@ -115,6 +117,7 @@ def test_a_callback_hears_the_lines_and_appends_its_own(config: ConfigContainer,
     pretrain(config, callbacks=[hears])
     assert ("sample", 2, {"prompt": "def ", "text": "main()"}) in hears.lines
     assert [step for kind, step, _ in hears.lines if kind == "log"][:3] == [1, 2, 3]
+    assert hears.path == (path if name else None)
     if name is not None:
         [line] = [line for line in read_records(path) if line["kind"] == "sample"]
         assert (line["global_step"], line["prompt"], line["text"]) == (2, "def ", "main()")

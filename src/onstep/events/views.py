@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from onstep.config import ConfigContainer
@@ -37,6 +38,10 @@ class RecordView(Protocol):
 
     listeners: set[Listener]
     """Called on rank 0 for each line, also in a run without a directory, whose record is not kept."""
+
+    @property
+    def path(self) -> Path | None:
+        """`record.jsonl` in the directory of the run; None on other ranks and in a run without a directory."""
 
 
 class RunView(Protocol):

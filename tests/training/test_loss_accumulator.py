@@ -63,6 +63,21 @@ def test_what_was_read_is_not_read_again_until_there_is_a_step() -> None:
     assert accumulator.read() is None
 
 
+@pytest.mark.parametrize("counts", [(0, 3, 2**24 + 1), (0.25, 3.0, 7.0)])
+def test_counts_on_the_device_and_on_the_host_give_the_same_means(counts: tuple[float, ...]) -> None:
+    on_device = [torch.tensor(count) for count in counts]
+    reports = []
+    for given in (list(counts), on_device, [counts[0], *on_device[1:]], [on_device[0].float(), *on_device[1:]]):
+        accumulator = LossAccumulator()
+        for count in given:
+            accumulator.add(StepLoss(torch.tensor(5.0), count, count, {}), count, successful=True)
+        reports.append(accumulator.flush())
+    assert reports[0] is not None
+    assert reports[0].loss == pytest.approx(sum(5.0 / max(count, 1) for count in counts) / 3)
+    assert reports[0].tokens == round(sum(counts))
+    assert all(report == reports[0] for report in reports[1:])
+
+
 def test_steps_that_wait_are_continued_with_what_became_of_them() -> None:
     whole, first, second = LossAccumulator(), LossAccumulator(), LossAccumulator()
     steps = [(1.0, True), (7.0, False), (2.0, True)]

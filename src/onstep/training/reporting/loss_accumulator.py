@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from onstep.training.compute.losses import Scalar, StepLoss, as_scalar, at_least_one
+from onstep.training.compute.losses import Scalar, StepLoss, as_scalar
 from onstep.training.protocols import StateDict
 
 Name = TypeVar("Name")
 _FOLD_EVERY = 64
 _MAX_NORM, _ZEROS = "max_norm", "num_zeros"
+_FORM = attrgetter("dtype", "device")
 
 
 @dataclass
@@ -105,10 +107,13 @@ class LossAccumulator:
         if self._report is None or self._report.num_steps != self.num_steps:
             self._fold()
             unread: dict[Any, object] = {**self._sums, _MAX_NORM: self._max_norm, _ZEROS: self._num_zeros}
-            unread |= {(group, name): one for group, values in extras.items() for name, one in values.items()}
+            for group, values in extras.items():
+                for name, one in values.items():
+                    unread[group, name] = one
             read = read_together(unread)
-            self._report = self._make_report({name: read[name] for name in self._sums}, read[_MAX_NORM], read[_ZEROS])
-            self._report.extras = {group: {name: read[group, name] for name in extras[group]} for group in extras}
+            self._report = self._make_report(read)
+            for group, values in extras.items():
+                self._report.extras[group] = {name: read[group, name] for name in values}
         return self._report
 
     def flush(self) -> IntervalReport | None:
@@ -166,66 +171,81 @@ class LossAccumulator:
         zeros = state_dict.get("num_zeros")  # missing in older checkpoints
         self._num_zeros = zeros.to(device) if isinstance(zeros, Tensor) else zeros
 
-    def _make_report(self, sums: dict[str, float], max_norm: float | None, num_zeros: float | None) -> IntervalReport:
-        others = {name: sums[f"report/{name}"] / count for name, count in self._counts.items()}
-        num_applied = self.num_steps - self.num_skipped
-        losses = {name: f"report/{name}" for name in self._counts} or {"lm loss": "loss"}
-        sums_of_applied = {name: sums.get(f"applied/{key}", sums.get(key, 0.0)) for name, key in losses.items()}
+    def _make_report(self, read: Mapping[Any, Any]) -> IntervalReport:
+        """The report of what was read: sums, largest norm and zeros by name."""
+        num_zeros, num_applied = read[_ZEROS], self.num_steps - self.num_skipped
+        others, applied = dict[str, float](), dict[str, float]()
+        for name, count in self._counts.items():
+            others[name] = read[f"report/{name}"] / count
+        for name in (others or ("lm loss",)) if num_applied else ():
+            key = f"report/{name}" if others else "loss"
+            applied[name] = read.get(f"applied/{key}", read.get(key, 0.0)) / num_applied
         return IntervalReport(
             num_steps=self.num_steps,
             num_skipped=self.num_skipped,
             num_losses=self._num_losses,
-            loss=sums["loss"] / self._num_losses if self._num_losses else math.nan,
-            grad_norm=(sums["squared_norm"] / self._num_norms) ** 0.5 if self._num_norms else None,
-            max_grad_norm=max_norm,
-            tokens=round(sums["tokens"]) if "tokens" in sums else None,
+            loss=read["loss"] / self._num_losses if self._num_losses else math.nan,
+            grad_norm=(read["squared_norm"] / self._num_norms) ** 0.5 if self._num_norms else None,
+            max_grad_norm=read[_MAX_NORM],
+            tokens=round(read["tokens"]) if "tokens" in read else None,
             num_zeros=None if num_zeros is None else int(num_zeros),
             others=others,
-            applied={name: one / num_applied for name, one in sums_of_applied.items()} if num_applied else {},
+            applied=applied,
         )
 
     def _fold(self) -> None:
         if not self._losses:
             return
-        device = self._losses[0].numerator.device
-        top = torch.stack([loss.numerator for loss in self._losses])
-        weights = _stack([at_least_one(loss.weight) for loss in self._losses], device)
-        self._add_losses("loss", (top / weights.to(top.dtype)).double(), range(len(self._losses)))
-        tokens = [loss.tokens for loss in self._losses if loss.tokens is not None]
+        numerators, weights, tokens = list[Tensor](), list[Scalar](), list[Scalar]()
+        reports: dict[str, tuple[list[int], list[Scalar]]] = {}
+        for step, loss in enumerate(self._losses):
+            numerators.append(loss.numerator)
+            weights.append(loss.weight)
+            if loss.tokens is not None:
+                tokens.append(loss.tokens)
+            for name, value in loss.reports.items():
+                steps, values = reports.setdefault(name, ([], []))
+                steps.append(step)
+                values.append(value)
+        device, top, amounts = numerators[0].device, torch.stack(numerators), dict[str, Tensor]()
+        bottom = _stack(weights, device).clamp(min=1)  # a step without any labels has a loss of zero, not NaN
+        self._add_losses(amounts, "loss", (top / bottom.to(top.dtype)).double(), range(len(numerators)))
         if tokens:
-            self._add_to_total("tokens", _stack(tokens, device).sum())
-        for key in dict.fromkeys(key for loss in self._losses for key in loss.reports):
-            steps = [step for step, loss in enumerate(self._losses) if key in loss.reports]
-            values = _stack([self._losses[step].reports[key] for step in steps], device)
-            self._add_losses(f"report/{key}", values, steps)
-            self._counts[key] = self._counts.get(key, 0) + len(steps)
+            amounts["tokens"] = _stack(tokens, device).sum()
+        for name, (steps, values) in reports.items():
+            self._add_losses(amounts, f"report/{name}", _stack(values, device), steps)
+            self._counts[name] = self._counts.get(name, 0) + len(steps)
         if self._norms:
             norms = _stack(self._norms, device)
-            self._add_to_total("squared_norm", norms.square().sum())
+            amounts["squared_norm"] = norms.square().sum()
             self._num_norms += len(self._norms)
             largest = norms.max()
             self._max_norm = largest if self._max_norm is None else torch.maximum(self._max_norm, largest)
+        for name, amount in amounts.items():
+            self._sums[name] = self._sums[name] + amount if name in self._sums else amount
         self._losses, self._norms, self._unapplied = [], [], set()
 
-    def _add_losses(self, name: str, values: Tensor, steps: Sequence[int]) -> None:
+    def _add_losses(self, amounts: dict[str, Tensor], name: str, values: Tensor, steps: Sequence[int]) -> None:
         """Add the losses of some pending steps; count the applied ones separately once a step was not applied."""
         applied = f"applied/{name}"
         if self._unapplied or applied in self._sums:
             rows = [row for row, step in enumerate(steps) if step not in self._unapplied]
-            before = self._sums.get(applied, self._sums.get(name, 0.0))
-            self._sums[applied] = before + values[rows].sum()
-        self._add_to_total(name, values.sum())
-
-    def _add_to_total(self, name: str, amount: Tensor) -> None:
-        self._sums[name] = self._sums[name] + amount if name in self._sums else amount
+            amounts[applied] = values[rows].sum()
+            if applied not in self._sums and name in self._sums:
+                self._sums[applied] = self._sums[name]  # all of them until now
+        amounts[name] = values.sum()
 
 
 def read_together(values: Mapping[Name, object]) -> dict[Name, Any]:
     """`values` with tensors of one element as Python numbers, read from the device at once."""
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    tensors: dict[Name, Tensor] = {}
+    device = torch.device("cpu")
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            tensors[name] = value
+            device = value.device if device.type == "cpu" else device
     if not tensors:
         return dict(values)
-    device = next((one.device for one in tensors.values() if one.device.type != "cpu"), torch.device("cpu"))
     numbers = torch.stack([one.detach().to(device).double().reshape(()) for one in tensors.values()]).tolist()
     return {**values, **dict(zip(tensors, numbers, strict=True))}
 
@@ -245,7 +265,10 @@ def _unpacked(packed: Tensor | list[Scalar | None], device: torch.device) -> lis
 
 def _stack(numbers: Sequence[Scalar], device: torch.device) -> Tensor:
     """Host and device numbers as one float64 vector on the device, without waiting for it."""
-    if any(isinstance(number, Tensor) for number in numbers):
+    kinds = set(map(type, numbers))
+    if kinds == {Tensor} and len(set(map(_FORM, numbers))) == 1:
+        return torch.stack(list(numbers)).to(device, torch.float64)  # type: ignore[arg-type]
+    if any(issubclass(kind, Tensor) for kind in kinds):
         return torch.stack([as_scalar(number, torch.float64, device) for number in numbers])
     vector = torch.tensor(numbers, dtype=torch.float64)
     return vector.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else vector.to(device)

@@ -12,7 +12,6 @@ from torch import nn
 from onstep.checkpoint import ModelState, SharingPattern, StateComponent, decode_state, encode_state
 from onstep.checkpoint.components import Placement, Seat, find_placement
 from onstep.checkpoint.saving import fingerprints
-from onstep.checkpoint.states import bare_module
 from onstep.config import DistributedInitConfig
 from onstep.distributed import World, open_world
 from onstep.errors import CheckpointError, ConfigError
@@ -67,10 +66,8 @@ def world() -> Iterator[World]:
 def test_wrappers_leave_no_trace_in_the_names(world: World) -> None:
     bare = nn.Linear(2, 2)
     wrapped = nn.parallel.DistributedDataParallel(bare)
-    compiled = nn.Module()
-    compiled.add_module("_orig_mod", wrapped)
-    assert bare_module(compiled) is bare
-    assert list(ModelState([wrapped]).state_dict()) == ["weight", "bias"]
+    for model in (wrapped, torch.compile(wrapped)):
+        assert list(ModelState([model]).state_dict()) == ["weight", "bias"]
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from onstep.config.suggestions import listed
 from onstep.errors import CheckpointError
+from onstep.events.context import unwrap
 
 NAMES_SHOWN = 5
 """How many names of each kind an error lists; the remaining ones are counted."""
@@ -33,7 +34,7 @@ class ModelState:
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
-        self._modules = [bare_module(chunk) for chunk in chunks]
+        self._modules = [unwrap(chunk) for chunk in chunks]
 
     def state_dict(self) -> dict[str, Any]:
         """The tensors themselves, not copies; tied tensors share their storage."""
@@ -69,15 +70,6 @@ class ModelState:
         if len(self._modules) == 1:
             return [("", self._modules[0])]
         return [(f"chunk_{i}.", module) for i, module in enumerate(self._modules)]
-
-
-def bare_module(module: nn.Module) -> nn.Module:
-    """The module inside any data-parallel and compile wrappers."""
-    while True:  # torch.compile's wrapper is recognized by its attribute, which avoids importing it
-        inner = module.module if isinstance(module, DistributedDataParallel) else module._modules.get("_orig_mod")
-        if inner is None:
-            return module
-        module = inner
 
 
 def _loads_its_own_way(module: nn.Module) -> bool:
@@ -136,6 +128,15 @@ class RngState:
             "torch": torch.get_rng_state(),
             "device": {"type": self._device.type, "state": self._device_state()},
         }
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Restore the generators on exit, also after an error: what is drawn within the block leaves no trace."""
+        before = self.state_dict()
+        try:
+            yield
+        finally:
+            self.load_state_dict(before)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore every generator; on an error, none is changed.

@@ -307,6 +307,15 @@ def together(world: World, work: Callable[[], T], doing: str) -> T:
     return cast(T, result)
 
 
+def on_main(world: World, work: Callable[[], T]) -> T:
+    """What the work gives on rank 0, on all ranks; its error is raised on all of them. Collective."""
+    result, error = attempt(work) if world.is_main else (None, None)
+    result, error = world.share((result, error))
+    if error is not None:
+        raise error
+    return cast(T, result)
+
+
 def _described(error: Exception) -> str:
     kind = "" if isinstance(error, (CheckpointError, ConfigError)) else f"{type(error).__name__}: "
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from torch import Tensor
@@ -162,7 +163,7 @@ class Feature(Hooks, Generic[Host]):
     name: ClassVar[str]
     """Its key in checkpoints, and its name in `onstep why --features`."""
     when: ClassVar[str] = "always"
-    """Configuration keys that enable it, for the documentation."""
+    """The configuration keys that enable it, of which one is enough; the documentation shows them."""
     collective: ClassVar[bool] = False
     """Some hook communicates with other ranks: wanted on one rank, it is built on all."""
     per_rank: ClassVar[bool] = False
@@ -178,8 +179,9 @@ class Feature(Hooks, Generic[Host]):
 
     @classmethod
     def wanted(cls, host: Host) -> bool:
-        """Whether this rank wants it, given the configuration, the callbacks or the model."""
-        raise NotImplementedError
+        """Whether this rank wants it: as `when` says, unless it depends on callbacks or the model too."""
+        config: Any = getattr(getattr(host, "run", host), "cfg")  # noqa: B009 - a `Run`, or the `Job` of one
+        return cls.when.startswith("always") or any(attrgetter(key)(config) for key in cls.when.split(", "))
 
     def __init__(self, host: Host) -> None:
         self.host = host

@@ -19,6 +19,7 @@ from onstep.checkpoint.catalog.discovery import (
 )
 from onstep.checkpoint.storage.manifest import Manifest
 from onstep.checkpoint.storage.store import FileStore
+from onstep.config.hf.arguments import is_greater_better as is_greater_better_by_name
 from onstep.errors import CheckpointError, ConfigError
 
 
@@ -106,13 +107,15 @@ def _kept_persistent(own: list[CheckpointInfo], retention: Retention) -> set[int
 
 
 def _ranked(infos: Iterable[CheckpointInfo], retention: Retention) -> list[CheckpointInfo]:
-    greater = retention.greater_is_better
-    if greater is None:
-        greater = not retention.metric.endswith(("loss", "perplexity"))
-    sign = -1.0 if greater else 1.0
+    sign = -1.0 if is_greater_better(retention.metric, retention.greater_is_better) else 1.0
     valued = [(metric_value(info, retention.metric), info) for info in infos]
     ranked = [(sign * value, info.step, info) for value, info in valued if value is not None]
     return [info for _, _, info in sorted(ranked, key=lambda item: item[:2])]
+
+
+def is_greater_better(metric: str, configured: bool | None) -> bool:
+    """Whether greater values of a metric are better: as configured, else unless its name is that of a loss."""
+    return is_greater_better_by_name(metric) if configured is None else configured
 
 
 def best_verified(root: Path, retention: Retention, report: Callable[[str], None]) -> CheckpointInfo | None:

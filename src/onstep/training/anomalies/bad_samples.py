@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
 
+from onstep.checkpoint import RngState
 from onstep.distributed import no_sync
 from onstep.training.compute.losses import MicroLoss
 from onstep.training.compute.step import MicroBatches, Step
@@ -104,7 +102,7 @@ def _bad_losses(rank: int, micros: list[MicroLoss], sample_ids: list[list[int]] 
 def _bad_gradients(job: Job, step: Step, sample_ids: list[list[int]] | None) -> list[BadSamples]:
     world = job.run.world
     try:
-        with _preserve_random_state(world.device), job.run.features.pause("replay"):
+        with RngState(world.device).kept(), job.run.features.pause("replay"):
             norms = list(_gradient_norms(job, step))
     except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; an empty one only names less
         logger.warning("the gradients of the bad step could not be recomputed: %s: %s", type(error).__name__, error)
@@ -136,13 +134,3 @@ def _drop_gradients(model: list[nn.Module]) -> None:
     for chunk in model:
         for parameter in chunk.parameters():
             parameter.grad = None
-
-
-@contextmanager
-def _preserve_random_state(device: torch.device) -> Iterator[None]:
-    """Preserve the random generators: later steps must not depend on whether anything was recomputed."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield
-    random.setstate(python)
-    np.random.set_state(numpy)

@@ -25,11 +25,6 @@ class FiniteWeights(Feature[Job]):
     name = "finite_weights"
     collective = True
 
-    @classmethod
-    def wanted(cls, host: Job) -> bool:
-        """Always: non-finite values are never saved."""
-        return True
-
     def pause(self, work: Interruption) -> AbstractContextManager[object]:
         """Check the weights if a checkpoint is about to be taken. Collective."""
         if work == "save":

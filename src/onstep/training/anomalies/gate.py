@@ -55,11 +55,6 @@ class AnomalyGate(Feature[Job]):
     collective = True
     has_state = True
 
-    @classmethod
-    def wanted(cls, host: Job) -> bool:
-        """Always: non-finite values are never applied."""
-        return True
-
     def __init__(self, host: Job) -> None:
         super().__init__(host)
         self._job, self._state, self._gate = host, host.run, host.optimizer.gate

@@ -18,9 +18,9 @@ from onstep.events import Dispatcher
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.checkpointing.writing import RunCheckpoints
 from onstep.training.feature import is_due
-from onstep.training.protocols import UserOptimizer, UserScheduler
-from onstep.training.stages import exits
+from onstep.training.protocols import Trained, UserOptimizer, UserScheduler
 from onstep.training.stages.agreement import agree
+from onstep.training.stages.exits import save_and_decide_exit, save_and_time
 from onstep.training.stragglers.nvrx import check_nvrx_straggler_detection
 
 
@@ -67,15 +67,8 @@ def checkpoint_and_decide_exit(
     manager = state.nvrx_straggler_manager
     if state.exits.decided is None and check_nvrx_straggler_detection(manager):
         state.exits.decided, state.exits.straggler = "straggler", getattr(manager, "found", "")
-    return exits.checkpoint_and_decide_exit(
-        state,
-        model,
-        optimizer,
-        opt_param_scheduler,
-        num_floating_point_operations_so_far,
-        checkpointing_context,
-        _source(train_data_iterator, state),
-    )
+    trained, reader = Trained(model, optimizer, opt_param_scheduler), _source(train_data_iterator, state)
+    return save_and_decide_exit(state, trained, reader, num_floating_point_operations_so_far)
 
 
 def save_checkpoint_and_time(
@@ -107,16 +100,9 @@ def save_checkpoint_and_time(
     """
     _join_ranks(state)
     _open_checkpoints(state)
-    exits.save_checkpoint_and_time(
-        state,
-        model,
-        optimizer,
-        opt_param_scheduler,
-        num_floating_point_operations_so_far,
-        checkpointing_context,
-        non_persistent_ckpt,
-        _source(train_data_iterator, state),
-    )
+    trained, reader = Trained(model, optimizer, opt_param_scheduler), _source(train_data_iterator, state)
+    flops = num_floating_point_operations_so_far
+    save_and_time(state, trained, reader, flops, persistent=not non_persistent_ckpt)
 
 
 def _join_ranks(state: GlobalState) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from onstep.distributed import attempt
+from onstep.distributed import on_main
 from onstep.errors import CheckpointError, ConfigError
 from onstep.training.run import Run
 from onstep.training.runs.hold import missing_directories, remove_empty
@@ -34,15 +34,13 @@ class SavePlace:
         run = self._run
         if run.cfg.checkpoint.save is None or run.cfg.validation.skip_train:
             return
-        _, error = attempt(self._take_locks) if run.world.is_main else (None, None)
-        error = run.world.share(error)
-        if isinstance(error, OSError):
+        try:
+            on_main(run.world, self._take_locks)
+        except OSError as error:
             raise ConfigError(
                 f"checkpoint.save={self._root} cannot be written ({error}); choose another directory, or make it "
                 f"writable."
-            )
-        if error is not None:
-            raise error
+            ) from None
 
     def now(self) -> Path:
         """Where the directory is now; if it was removed, where the run continues. Collective.
@@ -50,10 +48,9 @@ class SavePlace:
         Raises:
             CheckpointError: on all ranks, if none can be made in its place.
         """
-        world = self._run.world
-        found, error = attempt(self._find) if world.is_main else (None, None)
-        self._root, error = world.share((found or self._root, error))
-        if error is not None:
+        try:
+            self._root = on_main(self._run.world, self._find)
+        except Exception as error:
             raise CheckpointError(f"The directory to save in, {self._root}, is gone: {error}") from error
         return self._root
 

@@ -11,7 +11,7 @@ from onstep.config import ChangeClass, ConfigContainer
 from onstep.config.derived import fill
 from onstep.config.differences import changes, decide, describe, left_to_policy, of_kind
 from onstep.config.suggestions import shown
-from onstep.distributed import attempt
+from onstep.distributed import attempt, on_main
 from onstep.errors import CheckpointError, ConfigError
 from onstep.events import Request
 from onstep.events.control import STICKY
@@ -84,24 +84,22 @@ def requested_start(state: Run, root: Path) -> CheckpointInfo | None:
     Raises:
         CheckpointError: if it does not exist, on all ranks alike.
     """
-    config, world = state.cfg.checkpoint, state.world
-    outcome: CheckpointInfo | CheckpointError | None = None
-    if world.is_main:
-        load = None if config.load is None else Path(config.load).expanduser()
+    config = state.cfg.checkpoint
+    load = None if config.load is None else Path(config.load).expanduser()
+
+    def resolved() -> CheckpointInfo | None:
         try:
-            outcome = resolve(load or root, step=config.ckpt_step)
+            return resolve(load or root, step=config.ckpt_step)
         except CheckpointError as error:
+            if load is None:
+                raise CheckpointError(f"checkpoint.ckpt_step={config.ckpt_step}: {error}") from None
             own = root if state.run_dir is None else state.run_dir.path
-            is_new = load is not None and load.resolve() in (root.resolve(), own.resolve())
-            is_new = is_new and config.ckpt_step is None and not named_dirs(root)
-            outcome = (
-                error if load is not None else CheckpointError(f"checkpoint.ckpt_step={config.ckpt_step}: {error}")
-            )
-            outcome = None if is_new and not config.exit_on_missing_checkpoint else outcome
-    outcome = world.share(outcome)
-    if isinstance(outcome, CheckpointError):
-        raise outcome
-    return outcome
+            is_own = config.ckpt_step is None and load.resolve() in (root.resolve(), own.resolve())
+            if is_own and not config.exit_on_missing_checkpoint and not named_dirs(root):
+                return None  # nothing is saved yet
+            raise
+
+    return on_main(state.world, resolved)
 
 
 def check_not_all_damaged(state: Run, root: Path) -> None:
@@ -170,13 +168,7 @@ def compare_identity(state: Run, start: CheckpointInfo | None, root: Path) -> No
     """
     identify = state.entry_point.identify
     if identify is not None and (state.run_dir is None or (start is not None and not is_own(state, start))):
-        found, error = (
-            attempt(lambda: _compared(state, start, root, identify(state.cfg))) if state.world.is_main else (None, None)
-        )
-        found, error = state.world.share((found, error))
-        if error is not None:
-            raise error
-        state.identity = found
+        state.identity = on_main(state.world, lambda: _compared(state, start, root, identify(state.cfg)))
     if start is not None and trains_on_others(start.manifest.extra.get("identity"), state.identity):
         state.cfg.checkpoint.on_config_change = "apply"
 

@@ -18,9 +18,8 @@ def preserve_state(model: Any) -> Iterator[None]:
     compiled = [(one, one._compiled_call_impl) for one in modules if getattr(one, "_compiled_call_impl", None)]
     parameter = next(model.parameters(), None) if modules else None
     generators = RngState("cpu" if parameter is None else parameter.device)
-    drawn = generators.state_dict()
     try:
-        with preserve_modes([model] if modules else []):
+        with generators.kept(), preserve_modes([model] if modules else []):
             for module in modules:  # not `eval()`, which a module may override to change more than its mode
                 module.training = False
             for module, _ in compiled:
@@ -29,4 +28,3 @@ def preserve_state(model: Any) -> Iterator[None]:
     finally:
         for module, call in compiled:
             module._compiled_call_impl = call
-        generators.load_state_dict(drawn)

@@ -21,6 +21,7 @@ from onstep.config import FaultToleranceConfig
 from onstep.distributed import World
 from onstep.errors import ConfigError, DataError, MissingExtraError
 from onstep.files.bounded_reading import read_json
+from onstep.files.durability import replace_durably
 from onstep.training.compute.step import Step
 from onstep.training.fault_tolerance.learned_timeouts import LearnedTimeouts
 from onstep.training.feature import Feature, Interruption
@@ -291,14 +292,9 @@ def _store(state: Run, client: LearnedTimeouts) -> None:
     path = sections_of(state).state.ft_state_path
     if not state.world.is_main or path is None:
         return
-    temporary = path.with_suffix(".json.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(client.state_dict(), file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        replace_durably(path, json.dumps(client.state_dict(), indent=2))
     except OSError as error:
         logger.warning("the learned time limits could not be written to %s: %s", path, error)
 

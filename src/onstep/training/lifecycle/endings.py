@@ -19,11 +19,6 @@ class TrainingEnd(Feature[Job]):
 
     name = "training_end"
 
-    @classmethod
-    def wanted(cls, host: Job) -> bool:
-        """Always."""
-        return True
-
     @contextmanager
     def session(self) -> Iterator[None]:
         """Catch the error in passing."""
@@ -65,11 +60,6 @@ class Endings(Feature[Run]):
     """Fires `on_run_end` after everything else, and `on_exception` if an exception ended the run."""
 
     name = "endings"
-
-    @classmethod
-    def wanted(cls, host: Run) -> bool:
-        """Always."""
-        return True
 
     def session(self) -> AbstractContextManager[None]:
         """Observe how the run ends."""

@@ -21,10 +21,6 @@ class EnvironmentVariables(Feature[Run]):
     name = "environment"
     when = "env_vars"
 
-    @classmethod
-    def wanted(cls, host: Run) -> bool:
-        return bool(host.cfg.env_vars)
-
     def session(self) -> AbstractContextManager[object]:
         is_main = os.environ.get("RANK", "0") == "0"  # the ranks have not met yet
         for name, value in self.host.cfg.env_vars.items():
@@ -65,11 +61,6 @@ class TrackerSessions(Feature[Run]):
     when = "always; logger.report_to, logger.tensorboard_dir and the like select the trackers"
     collective = True
     per_rank = True
-
-    @classmethod
-    def wanted(cls, host: Run) -> bool:
-        """Always: a callback may install a tracker later."""
-        return True
 
     def __init__(self, host: Run) -> None:
         super().__init__(host)

@@ -52,10 +52,6 @@ class MemoryHistory(Feature[Run]):
     name = "memory_history"
     when = "profiling.record_memory_history"
 
-    @classmethod
-    def wanted(cls, host: Run) -> bool:
-        return host.cfg.profiling.record_memory_history
-
     def session(self) -> AbstractContextManager[object]:
         if not torch.cuda.is_available():
             warn_once(logger, "profiling.record_memory_history does nothing without a CUDA GPU; set it to false")
@@ -115,10 +111,6 @@ class DeviceSync(Feature[Job]):
     name = "device_sync"
     when = "train.train_sync_interval"
 
-    @classmethod
-    def wanted(cls, host: Job) -> bool:
-        return bool(host.run.cfg.train.train_sync_interval)
-
     def after_iteration(self, step: Step) -> None:
         if is_due(step.number, self.host.run.cfg.train.train_sync_interval) and torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -158,11 +150,6 @@ class IntervalTime(Feature[Job]):
     """Measures the time of the steps of a logging interval, without evaluations and saves."""
 
     name = "interval_time"
-
-    @classmethod
-    def wanted(cls, host: Job) -> bool:
-        """Always: the throughput of every logged step is computed from it."""
-        return True
 
     @contextmanager
     def session(self) -> Iterator[None]:

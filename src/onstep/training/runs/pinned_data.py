@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onstep.config import ConfigContainer
 from onstep.data.corpus.hf_datasets import hub_name, pinned
-from onstep.distributed import World, attempt
+from onstep.distributed import World, on_main
 from onstep.training.runs.claims import may_be_replaced, named_dir
 from onstep.training.runs.hub import recorded_revisions
 
@@ -17,11 +17,7 @@ def pin_datasets(config: ConfigContainer, world: World) -> dict[str, str]:
     Raises:
         DataError: for a revision that the Hub does not have; on all ranks alike.
     """
-    commits, error = attempt(lambda: _commits(config)) if world.is_main else (None, None)
-    commits, error = world.share((commits, error))
-    if error is not None:
-        raise error
-    data, commits = config.dataset, commits or {}
+    data, commits = config.dataset, on_main(world, lambda: _commits(config))
     data.paths = [f"{path.partition('@')[0]}@{commits[path]}" if path in commits else path for path in data.paths]
     return {f"datasets/{path}": commit for path, commit in commits.items()}
 

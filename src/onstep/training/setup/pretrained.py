@@ -22,7 +22,7 @@ from onstep.config.derived import fill
 from onstep.config.keys import typed_copy
 from onstep.data import tokenizer_in_run
 from onstep.data.corpus.tokenizer_files import tokenizer_in_dir
-from onstep.distributed import World
+from onstep.distributed import World, on_main
 from onstep.errors import CheckpointError, ConfigError, MissingWeightsError, RunExistsError
 from onstep.metrics.model_shape import ModelShape, num_parameters
 from onstep.models import Transformer, load_hf
@@ -221,17 +221,8 @@ def load_pretrained(source: PretrainedSource, config: ModelConfig, world: World)
     """
     if source.is_hugging_face:
         return load_hf(source.path, config)
-    outcome: CheckpointInfo | CheckpointError | None = None
-    if world.is_main:  # which compares every file with the manifest
-        try:
-            outcome = resolve(source.path, step=source.step)
-        except CheckpointError as error:
-            outcome = error
-    outcome = world.share(outcome)
-    if isinstance(outcome, CheckpointError):
-        raise outcome
-    assert outcome is not None
-    return _model_of(outcome, config)
+    # which compares every file with the manifest
+    return _model_of(on_main(world, lambda: resolve(source.path, step=source.step)), config)
 
 
 def model_of_checkpoint(path: Path) -> Transformer:

@@ -14,6 +14,7 @@ from onstep.errors import AnomalyError, warn_once
 from onstep.events import Request
 from onstep.events.control import FLAGS, STICKY
 from onstep.train_state import TrainState
+from onstep.training.feature import is_due
 from onstep.training.reporting.timers import INTERVAL_TIME
 from onstep.training.run import Run
 from onstep.training.runs.decisions import DecisionLog
@@ -23,9 +24,9 @@ from onstep.training.stages.data_position import leave_out_skipped
 from onstep.training.stages.evaluation import evaluate_and_print_results
 from onstep.training.stages.exits import (
     EvaluationInterrupted,
-    checkpoint_and_decide_exit,
     random_state_before,
     restore_random_state,
+    save_and_decide_exit,
 )
 from onstep.training.stages.job import Job, warn_of_missing_gradients, warn_of_parameters_left_out
 from onstep.training.stages.record import log_step, publish
@@ -38,14 +39,13 @@ def mark_due(run: Run) -> None:
     validation, step, set_now = run.cfg.validation, run.train_state.step, run.train_state.overrides
     log_every = set_now.get("log_interval", run.cfg.logger.log_interval)
     eval_every = set_now.get("eval_interval", validation.eval_interval)
-    logs = bool(log_every) and step % (log_every or 1) == 0
+    logs = is_due(step, log_every) or (step == 1 and run.cfg.logger.log_first_step)
     first_evaluated = validation.start_eval_at_iter or 0
-    evaluates = bool(eval_every) and step >= first_evaluated and step % (eval_every or 1) == 0
+    evaluates = is_due(step, eval_every, start=first_evaluated)
     if run.features.evaluates_last_step and step >= first_evaluated and run.has_all_steps:
         evaluates = True
     save_every = set_now.get("save_interval", run.cfg.checkpoint.save_interval)
-    saves = run.checkpoints is not None and bool(save_every) and step % (save_every or 1) == 0
-    logs = logs or (step == 1 and run.cfg.logger.log_first_step)
+    saves = run.checkpoints is not None and is_due(step, save_every)
     if logs or evaluates or saves:
         run.control.set_due(log=logs, evaluate=evaluates or (saves and validation.eval_on_save), save=saves)
 
@@ -80,7 +80,7 @@ def act(job: Job) -> bool:
     request = control.rollback_request
     if request is not None and roll_back(job, request):
         if control.should_save:  # before the stop that was requested with it
-            save_and_decide_exit(job)
+            save_and_exit_if_due(job)
         return True
     on.after_agreement()
     if control.should_log:
@@ -97,11 +97,11 @@ def act(job: Job) -> bool:
         evaluate_unless_interrupted(job)
         agree(run)
     if control.should_save or run.exits.decided is not None or job.decides_at_every_step:
-        save_and_decide_exit(job)
+        save_and_exit_if_due(job)
     return False
 
 
-def save_and_decide_exit(job: Job) -> None:
+def save_and_exit_if_due(job: Job) -> None:
     """Save what is due, and let `run.exits` decide whether the process exits. Collective.
 
     Requests that arrive during a save are agreed on right after it, so that a signal then causes no second checkpoint.
@@ -114,18 +114,17 @@ def save_and_decide_exit(job: Job) -> None:
         run.control.clear("should_save")
         return
     saves_at_end = run.cfg.checkpoint.save_at_end and run.is_over and not run.leaves
-    _save_and_decide_exit(job, saves_at_end)
+    _save_and_exit(job, saves_at_end)
     has_saved = (is_due_now and not saves_at_end) or (was_unsaved and not run.is_unsaved)
     if has_saved and not run.leaves:
         agree(run)
         if run.leaves:
-            _save_and_decide_exit(job, saves_at_end)
+            _save_and_exit(job, saves_at_end)
 
 
-def _save_and_decide_exit(job: Job, saves_at_end: bool) -> None:
-    run = job.run
-    flops = run.train_state.floating_point_operations_so_far
-    checkpoint_and_decide_exit(run, job.model, job.raw_optimizer, job.scheduler, flops, None, job.reader, saves_at_end)
+def _save_and_exit(job: Job, saves_at_end: bool) -> None:
+    flops = job.run.train_state.floating_point_operations_so_far
+    save_and_decide_exit(job.run, job.trained, job.reader, flops, saves_at_end=saves_at_end)
 
 
 def evaluate_unless_interrupted(job: Job) -> None:

@@ -6,6 +6,7 @@ import logging
 import math
 from pathlib import Path
 
+from onstep.checkpoint.catalog.retention import is_greater_better
 from onstep.errors import ConfigError
 from onstep.events import Request
 from onstep.training.protocols import Metrics
@@ -34,9 +35,7 @@ def note_best_metric(state: Run, metrics: Metrics) -> bool:
             f"{state.entry_point.best_metric}={name!r} is not a metric of the evaluation, which has {known}; name one "
             f"of them, or have compute_metrics return it."
         )
-    greater = state.cfg.validation.greater_is_better
-    if greater is None:
-        greater = not name.endswith(("loss", "perplexity"))
+    greater = is_greater_better(name, state.cfg.validation.greater_is_better)
     value, progress = float(metrics[key]), state.train_state
     if math.isnan(value):
         if state.world.is_main:

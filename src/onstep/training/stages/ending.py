@@ -11,9 +11,9 @@ from onstep.events import Request
 from onstep.training.protocols import StateDict
 from onstep.training.run import Run
 from onstep.training.runs.signals import Preempted
-from onstep.training.stages.actions import save_and_decide_exit
+from onstep.training.stages.actions import save_and_exit_if_due
 from onstep.training.stages.agreement import write_decision
-from onstep.training.stages.exits import announce_exit, save_checkpoint_and_time
+from onstep.training.stages.exits import announce_exit, save_and_time
 from onstep.training.stages.job import Job
 from onstep.training.stages.record import advance_tokens, final_metrics, first_and_last_loss, publish
 
@@ -104,17 +104,8 @@ def save_at_end(job: Job) -> None:
 
 def save_now(job: Job, reason: str, reader: StepSource | None = None) -> None:
     """Save the current state, with the data at the reader's position. Collective."""
-    run = job.run
-    save_checkpoint_and_time(
-        run,
-        job.model,
-        job.raw_optimizer,
-        job.scheduler,
-        run.train_state.floating_point_operations_so_far,
-        None,
-        train_data_iterator=job.reader if reader is None else reader,
-        reason=reason,
-    )
+    flops = job.run.train_state.floating_point_operations_so_far
+    save_and_time(job.run, job.trained, job.reader if reader is None else reader, flops, reason=reason)
 
 
 def give_up_on_data(job: Job) -> None:
@@ -131,7 +122,7 @@ def give_up_on_data(job: Job) -> None:
             f"without saving and will continue from its newest checkpoint."
         )
     run.exits.decided = "signal"
-    save_and_decide_exit(job)
+    save_and_exit_if_due(job)
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from datetime import datetime
 from functools import partial
 from typing import Any
-
-from torch import nn
 
 from onstep.checkpoint import RngState
 from onstep.errors import warn_once
 from onstep.events import Request
 from onstep.training.feature import is_due
-from onstep.training.protocols import StateDict, Trained, UserOptimizer, UserScheduler
+from onstep.training.protocols import StateDict, Trained
 from onstep.training.run import Run
 from onstep.training.runs.signals import Preempted
 from onstep.training.stages.agreement import write_decision
@@ -28,109 +25,73 @@ class EvaluationInterrupted(Preempted):
     """A signal or time limit ended an evaluation; training saves the state from before it, other callers just exit."""
 
 
-def checkpoint_and_decide_exit(
-    state: Run,
-    model: list[nn.Module],
-    optimizer: UserOptimizer,
-    opt_param_scheduler: UserScheduler | None,
-    num_floating_point_operations_so_far: float,
-    checkpointing_context: Mapping[str, object] | None,
-    train_data_iterator: Any,
-    saves_at_end: bool = False,
-) -> bool:
+def save_and_decide_exit(run: Run, trained: Trained, reader: Any, flops: float, *, saves_at_end: bool = False) -> bool:
     """Save what is due or requested, and decide whether the process exits now. Collective; it only reads decisions.
 
     A process that exits (signal, `train.exit_duration_in_mins`, a slow rank with `stop_if_detected`,
     `train.exit_interval`) saves first, once, if the run has checkpoints and anything has changed since the last one.
 
     Args:
-        state: the run's state; its `checkpoints` do the writing.
-        model: list of model chunks.
-        optimizer: the optimizer that the loop drives.
-        opt_param_scheduler: the learning-rate schedule, or None.
-        num_floating_point_operations_so_far: of the whole run up to its last logged step; for the progress log.
-        checkpointing_context: accepted for compatibility with Megatron Bridge, and ignored.
-        train_data_iterator: its position is saved; None saves none.
+        run: its `checkpoints` do the writing.
+        trained: what is saved.
+        reader: its position is saved; None saves none.
+        flops: of the whole run up to its last logged step; for the progress log.
         saves_at_end: training is at its end, where it saves anyway: a save that is due waits for that.
 
     Returns:
-        True if training should end here; `state.exits.decided` says why.
+        True if training should end here; `run.exits.decided` says why.
     """
-    step, exits = state.train_state.step, state.exits
-    is_last = state.train_iters is not None and step >= state.train_iters
+    step, exits = run.train_state.step, run.exits
+    is_last = run.train_iters is not None and step >= run.train_iters
     if exits.decided in ("duration", "straggler") and is_last:
         exits.decided, exits.straggler = None, ""
-    may_leave = exits.decided is None and not is_last and state.stage.has_stepped
-    if may_leave and is_due(step, state.cfg.train.exit_interval):
+    may_leave = exits.decided is None and not is_last and run.stage.has_stepped
+    if may_leave and is_due(step, run.cfg.train.exit_interval):
         exits.decided = "interval"
     leaves = exits.decided is not None
-    every = state.cfg.checkpoint.non_persistent_save_interval
-    is_requested = state.control.should_save
-    state.control.clear("should_save")
-    persistent = (is_requested and not saves_at_end) or (leaves and state.is_unsaved)
-    if persistent or (not is_requested and state.is_unsaved and is_due(step, every)):
-        flops = num_floating_point_operations_so_far
-        save_checkpoint_and_time(
-            state,
-            model,
-            optimizer,
-            opt_param_scheduler,
-            flops,
-            checkpointing_context,
-            not persistent,
-            train_data_iterator,
-            _why_saved(state, is_requested) if persistent else f"every {every} steps, not persistent",
-        )
-    return leaves and announce_exit(state)
+    every = run.cfg.checkpoint.non_persistent_save_interval
+    is_requested = run.control.should_save
+    run.control.clear("should_save")
+    if (is_requested and not saves_at_end) or (leaves and run.is_unsaved):
+        save_and_time(run, trained, reader, flops, reason=_why_saved(run, is_requested))
+    elif not is_requested and run.is_unsaved and is_due(step, every):
+        reason = f"every {every} steps, not persistent"
+        save_and_time(run, trained, reader, flops, persistent=False, reason=reason)
+    return leaves and announce_exit(run)
 
 
-def save_checkpoint_and_time(
-    state: Run,
-    model: list[nn.Module],
-    optimizer: UserOptimizer,
-    opt_param_scheduler: UserScheduler | None,
-    num_floating_point_operations_so_far: float,
-    checkpointing_context: Mapping[str, object] | None,
-    non_persistent_ckpt: bool = False,
-    train_data_iterator: Any = None,
-    reason: str = "",
+def save_and_time(
+    run: Run, trained: Trained, reader: Any, flops: float, *, persistent: bool = True, reason: str = ""
 ) -> None:
     """Save a checkpoint and print the time it took, which counts towards no logging interval. Collective.
 
     A run without checkpoints warns once.
 
     Args:
-        state: the run's state; its `checkpoints` do the writing.
-        model: list of model chunks.
-        optimizer: the optimizer that the loop drives.
-        opt_param_scheduler: the learning-rate schedule, or None.
-        num_floating_point_operations_so_far: of the whole run up to its last logged step; for the progress log, which
-            adds those of the steps since.
-        checkpointing_context: accepted for compatibility with Megatron Bridge, and ignored.
-        non_persistent_ckpt: whether only the newest checkpoint of this kind is kept.
-        train_data_iterator: its position is saved; None saves none.
+        run: its `checkpoints` do the writing.
+        trained: what is saved.
+        reader: its position is saved; None saves none.
+        flops: of the whole run up to its last logged step; for the progress log, which adds those of the steps since.
+        persistent: False keeps only the newest checkpoint of this kind.
         reason: why it is saved, for the record.
 
     Raises:
         CheckpointError: if it cannot be written and `checkpoint.on_save_error` is stop; on all ranks alike.
     """
-    if state.checkpoints is None:
-        if state.world.is_main:
+    if run.checkpoints is None:
+        if run.world.is_main:
             warn_once(
                 logger, "a save is due, but this run has no directory to save in; set run.name or checkpoint.save"
             )
         return
-    timer = "save-checkpoint-non-persistent" if non_persistent_ckpt else "save-checkpoint"
-    with state.features.pause("save"):
-        with state.timers(timer).measure(barrier=True):
-            trained = Trained(model, optimizer, opt_param_scheduler)
-            persistent = not non_persistent_ckpt
-            save = partial(state.checkpoints.save, trained, train_data_iterator, persistent=persistent, reason=reason)
-            state.features.wrap("save", save)()
-        state.print_timers([timer])
-        if state.cfg.logger.log_progress and not non_persistent_ckpt:
-            flops = num_floating_point_operations_so_far + pending_flops(state)
-            compute_throughputs_and_append_to_progress_log(state, flops)
+    timer = "save-checkpoint" if persistent else "save-checkpoint-non-persistent"
+    with run.features.pause("save"):
+        with run.timers(timer).measure(barrier=True):
+            save = partial(run.checkpoints.save, trained, reader, persistent=persistent, reason=reason)
+            run.features.wrap("save", save)()
+        run.print_timers([timer])
+        if run.cfg.logger.log_progress and persistent:
+            compute_throughputs_and_append_to_progress_log(run, flops + pending_flops(run))
 
 
 def exit_if_decided(state: Run) -> None:

@@ -33,11 +33,6 @@ class Steering(Feature[Job]):
     name = "steering"
     collective = True
 
-    @classmethod
-    def wanted(cls, host: Job) -> bool:
-        """Always: any callback may ask for something."""
-        return True
-
     def __init__(self, host: Job) -> None:
         super().__init__(host)
         self._run = host.run

@@ -189,10 +189,6 @@ class Stragglers(Feature[Job]):
     when = "straggler.log_straggler"
     collective = True
 
-    @classmethod
-    def wanted(cls, host: Job) -> bool:
-        return host.run.cfg.straggler.log_straggler
-
     def __init__(self, host: Job) -> None:
         super().__init__(host)
         self._run = host.run

@@ -190,10 +190,6 @@ class NvrxStragglers(Feature[Job]):
     when = "nvrx_straggler.enabled"
     collective = True
 
-    @classmethod
-    def wanted(cls, host: Job) -> bool:
-        return host.run.cfg.nvrx_straggler.enabled
-
     def __init__(self, host: Job) -> None:
         super().__init__(host)
         self.manager: NVRxStragglerDetectionManager | None = NVRxStragglerDetectionManager(

@@ -123,10 +123,6 @@ class TrajectoryHash(Feature[Job]):
     per_rank = True
     has_state = True
 
-    @classmethod
-    def wanted(cls, host: Job) -> bool:
-        return host.run.cfg.checkpoint.certify
-
     def __init__(self, host: Job) -> None:
         super().__init__(host)
         run = host.run

@@ -80,10 +80,6 @@ class WeightHashes(Feature[Job]):
     when = "train.check_weight_hash_across_dp_replicas_interval"
     collective = True
 
-    @classmethod
-    def wanted(cls, host: Job) -> bool:
-        return host.run.cfg.train.check_weight_hash_across_dp_replicas_interval is not None
-
     def begin(self) -> None:
         self._compare()
 

@@ -9,7 +9,7 @@ import pytest
 
 import onstep.callbacks as built_in
 from onstep.events import CallbackManager
-from onstep.training.checkpointing.saved_states import CallbackStates
+from onstep.training.checkpointing.callback_states import CallbackStates
 
 
 def saved_id(callback: Any) -> str:

@@ -17,13 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from onstep.checkpoint.format.codec import (
-    check_encodable,
-    decode_state,
-    document_from_bytes,
-    document_to_bytes,
-    encode_state,
-)
+from onstep.checkpoint.format.codec import check_encodable, document_to_bytes, encode_state
+from onstep.checkpoint.format.decoding import decode_state, document_from_bytes
 from onstep.errors import CheckpointError, UnsupportedStateError
 
 

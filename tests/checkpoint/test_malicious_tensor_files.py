@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from onstep.checkpoint.format.codec import document_from_bytes
+from onstep.checkpoint.format.decoding import document_from_bytes
 from onstep.checkpoint.format.tensor_file import read_header, read_tensors, write_tensors
 from onstep.checkpoint.format.tensor_header import MAX_HEADER_BYTES
 from onstep.errors import CheckpointError

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from onstep.checkpoint.format.codec import decode_state, document_from_bytes, document_to_bytes, encode_state
+from onstep.checkpoint.format.codec import document_to_bytes, encode_state
+from onstep.checkpoint.format.decoding import decode_state, document_from_bytes
 from onstep.checkpoint.format.tensor_file import read_tensors, write_tensors
 from onstep.checkpoint.states import RngState
 from onstep.errors import CheckpointError

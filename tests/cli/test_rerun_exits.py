@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from onstep.checkpoint import newest_verified
-from onstep.checkpoint.format.codec import decode_state
+from onstep.checkpoint.format.decoding import decode_state
 from onstep.checkpoint.format.tensor_file import read_tensors
 from tests.support.forked_processes import output_of
 from tests.support.train_command import Command

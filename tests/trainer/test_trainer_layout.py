@@ -14,7 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from onstep import Trainer
 from onstep.checkpoint import read_manifest, verify
-from onstep.checkpoint.catalog.discovery import unlisted_files
+from onstep.checkpoint.catalog.inventory import unlisted_files
 from onstep.cli.main import main
 from tests.support.small_models import arguments, causal_rows, qwen
 

@@ -19,7 +19,7 @@ from onstep.distributed import World
 from onstep.events import Control
 from onstep.training import GlobalState, training_log
 from onstep.training.bridge.interval_sums import add_to_interval
-from onstep.training.compute.losses import StepLoss
+from onstep.training.compute.loss_sums import StepLoss
 from onstep.training.compute.step import Step
 from onstep.training.interval_log.bridge_log import BridgeLog
 from onstep.training.reporting.loss_accumulator import LossAccumulator

@@ -15,7 +15,7 @@ import pytest
 from onstep import Callback, pretrain
 from onstep.config import ConfigContainer, FaultToleranceConfig, validate
 from onstep.errors import ConfigError, MissingExtraError
-from onstep.training.fault_tolerance.sections import plan_fault
+from onstep.training.fault_tolerance.simulated_fault import plan_fault
 from onstep.training.runs.stage import SectionLimits
 
 

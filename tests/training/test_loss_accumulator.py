@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from onstep.training.compute.losses import StepLoss
+from onstep.training.compute.loss_sums import StepLoss
 from onstep.training.reporting.loss_accumulator import LossAccumulator
 
 

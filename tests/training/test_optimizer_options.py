@@ -19,7 +19,7 @@ from onstep.metrics.norms.parameter_norms import parameter_norms, total_norm
 from onstep.optim import MuonWithAdamW, OptimizerParamScheduler, TrainingOptimizer, build_optimizer
 from onstep.training import GlobalState
 from onstep.training.checkpointing.saved_states import SchedulerPosition
-from onstep.training.compute.losses import StepLoss
+from onstep.training.compute.loss_sums import StepLoss
 from onstep.training.interval_log.bridge_log import BridgeLog
 from onstep.training.reporting.loss_accumulator import LossAccumulator
 from onstep.training.stages.record import decoupled_learning_rate, learning_rate

@@ -16,8 +16,8 @@ from onstep.config import ConfigContainer
 from onstep.errors import CheckpointError, UnsupportedStateError
 from onstep.train_state import TrainState
 from onstep.training import forward_step
-from onstep.training.checkpointing.saved_states import CallbackStates
-from onstep.training.compute.losses import StepLoss
+from onstep.training.checkpointing.callback_states import CallbackStates
+from onstep.training.compute.loss_sums import StepLoss
 from onstep.training.reporting.loss_accumulator import LossAccumulator
 from onstep.training.verification.trajectory_hash import HashChain, fingerprint
 from tests.support.resuming import Interrupted

@@ -14,8 +14,8 @@ from onstep import Callback, CallbackManager, JsonLogger, TrainerCallback, pretr
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
 from onstep.events import Control, Request, Setting
-from onstep.training.runs.decisions import decisions_after, left_behind
 from onstep.training.runs.run_dir import RunDir
+from onstep.training.runs.sent_commands import decisions_after, left_behind
 from tests.support.resuming import Interrupted
 from tests.support.small_runs import eval_loader, run, small_state
 from tests.support.whole_runs import left_by

@@ -11,7 +11,8 @@ import torch
 
 from onstep.distributed import World
 from onstep.training import Clock, Timers
-from onstep.training.reporting.timers import TIMER_LEVELS, TimerError, times_block
+from onstep.training.reporting.timer import TimerError
+from onstep.training.reporting.timers import TIMER_LEVELS, times_block
 from tests.support.forked_processes import Processes, output_of
 from tests.support.recording_loggers import record_all
 from tests.support.small_runs import small_state

@@ -8,7 +8,8 @@ from onstep.checkpoint.catalog.discovery import CheckpointInfo, checkpoints, new
 from onstep.checkpoint.catalog.retention import Retention, best, to_delete
 from onstep.checkpoint.checkpoint_manager import CheckpointManager
 from onstep.checkpoint.components import SharingPattern, StateComponent, Stateful
-from onstep.checkpoint.format.codec import check_encodable, decode_state, encode_state
+from onstep.checkpoint.format.codec import check_encodable, encode_state
+from onstep.checkpoint.format.decoding import decode_state
 from onstep.checkpoint.format.tensor_file import FileDigest, read_header, read_tensors, write_tensors
 from onstep.checkpoint.loading import LoadReport
 from onstep.checkpoint.saving import SavedCheckpoint, SaveRequest

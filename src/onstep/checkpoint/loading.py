@@ -14,7 +14,8 @@ from torch import Tensor
 
 from onstep.checkpoint.catalog.discovery import CheckpointInfo
 from onstep.checkpoint.components import ComponentFiles, Placement, SharingPattern, StateComponent, tensors_at
-from onstep.checkpoint.format.codec import MAX_DOCUMENT_BYTES, decode_state, document_from_bytes
+from onstep.checkpoint.format.codec import MAX_DOCUMENT_BYTES
+from onstep.checkpoint.format.decoding import decode_state, document_from_bytes
 from onstep.checkpoint.format.tensor_file import read_header, read_tensor, read_tensors
 from onstep.checkpoint.format.tensor_header import TensorInfo
 from onstep.checkpoint.saving import check_keys

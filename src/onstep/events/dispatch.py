@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from onstep.events.context import CallbackContext
 from onstep.events.events import EVENTS, TRAINING, VALID_EVENTS, Event
-from onstep.events.manager import CallbackManager, Listeners
-from onstep.events.registration import author_of
+from onstep.events.manager import CallbackManager
+from onstep.events.registration import Listeners, author_of
 from onstep.events.settings import declared_commands, declared_settings
 from onstep.events.views import RunView
 

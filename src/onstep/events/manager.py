@@ -7,16 +7,17 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from inspect import ismethod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 from onstep.errors import CallbackError, of_exhausted_iterator, text_of
 from onstep.events.callback_timer import CallbackTimer
 from onstep.events.context import CallbackContext
 from onstep.events.control import Control
-from onstep.events.events import EVENTS, VALID_EVENTS, Event, event_named
+from onstep.events.events import VALID_EVENTS, Event, event_named
 from onstep.events.registration import (
     Listener,
+    Listeners,
     Registration,
     author_of,
     function_registration,
@@ -25,20 +26,6 @@ from onstep.events.registration import (
 from onstep.processes.heartbeat import HEARTBEAT
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-
-class Listeners:
-    """For each event, the tuple of its listeners."""
-
-    __slots__ = tuple(event.name for event in EVENTS)
-
-    def __init__(self) -> None:
-        for name in self.__slots__:
-            setattr(self, name, ())
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> tuple[Listener, ...]: ...
 
 
 class _Follower(Protocol):

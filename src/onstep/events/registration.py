@@ -9,12 +9,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onstep.errors import CallbackError
 from onstep.events.callback import Callback, DefaultFlowCallback, TrainerCallback
 from onstep.events.context import CallbackContext
-from onstep.events.events import HF_EVENTS, VALID_EVENTS, Event, event_named, events_named
+from onstep.events.events import EVENTS, HF_EVENTS, VALID_EVENTS, Event, event_named, events_named
 from onstep.events.signatures import ACCEPTED, Handler, Style, as_handler, call_with_keywords, takes_context
 
 _EVENT_NAMES = sorted(VALID_EVENTS | HF_EVENTS)
@@ -49,6 +49,20 @@ class Listener:
     def author(self) -> str:
         """Name of the callback in messages."""
         return self.event_and_author[1]
+
+
+class Listeners:
+    """For each event, the tuple of its listeners."""
+
+    __slots__ = tuple(event.name for event in EVENTS)
+
+    def __init__(self) -> None:
+        for name in self.__slots__:
+            setattr(self, name, ())
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> tuple[Listener, ...]: ...
 
 
 @dataclass(frozen=True, eq=False)

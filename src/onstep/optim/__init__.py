@@ -16,15 +16,10 @@ from onstep.optim.finite_gate import DeviceFiniteGate, FiniteGate, HostFiniteGat
 from onstep.optim.loss_scaler import LossScaler
 from onstep.optim.megatron_optimizer import ForeignOptimizer, MegatronOptimizer
 from onstep.optim.muon import MuonWithAdamW
-from onstep.optim.optimizer import TrainingOptimizer, count_zeros
-from onstep.optim.param_scheduler import (
-    LrSchedule,
-    OptimizerParamScheduler,
-    WdSchedule,
-    learning_rate,
-    weight_decay,
-)
+from onstep.optim.optimizer import TrainingOptimizer
+from onstep.optim.param_scheduler import OptimizerParamScheduler
 from onstep.optim.protocol import ParamScheduler, RecallsRates, ScalesRates, StepOptimizer
+from onstep.optim.schedules import LrSchedule, WdSchedule, learning_rate, weight_decay
 from onstep.optim.torch_scheduler import (
     MetricSchedulerAdapter,
     TorchSchedulerAdapter,
@@ -32,6 +27,7 @@ from onstep.optim.torch_scheduler import (
     check_scheduler,
     follows_metric,
 )
+from onstep.optim.zero_counts import count_zeros
 
 __all__ = [
     "DeviceFiniteGate",

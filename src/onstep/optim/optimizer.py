@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from onstep.distributed.shards import Split, is_sharded, local_part, split_of, whole
+from onstep.distributed.shards import is_sharded, whole
 from onstep.errors import CheckpointError, ConfigError
 from onstep.optim.finite_gate import DeviceFiniteGate, FiniteGate, HostFiniteGate, finite_gate
 from onstep.optim.fused_step import FusedStep, are_members
 from onstep.optim.loss_scaler import LossScaler
+from onstep.optim.zero_counts import count_zeros
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -343,26 +342,3 @@ def _like(norm: Tensor, factor: Tensor | float) -> Tensor:
     if isinstance(factor, Tensor):
         return factor.to(norm)
     return torch.full_like(norm, factor)
-
-
-def count_zeros(params: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Count the exact zeros in all gradients, each logical parameter once: a 0-d int64 tensor on `device`, unread.
-
-    Collective for gradients that are DTensors: one reduction per kind of sharding and mesh dimension. A parameter
-    marked as `shared` is counted by the rank that shares it; NaN does not count as zero.
-    """
-    counts: dict[Split, list[Tensor]] = {}
-    for param in params:
-        grad = param.grad
-        if grad is not None and not getattr(param, "shared", False):
-            part = local_part(grad)
-            values = part.coalesce().values() if part.is_sparse else part
-            zeros = (part.numel() - torch.count_nonzero(values)).to(device)
-            counts.setdefault(split_of(grad), []).append(zeros)
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for split, found in counts.items():
-        count = torch.stack(found).sum()
-        for mesh, dim in split:
-            dist.all_reduce(count, op=dist.ReduceOp.SUM, group=mesh.get_group(dim))
-        total = total + count
-    return total

@@ -20,17 +20,8 @@ from onstep.training.lifecycle.recording import Recording
 from onstep.training.lifecycle.signal_handling import DataTimeoutGuard, SignalHandling
 from onstep.training.model_parallel.model_parallel import ForwardPreHooks, ModelParallelAgreement
 from onstep.training.profiling.attention_logits import AttentionLogits
-from onstep.training.profiling.instruments import (
-    DeviceSync,
-    Energy,
-    IntervalTime,
-    ManualGarbageCollection,
-    MemoryHistory,
-    MemoryRelease,
-    NvtxRanges,
-    Profilers,
-    StepTimers,
-)
+from onstep.training.profiling.instruments import DeviceSync, Energy, IntervalTime, NvtxRanges, Profilers, StepTimers
+from onstep.training.profiling.memory import ManualGarbageCollection, MemoryHistory, MemoryRelease
 from onstep.training.rerun.rerun import RerunMachine
 from onstep.training.run import Run
 from onstep.training.stages.job import Job

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from onstep.data import StepBatches
-from onstep.training.compute.losses import MicroLoss, reduce_step
+from onstep.training.compute.loss_sums import reduce_step
+from onstep.training.compute.losses import MicroLoss
 from onstep.training.compute.step import LastStep, MicroBatches, Step, mean_loss
 from onstep.training.stages import actions
 from onstep.training.stages import data_position as position

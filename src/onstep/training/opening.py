@@ -21,15 +21,15 @@ from onstep.events import CallbackManager, Control, Dispatcher
 from onstep.processes.forking import check_imports_are_done
 from onstep.recipes import RECIPES
 from onstep.trackers.report_to import attach_trackers
-from onstep.training.checkpointing.writing import open_checkpoints
+from onstep.training.checkpointing.opening import open_checkpoints
 from onstep.training.features import RUN, SECTIONS, SETUP
 from onstep.training.reporting.bridge_trackers import check_trackers
 from onstep.training.run import Run
 from onstep.training.runs.claims import Claim, acquire_run_dir, without_effect
-from onstep.training.runs.decisions import what_ended
 from onstep.training.runs.hold import Hold, abandoned_on_error
 from onstep.training.runs.identity import Identify, Identity, remembered
 from onstep.training.runs.run_dir import FINISHED, Status
+from onstep.training.runs.sent_commands import what_ended
 from onstep.training.watchdog.stacks import callback_of_error
 
 logger = logging.getLogger(__name__)

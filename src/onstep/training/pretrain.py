@@ -35,7 +35,7 @@ from onstep.training.serving.trainer_control_callback import add_control
 from onstep.training.setup.final_weights import save_weights
 from onstep.training.setup.pretrained import fill_from_pretrained
 from onstep.training.setup.setup import TrainingSetup, set_up
-from onstep.training.stages.evaluation import evaluate_and_print_results
+from onstep.training.stages.evaluation_report import evaluate_and_print_results
 from onstep.training.stages.forward_step import forward_step
 from onstep.training.stages.job import Job
 

@@ -6,7 +6,7 @@ import logging
 
 from onstep.data.loaders.dead_workers import dead_workers_named
 from onstep.optim import check_length
-from onstep.training.checkpointing.writing import own_checkpoints
+from onstep.training.checkpointing.opening import own_checkpoints
 from onstep.training.fault_tolerance.sections import sections_of
 from onstep.training.features import RUN, SECTIONS, TRAINING
 from onstep.training.loop import Loop

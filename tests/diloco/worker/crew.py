@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onstep.checkpoint.format.codec import decode_state, encode_state
+from onstep.checkpoint.format.codec import encode_state
+from onstep.checkpoint.format.decoding import decode_state
 from onstep.diloco.protocol.messages import Settings
 from onstep.diloco.worker import DiLoCoWorker
 from tests.diloco.worker.local_server import LocalServer

@@ -1,4 +1,4 @@
-"""Finds the checkpoints in a directory, verifies them, and reports damaged, unfinished and foreign ones."""
+"""Finds and verifies the checkpoints in a directory."""
 
 from __future__ import annotations
 
@@ -6,27 +6,21 @@ import difflib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from enum import StrEnum
-from itertools import islice
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
 
-from onstep.checkpoint.storage.manifest import MANIFEST, Manifest, Progress, check_file, read_manifest, verify
-from onstep.checkpoint.storage.store import TEMPORARY, TRASH
-from onstep.checkpoint.storage.transaction import SUPERSEDED, is_held
-from onstep.config.suggestions import listed
+from onstep.checkpoint.catalog.foreign import describe_foreign
+from onstep.checkpoint.storage.manifest import MANIFEST, Manifest, read_manifest, verify
+from onstep.checkpoint.storage.transaction import SUPERSEDED
 from onstep.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 BAR_BYTES = 1024**3
 """Checkpoints smaller than this are verified too quickly for a progress bar to be useful."""
-MAX_ENTRIES = 100_000
-"""How many files of a checkpoint are counted; those of Onstep are some per rank and component."""
 
 
 def verify_shown(directory: Path, bar_bytes: int = BAR_BYTES) -> Manifest:
@@ -39,51 +33,6 @@ def verify_shown(directory: Path, bar_bytes: int = BAR_BYTES) -> Manifest:
     label = f"verifying {directory.name}"
     with tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=total < bar_bytes) as bar:
         return verify(directory, progress=bar.update)
-
-
-_SAFE_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
-_PICKLED_WEIGHTS = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?")
-_PICKLED_STATE = re.compile(r"(optimizer|scheduler|scaler|training_args|rng_state(_\d+)?)\.(pt|pth|bin)")
-_TRAINER_STATE = "trainer_state.json"
-NAMES_SHOWN = 4
-"""How many names the message lists; the remaining ones are counted."""
-
-
-def describe_foreign(directory: Path) -> str | None:
-    """Describe a Hugging Face directory and how to use its weights; None for any other directory.
-
-    A directory counts as one if it has weights named as by `save_pretrained`, or the state that HF Trainer saves.
-    """
-    try:
-        names = sorted(entry for entry in os.listdir(directory) if _is_known(entry))
-    except OSError:
-        return None
-    if not names:
-        return None
-    shown = listed(names, NAMES_SHOWN)
-    return f"{directory} is a Hugging Face directory ({shown}), not an Onstep checkpoint. {_way(directory, names)}"
-
-
-def _is_known(name: str) -> bool:
-    patterns = (_SAFE_WEIGHTS, _PICKLED_WEIGHTS, _PICKLED_STATE)
-    return name == _TRAINER_STATE or any(pattern.fullmatch(name) for pattern in patterns)
-
-
-def _way(directory: Path, names: list[str]) -> str:
-    """How to use the files that are present."""
-    has_safe, has_pickled, has_state = (
-        any(map(pattern.fullmatch, names)) for pattern in (_SAFE_WEIGHTS, _PICKLED_WEIGHTS, _PICKLED_STATE)
-    )
-    parts = ["Its pickle files are not read: a pickle can run arbitrary code."] if has_pickled or has_state else []
-    load = f"AutoModelForCausalLM.from_pretrained({str(directory)!r})"
-    if has_pickled and not has_safe:
-        parts.append(f"If you trust it, convert it once: {load}.save_pretrained('NEW_DIR') writes safetensors.")
-        load, has_safe = "AutoModelForCausalLM.from_pretrained('NEW_FOLDER')", True
-    if has_safe:
-        parts.append(f"To start a new run from the weights, load them with transformers, {load}, and pass the model.")
-    else:
-        parts.append("It holds no usable weights; give an Onstep checkpoint.")
-    return " ".join(parts)
 
 
 ASIDE = "aside"
@@ -253,57 +202,6 @@ def _nearby(path: Path) -> str:
     return f" (near it: {', '.join(str(path.parent / name) for name in near)})" if near else ""
 
 
-class EntryState(StrEnum):
-    """The state of a checkpoint directory."""
-
-    COMPLETE = "complete"
-    """Its manifest is valid, and every file exists with the listed size."""
-    DAMAGED = "damaged"
-    """It is named like a checkpoint but is not a valid one."""
-    SUPERSEDED = "moved aside"
-    """Complete, but moved aside for a newer save of its step; used if that save never completed."""
-    SAVING = "being saved"
-    """A live process is writing it."""
-    UNFINISHED = "unfinished"
-    """Left by a save that died; the next start removes it."""
-    DELETING = "half deleted"
-    """Left by a deletion that died; the next start removes it."""
-
-
-USABLE = (EntryState.COMPLETE, EntryState.SUPERSEDED)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One checkpoint directory."""
-
-    path: Path
-    step: int
-    state: EntryState
-    size_bytes: int
-    """Total size of the files that exist."""
-    manifest: Manifest | None = None
-    """None without a valid manifest."""
-    reason: str = ""
-    """Why it is damaged."""
-
-    @property
-    def info(self) -> CheckpointInfo | None:
-        """The entry as a `CheckpointInfo`; None unless it is usable."""
-        if self.manifest is None or self.state not in USABLE:
-            return None
-        return CheckpointInfo(self.path, self.step, self.manifest)
-
-
-def inventory(root: Path) -> list[Entry]:
-    """All checkpoint directories in `root`, newest step first; empty if `root` is missing. Does not hash contents.
-
-    Raises:
-        CheckpointError: if the directory cannot be listed.
-    """
-    return [_entry(directory, step, kind) for step, kind, directory in named_dirs(root)]
-
-
 def left_branches(root: Path) -> dict[str, list[int]]:
     """Steps of the checkpoints of abandoned branches, by the branch's directory relative to `root`."""
     branches = {
@@ -312,89 +210,7 @@ def left_branches(root: Path) -> dict[str, list[int]]:
     return {name: steps for name, steps in sorted(branches.items()) if steps}
 
 
-def mark_resumable(entries: Iterable[Entry]) -> tuple[list[Entry], Entry | None]:
-    """Verify the newest usable entry by hash, falling back as a resume does; entries that fail become damaged.
-
-    Returns:
-        The entries, in their order, and the one that a resume would use.
-    """
-    taken: Entry | None = None
-    marked = []
-    for entry in entries:
-        if taken is None and entry.state in USABLE:
-            try:
-                verify_shown(entry.path)
-            except CheckpointError as error:
-                entry = replace(entry, state=EntryState.DAMAGED, reason=str(error))
-            else:
-                taken = entry
-        marked.append(entry)
-    return marked, taken
-
-
-def damage(directory: Path, progress: Progress | None = None) -> list[str]:
-    """Everything wrong with a checkpoint, file by file; empty if it passes verification."""
-    match = _match(directory)
-    try:
-        manifest = read_manifest(directory) if match is None else _manifest_of_step(directory, int(match["step"]))
-    except CheckpointError as error:
-        return [str(error)]
-    problems = []
-    for name, digest in manifest.files.items():
-        try:
-            check_file(directory, name, digest, progress)
-        except CheckpointError as error:
-            problems.append(str(error))
-    return problems
-
-
-def unlisted_files(directory: Path, manifest: Manifest) -> list[str]:
-    """Files in a checkpoint that its manifest does not list; nothing reads them. Looks at `MAX_ENTRIES` at most."""
-    there = sorted(name for name, _ in islice(_files_below(directory), MAX_ENTRIES))
-    return [name for name in there if name != MANIFEST and name not in manifest.files]
-
-
-def _entry(path: Path, step: int, kind: str) -> Entry:
-    size = _size(path)
-    if kind == TEMPORARY:
-        is_live = is_held(path.with_name(f"{path.name}.lock"))
-        return Entry(path, step, EntryState.SAVING if is_live else EntryState.UNFINISHED, size)
-    if kind.startswith(TRASH):
-        return Entry(path, step, EntryState.DELETING, size)
-    manifest = None
-    try:
-        manifest = _manifest_of_step(path, step)
-        for name, digest in manifest.files.items():
-            check_file(path, name, digest, hashed=False)
-    except CheckpointError as error:
-        return Entry(path, step, EntryState.DAMAGED, size, manifest, str(error))
-    return Entry(path, step, EntryState.SUPERSEDED if kind else EntryState.COMPLETE, size, manifest)
-
-
 def _match(path: Path) -> re.Match[str] | None:
     """The parsed name if Onstep made it: every kind except a checkpoint itself has a unique suffix."""
     match = _NAME.fullmatch(path.name)
     return match if match is not None and bool(match["kind"]) == bool(match["unique"]) else None
-
-
-def _size(directory: Path) -> int:
-    """Total bytes of the files below a directory; a concurrent save may remove some in the meantime."""
-    return sum(size for _, size in islice(_files_below(directory), MAX_ENTRIES))
-
-
-def _files_below(directory: Path) -> Iterator[tuple[str, int]]:
-    """Name relative to the directory and size of each file below it; does not follow links."""
-    waiting = [""]
-    while waiting:
-        prefix = waiting.pop()
-        try:
-            with os.scandir(directory / prefix) as entries:
-                for entry in entries:
-                    name = f"{prefix}{entry.name}"
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(f"{name}/")
-                    else:
-                        with suppress(FileNotFoundError):
-                            yield name, entry.stat(follow_symlinks=False).st_size
-        except OSError:
-            continue  # it was removed in the meantime, or cannot be read

@@ -8,9 +8,8 @@ Reading a document therefore never imports or calls anything it names; whatever 
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,27 +18,18 @@ from torch import Tensor
 
 from onstep.checkpoint.format.tensor_header import DTYPE_NAMES, METADATA_KEY
 from onstep.checkpoint.format.values import (
-    VALUE_DECODERS,
     VALUE_ENCODERS,
     MalformedError,
     are_plain_numbers,
-    check_items,
-    decode_plain,
-    expect,
-    expect_members,
     is_plain_dtype,
-    numpy_dtype,
     remedy_for,
-    shown,
 )
-from onstep.errors import CheckpointError, UnsupportedStateError
-from onstep.files.bounded_reading import DIGITS_OF_64_BITS, MAX_VALUES, number_of_values, parse_json
+from onstep.errors import UnsupportedStateError
+from onstep.files.bounded_reading import MAX_VALUES, number_of_values
 
 FORMAT = 1
 MAX_DOCUMENT_BYTES = 256 * 1024**2
 MAX_DEPTH = 64
-_LEVELS_OF_JSON = 4
-"""Maximum number of levels of the document for a level of the state."""
 MAX_NAME_LENGTH = 500
 FACTORIES: dict[str, Callable[[], Any]] = {
     kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)
@@ -80,27 +70,6 @@ def check_encodable(state: Any, where: str = "state") -> None:
     encode_state(state, where)
 
 
-def decode_state(tensors: Mapping[str, Tensor], document: Any, where: str = "state") -> Any:
-    """Rebuild the state that was passed to `encode_state`. The result uses the memory of the tensors passed in.
-
-    Raises:
-        CheckpointError: for a document that is malformed or does not match the tensors.
-    """
-    decoder = _Decoder(tensors, where)
-    if not isinstance(document, dict) or set(document) != {"onstep_state", "state"}:
-        decoder.refuse("a state must have the members 'onstep_state' and 'state'")
-    if type(document["onstep_state"]) is not int or document["onstep_state"] != FORMAT:
-        raise CheckpointError(
-            f"{where}: its format is {shown(document['onstep_state'])}, but this version reads {FORMAT}; load it with "
-            f"the version of Onstep that wrote it."
-        )
-    state = decoder.node(document["state"])
-    unused = sorted(set(tensors) - decoder.used)
-    if unused:
-        raise CheckpointError(f"{where}: its document does not mention {len(unused)} tensors, first {unused[0]!r}.")
-    return state
-
-
 def document_to_bytes(document: Any, where: str = "state") -> bytes:
     """Serialize a document to the bytes of a JSON file.
 
@@ -117,22 +86,6 @@ def document_to_bytes(document: Any, where: str = "state") -> bytes:
     return text
 
 
-def document_from_bytes(text: bytes, where: str = "state") -> Any:
-    """Parse the bytes of a JSON file into a document for `decode_state`.
-
-    Raises:
-        CheckpointError: for anything but strict JSON.
-    """
-    return parse_json(
-        text,
-        where,
-        error=CheckpointError,
-        max_digits=DIGITS_OF_64_BITS,
-        max_nesting=_LEVELS_OF_JSON * MAX_DEPTH,
-        allows_constants=False,
-    )
-
-
 def step_name(key: Any) -> str:
     """Format a key or index as a step of a path; long ones are truncated."""
     if type(key) is str:
@@ -141,14 +94,14 @@ def step_name(key: Any) -> str:
     return repr(key) if is_short else type(key).__name__
 
 
-def _is_key(value: Any, depth: int = 0) -> bool:
+def is_key(value: Any, depth: int = 0) -> bool:
     """Whether a value can be saved as a dictionary key or a set member."""
     if type(value) is tuple or type(value) is frozenset:
-        return depth < MAX_DEPTH and all(_is_key(item, depth + 1) for item in value)
+        return depth < MAX_DEPTH and all(is_key(item, depth + 1) for item in value)
     return type(value) in KEY_TYPES
 
 
-class _Walk:
+class Walk:
     """A walk over a state or a document that tracks its current path."""
 
     def __init__(self, where: str) -> None:
@@ -168,7 +121,7 @@ class _Walk:
         return ".".join([self._where, *map(step_name, self._path)])
 
 
-class _Encoder(_Walk):
+class _Encoder(Walk):
     """Splits a state into tensors and a JSON tree; refuses values that cannot be stored."""
 
     def __init__(self, where: str) -> None:
@@ -235,7 +188,7 @@ class _Encoder(_Walk):
         return sorted((self._key(value) for value in values), key=lambda node: json.dumps(node, sort_keys=True))
 
     def _key(self, key: Any) -> Any:
-        if not _is_key(key):
+        if not is_key(key):
             self._refuse(key, "as a key or in a set")
         return self._child("key", key)
 
@@ -278,123 +231,3 @@ class _Encoder(_Walk):
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         what = f"cannot save {kind} {role}".rstrip()
         raise UnsupportedStateError(f"{self._at()}: {what}; {remedy_for(value)}.")
-
-
-class _Decoder(_Walk):
-    """Rebuilds a state; a malicious JSON tree can cause nothing worse than an error."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], where: str) -> None:
-        super().__init__(where)
-        self.used: set[str] = set()
-        """Names of the tensors used so far."""
-        self._tensors = tensors
-        self._arrays: dict[Any, np.ndarray[Any, Any]] = {}
-        self._kinds: dict[str, Callable[[Any], Any]] = {
-            **VALUE_DECODERS,
-            "tuple": lambda payload: tuple(self._items(payload)),
-            "set": lambda payload: set(self._unique(payload)),
-            "frozenset": lambda payload: frozenset(self._unique(payload)),
-            "deque": self._deque,
-            "dict": self._mapping,
-            "Counter": lambda payload: Counter(self._mapping(payload)),
-            "OrderedDict": lambda payload: OrderedDict(self._mapping(payload)),
-            "state_dict": self._state_dict,
-            "defaultdict": self._defaultdict,
-            "tensor": self._tensor,
-            "ndarray": self._array,
-        }
-
-    def node(self, node: Any) -> Any:
-        try:
-            if isinstance(node, dict):
-                return self._tagged(node)
-            return self._items(node) if isinstance(node, list) else decode_plain(node)
-        except MalformedError as error:
-            self.refuse(str(error))
-
-    def refuse(self, reason: str) -> NoReturn:
-        """Raise the decoding error, with the path."""
-        raise CheckpointError(f"{self._at()}: {reason}; the document is damaged or was not written by Onstep.")
-
-    def _tagged(self, node: dict[str, Any]) -> Any:
-        expect(len(node) == 1, f"an object in a document must have one member, its kind, got {len(node)}")
-        ((kind, payload),) = node.items()
-        decode = self._kinds.get(kind)
-        if decode is None:
-            raise MalformedError(f"{shown(kind)} is not a kind of value known to this version")
-        return decode(payload)
-
-    def _child(self, key: Any, node: Any) -> Any:
-        expect(len(self._path) < MAX_DEPTH, f"it is nested more than {MAX_DEPTH} levels deep")
-        return super()._child(key, node)
-
-    def _items(self, payload: Any) -> list[Any]:
-        expect(isinstance(payload, list), "items must be written as a list")
-        if are_plain_numbers(payload):
-            return list(payload)
-        return [self._child(index, node) for index, node in enumerate(payload)]
-
-    def _unique(self, payload: Any) -> list[Any]:
-        expect(isinstance(payload, list), "items must be written as a list")
-        values = [self._key(node) for node in payload]
-        expect(len(set(values)) == len(values), "a set contains an item twice")
-        return values
-
-    def _key(self, node: Any) -> Any:
-        key = self._child("key", node)
-        expect(_is_key(key), f"a {type(key).__name__} cannot be a key or a set member")
-        return key
-
-    def _mapping(self, payload: Any) -> dict[Any, Any]:
-        if isinstance(payload, dict):
-            return {key: self._child(key, node) for key, node in payload.items()}
-        expect(isinstance(payload, list), "a mapping must be written as an object or a list of pairs")
-        result: dict[Any, Any] = {}
-        for pair in payload:
-            expect(isinstance(pair, list) and len(pair) == 2, "a mapping must be written as a list of pairs")
-            key = self._key(pair[0])
-            expect(key not in result, "a key occurs twice")
-            result[key] = self._child(key, pair[1])
-        return result
-
-    def _state_dict(self, payload: Any) -> OrderedDict[Any, Any]:
-        expect_members(payload, {"items", "versions"})
-        state = OrderedDict(self._mapping(payload["items"]))
-        state._metadata = self._child("_metadata", payload["versions"])  # type: ignore[attr-defined]
-        return state
-
-    def _defaultdict(self, payload: Any) -> defaultdict[Any, Any]:
-        expect_members(payload, {"factory", "items"})
-        name = payload["factory"]
-        expect(name is None or (isinstance(name, str) and name in FACTORIES), "a defaultdict must make a plain type")
-        return defaultdict(None if name is None else FACTORIES[name], self._mapping(payload["items"]))
-
-    def _deque(self, payload: Any) -> deque[Any]:
-        expect_members(payload, {"maxlen", "items"})
-        items, maxlen = self._items(payload["items"]), payload["maxlen"]
-        fits = maxlen is None or (type(maxlen) is int and len(items) <= maxlen < 2**63)
-        expect(fits, f"a deque of {len(items)} items cannot have the given maxlen")
-        return deque(items, maxlen)
-
-    def _tensor(self, name: Any) -> Tensor:
-        expect(isinstance(name, str), "a tensor must be written as its name")
-        expect(name in self._tensors, f"its tensor {shown(name)} is missing")
-        self.used.add(name)
-        return self._tensors[name]
-
-    def _array(self, payload: Any) -> np.ndarray[Any, Any]:
-        expect_members(payload, {"dtype", "shape", "tensor"})
-        raw, dtype, shape = self._tensor(payload["tensor"]), numpy_dtype(payload["dtype"]), payload["shape"]
-        expect(raw.dtype == torch.uint8 and raw.dim() == 1, "an array must be stored in a tensor of bytes")
-        valid = isinstance(shape, list) and len(shape) <= 32 and all(type(n) is int and 0 <= n < 2**31 for n in shape)
-        expect(valid and math.prod(max(n, 1) for n in shape) < 2**48, "an array must have at most 32 dimensions")
-        expect(
-            math.prod(shape) * dtype.itemsize == raw.numel(),
-            f"{raw.numel()} bytes are not an array of {dtype} with shape {shape}",
-        )
-        identity = (payload["tensor"], dtype.str, tuple(shape))
-        if identity not in self._arrays:
-            array = raw.cpu().contiguous().numpy().view(dtype).reshape(shape)
-            check_items(array)
-            self._arrays[identity] = array
-        return self._arrays[identity]

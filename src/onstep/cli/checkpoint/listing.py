@@ -11,15 +11,8 @@ from tqdm import tqdm
 
 from onstep.analysis.text_tables import printable, table, terminal_width
 from onstep.checkpoint import CheckpointInfo, Retention, best, read_manifest
-from onstep.checkpoint.catalog.discovery import (
-    Entry,
-    EntryState,
-    damage,
-    inventory,
-    left_branches,
-    mark_resumable,
-    unlisted_files,
-)
+from onstep.checkpoint.catalog.discovery import left_branches
+from onstep.checkpoint.catalog.inventory import Entry, EntryState, damage, inventory, mark_resumable, unlisted_files
 from onstep.checkpoint.catalog.retention import metric_value
 from onstep.cli.cells import counted, date_shown, metric_shown, size_shown
 from onstep.cli.checkpoint.paths import CHECKPOINT_NAME, dir_of, locate, retention_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from onstep.analysis.logs.run_status import run_record
 from onstep.checkpoint import CheckpointInfo, Retention, checkpoints, resolve, verify
-from onstep.checkpoint.catalog.discovery import inventory
+from onstep.checkpoint.catalog.inventory import inventory
 from onstep.checkpoint.catalog.retention import best_verified
 from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.cli.runs import find_named, names_beside, not_found

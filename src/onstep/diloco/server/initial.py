@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from onstep.checkpoint import read_tensors, resolve
-from onstep.checkpoint.catalog.discovery import describe_foreign
+from onstep.checkpoint.catalog.foreign import describe_foreign
 from onstep.checkpoint.loading import read_weights
 from onstep.diloco.protocol.messages import Settings
 from onstep.diloco.protocol.settings import arguments_of, changed_arguments, check_settings, outer_name

@@ -18,7 +18,8 @@ from typing import Any
 from filelock import lock_descriptor
 
 from onstep.checkpoint import FileDigest, FileStore, decode_state, encode_state, read_tensors, write_tensors
-from onstep.checkpoint.format.codec import document_from_bytes, document_to_bytes
+from onstep.checkpoint.format.codec import document_to_bytes
+from onstep.checkpoint.format.decoding import document_from_bytes
 from onstep.checkpoint.storage.manifest import check_file
 from onstep.errors import CheckpointError, RunExistsError
 from onstep.files.bounded_reading import read_bytes

@@ -22,7 +22,7 @@ from onstep.distributed import World, open_world
 from onstep.optim import LossScaler, TrainingOptimizer
 from onstep.trainer.computing.gathering import gather, gather_rows, pad_to_longest, reduce
 from onstep.training.compute.step import LastStep, Step
-from onstep.training.profiling.instruments import empty_unused_memory
+from onstep.training.profiling.memory import empty_unused_memory
 
 _REMEDIES = {
     "init_trackers": "set report_to in TrainingArguments",

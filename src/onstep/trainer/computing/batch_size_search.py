@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from onstep.errors import text_of
-from onstep.training.profiling.instruments import empty_unused_memory
+from onstep.training.profiling.memory import empty_unused_memory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -37,13 +37,8 @@ from onstep.trainer.reporting.argument_errors import errors_name_arguments
 from onstep.training.compute.losses import described
 from onstep.training.compute.step import to_device
 from onstep.training.stages.best_metric import note_best_metric, save_best
-from onstep.training.stages.evaluation import (
-    evaluation_mode,
-    record_evaluation,
-    score,
-    until_interrupted,
-    write_evaluation,
-)
+from onstep.training.stages.evaluation import evaluation_mode, record_evaluation, score, until_interrupted
+from onstep.training.stages.evaluation_report import write_evaluation
 from onstep.training.stages.record import keep, publish_evaluation
 
 logger = logging.getLogger(__name__)

@@ -29,12 +29,12 @@ from onstep.trainer.output_dir.identity import trainer_identity
 from onstep.training.opening import claim_for_all
 from onstep.training.protocols import StateDict
 from onstep.training.runs.claims import Claim, go_on, hold_and_claim, named_dir, start, without_effect
-from onstep.training.runs.decisions import what_ended
 from onstep.training.runs.fingerprints import is_arrow_dataset
 from onstep.training.runs.hold import Hold
 from onstep.training.runs.hub import hub_revisions
 from onstep.training.runs.identity import Identify, Identity, compare
 from onstep.training.runs.run_dir import FINISHED, RunDir
+from onstep.training.runs.sent_commands import what_ended
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ from onstep.optim import HostFiniteGate
 from onstep.training.anomalies.anomaly import Anomaly, too_many
 from onstep.training.anomalies.bad_samples import Findings, find_bad_samples
 from onstep.training.anomalies.spikes import SpikeDetector
-from onstep.training.compute.losses import MicroLoss, Scalar, StepLoss
+from onstep.training.compute.loss_sums import StepLoss
+from onstep.training.compute.losses import MicroLoss, Scalar
 from onstep.training.compute.step import Step
 from onstep.training.feature import Feature
 from onstep.training.protocols import StateDict

@@ -31,7 +31,7 @@ HOMES = {
     "RerunDataIterator": "onstep.training.rerun.snapshot",
     "RerunStateMachine": "onstep.training.rerun.machine",
     "StragglerDetector": "onstep.training.stragglers.detector",
-    "Timer": "onstep.training.reporting.timers",
+    "Timer": "onstep.training.reporting.timer",
     "Timers": "onstep.training.reporting.timers",
     "TNvtxContext": "onstep.training.profiling",
     "TrainState": "onstep.train_state",

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from onstep.config import StragglerDetectionConfig
-from onstep.training.compute.losses import Scalar, StepLoss
+from onstep.training.compute.loss_sums import StepLoss
+from onstep.training.compute.losses import Scalar
 from onstep.training.compute.step import LastStep, Step
 from onstep.training.experts.experts import Experts
 from onstep.training.fault_tolerance.sections import FaultToleranceState, sections_of

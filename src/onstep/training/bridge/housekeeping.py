@@ -20,11 +20,11 @@ from onstep.distributed import World, shards
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.feature import is_due
 from onstep.training.model_parallel.model_parallel import disable_forward_pre_hook, enable_forward_pre_hook
-from onstep.training.profiling.instruments import MemoryRelease
+from onstep.training.profiling.memory import MemoryRelease
 from onstep.training.profiling.profilers import NsysContext, Profiler, handle_profiling_stop
 from onstep.training.run import Run
 from onstep.training.runs.microbatches import unset_num_microbatches_calculator
-from onstep.training.stages import evaluation
+from onstep.training.stages import evaluation, evaluation_report
 from onstep.training.stragglers.nvrx import safe_shutdown_nvrx_straggler_manager
 from onstep.training.verification.weight_hash import check_weight_hashes
 
@@ -181,7 +181,7 @@ def _alone(function: Callable[P, T]) -> Callable[P, T]:
 
 
 evaluate = _alone(evaluation.evaluate)
-evaluate_and_print_results = _alone(evaluation.evaluate_and_print_results)
+evaluate_and_print_results = _alone(evaluation_report.evaluate_and_print_results)
 
 
 def _finish_train(global_state: GlobalState, checkpoint_manager: object = None) -> None:

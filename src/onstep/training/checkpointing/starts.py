@@ -16,9 +16,9 @@ from onstep.errors import CheckpointError, ConfigError
 from onstep.events import Request
 from onstep.events.control import STICKY
 from onstep.training.run import Run
-from onstep.training.runs.decisions import (
-    CHANGED,
-    WITHDRAWN,
+from onstep.training.runs.decisions import CHANGED, WITHDRAWN
+from onstep.training.runs.identity import Identity, compare, trains_on_others, ways_to_continue
+from onstep.training.runs.sent_commands import (
     commands_on_end,
     ids_to_repeat,
     is_cut,
@@ -28,7 +28,6 @@ from onstep.training.runs.decisions import (
     steps_without,
     withdrawable,
 )
-from onstep.training.runs.identity import Identity, compare, trains_on_others, ways_to_continue
 from onstep.training.stages.agreement import append_decision
 
 logger = logging.getLogger(__name__)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,12 +43,8 @@ from onstep.training.checkpointing.starts import (
 )
 from onstep.training.protocols import Trained, UserScheduler
 from onstep.training.run import Run
-from onstep.training.runs.decisions import (
-    BRANCH,
-    DecisionLog,
-    everything_sent,
-    steps_to_keep,
-)
+from onstep.training.runs.decisions import BRANCH, DecisionLog
+from onstep.training.runs.sent_commands import everything_sent, steps_to_keep
 from onstep.training.stages.agreement import write_decision
 from onstep.training.stages.best_metric import note_best_checkpoint
 from onstep.training.stages.progress_log import log_async_checkpoint_saved
@@ -360,29 +355,6 @@ def _branch_of(manifest: Manifest, most: int) -> int | None:
     """The number of rollbacks before a checkpoint; None if unknown or above `most`."""
     branch = manifest.extra.get(DECISIONS, {}).get(BRANCH)
     return branch if isinstance(branch, int) and branch <= most else None
-
-
-def open_checkpoints(state: Run, notify: Dispatcher) -> RunCheckpoints | None:
-    """The checkpoints of a run, in `checkpoint.save` or the run's directory; None for a run with neither."""
-    if state.cfg.checkpoint.save is not None:
-        return RunCheckpoints(state, notify, Path(state.cfg.checkpoint.save))
-    return None if state.run_dir is None else RunCheckpoints(state, notify, state.run_dir.checkpoints)
-
-
-@contextmanager
-def own_checkpoints(state: Run, notify: Dispatcher, trained: Trained) -> Iterator[None]:
-    """The checkpoints of a standalone `train()` call, if `checkpoint.save` names a directory. Collective."""
-    if state.checkpoints is not None or state.cfg.checkpoint.save is None:
-        yield
-        return
-    state.checkpoints = checkpoints = RunCheckpoints(state, notify, Path(state.cfg.checkpoint.save))
-    try:
-        checkpoints.find()
-        checkpoints.load_progress(trained)
-        yield
-    finally:
-        checkpoints.close()
-        state.checkpoints = None
 
 
 def retention_of(config: ConfigContainer) -> Retention:

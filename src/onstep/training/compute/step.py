@@ -14,7 +14,8 @@ from onstep.data import Batch, StepBatches
 from onstep.data.loaders.collate import mapping_like
 from onstep.errors import DataError
 from onstep.processes.heartbeat import HEARTBEAT
-from onstep.training.compute.losses import MicroLoss, Scalar, StepLoss, as_scalar, at_least_one, local_sums
+from onstep.training.compute.loss_sums import StepLoss, at_least_one, local_sums
+from onstep.training.compute.losses import MicroLoss, Scalar, as_scalar
 
 _CPU = torch.device("cpu")
 

@@ -8,22 +8,18 @@ from __future__ import annotations
 import json
 import logging
 import os
-import random
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from onstep.config import FaultToleranceConfig
-from onstep.distributed import World
 from onstep.errors import ConfigError, DataError, MissingExtraError
 from onstep.files.bounded_reading import read_json
 from onstep.files.durability import replace_durably
 from onstep.training.compute.step import Step
 from onstep.training.fault_tolerance.learned_timeouts import LearnedTimeouts
+from onstep.training.fault_tolerance.simulated_fault import simulate_fault
 from onstep.training.feature import Feature, Interruption
 from onstep.training.run import Run
 from onstep.training.runs.stage import SectionLimits
@@ -40,7 +36,6 @@ MIN_ITERS_FOR_STEP_TIMEOUT_UPDATE = 16
 FT_STATE_FILE = "ft_state.json"
 
 _SOCKET = "FT_RANK_MONITOR_IPC_SOCKET"
-_SIGNALS = {"rank_killed": signal.SIGKILL, "rank_hung": signal.SIGSTOP}
 
 
 @dataclass
@@ -333,27 +328,3 @@ def _their_client() -> LearnedTimeouts:
         )
     client: LearnedTimeouts = RankMonitorClient()  # it has the same methods
     return client
-
-
-def plan_fault(config: FaultToleranceConfig, world_size: int, draw: random.Random) -> tuple[int, str, float]:
-    """The rank to fail, the kind of failure and the delay in seconds; settings left open are drawn at random."""
-    kind = config.simulated_fault_type
-    kind = draw.choice(sorted(_SIGNALS)) if kind == "random" else kind
-    rank = config.simulated_fault_rank
-    rank = draw.randrange(world_size) if rank is None else rank
-    return rank, kind, config.simulated_fault_base_delay * (1.0 + 0.2 * draw.random())
-
-
-def simulate_fault(config: FaultToleranceConfig, world: World) -> None:
-    """Kill or stop one rank after a delay, from a separate thread. Collective.
-
-    Draws from the system's generator: the run's generators are not touched.
-    """
-    rank, kind, delay = world.share(plan_fault(config, world.size, random.SystemRandom()))
-    if world.is_main:
-        logger.warning("ft.simulate_fault: rank %d will fail (%s) in %.1f seconds", rank, kind, delay)
-    if world.rank != rank:
-        return
-    fails = threading.Timer(delay, os.kill, (os.getpid(), _SIGNALS[kind]))
-    fails.name, fails.daemon = "onstep-simulated-fault", True
-    fails.start()

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from onstep.training.compute.losses import Scalar, StepLoss, as_scalar
+from onstep.training.compute.loss_sums import StepLoss
+from onstep.training.compute.losses import Scalar, as_scalar
 from onstep.training.protocols import StateDict
 
 Name = TypeVar("Name")

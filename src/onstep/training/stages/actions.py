@@ -21,7 +21,7 @@ from onstep.training.runs.decisions import DecisionLog
 from onstep.training.stages.agreement import agree, refuse, shorten_ids, write_decision
 from onstep.training.stages.best_metric import note_best_metric, save_best
 from onstep.training.stages.data_position import leave_out_skipped
-from onstep.training.stages.evaluation import evaluate_and_print_results
+from onstep.training.stages.evaluation_report import evaluate_and_print_results
 from onstep.training.stages.exits import (
     EvaluationInterrupted,
     random_state_before,

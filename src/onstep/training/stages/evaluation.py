@@ -19,10 +19,10 @@ from onstep.distributed import World, check_ranks
 from onstep.events import CallbackManager, Dispatcher
 from onstep.models.generation.generate import preserve_modes
 from onstep.training.compute.forward_errors import call_forward_step
-from onstep.training.compute.losses import MicroLoss, evaluation_sums, read_loss
+from onstep.training.compute.loss_sums import evaluation_sums
+from onstep.training.compute.losses import MicroLoss, read_loss
 from onstep.training.compute.step import MicroBatches
 from onstep.training.protocols import DataSource, ForwardStep, Metrics, NonLossFunction
-from onstep.training.reporting.bridge_tags import TENSORBOARD, evaluation_tags, write_tags
 from onstep.training.run import Run
 from onstep.training.stages.agreement import agree
 from onstep.training.stages.evaluation_batches import eval_batches
@@ -303,81 +303,3 @@ def _metrics(prefix: str, losses: dict[str, Tensor], totals: _Totals, seconds: f
 def perplexity(loss: float) -> float:
     """`exp(loss)`, with the exponent capped at 20 so that the loss of an untrained model does not overflow."""
     return math.exp(min(20.0, loss)) if not math.isnan(loss) else math.nan
-
-
-def evaluate_and_print_results(
-    state: Run,
-    prefix: str,
-    forward_step_func: ForwardStep,
-    data_iterator: DataSource,
-    model: list[nn.Module],
-    config: object,
-    verbose: bool = False,
-    write_to_tensorboard: bool = True,
-    process_non_loss_data_func: NonLossFunction | None = None,
-    non_loss_data_func: NonLossFunction | None = None,
-    callback_manager: CallbackManager | None = None,
-    is_test: bool = False,
-    notify: Dispatcher | None = None,
-) -> dict[str, Tensor] | None:
-    """Evaluate, and report the losses with their perplexities on the last rank. Collective.
-
-    They are printed between two rules with `logger.console=bridge`, and sent to the trackers of Megatron Bridge's
-    tags: `<loss> validation` or `<loss> test`, at most once per step.
-
-    Args:
-        write_to_tensorboard: False skips TensorBoard, but not the other trackers.
-        process_non_loss_data_func: called on the last rank, if it has a TensorBoard logger, with the collected data,
-            the step and the logger.
-
-    Returns:
-        The means by name; None if a time limit ended the evaluation.
-    """
-    means, collected, is_over = evaluate(
-        state,
-        forward_step_func,
-        data_iterator,
-        model,
-        process_non_loss_data_func,
-        config,
-        verbose,
-        non_loss_data_func,
-        callback_manager,
-        is_test,
-        notify,
-    )
-    if means and state.prints_console_line and state.is_last_rank:
-        print(result_block(prefix, means), flush=True)  # noqa: T201 - this block is what was asked for
-    state.bridge_trackers.join(callback_manager)
-    if state.bridge_trackers.recipients and not is_over:
-        with state.bridge_trackers.held(lambda: state.ending.ended):
-            if means:
-                write_evaluation(state, means, "test" if is_test else "validation", write_to_tensorboard)
-            writer = state.bridge_trackers.get(TENSORBOARD) if write_to_tensorboard else None
-            if process_non_loss_data_func is not None and writer is not None:
-                process_non_loss_data_func(collected, state.train_state.step, writer)
-    return means
-
-
-def write_evaluation(state: Run, means: dict[str, Tensor], kind: str, write_to_tensorboard: bool = True) -> None:
-    """Send an evaluation's losses to the trackers; another one of its kind at the same step adds no second point."""
-    trackers, progress = state.bridge_trackers, state.train_state
-    if trackers.evaluated.get(kind) == progress.step:
-        return
-    trackers.evaluated[kind] = progress.step
-    trackers.open(progress.step, progress.consumed_train_samples, adds_only=True)
-    losses = {name: mean.item() for name, mean in means.items()}
-    shows_perplexity = state.cfg.logger.log_validation_ppl_to_tensorboard
-    perplexities = {name: perplexity(loss) for name, loss in losses.items()} if shows_perplexity else {}
-    loggers = {name: one for name, one in trackers.recipients.items() if write_to_tensorboard or name != TENSORBOARD}
-    tags = evaluation_tags(kind, losses, perplexities)
-    write_tags(loggers, tags, progress.step, progress.consumed_train_samples, over_samples=tags)
-
-
-def result_block(prefix: str, means: dict[str, Tensor]) -> str:
-    """Megatron Bridge's block of an evaluation's losses."""
-    line = f" validation loss at {prefix} | "
-    for key, mean in means.items():
-        line += f"{key} value: {mean.item():.6E} | {key} PPL: {perplexity(mean.item()):.6E} | "
-    rule = "-" * (len(line) + 1)
-    return f"{rule}\n{line}\n{rule}"

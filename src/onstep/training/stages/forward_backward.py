@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from onstep.data import Batch
 from onstep.distributed import no_sync
 from onstep.training.compute.forward_errors import call_forward_step
-from onstep.training.compute.losses import MicroLoss, Scalar, divisor, is_known, read_loss
+from onstep.training.compute.loss_sums import divisor, is_known
+from onstep.training.compute.losses import MicroLoss, Scalar, read_loss
 from onstep.training.compute.step import MicroBatches, Step
 from onstep.training.stages.forward_step import only_chunk
 from onstep.training.stages.job import Job, check_for_gradients

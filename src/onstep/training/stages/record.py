@@ -15,7 +15,7 @@ import torch
 from onstep.checkpoint import check_encodable
 from onstep.errors import warn_once
 from onstep.events import Dispatcher
-from onstep.events.manager import Listeners
+from onstep.events.registration import Listeners
 from onstep.record.history import BRIDGE_KEY
 from onstep.record.kinds import Kind
 from onstep.train_state import TrainState

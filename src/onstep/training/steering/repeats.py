@@ -11,18 +11,9 @@ from onstep.events import Request
 from onstep.events.control import FLAGS, STICKY
 from onstep.events.settings import SETTABLE, check_setting
 from onstep.training.run import Run
-from onstep.training.runs.decisions import (
-    WITHDRAWN,
-    DecisionLog,
-    Sent,
-    branch_at,
-    decisions_after,
-    first_change,
-    ids_to_repeat,
-    last_within,
-    withdrawable,
-)
+from onstep.training.runs.decisions import WITHDRAWN, DecisionLog, Sent, first_change
 from onstep.training.runs.run_dir import RunDir
+from onstep.training.runs.sent_commands import branch_at, decisions_after, ids_to_repeat, last_within, withdrawable
 from onstep.training.stages.agreement import agree, refuse, write_decision
 
 logger = logging.getLogger(__name__)

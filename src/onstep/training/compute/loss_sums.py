@@ -1,0 +1,152 @@
+"""Sums losses over the micro-batches and ranks of a step or of an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from onstep.distributed import World
+from onstep.errors import ConfigError, LossError
+from onstep.training.compute.losses import MicroLoss, Scalar, as_scalar, described
+
+_REPORT = "a dict of means, or of (sum, count), by name"
+
+
+@dataclass(slots=True)
+class StepLoss:
+    """The loss of one step over all its micro-batches and ranks; the value is `numerator / weight`."""
+
+    numerator: Tensor
+    weight: Scalar
+    tokens: Scalar | None
+    reports: dict[str, Tensor] = field(default_factory=dict)
+
+    def value(self) -> Tensor:
+        """0-d tensor on the device."""
+        return self.numerator if is_known(self.weight, 1) else self.numerator / at_least_one(self.weight)
+
+
+def reduce_step(micros: list[MicroLoss], world: World) -> StepLoss:
+    """Sum over micro-batches and ranks. Collective with several ranks: one SUM of a small vector.
+
+    Raises:
+        LossError: if the micro-batches' losses cannot be combined.
+        ConfigError: for a report that is not a dict of numbers, is neither a mean nor sum and count, or that some
+            micro-batches lack.
+    """
+    first = micros[0]
+    if len(micros) == 1 and world.size == 1 and not first.report:
+        return StepLoss(_counted(first), first.weight if first.kind == "sum" else 1.0, first.tokens)
+    if len({micro.kind == "share" for micro in micros}) > 1:
+        raise LossError(
+            "The loss function returned a LossShare for some micro-batches of a step and something else for others; "
+            "return the same type for all."
+        )
+    local = local_sums(micros)
+    numerator, weight, tokens, reports = _sums(micros, local, world)
+    dtype, device = local[0].dtype, numerator.device
+    means = {key: as_scalar(top / at_least_one(bottom), dtype, device) for key, (top, bottom) in reports.items()}
+    return StepLoss(numerator.to(dtype), 1.0 if first.kind == "share" else weight, tokens, means)
+
+
+def evaluation_sums(micros: list[MicroLoss], world: World) -> dict[str, tuple[Tensor, Tensor]]:
+    """(numerator, weight) of the loss, under the key `loss`, and of everything reported, in float64. Collective."""
+    numerator, weight, _, reports = _sums(micros, local_sums(micros), world, without="loss")
+    device = numerator.device
+    if micros[0].kind == "share":
+        numerator = numerator.double() * weight
+    return {
+        key: (as_scalar(top, torch.float64, device), as_scalar(bottom, torch.float64, device))
+        for key, (top, bottom) in {"loss": (numerator, weight), **reports}.items()
+    }
+
+
+def at_least_one(weight: Scalar) -> Scalar:
+    """A weight to divide by: a step without any labels has a loss of zero, not NaN."""
+    return weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
+
+
+def divisor(weight: Scalar, loss: Tensor) -> Scalar:
+    """`at_least_one(weight)` in the loss's precision: dividing by the count itself gives float32 in any model."""
+    least = at_least_one(weight)
+    return least.to(torch.promote_types(loss.dtype, torch.float32)) if isinstance(least, Tensor) else least
+
+
+def is_known(weight: Scalar, number: int) -> bool:
+    """Whether the host knows that a weight equals this number."""
+    return not isinstance(weight, Tensor) and weight == number
+
+
+def local_sums(micros: list[MicroLoss]) -> tuple[Tensor, Scalar, Scalar | None]:
+    """(numerator, weight, labels) of some micro-batches on this rank; labels are None if unknown."""
+    losses = [_counted(micro) * micro.weight if micro.kind == "mean" else _counted(micro) for micro in micros]
+    weight: Scalar = 0
+    tokens: Scalar | None = 0
+    for micro in micros:
+        weight = weight + micro.weight
+        tokens = None if tokens is None or micro.tokens is None else tokens + micro.tokens
+    return sum(losses[1:], losses[0]), weight, tokens
+
+
+def _counted(micro: MicroLoss) -> Tensor:
+    """The loss of a micro-batch; 0 for a filler and for the mean over no labels, which is NaN."""
+    loss, weight = micro.loss, micro.weight
+    if loss.requires_grad:
+        loss = loss.detach()
+    if not isinstance(weight, Tensor):
+        return torch.zeros_like(loss) if weight == 0 else loss
+    return loss.masked_fill(weight == 0, 0.0) if micro.kind == "mean" else loss
+
+
+def _local_report(micros: list[MicroLoss], key: str) -> tuple[Scalar, Scalar]:
+    top: Scalar = 0
+    bottom: Scalar = 0
+    for micro in micros:
+        if not isinstance(micro.report, Mapping):
+            raise ConfigError(f"the report of a loss function must be {_REPORT}, got {described(micro.report)}")
+        if key not in micro.report:
+            raise ConfigError(f"{key!r} is reported for only some micro-batches of a step; report it for all of them.")
+        value = micro.report[key]
+        try:
+            parts: Iterable[Scalar] = value if isinstance(value, tuple) else torch.as_tensor(value).flatten()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"the report of a loss function must be {_REPORT}, got {described(value)} for {key!r}"
+            ) from error
+        pair = [part.detach() if isinstance(part, Tensor) else part for part in parts]
+        if len(pair) not in (1, 2):
+            shape = tuple(value.shape) if isinstance(value, Tensor) else (len(pair),)
+            raise ConfigError(
+                f"Invalid value shape: {shape} for key {key}; report a mean (1 element), or sum and count (2)."
+            )
+        if is_known(micro.weight, 0):
+            top, bottom = top + pair[0] * 0, bottom + pair[-1] * 0
+        elif len(pair) == 2:
+            top, bottom = top + pair[0], bottom + pair[1]
+        else:
+            counted = pair[0] * micro.weight
+            if isinstance(micro.weight, Tensor) and isinstance(counted, Tensor) and isinstance(pair[0], Tensor):
+                counted = counted.masked_fill(micro.weight == 0, 0.0)  # the mean over nothing is NaN, and has no weight
+            top, bottom = top + counted, bottom + micro.weight
+    return top, bottom
+
+
+def _sums(
+    micros: list[MicroLoss], local: tuple[Tensor, Scalar, Scalar | None], world: World, without: str = ""
+) -> tuple[Tensor, Scalar, Scalar | None, dict[str, tuple[Scalar, Scalar]]]:
+    """The local sums and those of each report over all ranks; in float64 if there are several. Collective."""
+    numerator, weight, tokens = local
+    keys = sorted({key for micro in micros for key in micro.report} - {without})
+    reports = {key: _local_report(micros, key) for key in keys}
+    if world.size == 1:
+        return numerator, weight, tokens, reports
+    parts = [numerator, weight, -1.0 if tokens is None else tokens, *chain.from_iterable(reports.values())]
+    # float64 keeps token counts exact; MPS has none, but no process group either
+    vector = torch.stack([as_scalar(part, torch.float64, numerator.device) for part in parts])
+    world.sum(vector)
+    pairs = zip(vector[3::2], vector[4::2], strict=True)
+    return vector[0], vector[1], None if tokens is None else vector[2], dict(zip(keys, pairs, strict=True))

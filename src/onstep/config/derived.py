@@ -25,7 +25,7 @@ def fill(config: ConfigContainer, world_size: int) -> ConfigContainer:
     if optimizer.grad_norm_skip_threshold == math.inf:
         optimizer.grad_norm_skip_threshold = None
     derived = (
-        (model, "ffn_hidden_size", default_ffn_hidden_size(model)),
+        (model, "ffn_hidden_size", default_ffn_hidden_size(model.hidden_size, model.gated_linear_unit)),
         (model, "num_query_groups", model.num_attention_heads),
         (model, "kv_channels", model.hidden_size // model.num_attention_heads),
         (optimizer, "min_lr", 0.0),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "OptimizedModule"})
+_WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def unwrap(model: Any) -> Any:
@@ -24,6 +25,13 @@ def unwrap(model: Any) -> Any:
     while any(each.__name__ in _WRAPPERS for each in type(model).__mro__):
         model = getattr(model, "_orig_mod", None) or model.module
     return model
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter without the parts that compiling or recomputing single layers adds."""
+    for part in _WRAPPER_PARTS:
+        name = name.replace(part, "")
+    return name
 
 
 @dataclass(eq=False)

@@ -40,6 +40,24 @@ def open_file(path: str | Path) -> BufferedReader:
     return open(path, "rb")
 
 
+def open_regular_file(path: str | Path) -> BufferedReader:
+    """Open a file to read bytes that is nothing else: a link may point anywhere, and a pipe would block.
+
+    Raises:
+        OSError: with the reason, if it cannot be opened, or is a link, a pipe, a device or a directory.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if Path(path).is_symlink():
+            raise OSError(error.errno, "it is a symbolic link", str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return open(descriptor, "rb")
+
+
 def read_bytes(
     path: str | Path, limit: int, *, error: type[OnstepError] = DataError, allows_pipe: bool = False
 ) -> bytes:

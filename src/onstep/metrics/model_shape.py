@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from onstep.config.checks.model import LORA_PROJECTIONS
+from onstep.config.sections import default_ffn_hidden_size
 from onstep.errors import ConfigError
-
-_FFN_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ class ModelShape:
         hidden, depth = model.hidden_size, _whole(model, "mtp_num_layers")
         is_moe = bool(_whole(model, "num_moe_experts"))
         is_gated = bool(getattr(model, "gated_linear_unit", True))
-        ffn = getattr(model, "ffn_hidden_size", None) or _default_ffn(hidden, is_gated)
+        ffn = getattr(model, "ffn_hidden_size", None) or default_ffn_hidden_size(hidden, is_gated)
         learns_positions = getattr(model, "position_embedding_type", "rope") == "learned_absolute"
         return cls(
             num_layers=model.num_layers,
@@ -146,11 +144,6 @@ class ModelShape:
             shared_expert_gate=bool(getattr(model, "moe_shared_expert_gate", False)),
             mtp_depth=depth,
         )
-
-
-def _default_ffn(hidden: int, is_gated: bool) -> int:
-    """The default width if it is not configured, as in `onstep.models.sizes`."""
-    return math.ceil(8 * hidden / (3 * _FFN_MULTIPLE)) * _FFN_MULTIPLE if is_gated else 4 * hidden
 
 
 def _whole(model: Any, name: str) -> int:

@@ -8,9 +8,6 @@ from onstep.config.checks.single_values import check_values
 from onstep.config.sections import default_ffn_hidden_size
 from onstep.errors import ConfigError
 
-_COUNTS = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "seq_length")
-_OPTIONAL_COUNTS = ("ffn_hidden_size", "num_query_groups", "kv_channels")
-
 
 def head_width(config: ModelConfig) -> int:
     """Size of an attention head."""
@@ -33,7 +30,7 @@ def ffn_hidden_size(config: ModelConfig) -> int:
     Source: Shazeer, "GLU Variants Improve Transformer" (2020), section 3.1: two thirds of the usual 4x keeps the
     number of parameters constant when a third matrix is added.
     """
-    return config.ffn_hidden_size or default_ffn_hidden_size(config)
+    return config.ffn_hidden_size or default_ffn_hidden_size(config.hidden_size, config.gated_linear_unit)
 
 
 def vocabulary_size(config: ModelConfig) -> int:
@@ -57,12 +54,6 @@ def check_model_config(config: ModelConfig) -> None:
         ConfigError: naming the first invalid value, the rule and the remedy.
     """
     vocabulary_size(config)
-    for name in _COUNTS + _OPTIONAL_COUNTS:
-        value = getattr(config, name)
-        if value is None and name in _OPTIONAL_COUNTS:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"model.{name} must be an integer >= 1, got {value!r}.")
     check_values(config, "model.")
     check_model(config)
     check_expert_options(config)

@@ -14,7 +14,7 @@ from onstep.config import OptimizerConfig
 from onstep.config.checks.optimizer import check_decoupled_entry
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
-from onstep.events.context import unwrap
+from onstep.events.context import plain_name, unwrap
 
 
 @dataclass(frozen=True, order=True)
@@ -113,8 +113,6 @@ NESTED_OUTPUT_NAMES = ("lm_head", "embed_out", "output_layer", "classifier", "sc
 OUTPUT_NAMES = (*NESTED_OUTPUT_NAMES, "output", "out", "head", "fc", "fc_out", "value_head", "reward_head")
 """Names of direct children of a model that hold it: deeper inside, some of these are parts of layers."""
 
-_WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-
 
 @dataclass(frozen=True)
 class ParameterRole:
@@ -143,7 +141,7 @@ def trainable_parameters(
                 is_weight = param.ndim >= 2 and not name.endswith("bias")
                 is_matrix = is_weight and param.ndim == 2 and min(param.shape) > 1 and param.is_floating_point()
                 is_decayed = is_weight if decayed is None else param in decayed
-                found[param] = ParameterRole(_plain(name), is_outer, is_decayed, is_matrix and not is_outer)
+                found[param] = ParameterRole(plain_name(name), is_outer, is_decayed, is_matrix and not is_outer)
     return found
 
 
@@ -176,7 +174,7 @@ def _outputs_by_name(model: nn.Module) -> Iterator[nn.Module]:
     if isinstance(own_word, nn.Module):
         yield own_word
     for name, module in model.named_modules():
-        parts = _plain(f"{name}.").rstrip(".").split(".")
+        parts = plain_name(f"{name}.").rstrip(".").split(".")
         names = OUTPUT_NAMES if len(parts) == 1 else NESTED_OUTPUT_NAMES
         if parts[-1] in names and not any(part.isdigit() for part in parts):
             yield module
@@ -188,9 +186,3 @@ def _last_matrix(module: nn.Module) -> Parameter | None:
     if not isinstance(weight, Parameter):
         weight = next((one.weight for one in reversed(list(module.modules())) if isinstance(one, nn.Linear)), None)
     return weight if isinstance(weight, Parameter) and weight.ndim >= 2 else None
-
-
-def _plain(name: str) -> str:
-    for part in _WRAPPER_PARTS:
-        name = name.replace(part, "")
-    return name

@@ -7,10 +7,9 @@ torch.distributed.checkpoint, which shards and reshards them.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from io import FileIO
+from io import BufferedReader
 from pathlib import Path
 from typing import Protocol
 
@@ -28,6 +27,7 @@ from onstep.checkpoint.format.tensor_header import (
     sharding_metadata,
 )
 from onstep.errors import CheckpointError
+from onstep.files.bounded_reading import open_regular_file
 
 __all__ = ["BinaryWriter", "FileDigest", "TensorInfo", "read_header", "read_tensors", "write_tensors"]
 
@@ -205,20 +205,14 @@ def read_tensor(path: str | Path, name: str, info: TensorInfo) -> Tensor:
         return _read_next(file, path, name, info)
 
 
-def _opened(path: str | Path) -> FileIO:
-    """Open a regular file: neither a link, which may point anywhere, nor a pipe, which would block."""
+def _opened(path: str | Path) -> BufferedReader:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_regular_file(path)
     except OSError as error:
-        reason = "it is a symbolic link" if Path(path).is_symlink() else error.strerror
-        raise CheckpointError(f"{path} cannot be read: {reason}.") from error
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return FileIO(descriptor, "r")
-    os.close(descriptor)
-    raise CheckpointError(f"{path} is not a tensor file: it is not a regular file.")
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def _header_of(file: FileIO, path: str | Path) -> dict[str, TensorInfo]:
+def _header_of(file: BufferedReader, path: str | Path) -> dict[str, TensorInfo]:
     file_size = os.fstat(file.fileno()).st_size
     length = header_length(str(path), file.read(LENGTH_BYTES), file_size)
     text = bytearray(length)
@@ -226,7 +220,7 @@ def _header_of(file: FileIO, path: str | Path) -> dict[str, TensorInfo]:
     return parse_header(str(path), bytes(text), file_size)
 
 
-def _read_next(file: FileIO, path: str | Path, name: str, info: TensorInfo) -> Tensor:
+def _read_next(file: BufferedReader, path: str | Path, name: str, info: TensorInfo) -> Tensor:
     tensor = torch.empty(info.shape, dtype=info.dtype)
     memory = _memory(tensor)
     _fill(file, path, memory)
@@ -237,7 +231,7 @@ def _read_next(file: FileIO, path: str | Path, name: str, info: TensorInfo) -> T
     return tensor
 
 
-def _fill(file: FileIO, path: str | Path, buffer: memoryview) -> None:
+def _fill(file: BufferedReader, path: str | Path, buffer: memoryview) -> None:
     position = 0
     while position < buffer.nbytes:
         try:

@@ -8,6 +8,7 @@ import re
 import stat
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
@@ -16,7 +17,7 @@ from blake3 import blake3
 from onstep.checkpoint.components import SharingPattern
 from onstep.checkpoint.format.tensor_file import FileDigest
 from onstep.errors import CheckpointError
-from onstep.files.bounded_reading import parse_json
+from onstep.files.bounded_reading import open_regular_file, parse_json
 from onstep.processes.heartbeat import HEARTBEAT
 
 MANIFEST = "manifest.json"
@@ -107,17 +108,14 @@ def read_manifest(directory: Path) -> Manifest:
         CheckpointError: if the manifest is missing or not exactly as it was written.
     """
     path = directory / MANIFEST
-    descriptor = _open_plain(path)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size > MANIFEST_BYTES:
-            raise CheckpointError(f"{path} has {size} bytes; a manifest must have at most {MANIFEST_BYTES}.")
-        with open(descriptor, "rb", closefd=False) as file:
-            content = file.read(MANIFEST_BYTES)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
-    finally:
-        os.close(descriptor)
+    with _opened(path) as file:
+        try:
+            size = os.fstat(file.fileno()).st_size
+            content = file.read(MANIFEST_BYTES) if size <= MANIFEST_BYTES else b""
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
+    if size > MANIFEST_BYTES:
+        raise CheckpointError(f"{path} has {size} bytes; a manifest must have at most {MANIFEST_BYTES}.")
     return _parse(content, path)
 
 
@@ -145,17 +143,16 @@ def check_file(
     """
     path = directory / name
     _check_parents(directory, name)
-    descriptor = _open_plain(path)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size != expected.size:
-            raise CheckpointError(f"{path} has {size} bytes, but its manifest lists {expected.size}; it is damaged.")
-        if hashed and _hash(descriptor, progress) != expected.blake3:
-            raise CheckpointError(f"{path} does not have the BLAKE3 hash in its manifest; its content has changed.")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
-    finally:
-        os.close(descriptor)
+    with _opened(path) as file:
+        try:
+            size = os.fstat(file.fileno()).st_size
+            has_changed = hashed and size == expected.size and _hash(file, size, progress) != expected.blake3
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
+    if size != expected.size:
+        raise CheckpointError(f"{path} has {size} bytes, but its manifest lists {expected.size}; it is damaged.")
+    if has_changed:
+        raise CheckpointError(f"{path} does not have the BLAKE3 hash in its manifest; its content has changed.")
 
 
 def _check_parents(directory: Path, name: str) -> None:
@@ -169,30 +166,23 @@ def _check_parents(directory: Path, name: str) -> None:
             raise CheckpointError(f"{path} must be a directory inside the checkpoint, not a file or symbolic link.")
 
 
-def _open_plain(path: Path) -> int:
-    """Open a regular file and return its descriptor; refuses links, devices and pipes."""
+def _opened(path: Path) -> BufferedReader:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_regular_file(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing.") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be opened ({error.strerror}); it must be a regular file.") from error
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    raise CheckpointError(f"{path} must be a regular file.")
 
 
-def _hash(descriptor: int, progress: Progress | None) -> str:
-    size = os.fstat(descriptor).st_size
+def _hash(file: BufferedReader, size: int, progress: Progress | None) -> str:
     hasher = blake3(max_threads=READ_THREADS if size >= READ_BYTES else 1)
     buffer = memoryview(bytearray(min(READ_BYTES, max(1, size))))
-    with open(descriptor, "rb", buffering=0, closefd=False) as file:
-        while count := file.readinto(buffer):
-            hasher.update(buffer[:count])
-            HEARTBEAT.beats += 1
-            if progress is not None:
-                progress(count)
+    while count := file.readinto(buffer):
+        hasher.update(buffer[:count])
+        HEARTBEAT.beats += 1
+        if progress is not None:
+            progress(count)
     return hasher.hexdigest()
 
 

@@ -238,9 +238,9 @@ FFN_MULTIPLE = 64
 """The default width of a gated feed-forward block is rounded up to a multiple of this."""
 
 
-def default_ffn_hidden_size(model: ModelConfig) -> int:
+def default_ffn_hidden_size(hidden_size: int, is_gated: bool) -> int:
     """Width of a feed-forward block that is left open: as wide as keeps the parameters those of 4 times the hidden
     size without a gate."""
-    if not model.gated_linear_unit:
-        return 4 * model.hidden_size
-    return -(-8 * model.hidden_size // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
+    if not is_gated:
+        return 4 * hidden_size
+    return -(-8 * hidden_size // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE

@@ -8,15 +8,12 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from onstep.events.context import unwrap
+from onstep.events.context import plain_name, unwrap
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 Model = nn.Module | Sequence[nn.Module]
 """A module, or a sequence of model chunks."""
-
-_WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""Name parts added by compiling or activation-checkpointing individual layers."""
 
 
 def chunks_of(model: Model) -> list[nn.Module]:
@@ -36,8 +33,7 @@ def named_parameters(model: Model) -> dict[str, Tensor]:
             if parameter in seen:
                 continue
             seen.add(parameter)
-            for part in _WRAPPER_PARTS:
-                name = name.replace(part, "")
+            name = plain_name(name)
             found[f"chunks.{number}.{name}" if name in found else name] = parameter
     return found
 

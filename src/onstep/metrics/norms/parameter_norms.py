@@ -80,12 +80,12 @@ def report_l2_norm_grad(model: Model) -> dict[str, float]:
     return report
 
 
-def local_parameter_norms(model: Model, order: float = 2.0) -> LocalNorms:
+def local_parameter_norms(model: Model) -> LocalNorms:
     """The norms of this rank's shards of the parameters, without synchronizing with the device."""
     reshard(model)
     with torch.no_grad():
         parts = {name: local_part(one) for name, one in measurable_parameters(model).items()}
-    return local_norms(parts, order)
+    return local_norms(parts)
 
 
 def local_gradient_norms(model: Model) -> LocalNorms:

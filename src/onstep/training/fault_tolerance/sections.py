@@ -1,7 +1,4 @@
-"""Times the sections of a run (set-up, steps, checkpoints) for heartbeats and learned time limits.
-
-All functions do nothing where neither `ft.calc_ft_timeouts` nor `ft.enable_ft_package` is set.
-"""
+"""Times the sections of a run (set-up, steps, checkpoints) for heartbeats and learned time limits."""
 
 from __future__ import annotations
 
@@ -72,115 +69,8 @@ def sections_of(run: Run) -> Sections:
     return run.features.room(Sections)
 
 
-def setup(state: Run) -> None:
-    """Connect to the monitor, load what earlier starts have learned, and open the section `setup`. Collective.
-
-    Raises:
-        ConfigError: a ValueError, if the run has no checkpoint directory to keep the learned limits in.
-        MissingExtraError: if `nvidia-resiliency-ext` is configured but not installed.
-    """
-    config = state.cfg.ft
-    if not (config.calc_ft_timeouts or config.enable_ft_package):
-        return
-    if state.checkpoints is None:
-        raise ConfigError(
-            f"ft.calc_ft_timeouts and ft.enable_ft_package store {FT_STATE_FILE} next to the checkpoints; set run.name "
-            "or checkpoint.save."
-        )
-    sections_of(state).state = FaultToleranceState(
-        ft_state_path=state.checkpoints.root / FT_STATE_FILE,
-        is_async_chkpt_enabled=state.cfg.checkpoint.async_save,
-        is_calculating_timeouts=config.calc_ft_timeouts,
-        is_setup_section_open=True,
-    )
-    client = (
-        _their_client()
-        if config.enable_ft_package
-        else LearnedTimeouts(state.world, state.features.room(SectionLimits))
-    )
-    _load(state, client)
-    client.init_workload_monitoring()
-    sections_of(state).client = client
-    client.start_section("setup")
-
-
-def on_training_step_start(state: Run) -> None:
-    """Begin a training step; the first one ends the set-up, and the second one is the first to be timed."""
-    sections = sections_of(state)
-    if sections.client is not None:
-        sections.state.curr_eval_iter_idx = 0
-        _start_step(state, sections.client, sections.state.seen_tr_iters_cnt)
-
-
-def on_training_step_end(state: Run) -> None:
-    """End a training step."""
-    sections = sections_of(state)
-    if sections.client is not None:
-        _end_step(sections.client, sections.state)
-        sections.state.seen_tr_iters_cnt += 1
-
-
-def on_eval_step_start(state: Run) -> None:
-    """Begin an evaluation batch; the first one of an evaluation is not timed."""
-    sections = sections_of(state)
-    if sections.client is not None:
-        _start_step(state, sections.client, sections.state.curr_eval_iter_idx)
-
-
-def on_eval_step_end(state: Run) -> None:
-    """End an evaluation batch."""
-    sections = sections_of(state)
-    if sections.client is not None:
-        if sections.state.curr_eval_iter_idx >= NUM_WARMUP_ITERS:
-            _end_step(sections.client, sections.state)
-        sections.state.curr_eval_iter_idx += 1
-
-
-def on_checkpointing_start(state: Run) -> None:
-    """Begin a save, or the completion of one that continues in the background."""
-    client = sections_of(state).client
-    if client is not None:
-        client.start_section("checkpointing")
-
-
-def on_checkpointing_end(state: Run, is_async_finalization: bool = False) -> None:
-    """End a save; if limits are learned, they are learned again after each save, which is collective.
-
-    Args:
-        is_async_finalization: this was the completion of a save in the background, which does not count as a save.
-    """
-    client = sections_of(state).client
-    if client is None:
-        return
-    client.end_section("checkpointing")
-    if not is_async_finalization:
-        sections_of(state).state.seen_checkpoints_cnt += 1
-        _maybe_update_timeouts(state, client)
-
-
-def shutdown(state: Run) -> None:
-    """Learn a last time, now including the time allowed between sections, and disconnect. Collective."""
-    client = sections_of(state).client
-    if client is None:
-        return
-    if state.world.is_main:
-        print("FT: closing...", flush=True)  # noqa: T201 - Megatron Bridge's line
-    _maybe_update_timeouts(state, client, is_closing=True)
-    abort(state)
-    if state.world.is_main:
-        print("FT: closed.", flush=True)  # noqa: T201 - Megatron Bridge's line
-
-
-def abort(state: Run) -> None:
-    """Disconnect without a collective, for example after an error."""
-    sections = sections_of(state)
-    client, sections.client = sections.client, None
-    if client is not None:
-        client.shutdown_workload_monitoring()
-
-
 class FaultToleranceSections(Feature[Run]):
-    """Times the sections of a run and learns their limits."""
+    """Times the sections of a run (set-up, steps, checkpoints) and learns their limits."""
 
     name = "fault_tolerance"
     when = "ft.calc_ft_timeouts, ft.enable_ft_package, ft.simulate_fault"
@@ -188,98 +78,162 @@ class FaultToleranceSections(Feature[Run]):
 
     @classmethod
     def wanted(cls, host: Run) -> bool:
-        ft = host.cfg.ft
-        given = sections_of(host).client is not None
-        return bool(ft.calc_ft_timeouts or ft.enable_ft_package or ft.simulate_fault or given)
+        """If a key asks for it, or if the caller has given a client."""
+        return super().wanted(host) or sections_of(host).client is not None
+
+    def __init__(self, host: Run) -> None:
+        super().__init__(host)
+        self._sections = sections_of(host)
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Open the section `setup`, and start the simulated fault if configured. Collective."""
-        run = self.host
-        if sections_of(run).client is not None:  # the caller's own, already set up
+        """Open the section `setup`, and start the simulated fault if configured. Collective.
+
+        At the end, learn a last time, now including the time allowed between sections, and disconnect; after an error,
+        disconnect without a collective.
+
+        Raises:
+            ConfigError: a ValueError, if the run has no checkpoint directory to keep the learned limits in.
+            MissingExtraError: if `nvidia-resiliency-ext` is configured but not installed.
+        """
+        config, world = self.host.cfg.ft, self.host.world
+        if self._sections.client is not None:  # the caller's own, already set up
             yield
             return
-        setup(run)
-        if run.cfg.ft.simulate_fault:
-            simulate_fault(run.cfg.ft, run.world)
+        if config.calc_ft_timeouts or config.enable_ft_package:
+            self._connect()
+        if config.simulate_fault:
+            simulate_fault(config, world)
         try:
             yield
         except BaseException:
-            abort(run)
+            self._disconnect()
             raise
-        shutdown(run)
+        if self._sections.client is not None:
+            if world.is_main:
+                print("FT: closing...", flush=True)  # noqa: T201 - Megatron Bridge's line
+            self._learn(self._sections.client, is_closing=True)
+            self._disconnect()
+            if world.is_main:
+                print("FT: closed.", flush=True)  # noqa: T201 - Megatron Bridge's line
 
     def wrap_step(self, train_step: Callable[[Step], None]) -> Callable[[Step], None]:
+        """Time the training steps; the first one ends the set-up, and the second one is the first to be timed."""
+
         def timed(step: Step) -> None:
-            on_training_step_start(self.host)
+            state = self._sections.state
+            state.curr_eval_iter_idx = 0
+            self._start_step(state.seen_tr_iters_cnt)
             try:
                 train_step(step)
             except SystemExit:
-                on_training_step_end(self.host)
+                self._end_training_step()
                 raise
-            on_training_step_end(self.host)
+            self._end_training_step()
 
         return timed
 
     def wrap_score(self, score: Callable[Given, Found]) -> Callable[Given, Found]:
+        """Time the batches of an evaluation, except the first one."""
+
         def timed(*given: Given.args, **named: Given.kwargs) -> Found:
-            on_eval_step_start(self.host)
+            state = self._sections.state
+            self._start_step(state.curr_eval_iter_idx)
             result = score(*given, **named)
-            on_eval_step_end(self.host)
+            if state.curr_eval_iter_idx >= NUM_WARMUP_ITERS:
+                self._end_step()
+            state.curr_eval_iter_idx += 1
             return result
 
         return timed
 
     @contextmanager
     def pause(self, work: Interruption) -> Iterator[None]:
-        is_timed = work in ("write", "finalize")
-        if is_timed:
-            on_checkpointing_start(self.host)
+        """Time a save, or the completion of one in the background, which does not count as a save.
+
+        If limits are learned, they are learned again after each save, which is collective.
+        """
+        client = self._sections.client if work in ("write", "finalize") else None
+        if client is not None:
+            client.start_section("checkpointing")
         yield
-        if is_timed:
-            on_checkpointing_end(self.host, is_async_finalization=work == "finalize")
+        if client is not None:
+            client.end_section("checkpointing")
+            if work == "write":
+                self._sections.state.seen_checkpoints_cnt += 1
+                self._learn(client)
 
+    def _connect(self) -> None:
+        """Connect to the monitor, load what earlier starts have learned, and open the section `setup`. Collective."""
+        run, config = self.host, self.host.cfg.ft
+        if run.checkpoints is None:
+            raise ConfigError(
+                f"ft.calc_ft_timeouts and ft.enable_ft_package store {FT_STATE_FILE} next to the checkpoints; set "
+                "run.name or checkpoint.save."
+            )
+        self._sections.state = FaultToleranceState(
+            ft_state_path=run.checkpoints.root / FT_STATE_FILE,
+            is_async_chkpt_enabled=run.cfg.checkpoint.async_save,
+            is_calculating_timeouts=config.calc_ft_timeouts,
+            is_setup_section_open=True,
+        )
+        own = LearnedTimeouts(run.world, run.features.room(SectionLimits))
+        client = _their_client() if config.enable_ft_package else own
+        _load(run, client)
+        client.init_workload_monitoring()
+        self._sections.client = client
+        client.start_section("setup")
 
-def _start_step(state: Run, client: LearnedTimeouts, num_seen: int) -> None:
-    """Close the set-up, and after the warm-up open the section `step`.
+    def _disconnect(self) -> None:
+        client, self._sections.client = self._sections.client, None
+        if client is not None:
+            client.shutdown_workload_monitoring()
 
-    An evaluation that a callback runs inside a step is part of that step.
-    """
-    ft = sections_of(state).state
-    if ft.is_setup_section_open:
-        client.end_section("setup")
-        ft.is_setup_section_open = False
-        ft.is_persistent_chkpt_loaded = state.is_resumed
-    if num_seen < NUM_WARMUP_ITERS:
-        return
-    if ft.open_steps == 0:
-        client.start_section("step")
-    ft.open_steps += 1
+    def _start_step(self, num_seen: int) -> None:
+        """Close the set-up, and after the warm-up open the section `step`.
 
+        An evaluation that a callback runs inside a step is part of that step.
+        """
+        client, ft = self._sections.client, self._sections.state
+        if client is None:
+            return
+        if ft.is_setup_section_open:
+            client.end_section("setup")
+            ft.is_setup_section_open = False
+            ft.is_persistent_chkpt_loaded = self.host.is_resumed
+        if num_seen < NUM_WARMUP_ITERS:
+            return
+        if ft.open_steps == 0:
+            client.start_section("step")
+        ft.open_steps += 1
 
-def _end_step(client: LearnedTimeouts, ft: FaultToleranceState) -> None:
-    if ft.open_steps == 1:
-        client.end_section("step")
-    ft.open_steps = max(0, ft.open_steps - 1)
+    def _end_step(self) -> None:
+        client, ft = self._sections.client, self._sections.state
+        if client is not None and ft.open_steps == 1:
+            client.end_section("step")
+        ft.open_steps = max(0, ft.open_steps - 1)
 
+    def _end_training_step(self) -> None:
+        self._end_step()
+        self._sections.state.seen_tr_iters_cnt += 1
 
-def _maybe_update_timeouts(state: Run, client: LearnedTimeouts, *, is_closing: bool = False) -> None:
-    """Learn and store the limits of sections that were seen often enough. Collective."""
-    ft = sections_of(state).state
-    if not ft.is_calculating_timeouts:
-        return
-    sections = []
-    if ft.is_persistent_chkpt_loaded:
-        sections.append("setup")
-    if ft.seen_tr_iters_cnt >= MIN_ITERS_FOR_STEP_TIMEOUT_UPDATE:
-        sections.append("step")
-    if ft.seen_checkpoints_cnt > 0 and not ft.is_async_chkpt_enabled:
-        sections.append("checkpointing")
-    with_rest = is_closing and {"setup", "step"} <= set(sections)
-    if sections and client.calculate_and_set_section_timeouts(
-        selected_sections=sections, calc_out_of_section=with_rest, skip_if_not_ready=True
-    ):
-        _store(state, client)
+    def _learn(self, client: LearnedTimeouts, *, is_closing: bool = False) -> None:
+        """Learn and store the limits of sections that were seen often enough. Collective."""
+        ft = self._sections.state
+        if not ft.is_calculating_timeouts:
+            return
+        sections = []
+        if ft.is_persistent_chkpt_loaded:
+            sections.append("setup")
+        if ft.seen_tr_iters_cnt >= MIN_ITERS_FOR_STEP_TIMEOUT_UPDATE:
+            sections.append("step")
+        if ft.seen_checkpoints_cnt > 0 and not ft.is_async_chkpt_enabled:
+            sections.append("checkpointing")
+        with_rest = is_closing and {"setup", "step"} <= set(sections)
+        if sections and client.calculate_and_set_section_timeouts(
+            selected_sections=sections, calc_out_of_section=with_rest, skip_if_not_ready=True
+        ):
+            _store(self.host, client)
 
 
 def _store(state: Run, client: LearnedTimeouts) -> None:

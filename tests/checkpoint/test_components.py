@@ -11,7 +11,7 @@ from torch import nn
 
 from onstep.checkpoint import ModelState, SharingPattern, StateComponent, decode_state, encode_state
 from onstep.checkpoint.components import Placement, Seat, find_placement
-from onstep.checkpoint.saving import fingerprints
+from onstep.checkpoint.replicas import fingerprints
 from onstep.config import DistributedInitConfig
 from onstep.distributed import World, open_world
 from onstep.errors import CheckpointError, ConfigError

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -15,22 +14,24 @@ from onstep.checkpoint.catalog.discovery import CheckpointInfo, checkpoints, new
 from onstep.checkpoint.catalog.retention import Retention, best_verified, bring_back, set_aside, to_delete
 from onstep.checkpoint.components import Placement, StateComponent, find_placement, make_durable
 from onstep.checkpoint.loading import LoadReport, load_components
+from onstep.checkpoint.replicas import check_replicas
 from onstep.checkpoint.saving import (
     EncodedState,
     PendingSave,
     SavedCheckpoint,
     SaveRequest,
     WrittenFile,
+    backed_by,
     build_manifest,
     check_free_space,
-    check_replicas,
     check_visible,
     collect_states,
     files_beside,
+    report_left_out,
     write_states,
 )
 from onstep.checkpoint.storage.manifest import Manifest
-from onstep.checkpoint.storage.memory_copies import Snapshot, WarmBuffers
+from onstep.checkpoint.storage.memory_copies import WarmBuffers
 from onstep.checkpoint.storage.store import FileStore
 from onstep.checkpoint.storage.transaction import SaveTransaction, sweep
 from onstep.distributed import World
@@ -258,7 +259,7 @@ class CheckpointManager:
             check_replicas(world, component, taken.states.get(component.key), doing)
         everywhere = world.gather((taken.size_bytes, taken.left_out))
         if world.is_main:
-            _report_left_out([left_out for _, left_out in everywhere])
+            report_left_out([left_out for _, left_out in everywhere])
         total_bytes = sum(size for size, _ in everywhere)
         transaction = together(world, lambda: self._prepare(request, taken.encoded, total_bytes), doing)
         directory = world.share(transaction.directory if transaction else None)
@@ -299,7 +300,7 @@ class CheckpointManager:
         snapshot = _done(lambda: self._buffers.copy([one for state in states for one in state.tensors.values()]))
         if self._writer is None:
             self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onstep-save")
-        return self._writer.submit(lambda: write(_copied(states, snapshot.result())))
+        return self._writer.submit(lambda: write(backed_by(states, snapshot.result())))
 
     def _complete(self) -> SavedCheckpoint | None:
         """Commit the pending save once all ranks have written their files, or abandon it."""
@@ -376,23 +377,9 @@ class CheckpointManager:
                 logger.warning("%s The run continues (on_save_error=continue); older checkpoints are intact.", error)
 
 
-def _report_left_out(everywhere: list[dict[str, str]]) -> None:
-    for key, why in {key: why for left_out in reversed(everywhere) for key, why in left_out.items()}.items():
-        ranks = [rank for rank, left_out in enumerate(everywhere) if key in left_out]
-        text = "The checkpoint omits the optional component %r of ranks %s, which a resume starts afresh: %s"
-        logger.warning(text, key, ranks, why)
-
-
 def _abandon(transaction: SaveTransaction | None) -> None:
     if transaction is not None:
         transaction.abandon()
-
-
-def _copied(states: list[EncodedState], snapshot: Snapshot) -> list[EncodedState]:
-    """The same states backed by the snapshot's memory, once the copies are complete."""
-    copies = iter(snapshot.wait())
-    # `copies` is shared by all states; as zip's second argument, it is not advanced past the end of a state
-    return [replace(state, tensors=dict(zip(state.tensors, copies, strict=False))) for state in states]
 
 
 def _done(work: Callable[[], T]) -> Future[T]:

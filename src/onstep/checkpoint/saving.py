@@ -1,42 +1,38 @@
-"""Collects the states of a checkpoint, checks that replicas agree, writes the files and builds the manifest."""
+"""Collects the states of a checkpoint, writes the files and builds the manifest."""
 
 from __future__ import annotations
 
 import copy
-import json
+import logging
 import platform
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
 from torch import Tensor
 
 from onstep.checkpoint.components import ComponentFiles, Placement, StateComponent
 from onstep.checkpoint.format.codec import document_to_bytes, encode_state
-from onstep.checkpoint.format.tensor_file import FileDigest, bytes_of, write_tensors
+from onstep.checkpoint.format.tensor_file import FileDigest, write_tensors
 from onstep.checkpoint.format.tensor_header import ordered_names
 from onstep.checkpoint.storage.manifest import ComponentEntry, Manifest
+from onstep.checkpoint.storage.memory_copies import Snapshot
 from onstep.checkpoint.storage.store import FileStore
 from onstep.checkpoint.storage.transaction import SaveTransaction
-from onstep.distributed import World
-from onstep.distributed.world import together
 from onstep.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
 
 LIBRARIES = ("onstep", "torch", "numpy", "safetensors")
 """Libraries whose versions a manifest records, besides Python's."""
 
-Fingerprints = list[tuple[str, str]]
-FIRST_VALUES = 10
-"""Number of values per tensor that validation level `quick` compares."""
 SPACE_MARGIN = 1.05
 """Free space that a save requires, as a multiple of its tensors' bytes."""
 
@@ -276,70 +272,16 @@ def collect_states(components: Sequence[StateComponent], placement: Placement) -
     return taken
 
 
-def check_replicas(world: World, component: StateComponent, state: dict[str, Any] | None, doing: str) -> None:
-    """Compare the component's state across all ranks, at its `validation_level`. Collective.
-
-    Levels: `quick` compares the structure and the first values of each tensor, `tensor` all tensors, `full` also all
-    other values. The device of a tensor makes no difference. A state of None stands for an optional component whose
-    state could not be collected; nothing is compared then.
-
-    Raises:
-        CheckpointError: on all ranks, naming the component, the ranks that differ and the first path that differs.
-    """
-    if not component.validate_replication or component.validation_level == "none" or world.size == 1:
-        return
-    prints = together(world, lambda: fingerprints(state, component.validation_level), doing)
-    overall = None if state is None else blake3(json.dumps(prints).encode()).hexdigest()
-    everywhere = world.gather(overall)
-    if None in everywhere or len(set(everywhere)) == 1:
-        return
-    raise CheckpointError(f"{doing} failed: {_difference(component.key, world.gather(prints))}")
+def report_left_out(everywhere: list[dict[str, str]]) -> None:
+    """Warn of the optional components that ranks leave out, given for each rank by key."""
+    for key, why in {key: why for left_out in reversed(everywhere) for key, why in left_out.items()}.items():
+        ranks = [rank for rank, left_out in enumerate(everywhere) if key in left_out]
+        text = "The checkpoint omits the optional component %r of ranks %s, which a resume starts afresh: %s"
+        logger.warning(text, key, ranks, why)
 
 
-def fingerprints(state: Any, level: str) -> Fingerprints:
-    """Each path of a state with a short digest of its value; equal states have equal fingerprints."""
-    return list(_fingerprints(state, "", level))
-
-
-def _fingerprints(state: Any, path: str, level: str) -> Iterator[tuple[str, str]]:
-    if isinstance(state, Tensor):
-        yield path, _of_tensor(state, level)
-    elif isinstance(state, Mapping):
-        yield path, f"{type(state).__name__} of {len(state)}"
-        for name, item in state.items():
-            step = f".{name}" if isinstance(name, str) else f"[{name!r}]"
-            yield from _fingerprints(item, path + step, level)
-    elif isinstance(state, (list, tuple)):
-        yield path, f"{type(state).__name__} of {len(state)}"
-        for i, item in enumerate(state):
-            yield from _fingerprints(item, f"{path}[{i}]", level)
-    else:
-        yield path, _of_value(state, level)
-
-
-def _of_tensor(tensor: Tensor, level: str) -> str:
-    values = tensor.detach().reshape(-1)[:FIRST_VALUES] if level == "quick" else tensor
-    return f"{tensor.dtype} {tuple(tensor.shape)} {blake3(bytes_of(values)).hexdigest(length=16)}"
-
-
-def _of_value(value: Any, level: str) -> str:
-    kind = type(value).__name__
-    if level != "full":
-        return kind
-    tensors, document = encode_state(value)  # arrays become tensors
-    content = [json.dumps(document), *(_of_tensor(tensor, level) for tensor in tensors.values())]
-    return f"{kind} {blake3(' '.join(content).encode()).hexdigest(length=16)}"
-
-
-def _difference(key: str, everywhere: list[Fingerprints]) -> str:
-    """Describe the first difference from rank 0's state."""
-    first = everywhere[0]
-    different = [rank for rank, prints in enumerate(everywhere) if prints != first]
-    pairs = zip_longest(first, everywhere[different[0]], fillvalue=("", "nothing"))
-    here, there = next((here, there) for here, there in pairs if here != there)
-    ranks = "ranks " if len(different) > 1 else "rank "
-    return (
-        f"component {key!r} is REPLICATED, but differs between rank 0 and {ranks}{', '.join(map(str, different))}; "
-        f"first at {key}{here[0] or there[0]}: {here[1]} on rank 0, {there[1]} on rank {different[0]}. Find out "
-        f"why the ranks diverge, or use a different sharing pattern for the component."
-    )
+def backed_by(states: list[EncodedState], snapshot: Snapshot) -> list[EncodedState]:
+    """The same states backed by the snapshot's memory, once the copies are complete."""
+    copies = iter(snapshot.wait())
+    # `copies` is shared by all states; as zip's second argument, it is not advanced past the end of a state
+    return [replace(state, tensors=dict(zip(state.tensors, copies, strict=False))) for state in states]

@@ -46,7 +46,8 @@ class Row:
         """The row of a feature class."""
         hooks = tuple(name for name in HOOKS if getattr(kind, name) is not getattr(Feature, name))
         wraps = tuple(name.removeprefix("wrap_") for name in dir(kind) if name.startswith("wrap_"))
-        state = ("per rank" if kind.per_rank else "same on all ranks") if hasattr(kind, "state_dict") else ""
+        has_state = hasattr(kind, "state_dict") or kind.stateful is not Feature.stateful
+        state = ("per rank" if kind.per_rank else "same on all ranks") if has_state else ""
         return cls(kind.name, kind.when, hooks, wraps, state, kind.collective)
 
 

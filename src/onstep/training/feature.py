@@ -175,7 +175,7 @@ class Feature(Hooks, Generic[Host]):
     evaluates_last_step: bool = False
     """An evaluation is due at the last step, inside the loop."""
     has_state: bool = False
-    """Checkpoints save its `state_dict()` and restore it with `load_state_dict()`."""
+    """Checkpoints save the `state_dict()` of `stateful`, and restore it with `load_state_dict()`."""
 
     @classmethod
     def wanted(cls, host: Host) -> bool:
@@ -185,6 +185,11 @@ class Feature(Hooks, Generic[Host]):
 
     def __init__(self, host: Host) -> None:
         self.host = host
+
+    @property
+    def stateful(self) -> Any:
+        """What has its state: itself, unless that is the object that it puts into the loop."""
+        return self
 
     def session(self) -> AbstractContextManager[object]:
         """Context around the whole training; on exit, it sees the error that ended the training."""
@@ -279,7 +284,7 @@ class Features(Hooks):
     def states(self, *, per_rank: bool) -> dict[str, Any]:
         """The features' states for checkpoints, by name: those common to all ranks, or each rank's own."""
         own = {} if per_rank else self.of_the_loop
-        return own | {one.name: one for one in self.built if one.has_state and one.per_rank is per_rank}
+        return own | {one.name: one.stateful for one in self.built if one.has_state and one.per_rank is per_rank}
 
     def _compose(self) -> None:
         for hook in HOOKS:

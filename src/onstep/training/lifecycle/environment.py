@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from onstep.events import Request
 from onstep.training.feature import Feature
-from onstep.training.protocols import StateDict
+from onstep.training.reporting.bridge_trackers import BridgeTrackers
 from onstep.training.run import Run
 
 logger = logging.getLogger(__name__)
@@ -84,14 +84,7 @@ class TrackerSessions(Feature[Run]):
         progress = self.host.train_state
         self.host.bridge_trackers.reopen(progress.step, progress.consumed_train_samples)
 
-    def state_dict(self) -> StateDict:
-        """The state that lets the trackers' runs continue."""
-        return self.host.bridge_trackers.state_dict()
-
-    def make_durable(self) -> None:
-        """Fsync the local files of the trackers."""
-        self.host.bridge_trackers.make_durable()
-
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """Keep the state until the trackers are opened."""
-        self.host.bridge_trackers.load_state_dict(dict(state_dict))
+    @property
+    def stateful(self) -> BridgeTrackers:
+        """The trackers, whose state lets their runs continue."""
+        return self.host.bridge_trackers

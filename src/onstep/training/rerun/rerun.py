@@ -105,11 +105,9 @@ class RerunMachine(Feature[Job]):
         """Rerun nothing in evaluations: their results are validated at once."""
         return self.machine.disabled() if work == "score" and self.machine.is_enabled else nullcontext()
 
-    def state_dict(self) -> StateDict:
-        return self.machine.state_dict()
-
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        self.machine.load_state_dict(state_dict)
+    @property
+    def stateful(self) -> RerunStateMachine:
+        return self.machine
 
 
 def fresh_batches(batches: StepBatches) -> StepBatches:

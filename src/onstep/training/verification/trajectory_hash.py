@@ -130,21 +130,16 @@ class TrajectoryHash(Feature[Job]):
         path = None if directory is None else directory / f"rank_{run.world.rank}.json"
         self.hash_chain = HashChain(path, run.world.device)
 
+    @property
+    def stateful(self) -> HashChain:
+        return self.hash_chain
+
     def session(self) -> AbstractContextManager[object]:
         return closing(self.hash_chain)
 
     def after_count(self, step: Step) -> None:
         job = self.host
         self.hash_chain.extend(step.number, step.sample_ids, job.optimizer, step.total.value(), job.model)
-
-    def state_dict(self) -> StateDict:
-        return self.hash_chain.state_dict()
-
-    def make_durable(self) -> None:
-        self.hash_chain.make_durable()
-
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        self.hash_chain.load_state_dict(state_dict)
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:

@@ -24,6 +24,14 @@ def sync_file(path: Path) -> None:
     sync_dir(path.parent)
 
 
+def is_still_at(path: Path, descriptor: int | None) -> bool:
+    """Whether an open file is the one at this path: nobody has removed, moved or replaced it."""
+    try:
+        return descriptor is not None and os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def sync_dir(path: Path) -> None:
     """Make the entries of a directory durable.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import attrgetter
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from onstep.training.protocols import Metrics
 
 Host = TypeVar("Host")
 """What a feature is built for: a `Run`, or the `Job` of one training."""
+P = ParamSpec("P")
 Found = TypeVar("Found")
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -54,6 +55,16 @@ def is_due(step: int, every: int | None, *, start: int = 0) -> bool:
     If `every` is None or 0, it is never due. The phase is counted from step 0, so a resumed run keeps it.
     """
     return bool(every) and step >= start and step % (every or 1) == 0
+
+
+def within(context: Callable[[], AbstractContextManager[object]], function: Callable[P, Found]) -> Callable[P, Found]:
+    """Wrap the function so that each call runs in a new context."""
+
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> Found:
+        with context():
+            return function(*args, **kwargs)
+
+    return wrapped
 
 
 class Hooks:

@@ -15,6 +15,7 @@ from filelock import lock_descriptor
 from onstep.checkpoint.storage.manifest import MANIFEST, Manifest, check_file, read_manifest, verify
 from onstep.checkpoint.storage.store import TEMPORARY, TRASH, FileStore
 from onstep.errors import CheckpointError
+from onstep.files.durability import is_still_at
 from onstep.processes.forking import release_in_forked_children
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class SaveLock:
         """Create the lock file and lock it; None if a sweep grabbed it in between: retry with another name."""
         descriptor = store.open_lock(path)
         lock = cls(store, path, descriptor)
-        if _try_lock(path, descriptor) and _is_still_there(path, descriptor):
+        if _try_lock(path, descriptor) and is_still_at(path, descriptor):
             return lock
         lock._close()
         return None
@@ -80,13 +81,6 @@ def is_held(path: Path) -> bool:
         return True  # unknown: keep what may be alive
     finally:
         os.close(descriptor)
-
-
-def _is_still_there(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
 
 
 LATEST = "latest"

@@ -17,6 +17,7 @@ from onstep.config import ModelConfig
 from onstep.config.field_types import accepts_none, field_types
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError, OnstepError
+from onstep.files.durability import replace_durably
 from onstep.models.heads import replicated_layers
 from onstep.models.hf.architecture import HF_ACTIVATIONS, SHARED_KEYS, Architecture, described
 from onstep.models.hf.gpt2 import GPT2
@@ -275,14 +276,13 @@ def save_hf(
     config = hf_config_dict(model.config, eos_id=eos_id, dtype=dtype)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in to_hf_state_dict(model).items()}
     target.mkdir(parents=True, exist_ok=True)
-    weights, text = target / f"{WEIGHTS_FILE}.partial", target / f"{CONFIG_FILE}.partial"
+    weights = target / f"{WEIGHTS_FILE}.partial"
     save_file(tensors, weights, metadata={"format": "pt"})
     umask = os.umask(0o077)
     os.umask(umask)
     weights.chmod(0o666 & ~umask)  # safetensors makes it readable by its owner only
     os.replace(weights, target / WEIGHTS_FILE)
-    text.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    os.replace(text, target / CONFIG_FILE)
+    replace_durably(target / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
     for file in tokenizer_files:
         shutil.copy(file, target)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -12,7 +12,7 @@ import torch
 
 from onstep.errors import warn_once
 from onstep.training.compute.step import Step
-from onstep.training.feature import Feature, Interruption, is_due
+from onstep.training.feature import Feature, Interruption, is_due, within
 from onstep.training.profiling.profilers import (
     NsysContext,
     handle_profiling_step,
@@ -31,16 +31,6 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def within(context: Callable[[], AbstractContextManager[object]], function: Callable[P, T]) -> Callable[P, T]:
-    """Wrap the function so that each call runs in a new context."""
-
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        with context():
-            return function(*args, **kwargs)
-
-    return wrapped
 
 
 class DeviceSync(Feature[Job]):

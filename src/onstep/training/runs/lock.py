@@ -13,6 +13,7 @@ from pathlib import Path
 from filelock import LeaseCompromise, SoftFileLease, Timeout, lock_descriptor
 
 from onstep.errors import RunExistsError
+from onstep.files.durability import is_still_at
 from onstep.processes.forking import release_in_forked_children
 
 logger = logging.getLogger(__name__)
@@ -57,20 +58,20 @@ class RunLock:
         self.release()
         self._path = path = path.absolute()
         self._acquire(path)
-        while not _is_at(path, self._descriptor):  # its holder, whose start had failed, has removed it
+        while not is_still_at(path, self._descriptor):  # its holder, whose start had failed, has removed it
             self.release()
             self._acquire(path)
 
     @property
     def place(self) -> Path | None:
         """The directory of the lock file, wherever it was moved to; None if it was removed, or the lock released."""
-        if self._directory is None or _is_at(self._path.parent, self._directory):
+        if self._directory is None or is_still_at(self._path.parent, self._directory):
             return None if self._directory is None else self._path.parent
         try:
             found = Path(os.readlink(f"/proc/self/fd/{self._directory}"))
         except OSError:  # only Linux tells
             return None
-        return found if _is_at(found, self._directory) else None
+        return found if is_still_at(found, self._directory) else None
 
     def _acquire(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -102,7 +103,7 @@ class RunLock:
     def discard(self) -> None:
         """Release the lock, and remove its file if nobody has held it before."""
         with suppress(OSError):
-            if self.is_new and _is_at(self._path, self._descriptor):
+            if self.is_new and is_still_at(self._path, self._descriptor):
                 self._path.unlink()
         self.release()
 
@@ -118,14 +119,6 @@ class RunLock:
         for descriptor in descriptors:
             if descriptor is not None:
                 os.close(descriptor)
-
-
-def _is_at(path: Path, descriptor: int | None) -> bool:
-    """Whether an open file is still the one at this path."""
-    try:
-        return descriptor is not None and os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except (FileNotFoundError, NotADirectoryError):
-        return False
 
 
 def _leased(path: Path) -> SoftFileLease | None:

@@ -14,6 +14,7 @@ from onstep.config import PeftConfig
 from onstep.config.checks.model import LORA_PROJECTIONS
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError, MissingExtraError
+from onstep.files.durability import replace_durably
 from onstep.metrics.model_shape import is_target
 from onstep.models import Transformer, hf_config_dict
 from onstep.models.transformer import empty_transformer
@@ -154,8 +155,7 @@ def save_adapter(model: Transformer, config: PeftConfig, directory: str | Path, 
     partial = target / "adapter.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.replace(target / "adapter_model.safetensors")
-    partial.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-    partial.replace(target / "adapter_config.json")
+    replace_durably(target / "adapter_config.json", json.dumps(described, indent=2) + "\n")
 
 
 def _tensors(model: Transformer) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from onstep.config import StragglerDetectionConfig
 from onstep.distributed import World
 from onstep.events import Request
 from onstep.training.compute.step import Step
-from onstep.training.feature import Feature, Interruption
+from onstep.training.feature import Feature, Interruption, within
 from onstep.training.reporting.gpu_telemetry import open_gpu_telemetry
 from onstep.training.run import Run
 from onstep.training.stages.agreement import current_value, write_decision
@@ -201,10 +201,10 @@ class Stragglers(Feature[Job]):
         self.detector.restart()
 
     def wrap_read(self, read: Callable[Given, Found]) -> Callable[Given, Found]:
-        return self._measured(read, is_data=True)
+        return within(lambda: self.detector(bdata=True), read)
 
     def wrap_forward(self, forward: Callable[Given, Found]) -> Callable[Given, Found]:
-        return self._measured(forward, is_data=False)
+        return within(self.detector, forward)
 
     def after_iteration(self, step: Step) -> None:
         """Compare the ranks at a logged step, which is collective."""
@@ -224,13 +224,6 @@ class Stragglers(Feature[Job]):
         finally:
             if work in ("evaluate", "save", "wait"):
                 self.detector.leave_out(self._run.clock.elapsed() - started)
-
-    def _measured(self, function: Callable[Given, Found], is_data: bool) -> Callable[Given, Found]:
-        def measured(*given: Given.args, **named: Given.kwargs) -> Found:
-            with self.detector(bdata=is_data):
-                return function(*given, **named)
-
-        return measured
 
 
 def act_on_stragglers(state: Run, found: list[Straggler]) -> None:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from inspect import ismethod
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 from onstep.errors import CallbackError, of_exhausted_iterator, text_of
@@ -28,12 +28,7 @@ from onstep.processes.heartbeat import HEARTBEAT
 logger: logging.Logger = logging.getLogger(__name__)
 
 
-class _Follower(Protocol):
-    def refresh(self) -> None:
-        """The listeners of some event have changed."""
-
-
-class _Followers(WeakSet[_Follower]):
+class _Followers(WeakSet[Any]):
     """The objects notified when a manager's callbacks change; a copy of the manager starts with none."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -238,7 +233,7 @@ class CallbackManager:
         if first is not None:
             raise first
 
-    def follow(self, follower: _Follower) -> None:
+    def follow(self, follower: Any) -> None:
         """Call `refresh()` of an object, as long as it lives, whenever callbacks are added or removed."""
         self._followers.add(follower)
 

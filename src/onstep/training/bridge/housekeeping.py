@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from onstep.training.profiling.profilers import NsysContext, Profiler, handle_pr
 from onstep.training.run import Run
 from onstep.training.runs.microbatches import unset_num_microbatches_calculator
 from onstep.training.stages import evaluation, evaluation_report
+from onstep.training.stragglers.detector import StragglerDetector
 from onstep.training.stragglers.nvrx import safe_shutdown_nvrx_straggler_manager
 from onstep.training.verification.weight_hash import check_weight_hashes
 
@@ -32,17 +33,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class ReportsSpeed(Protocol):
-    """Anything that measures the ranks' speed, such as a `StragglerDetector`."""
-
-    def report(self, total_flops: float, log_interval: int, /) -> object:
-        """Compare the ranks. Collective."""
-
-
 def post_training_step_callbacks(
     model: list[nn.Module],
     num_floating_point_operations_since_last_log_event: float,
-    straggler_timer: ReportsSpeed,
+    straggler_timer: StragglerDetector,
     iteration: int,
     prof: Profiler | None,
     config: ConfigContainer,
@@ -98,7 +92,7 @@ def maybe_synchronize_training_step(train_sync_interval: int | None, iteration: 
 def maybe_report_stragglers(
     log_interval: int | None,
     log_straggler: bool,
-    straggler_timer: ReportsSpeed,
+    straggler_timer: StragglerDetector,
     iteration: int,
     num_floating_point_operations_since_last_log_event: float,
 ) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -11,18 +11,6 @@ from onstep.training.compute.losses import Scalar
 from onstep.training.experts.experts import Experts
 
 T = TypeVar("T")
-
-
-class ScalarWriter(Protocol):
-    """The part of a `SummaryWriter` that reports use."""
-
-    def add_scalar(self, name: str, value: Scalar, iteration: int, /) -> object: ...
-
-
-class MetricLogger(Protocol):
-    """The part of an MLflow or Comet client that reports use."""
-
-    def log_metrics(self, metrics: dict[str, Scalar], /, *, step: int) -> object: ...
 
 
 class _MoeMetricFanoutWriter:
@@ -34,9 +22,7 @@ class _MoeMetricFanoutWriter:
         mlflow_logger: likewise.
     """
 
-    def __init__(
-        self, tb_writer: ScalarWriter | None, comet_logger: MetricLogger | None, mlflow_logger: MetricLogger | None
-    ) -> None:
+    def __init__(self, tb_writer: Any, comet_logger: Any, mlflow_logger: Any) -> None:
         self._tb_writer = tb_writer
         self._loggers = [logger for logger in (mlflow_logger, comet_logger) if logger is not None]
 
@@ -63,9 +49,7 @@ class _MoeMetricFanoutWriter:
             logger.log_metrics({name: given}, step=iteration)
 
 
-def _build_moe_metric_writer(
-    tb_writer: ScalarWriter | None, comet_logger: MetricLogger | None, mlflow_logger: MetricLogger | None
-) -> ScalarWriter | None:
+def _build_moe_metric_writer(tb_writer: Any, comet_logger: Any, mlflow_logger: Any) -> Any:
     """The writer for reports of experts: `tb_writer` itself without other trackers, else one for all.
 
     Args:

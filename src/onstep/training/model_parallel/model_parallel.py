@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -97,12 +97,6 @@ def _handle_mxfp8_param_buffer_copy(
             copy()
 
 
-class Gathers(Protocol):
-    """The configuration of a model whose schedule gathers parameters itself."""
-
-    param_sync_func: object
-
-
 class ForwardPreHooks(Feature[Job]):
     """Manages the forward pre-hooks of a training's chunks.
 
@@ -130,7 +124,7 @@ class ForwardPreHooks(Feature[Job]):
         self._progress = host.run.train_state
         config: object = host.model[0].ddp_config
         self._reuses_buffer = bool(getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False))
-        self._model_config: Gathers | None = getattr(host.model[0], "config", None)
+        self._model_config: Any = getattr(host.model[0], "config", None)
         self._param_sync_func: object = None
         """The functions that `begin` removed from the model's configuration."""
         self.is_on = False

@@ -55,36 +55,7 @@ if TYPE_CHECKING:
     )
     from onstep.trainer import Seq2SeqTrainer, Trainer
     from onstep.trainer.callback_handler import CallbackHandler
-    from onstep.training import finetune, pretrain
-
-_HOMES = {
-    "Callback": "onstep.events",
-    "CallbackContext": "onstep.events",
-    "CallbackManager": "onstep.events",
-    "CallbackHandler": "onstep.trainer.callback_handler",
-    "ConfigContainer": "onstep.config",
-    "DefaultFlowCallback": "onstep.events",
-    "DefaultMetrics": "onstep.callbacks",
-    "EarlyStoppingCallback": "onstep.callbacks",
-    "ExportableState": "onstep.events",
-    "InfoCallback": "onstep.callbacks",
-    "JsonLogger": "onstep.callbacks",
-    "OnstepError": "onstep.errors",
-    "PrinterCallback": "onstep.callbacks",
-    "ProgressCallback": "onstep.callbacks",
-    "Seq2SeqTrainer": "onstep.trainer",
-    "Seq2SeqTrainingArguments": "onstep.config",
-    "Trainer": "onstep.trainer",
-    "TrainerCallback": "onstep.events",
-    "TrainerControl": "onstep.events",
-    "TrainerState": "onstep.events",
-    "TrainingArguments": "onstep.config",
-    "VALID_EVENTS": "onstep.events",
-    "finetune": "onstep.training.pretrain",
-    "normalize_callbacks": "onstep.events",
-    "pretrain": "onstep.training.pretrain",
-    "should_fire": "onstep.events",
-}
+    from onstep.training.pretrain import finetune, pretrain
 
 __all__ = [
     "Callback",
@@ -115,4 +86,4 @@ __all__ = [
     "should_fire",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__)

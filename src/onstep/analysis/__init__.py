@@ -29,31 +29,6 @@ if TYPE_CHECKING:
         get_perplexity,
     )
 
-_HOMES = {
-    "LogTail": "onstep.analysis.logs.log_tail",
-    "TrainingLog": "onstep.analysis.logs.training_log",
-    "compare_runs": "onstep.analysis.reports.comparison",
-    "compute_summary_statistics": "onstep.analysis.reports.summary",
-    "distinct_labels": "onstep.analysis.logs.training_log",
-    "export_csv": "onstep.analysis.logs.export_tables",
-    "export_parquet": "onstep.analysis.logs.export_tables",
-    "find_diagnostic_logs": "onstep.analysis.logs.files",
-    "find_log_files": "onstep.analysis.logs.files",
-    "format_comparison": "onstep.analysis.reports.comparison",
-    "format_summary_json": "onstep.analysis.reports.summary",
-    "format_summary_markdown": "onstep.analysis.reports.summary",
-    "format_summary_oneline": "onstep.analysis.reports.summary",
-    "format_summary_text": "onstep.analysis.reports.summary",
-    "get_perplexity": "onstep.analysis.reports.summary",
-    "plot_grad_norm": "onstep.analysis.plots.plots",
-    "plot_loss": "onstep.analysis.plots.plots",
-    "plot_loss_curves": "onstep.analysis.plots.plots",
-    "plot_parameter_heatmap": "onstep.analysis.plots.heatmap",
-    "plot_training_metrics": "onstep.analysis.plots.plots",
-    "smooth_values": "onstep.analysis.plots.smoothing",
-    "write_report": "onstep.analysis.reports.report",
-}
-
 __all__ = [
     "LogTail",
     "TrainingLog",
@@ -79,4 +54,4 @@ __all__ = [
     "write_report",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__)

@@ -16,12 +16,6 @@ if TYPE_CHECKING:
     from onstep.diloco.server.server import DiLoCoServer
     from onstep.diloco.worker import DiLoCoWorker
 
-_HOMES = {
-    "DiLoCoClient": "onstep.diloco.client",
-    "DiLoCoServer": "onstep.diloco.server.server",
-    "DiLoCoWorker": "onstep.diloco.worker",
-}
-
 __all__ = ["DiLoCoClient", "DiLoCoServer", "DiLoCoWorker"]
 
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__)

@@ -35,33 +35,6 @@ if TYPE_CHECKING:
     from onstep.metrics.throughput import report_runtime, report_throughput
     from onstep.record.writer import JsonLogWriter
 
-_HOMES = {
-    "DevicePeak": "onstep.metrics.device_peaks",
-    "JsonLogWriter": "onstep.record.writer",
-    "MEMORY_KEYS": "onstep.metrics.memory_reports",
-    "MFU_DEFINITION": "onstep.metrics.flops",
-    "MemoryEstimate": "onstep.metrics.memory_estimate",
-    "ModelShape": "onstep.metrics.model_shape",
-    "SpectralNorms": "onstep.metrics.norms.spectral_norms",
-    "calc_dtensor_params_l2_norm": "onstep.metrics.norms.params_l2_norm",
-    "calc_params_l2_norm": "onstep.metrics.norms.params_l2_norm",
-    "estimate_training_memory": "onstep.metrics.memory_estimate",
-    "format_training_memory_estimate": "onstep.metrics.memory_estimate",
-    "logical_and_across_model_parallel_group": "onstep.metrics.reductions",
-    "model_flops_utilization": "onstep.metrics.flops",
-    "num_floating_point_operations": "onstep.metrics.flops",
-    "param_is_not_shared": "onstep.metrics.norms.params_l2_norm",
-    "peak_of": "onstep.metrics.device_peaks",
-    "reduce_max_memory_across_pp_group": "onstep.metrics.reductions",
-    "reduce_max_stat_across_model_parallel_group": "onstep.metrics.reductions",
-    "report_l2_norm_grad": "onstep.metrics.norms.parameter_norms",
-    "report_memory": "onstep.metrics.memory_reports",
-    "report_runtime": "onstep.metrics.throughput",
-    "report_theoretical_memory": "onstep.metrics.memory_estimate",
-    "report_throughput": "onstep.metrics.throughput",
-    "start_memory_history_recording": "onstep.metrics.memory_reports",
-}
-
 __all__ = [
     "DevicePeak",
     "JsonLogWriter",
@@ -89,4 +62,4 @@ __all__ = [
     "start_memory_history_recording",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__)

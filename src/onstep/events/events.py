@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 from functools import cached_property
+from textwrap import fill
 
 
 @dataclass(frozen=True)
@@ -198,3 +199,29 @@ def event_named(event_name: object) -> Event:
         hint = f" Did you mean {meant}?" if near else ""
         raise ValueError(f"Unknown event '{event_name}'. Valid events: {', '.join(sorted(VALID_EVENTS))}.{hint}")
     return event
+
+
+_LISTING = """\
+The validation events (`on_eval_*`), the test events (`on_test_*`) and the save events (`on_checkpoint_save*`) fire at
+every evaluation, test and save, not only at the position listed. "Fields" are the fields of the context that an event
+sets in addition to `state`, `model`, `user_state`, `control`, `rank`, `trainer` and `processing_class`, which every
+event sets; Hugging Face-style handlers get them as keyword arguments. T stands for the training objects: `optimizer`,
+`scheduler`, `train_dataloader` and `eval_dataloader`. "Hugging Face" gives the name there if it differs.
+
+"""
+
+
+def listing() -> str:
+    """The events in firing order, as text: when each fires, and what its context has."""
+    return _LISTING + "\n".join(map(_entry, EVENTS))
+
+
+def _entry(event: Event) -> str:
+    training = ["T"] if set(TRAINING) <= set(event.fields) else [one for one in event.fields if one in TRAINING]
+    fields, margin = ", ".join([*training, *event.own_fields]), " " * 30
+    further = (f"Fields: {fields}." * bool(fields), f"Hugging Face: {event.renamed}." if event.renamed else "")
+    lines = [
+        fill(f"{event.when}.", 120, initial_indent=margin, subsequent_indent=margin),
+        " ".join(filter(None, further)),
+    ]
+    return f"    {event.name:26}" + f"\n{margin}".join(filter(None, [lines[0].lstrip(), lines[1]]))

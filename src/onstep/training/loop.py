@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from onstep.data import StepBatches
 from onstep.training.compute.loss_sums import reduce_step
-from onstep.training.compute.losses import MicroLoss
 from onstep.training.compute.step import LastStep, MicroBatches, Step, mean_loss
 from onstep.training.stages import actions
 from onstep.training.stages import data_position as position
@@ -27,7 +26,7 @@ class Loop:
         self.read: Callable[[], StepBatches | None] = wrap("read", lambda: position.read(job))
         self.train_step: Callable[[Step], None] = wrap("step", self.compute_and_update)
         self.compute: Callable[[Step], None] = wrap("compute", self.forward_backward)
-        self.forward: Callable[..., MicroLoss] = wrap("forward", compute.forward_of(job))
+        self.forward: compute.ForwardPass = wrap("forward", compute.forward_of(job))
         self.backward: Callable[..., None] = wrap("backward", compute.backward_of(job))
         self.update: Callable[[Step], None] = wrap("update", self.prepare_and_apply)
 

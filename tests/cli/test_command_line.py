@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -234,9 +233,8 @@ def test_output_that_cannot_be_written_ends_a_command_with_one_line(
     assert b"Traceback" not in done.stderr
 
 
-@pytest.mark.process
 def test_a_run_without_standard_output_trains(shell: Shell) -> None:
-    command = shlex.join([sys.executable, "-m", "onstep", "train", *shell.small, "run.name=daemon"])
-    done = subprocess.run(f"{command} >&-", shell=True, cwd=shell.directory, stderr=subprocess.PIPE, check=False)
-    assert done.returncode == 0, done.stderr
+    errors = shell.directory / "errors.txt"
+    process = shell.start("train", *shell.small, "run.name=daemon", stdout=None, stderr=errors)
+    assert process.wait() == 0, errors.read_text()
     assert json.loads((shell.directory / "runs" / "daemon" / "run.json").read_text())["step"] == 6

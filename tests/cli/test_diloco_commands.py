@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +21,8 @@ from onstep.diloco.protocol.messages import Settings
 from onstep.diloco.server import DiLoCoServer
 from onstep.errors import ConfigError
 from tests.support.diloco.tls import make_tls_files
+from tests.support.forked_processes import Processes
+from tests.support.shell import Shell
 
 
 @pytest.fixture
@@ -162,29 +163,24 @@ def test_a_server_with_tls_says_how_it_is_trusted(tmp_path: Path, capsys: pytest
     assert "--ca-file" in text
 
 
-@pytest.mark.process
-@pytest.mark.parametrize(
-    "number",
-    [pytest.param(signal.SIGTERM, id="SIGTERM"), pytest.param(signal.SIGINT, id="SIGINT", marks=pytest.mark.slow)],
-)
-def test_a_server_program_serves_saves_and_ends_by_a_signal(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_program_serves_saves_and_ends_by_a_signal(
+    number: signal.Signals, processes: Processes, tmp_path: Path
+) -> None:
+    processes.load("onstep.diloco.server.serving.app", "uvicorn", "httpx")
     save_file({"weight": torch.ones(3)}, tmp_path / "model.safetensors")
-    command = [sys.executable, "-m", "onstep", "diloco", "server", "-n", "1", "--codec", "fp32", "--port", "0"]
-    for number_of_rounds, start in ((1, ["-m", "model.safetensors"]), (2, ["-m", "model.safetensors"])):
-        process = subprocess.Popen(
-            [*command, *start, "-o", "out"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,
-        )
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        with DiLoCoClient(line.split(" at ")[1].split(";")[0]) as client:
-            client.register("a")
-            client.submit_pseudogradients("a", {"weight": torch.ones(3)})
-        process.send_signal(number)
-        out, errors = process.communicate(timeout=60)
-        assert (process.returncode, f"Ended after {number_of_rounds} rounds." in out) == (0, True), errors
-        assert "Traceback" not in errors
+    command = ["diloco", "server", "-n", "1", "--codec", "fp32", "--port", "0", "-m", "model.safetensors", "-o", "out"]
+    pipe, errors = tmp_path / "pipe", tmp_path / "errors.txt"
+    os.mkfifo(pipe)
+    for num_rounds in (1, 2):
+        process = Shell(processes, tmp_path).start(*command, stdout=pipe, stderr=errors)
+        with pipe.open() as reader:
+            line = reader.readline()
+            with DiLoCoClient(line.split(" at ")[1].split(";")[0]) as client:
+                client.register("a")
+                client.submit_pseudogradients("a", {"weight": torch.ones(3)})
+            process.send_signal(number)
+            out = reader.read()
+        assert (process.wait(), f"Ended after {num_rounds} rounds." in out) == (0, True), errors.read_text()
+        assert "Traceback" not in errors.read_text()
     assert (tmp_path / "out" / "checkpoints" / "checkpoint-2" / "model.safetensors").is_file()

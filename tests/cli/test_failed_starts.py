@@ -13,7 +13,8 @@ import pytest
 from onstep.cli.config import configuration
 from onstep.cli.main import main
 from onstep.cli.train import announce
-from tests.support.torchrun import finish
+from tests.support.forked_processes import Processes
+from tests.support.shell import Shell
 
 
 @pytest.mark.parametrize(
@@ -219,16 +220,16 @@ def record_run(place: Path, config: dict[str, object] | None = None, **further: 
     (place / "runs" / "tiny_gpt" / "run.json").write_text(json.dumps(record))
 
 
-@pytest.mark.process
-def test_two_ranks_leave_nothing_behind_either(tmp_path: Path) -> None:
-    code, said = finish(["-m", "onstep", "train", "dataset.paths=nowhere.txt"], tmp_path)
-    assert code == 1
-    assert "the corpus path 'nowhere.txt' does not exist" in said
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.distributed
+def test_two_ranks_leave_nothing_behind_either(processes: Processes, tmp_path: Path) -> None:
+    done = Shell(processes, tmp_path).onstep("train", "dataset.paths=nowhere.txt", ranks=2)
+    assert done.returncode == 1
+    assert "the corpus path 'nowhere.txt' does not exist" in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"rank-0.out", "rank-1.out"}
 
 
-@pytest.mark.process
-def test_two_ranks_print_a_run_once(tmp_path: Path, corpus: Path, token_cache: Path) -> None:
+@pytest.mark.distributed
+def test_two_ranks_print_a_run_once(processes: Processes, tmp_path: Path, corpus: Path, token_cache: Path) -> None:
     words = [
         "train.train_iters=4",
         "model.num_layers=1",
@@ -238,8 +239,9 @@ def test_two_ranks_print_a_run_once(tmp_path: Path, corpus: Path, token_cache: P
         f"dataset.paths={corpus}",
         f"dataset.cache_dir={token_cache}",
     ]
-    code, said = finish(["-m", "onstep", "train", *words], tmp_path)
-    assert code == 0, said
+    done = Shell(processes, tmp_path).onstep("train", *words, ranks=2)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout + done.stderr
     lines = [line.split(maxsplit=1)[-1] if line[2:3] == ":" else line for line in said.splitlines() if line.strip()]
     assert len(lines) == len(set(lines)), said
     assert len([line for line in lines if "split" in line]) == 1

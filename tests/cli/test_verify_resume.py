@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
+import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
 
 import pytest
 
+from onstep.cli import verify_resume
 from onstep.cli.main import main
 from onstep.cli.verify_resume import kill_steps
 from onstep.errors import ConfigError
+from tests.support.forked_processes import Processes
+from tests.support.shell import Shell
 
 DRAWS = """
 import time
@@ -22,7 +30,7 @@ class Draws(TrainerCallback):
         self.is_first = True
 
     def on_step_begin(self, args, state, control, **kwargs):
-        time.sleep(0.1)  # the kill must come before the last step
+        time.sleep(0.05)  # the kill must come before the last step
         if self.is_first:  # once in each process, which no checkpoint can know
             torch.rand(1)
         self.is_first = False
@@ -38,7 +46,7 @@ class Disturbs(TrainerCallback):
             next(model.parameters()).add_(0.01)
 
     def on_step_begin(self, args, state, control, **kwargs):
-        time.sleep(0.1)
+        time.sleep(0.05)
 """
 
 
@@ -60,9 +68,34 @@ def job(tmp_path: Path, corpus: Path, token_cache: Path, monkeypatch: pytest.Mon
     return ["job.yaml", f"dataset.paths=[{corpus / 'colorsys.py'}]", f"dataset.cache_dir={token_cache}"]
 
 
-@pytest.mark.process
+class Forked:
+    """What stands for `subprocess.Popen` of `onstep` in this directory, without the seconds of its imports."""
+
+    def __init__(self, processes: Processes, command: list[str], stdout: IO[bytes], **_: Any) -> None:
+        words = command[command.index("onstep") + 1 :]
+        self._child = Shell(processes, Path.cwd()).start(*words, stdout=stdout.name, stderr=stdout.name)
+        self.pid = self._child.pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = next(iter(self._child.processes.exit_codes(self.pid)), None)
+        return self.returncode
+
+    def wait(self) -> None:
+        while self.poll() is None:
+            time.sleep(0.005)
+
+
+@pytest.fixture
+def forked(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both runs are processes that are forked from one."""
+    known = SimpleNamespace(Popen=partial(Forked, processes), DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr(verify_resume, "subprocess", known)
+
+
+@pytest.mark.usefixtures("forked")
 def test_a_job_that_resumes_is_proved_to(job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "json.py").write_text("raise SystemExit('a module of the working directory was imported')")
     assert main(["verify-resume", *job, "--kills", "2"]) == 0
     captured = capsys.readouterr()
     assert "sets no checkpoint.save_interval; the killed run saves every 1 steps" in captured.out
@@ -72,7 +105,7 @@ def test_a_job_that_resumes_is_proved_to(job: list[str], tmp_path: Path, capsys:
     assert list((tmp_path / "runs").iterdir()) == [], "nothing is left behind"
 
 
-@pytest.mark.process
+@pytest.mark.usefixtures("forked")
 def test_the_first_step_and_item_that_differ_are_named(
     job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,7 +122,7 @@ def test_the_first_step_and_item_that_differ_are_named(
     assert (Path(kept[1]) / "whole" / "run" / "certificate" / "rank_0.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_weights_that_are_disturbed_at_each_start_are_found(
     job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,7 +132,7 @@ def test_weights_that_are_disturbed_at_each_start_are_found(
     assert re.search(r"First difference: step (5|9), rank 0: loss differs", capsys.readouterr().out)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_setting_that_leaves_state_out_is_named_as_the_cause(
     job: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,7 +152,10 @@ def test_two_ranks_are_proved_by_torchrun(job: list[str], tmp_path: Path, capsys
     assert (directory / "killed" / "run" / "certificate" / "rank_1.json").exists(), "a directory that was given is kept"
 
 
-def test_a_job_that_fails_by_itself_shows_its_last_words(job: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_fails_by_itself_shows_its_last_words(
+    job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('a module of the working directory was imported')")
     assert main(["verify-resume", *job, "callbacks=[nowhere:Thing]", "--kills", "1"]) == 1
     captured = capsys.readouterr()
     assert "the job itself failed (exit code 1)" in captured.err

@@ -17,6 +17,7 @@ from onstep import Trainer, TrainingArguments
 from onstep.config.hf.process import REFUSED_ATTRIBUTES, ParallelMode
 from onstep.errors import ConfigError
 from tests.support import torchrun
+from tests.support.forked_processes import Processes, output_of
 from tests.support.small_models import Regression, arguments, regression_rows
 
 
@@ -171,11 +172,11 @@ def test_a_model_stays_where_it_is_if_a_subclass_says_so(tmp_path: Path) -> None
 
 
 SCRIPT = """
-import sys, time
+import time
 from pathlib import Path
 from onstep import Trainer, TrainerCallback, TrainingArguments
 
-out = Path(sys.argv[1])
+out = Path.cwd()
 args = TrainingArguments(str(out / "run"), use_cpu=True, max_steps=2, save_strategy="no", ddp_timeout=60)
 
 
@@ -204,15 +205,18 @@ note("after")
 """
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("store", [pytest.param("agent", marks=pytest.mark.slow), "own"])
-def test_the_main_process_goes_first_before_and_during_a_run(tmp_path: Path, store: str) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    root = str(Path(__file__).parents[2])
-    options = {"TORCHELASTIC_USE_AGENT_STORE": "False"} if store == "own" else {}
+def test_the_main_process_goes_first_before_and_during_a_run(processes: Processes, tmp_path: Path, store: str) -> None:
+    """Ranks that torchrun starts find a store of their agent; others make one."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    if store == "own":
+        codes = processes.run("tests.support.jobs.script_jobs", "script", tmp_path, {"script": str(script)}, ranks=2)
+        assert codes == [0, 0], output_of(tmp_path)
+    else:
+        root = str(Path(__file__).parents[2])
+        code, said = torchrun.finish([str(script)], tmp_path, PYTHONPATH=f"{root}:{root}/src")
+        assert code == 0, said
 
-    code, said = torchrun.finish(["script.py", str(tmp_path)], tmp_path, PYTHONPATH=f"{root}:{root}/src", **options)
-
-    assert code == 0, said
     for name in ("before", "all", "within", "after"):
         assert (tmp_path / f"{name}.txt").read_text() == "01", name

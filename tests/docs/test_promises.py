@@ -74,8 +74,7 @@ def test_the_page_has_the_counts_of_a_run_without_failures(
     file = pytester.path / "results.json"
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(results.ENVIRONMENT, str(file))
-        environment.setenv("PYTHONPATH", str(ROOT))
-        pytester.runpytest_subprocess("-p", "no:cacheprovider")
+        pytester.runpytest_inprocess("-p", "no:cacheprovider")
     content = json.loads(file.read_text())
     assert content["files"] == {"test_some.py": {"passed": 3, "skipped": 1, "failed": 2}}
     monkeypatch.setattr(promises, "PAGE", pytester.path / "promises.md")

@@ -28,14 +28,16 @@ class Shell:
     small: tuple[str, ...] = ()
     """Words that make a training small."""
 
-    def onstep(self, *words: str, **environment: str) -> Done:
+    def onstep(self, *words: str, ranks: int = 1, **environment: str) -> Done:
+        """Run a command to its end; the exit code is the worst of its ranks'."""
         with tempfile.TemporaryDirectory() as place:
             out, err = Path(place) / "stdout", Path(place) / "stderr"
             settings = {"words": words, "stdout": str(out), "stderr": str(err), "environment": environment}
-            [code] = self.processes.run("tests.support.jobs.cli_jobs", "onstep", self.directory, settings)
-            return Done(code, out.read_text(), err.read_text())
+            codes = self.processes.run("tests.support.jobs.cli_jobs", "onstep", self.directory, settings, ranks=ranks)
+            return Done(max(codes), out.read_text(), err.read_text())
 
-    def start(self, *words: str) -> Child:
-        """Start a command and wait for nothing; what it prints is lost."""
-        settings = {"words": words, "stdout": os.devnull, "stderr": os.devnull, "environment": {}}
+    def start(self, *words: str, stdout: str | Path | None = os.devnull, stderr: str | Path = os.devnull) -> Child:
+        """Start a command and wait for nothing; its output goes to files. `stdout=None` closes it, as `>&-` does."""
+        out = None if stdout is None else str(stdout)
+        settings = {"words": words, "stdout": out, "stderr": str(stderr), "environment": {}}
         return self.processes.start("tests.support.jobs.cli_jobs", "onstep", self.directory, settings)[0]

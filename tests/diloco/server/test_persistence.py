@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +27,7 @@ from onstep.diloco.server import server as server_module
 from onstep.diloco.server.store import Store
 from onstep.errors import CheckpointError, ConfigError, RunExistsError
 from tests.support.diloco.raw_worker import RawWorker
+from tests.support.forked_processes import Processes
 
 Serve = Callable[..., DiLoCoServer]
 Worker = Callable[..., RawWorker]
@@ -307,28 +306,30 @@ def test_save_state_and_load_state_carry_a_run_to_another_place(
 
 
 _PROGRAM = """
-import sys, torch
+import torch
 from onstep.diloco.protocol.messages import Settings
 from onstep.diloco.server import DiLoCoServer
 parameters = {"weight": torch.arange(200_000.0)}
 settings = Settings(codec="int8", heartbeat_timeout=0.0)
-server = DiLoCoServer(parameters, port=0, output_dir=sys.argv[1], settings=settings)
-print(server.address, flush=True)
+server = DiLoCoServer(parameters, port=0, output_dir="out", settings=settings)
+open("address", "w").write(server.address)
 server.run()
 """
 
 
-@pytest.mark.process
-def test_no_committed_round_is_lost_to_sigkill(tmp_path: Path) -> None:
+def test_no_committed_round_is_lost_to_sigkill(processes: Processes, tmp_path: Path) -> None:
     # The server is killed at any instant of ten rounds; the worker repeats what was not answered.
+    processes.load("onstep.diloco.server.serving.app", "uvicorn", "httpx")
     parameters = {"weight": torch.arange(200_000.0)}
+    address, script = tmp_path / "address", tmp_path / "server.py"
+    script.write_text(_PROGRAM)
+    os.mkfifo(address)
     digests: dict[int, str] = {}
     sent = 0
     for life in range(4):
-        process = subprocess.Popen([sys.executable, "-c", _PROGRAM, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
+        (process,) = processes.start("tests.support.jobs.script_jobs", "script", tmp_path, {"script": str(script)})
         try:
-            with DiLoCoClient(process.stdout.readline().strip(), timeout=30.0, max_retries=0) as client:
+            with DiLoCoClient(address.read_text(), timeout=30.0, max_retries=0) as client:
                 one = RawWorker(client, "a", parameters)
                 joined = one.join()
                 newest, (sequence,) = joined.versions[0], joined.next_sequences
@@ -347,8 +348,8 @@ def test_no_committed_round_is_lost_to_sigkill(tmp_path: Path) -> None:
         except ConnectionError:
             pass
         finally:
-            process.kill()
-            process.communicate()
+            process.end()
+            process.wait()
     print(f"{sent} submissions, {max(digests)} rounds committed, 4 kills")
     assert len(digests) >= 3
 

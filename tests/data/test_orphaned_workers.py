@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.support.forked_processes import lives
+from tests.support.forked_processes import Processes, lives
 
 KILLED_AT_THE_START_OF_ITS_WORKER = """
-import os, signal, sys, time
+import os, signal, time
 from pathlib import Path
 from torch.utils.data import DataLoader
 from onstep.data.loaders import micro_batch_reader
@@ -25,7 +23,7 @@ main = os.getpid()
 
 def begin(worker_id):
     micro_batch_reader.outlive_the_group(worker_id)
-    Path(sys.argv[1]).write_text(str(os.getpid()))
+    Path("worker").write_text(str(os.getpid()))
     os.kill(main, signal.SIGKILL)
     while os.getppid() == main:  # torch looks at its parent for the first time after this
         time.sleep(0.001)
@@ -34,13 +32,11 @@ next(iter(DataLoader(range(8), num_workers=1, worker_init_fn=begin, multiprocess
 """
 
 
-@pytest.mark.process
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes by Linux' proc")
-def test_a_worker_whose_process_was_killed_before_torch_looks_ends_too(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(KILLED_AT_THE_START_OF_ITS_WORKER)
-    ended = subprocess.run([sys.executable, str(program), str(tmp_path / "worker")], timeout=120)
-    assert ended.returncode == -signal.SIGKILL
+def test_a_worker_whose_process_was_killed_before_torch_looks_ends_too(processes: Processes, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(KILLED_AT_THE_START_OF_ITS_WORKER)
+    codes = processes.run("tests.support.jobs.script_jobs", "script", tmp_path, {"script": "program.py"})
+    assert codes == [-signal.SIGKILL]
     worker = int((tmp_path / "worker").read_text())
     deadline = time.monotonic() + 20
     try:

@@ -12,7 +12,7 @@ import pytest
 import transformers
 
 from onstep import ExportableState, Trainer, TrainerCallback, TrainerState
-from tests.support import torchrun
+from tests.support.forked_processes import Processes, output_of
 from tests.support.small_models import Regression, arguments, causal_rows, quiet, qwen, regression_rows
 
 
@@ -302,13 +302,11 @@ def test_the_tensorboard_callback_of_transformers_writes_its_file(tmp_path: Path
 
 
 SCRIPT = """
-import sys
 from pathlib import Path
 from onstep import Trainer, TrainerCallback
-from tests.support import torchrun
 from tests.support.small_models import Regression, arguments, regression_rows
 
-out = Path(sys.argv[1])
+out = Path.cwd()
 
 
 class OneRank(TrainerCallback):
@@ -326,14 +324,13 @@ told = (state.global_step, state.max_steps, state.is_world_process_zero, state.i
 """
 
 
-@pytest.mark.process
-def test_what_one_rank_sets_holds_on_all(tmp_path: Path) -> None:
+@pytest.mark.distributed
+def test_what_one_rank_sets_holds_on_all(processes: Processes, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    root = str(Path(__file__).parents[2])
 
-    code, said = torchrun.finish(["script.py", str(tmp_path)], tmp_path, PYTHONPATH=f"{root}:{root}/src")
+    codes = processes.run("tests.support.jobs.script_jobs", "script", tmp_path, {"script": "script.py"}, ranks=2)
 
-    assert code == 0, said
+    assert codes == [0, 0], output_of(tmp_path)
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)] == [
         "(3, 3, True, True)",
         "(3, 3, False, False)",

@@ -81,10 +81,9 @@ def test_processes_at_once_and_apart_learn_the_same(tmp_path: Path) -> None:
         command = [sys.executable, "-c", SCRIPT, config.paths[0], str(tmp_path / cache)]
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
-    started = [start("one", "1"), start("one", "2"), start("two", "4")]
+    started = [start("one", "1"), start("one", "2")]
     fingerprints = {process.communicate(timeout=60)[0].strip() for process in started}
-    assert len(fingerprints) == 1
-    assert "" not in fingerprints
+    assert fingerprints == {learn(config, 400).fingerprint}
 
 
 def test_sequences_of_its_tokens_are_made_like_of_any(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures memory by Linux' proc"),
 ]
 
-FEW, MANY = 3, 400
+FEW, MANY = 2, 400
 """Inputs of each format."""
 
 

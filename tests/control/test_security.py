@@ -141,9 +141,9 @@ def test_the_names_of_the_loopback_are_accepted_with_any_port_as_behind_a_tunnel
 
 
 def test_a_request_without_a_host_or_with_two_is_refused(job: Served) -> None:
-    assert status_of(job.raw(b"GET /jobs HTTP/1.0\r\n" + BEARER + b"\r\n")) == 421
-    two = b"GET /jobs HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n" + BEARER + b"\r\n"
-    assert status_of(job.raw(two)) in (400, 421)
+    closing = BEARER + b"Connection: close\r\n\r\n"
+    assert status_of(job.raw(b"GET /jobs HTTP/1.0\r\n" + closing)) == 421
+    assert status_of(job.raw(b"GET /jobs HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n" + closing)) in (400, 421)
 
 
 def test_a_server_on_all_addresses_has_the_names_of_the_machine() -> None:

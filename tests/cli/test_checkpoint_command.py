@@ -292,7 +292,7 @@ class TestDiff:
     def test_twins_are_equal_whatever_the_clock_and_their_names(self, here: Path, capsys: Capture) -> None:
         said = Said(capsys, "diff", "one", "two")
         assert said.code == 0, said.out
-        assert "run.name" in said.line("one", "two", "safe")
+        assert said.line("run.name", "one", "two", "safe")
         assert "The checkpoints are equal. Not counted:" in said.lines[-1]
         assert "_runtime" in Said(capsys, "diff", "one", "two", "--all").out
 

@@ -348,3 +348,27 @@ def test_a_directory_that_cannot_be_written_is_reported_when_something_is(tmp_pa
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot write to log_dir .*/file/tb"):
         ResumableSummaryWriter(tmp_path / "file" / "tb").add_scalar("loss", 1.0, 1)
+
+
+def test_what_is_shown_at_a_step_is_known_of_earlier_files_too(start: Any, directory: Path) -> None:
+    first = start()
+    first.notify("on_train_begin", 0)
+    first.write(1, 4, 6)
+    first.write(4, tag="other")
+    first.writer.add_text("words", "once", 4)
+    first.end(6)
+    age(directory)
+    again = start()
+    again.notify("on_train_begin", 4)
+    assert again.writer.tags_at(4) == {"loss", "other", "words"}
+    again.write(5, 6)
+    assert [again.writer.tags_at(step) for step in (1, 4, 5, 6, 7)] == [
+        {"loss"},
+        {"loss", "other", "words"},
+        {"loss"},
+        {"loss"},
+        set(),
+    ]
+    again.notify("on_checkpoint_load", 3)
+    again.write(5)
+    assert [again.writer.tags_at(step) for step in (1, 4, 6)] == [{"loss"}, set(), set()]

@@ -155,6 +155,22 @@ def test_a_continued_run_writes_only_what_has_changed(start: Any) -> None:
     assert [tag for tag, _, _ in first.pages.texts] == ["experiment", "training_info"] * 2, "a run of its own"
 
 
+def test_a_continued_run_shows_an_evaluation_of_its_step_once(start: Any) -> None:
+    first, again = start(), start()
+    first.notify("on_evaluate", 30, metrics={"eval_loss": 2.0})
+    again.callback.load_state_dict(first.callback.state_dict())
+    again.notify("on_train_begin", 30)
+    assert again.notify("on_evaluate", 30, metrics={"eval_loss": 2.0}) == []
+    assert again.notify("on_evaluate", 31, metrics={"eval_loss": 2.0}) != []
+
+
+def test_a_continued_run_does_not_repeat_what_a_killed_one_has_shown_after_its_checkpoint(start: Any) -> None:
+    run = start()
+    run.pages.tags_at = lambda step: {"eval-loss"} if step == 30 else set()
+    run.notify("on_train_begin", 30)
+    assert run.notify("on_evaluate", 30, metrics={"eval_loss": 0.0}) == [("eval-perplexity", 1.0, 30)]
+
+
 def test_texts_of_a_continued_run_stand_at_its_first_new_step(start: Any) -> None:
     run = start()
     run.notify("on_train_begin", 30)

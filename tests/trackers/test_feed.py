@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from onstep.trackers import TrackerFeed, can_complete, complete, recorded_options
+from onstep.trackers import CannotContinueError, TrackerFeed, can_complete, complete, recorded_options
 from onstep.trackers.breaker import CircuitBreaker
 from onstep.trackers.lines import Line, MemoryLines, RecordLines
 from onstep.trackers.tracker_logger import TrackerLogger
@@ -258,6 +258,38 @@ def test_a_service_is_not_sent_again_what_it_has_after_a_kill(run: Run) -> None:
     assert points == [(step, float(step)) for step in range(1, 10)]
 
 
+def test_a_service_has_one_value_of_each_step_that_a_rollback_repeats(run: Run) -> None:
+    points: list[tuple[int, float]] = []
+    run.write(range(1, 7), checkpoint=4)
+    with run.path.open("a") as file:
+        file.write(json.dumps({"timestamp": 7.0, "global_step": 7, "kind": "decision", "flag": "rollback"}) + "\n")
+    close(run.feed(Kept(points)), "failed")
+    run.cut(4)
+    run.write(range(5, 10), factor=10.0)
+    close(run.feed(Kept(points)))
+    assert points == [*((step, float(step)) for step in range(1, 7)), (7, 70.0), (8, 80.0), (9, 90.0)]
+
+
+def test_tags_that_a_service_lacks_of_a_step_that_comes_again_are_sent(run: Run) -> None:
+    def write(step: int, **tags: float) -> None:
+        columns = {"step": [step], "samples": [step], "timestamp": [1.0], "tags": tags, "vs_samples": []}
+        with run.path.open("a") as file:
+            file.write(json.dumps({"timestamp": 1.0, "global_step": step, "kind": "tags", "bridge": columns}) + "\n")
+
+    service = Kept()
+    for lm_loss in (0.5, 0.75):
+        run.write(range(1, 5), checkpoint=4)
+        write(5, **{"lm loss": lm_loss})
+        close(run.feed(service, names=["bridge"]), "failed")
+        run.cut(0)
+    run.write(range(1, 5), checkpoint=4)
+    write(5, **{"lm loss": 0.75})
+    write(5, **{"lm loss validation": 0.25})
+    close(run.feed(service, names=["bridge"]))
+    sent = [(call[2], call[1]) for call in service.calls if call[0] == "log"]
+    assert sent == [(5, {"lm loss": 0.5}), (5, {"lm loss validation": 0.25})]
+
+
 def test_what_a_service_may_have_lost_in_a_kill_is_sent_again(run: Run) -> None:
     """Its package writes with a delay: the progress that is kept is older."""
 
@@ -279,6 +311,82 @@ def test_what_a_service_may_have_lost_in_a_kill_is_sent_again(run: Run) -> None:
     close(other)
     close(feed)
     assert again.steps == [1, 2, 3]
+
+
+class Forgetful(Kept):
+    """A service that says so if it no longer has a run: in `open` or, if that asks nothing, in `log`."""
+
+    def __init__(self, says_in: str) -> None:
+        super().__init__()
+        self.says_in, self.has_run = says_in, True
+
+    def open(self, run: Any, state: Any) -> None:
+        super().open(run, state)
+        if self.says_in == "open" and state and not self.has_run:
+            raise CannotContinueError("no such run")
+        self.has_run = self.has_run or not state
+
+    def log(self, metrics: Any, step: int, timestamp: float) -> None:
+        if not self.has_run:
+            raise CannotContinueError("no such run")
+        super().log(metrics, step, timestamp)
+
+    def restart_empty(self) -> None:
+        self.points.clear()
+        self.has_run = False
+
+
+@pytest.mark.parametrize("says_in", ["open", "log"])
+def test_a_service_that_restarts_empty_gets_the_whole_run(says_in: str, run: Run) -> None:
+    tracker = Forgetful(says_in)
+    run.write(range(1, 6), checkpoint=3)
+    close(run.feed(tracker))
+    tracker.restart_empty()
+    run.write(range(6, 8))
+    close(run.feed(tracker))
+    assert tracker.points == [(step, float(step)) for step in range(1, 8)]
+    close(run.feed(tracker))
+    assert len(tracker.points) == 7
+
+
+def test_a_service_that_restarts_empty_in_the_run_gets_the_whole_run(run: Run) -> None:
+    tracker = Forgetful("log")
+    run.write(range(1, 4))
+    feed = run.feed(tracker)
+    while tracker.steps != [1, 2, 3]:
+        feed.wake()
+    tracker.restart_empty()
+    run.write(range(4, 6))
+    close(feed)
+    assert tracker.points == [(step, float(step)) for step in range(1, 6)]
+
+
+def test_a_service_that_never_has_the_run_only_costs_a_warning(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    run.write(range(1, 4))
+    close(run.feed(Raising("open", error=CannotContinueError("no such run"))))
+    assert "failed with CannotContinueError: no such run" in warnings(caplog)[0]
+
+
+def test_an_evaluation_that_is_repeated_adds_no_second_point(run: Run) -> None:
+    tracker = Remembering()
+    first = {"kind": "evaluation", "global_step": 4, "epoch": 1.0, "eval_loss": 2.0, "eval_runtime": 1.0}
+    lines = [
+        {"global_step": 4, "kind": "log", "epoch": 1.0, "loss": 3.0},
+        first,
+        {**first, "eval_runtime": 1.5},
+        {**first, "eval_loss": 2.5, "eval_runtime": 1.6},
+        {"global_step": 4, "kind": "test", "epoch": 1.0, "test_loss": 2.0, "test_runtime": 1.0},
+        {"global_step": 5, "kind": "evaluation", "epoch": 1.0, "eval_loss": 2.5, "eval_runtime": 1.6},
+    ]
+    run.path.write_text("".join(json.dumps({"timestamp": 1.0, **line}) + "\n" for line in lines))
+    close(run.feed(tracker))
+    assert [call[1] for call in tracker.calls if call[0] == "log"] == [
+        {"train/epoch": 1.0, "train/loss": 3.0},
+        {"eval/loss": 2.0, "eval/runtime": 1.0},
+        {"eval/loss": 2.5, "eval/runtime": 1.6},
+        {"test/loss": 2.0, "test/runtime": 1.0},
+        {"train/epoch": 1.0, "eval/loss": 2.5, "eval/runtime": 1.6},
+    ]
 
 
 @pytest.mark.parametrize("to", [4, 2, 0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import pytest
 from mlflow.exceptions import MlflowException
 
 from onstep.errors import DataError
-from onstep.trackers import RunIdentity
+from onstep.trackers import CannotContinueError, RunIdentity
 from onstep.trackers.services import mlflow_tracker
 from onstep.trackers.services.mlflow_tracker import MlflowTracker
 from tests.support.tracker_reading import mlflow_points, mlflow_runs, without_keys
@@ -108,7 +109,9 @@ def test_another_run_and_a_deleted_one_are_left_alone(tmp_path: Path) -> None:
     client, runs = mlflow_runs(tmp_path)
     assert len(runs) == 2
     client.delete_run(state["id"])
-    tracker.open(identity(tmp_path), state)
+    with pytest.raises(CannotContinueError):
+        tracker.open(identity(tmp_path), state)
+    tracker.open(identity(tmp_path), {})
     assert tracker.state_dict()["id"] != state["id"]
     tracker.close("completed")
 
@@ -285,3 +288,19 @@ def test_the_users_own_active_run_is_left_alone(tmp_path: Path) -> None:
     tracker.open(identity(tmp_path), {})
     assert mlflow.active_run() is None
     tracker.close("completed")
+
+
+def test_a_store_that_has_lost_the_run_gets_the_whole_run_again(tmp_path: Path) -> None:
+    tracker = MlflowTracker()
+    tracker.open(identity(tmp_path), {})
+    tracker.log({"train/loss": 2.0}, 1, 1.0)
+    state = tracker.state_dict()
+    [run] = (tmp_path / "mlruns").glob(f"*/{state['id']}")
+    shutil.rmtree(run)
+    with pytest.raises(CannotContinueError, match="is gone"):
+        tracker.log({"train/loss": 2.0}, 2, 2.0)
+    again = MlflowTracker()
+    with pytest.raises(CannotContinueError, match="has no run of run-1"):
+        again.open(identity(tmp_path), state)
+    again.open(identity(tmp_path), {})
+    again.close("completed")

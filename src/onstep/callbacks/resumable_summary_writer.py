@@ -118,6 +118,17 @@ class ResumableSummaryWriter(TrainerCallback):
         if self._writer is not None:
             self._writer.flush()
 
+    def tags_at(self, step: int) -> set[str]:
+        """The tags that TensorBoard shows at a step, also those that another process has written."""
+        self.flush()
+        found: set[str] = set()
+        for path in sorted(self._directory.glob(EVENT_FILES), reverse=True):
+            tags, is_first = _tags_at(path, step)
+            found |= tags
+            if is_first:
+                break
+        return found
+
     def close(self) -> None:
         """Close the files; later events go to new files."""
         writer, self._writer = self._writer, None
@@ -271,6 +282,22 @@ def _hide_from(file_writer: Any, step: int) -> None:
     """
     for _ in range(2):
         file_writer.add_event(session_start(step))
+
+
+def _tags_at(path: Path, step: int) -> tuple[set[str], bool]:
+    """The tags that an event file has at a step, without "/text_summary"; whether it hides those of earlier files."""
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+    tags: set[str] = set()
+    hides = False
+    for data in RawEventFileLoader(str(path)).Load():
+        event = Event.FromString(data)
+        if event.HasField("session_log") and event.session_log.status == SessionLog.START and event.step <= step:
+            tags, hides = set(), True
+        elif event.step == step:
+            tags |= {value.tag.removesuffix("/text_summary") for value in event.summary.value}
+    return tags, hides
 
 
 def _event_files(directory: Path) -> set[str]:

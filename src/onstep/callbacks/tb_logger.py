@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any
@@ -105,6 +105,8 @@ class TBLogger(TrainerCallback):
         self.experiment_info = experiment_info
         self._written: dict[str, int] = {}
         """Step of the newest point or text of each tag."""
+        self._resumed_at: dict[int, Set[str] | None] = {}
+        """The step that training has resumed from, with the tags that were shown there once somebody asks."""
         self._described: dict[str, str] = {}
         """Digest of each text about the run, for resumed runs."""
         self._failed: set[str] = set()
@@ -122,9 +124,10 @@ class TBLogger(TrainerCallback):
         """Describe the run."""
         if not state.is_world_process_zero:
             return
-        self._written.clear()
         if state.global_step == 0:
+            self._written.clear()
             self._described.clear()
+        self._resumed_at = {state.global_step: None} if state.global_step > 0 else {}
         texts = {"training_info": self.mapping_as_markdown(_info(args, state, kwargs))}
         if self.experiment_info:
             info = self.experiment_info
@@ -160,23 +163,24 @@ class TBLogger(TrainerCallback):
         """Write a test, for metrics that have a scalar."""
         self.on_evaluate(args, state, control, metrics)
 
-    def on_checkpoint_load(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Allow the steps undone by a rollback to be written again."""
-        self._written.clear()
-
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the results, if anything was logged."""
         if state.is_world_process_zero and state.log_history:
             self._text("train_results", self.mapping_as_markdown(state.log_history[-1]), state.global_step)
             self.summary_writer.flush()
 
+    def on_checkpoint_load(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Allow the steps undone by a rollback to be written again."""
+        self._written = {tag: step for tag, step in self._written.items() if step <= state.global_step}
+
     def state_dict(self) -> dict[str, Any]:
-        """Digests of the texts about the run, so that a resumed run does not repeat them."""
-        return {"described": dict(self._described)}
+        """What is shown up to the checkpoint, so that a resumed run, or one that is rolled back, does not repeat it."""
+        return {"described": dict(self._described), "written": dict(self._written)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the digests of the texts that have been written."""
+        """Restore what the checkpoint's run shows; steps that follow it are written again."""
         self._described = dict(state_dict["described"])
+        self._written = dict(state_dict.get("written", {}))
 
     def _points(self, metrics: Mapping[str, Any], step: int) -> None:
         for tag, scalar in self.scalars.items():
@@ -200,9 +204,19 @@ class TBLogger(TrainerCallback):
 
     def _is_new(self, tag: str, step: int) -> bool:
         """Whether the tag has no point at this step yet; marks it as written."""
-        is_new = self._written.get(tag) != step
+        is_new = self._written.get(tag) != step and tag not in self._shown_before(step)
         self._written[tag] = step
         return is_new
+
+    def _shown_before(self, step: int) -> Set[str]:
+        """The tags that a process which was killed after its checkpoint has shown at the checkpoint's step."""
+        if step not in self._resumed_at:
+            return frozenset()
+        shown = self._resumed_at[step]
+        if shown is None:
+            tags_at = getattr(self.summary_writer, "tags_at", None)  # torch's own writer has none
+            shown = self._resumed_at[step] = frozenset() if tags_at is None else tags_at(step)
+        return shown
 
 
 def _merged(defaults: dict[str, TBScalar], changes: Mapping[str, Any]) -> dict[str, TBScalar]:

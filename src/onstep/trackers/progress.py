@@ -64,6 +64,8 @@ class Progress:
     """Number of lines for this tracker alone that it has of that step."""
     tags_until: int = -1
     """The highest step of which it has Megatron Bridge's tags."""
+    tags: tuple[str, ...] = ()
+    """The tags that it has of that step."""
     state: Mapping[str, Any] = field(default_factory=dict)
     """The tracker's own state, such as the id of its run."""
     names: tuple[str, ...] = ()
@@ -98,14 +100,15 @@ class Progress:
         """Read `state_dict()`; None, with a warning that says where it was, for anything else."""
         try:
             places, last = tuple(Place(**place) for place in state["places"]), Place(**state["last"])
-            found = cls(**{**state, "places": places, "last": last, "names": tuple(state["names"])})
+            tuples = {name: tuple(state.get(name, ())) for name in ("names", "tags")}
+            found = cls(**{**state, "places": places, "last": last, **tuples})
             numbers = (number for place in (*places, last) for number in (place.end, place.size, place.next_size))
             counts = (found.step, found.num_own, found.tags_until, *numbers)
             mappings = (found.values, found.state, *(place.state for place in found.places))
             is_valid = all(type(one) is int and -1 <= one < 2**63 for one in counts)
             is_valid = is_valid and all(isinstance(one, Mapping) for one in mappings) and isinstance(found.run_id, str)
             is_valid = is_valid and all(isinstance(one, (int, float)) for one in found.values.values())
-            is_valid = is_valid and set(found.names) <= set(NAMES)
+            is_valid = is_valid and set(found.names) <= set(NAMES) and all(isinstance(one, str) for one in found.tags)
         except (AttributeError, KeyError, TypeError):
             is_valid = False
         if not is_valid:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from onstep.record import Record
+from onstep.record import Record, without_wall_clock
 from onstep.record.gaps import MISSING
 from onstep.record.history import BRIDGE_KEY, INFO_KEY, is_reported
 from onstep.record.saved_log import step_of
@@ -14,14 +15,26 @@ from onstep.trackers.metric_names import BRIDGE, HF, bridge_names, tracker_names
 from onstep.trackers.numbers import is_step, numbers_of, read_numbers
 from onstep.trackers.tag_record import VS_SAMPLES, checked_rows
 
+_EPOCH = "train/epoch"
 _HEAD = frozenset({"timestamp", "global_step", "kind", MISSING, BRIDGE_KEY, INFO_KEY})
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a tracker that cannot take points back has of a step that was taken back and comes again."""
+
+    tags_until: int = -1
+    """The highest step of which it has Megatron Bridge's tags."""
+    tags: Collection[str] = ()
+    """The tags that it has of that step."""
 
 
 class Projection:
     """The calls of a tracker that a line stands for: Hugging Face's names and Megatron Bridge's tags are two tables.
 
     A metric that the tracker shows at the same step with the same value, which final metrics and evaluations repeat, is
-    left out, unless the tracker keeps the record's names.
+    left out, unless the tracker keeps the record's names. Of an evaluation that is repeated with the same results, its
+    other times are left out, too.
 
     Args:
         names: Naming schemes: hf, bridge, or both.
@@ -42,27 +55,29 @@ class Projection:
         self._names, self._tracker = names, tracker
         self._has_late_tags = is_record and BRIDGE in names
         self._keeps_names = bool(getattr(tracker, "keeps_names", False))
-        self._step, self.values = step, dict(values or {})
+        self._step, self._values = step, dict(values or {})
         self.tags_until = -1
         """The highest step of Megatron Bridge's tags so far."""
+        self.tags: frozenset[str] = frozenset()
+        """The tags of that step."""
         self.is_complete = True
         """Whether no later line has points of the steps so far."""
 
-    def calls(self, line: Record, is_own: bool = False, tags_after: int = -1) -> Iterator[Callable[[], None]]:
+    def calls(self, line: Record, is_own: bool = False, shown: Shown | None = None) -> Iterator[Callable[[], None]]:
         """The calls for a line; see `took`.
 
         Args:
             is_own: Whether it is a line for this tracker alone.
-            tags_after: The step up to which the tracker has Megatron Bridge's tags.
+            shown: What the tracker has of the line's step already, and keeps although it is another value now.
         """
         step, timestamp = step_of(line), _time_of(line)
         if is_own:
             yield from self._own(line, step, timestamp)
             return
         if BRIDGE in self._names:
-            yield from self._tags(line, tags_after)
+            yield from self._tags(line, Shown() if shown is None else shown)
         if HF in self._names:
-            metrics = self._new(line, step)
+            metrics = self._new(line, step, keeps_all=shown is not None)
             if metrics:
                 yield partial(self._tracker.log, metrics, step, timestamp)
 
@@ -71,12 +86,23 @@ class Projection:
         step = step_of(line)
         if not self._keeps_names and HF in self._names and is_reported(line):
             shown = tracker_names(metrics_of(line))
-            self.values = {**(self.values if step == self._step else {}), **shown}
+            self._values = {**self.values_at(step), **shown}
             self._step = step
         _, *of_tags = self.steps_of(line)
-        self.tags_until = max([self.tags_until, *of_tags])
+        if of_tags:
+            self._took_tags(line)
         if self._has_late_tags and (of_tags or is_reported(line) or line.get("kind") == "tracker"):
             self.is_complete = bool(of_tags)
+
+    def values_at(self, step: int) -> dict[str, float]:
+        """What the tracker shows at a step, if that is the last one."""
+        return self._values if step == self._step else {}
+
+    def _took_tags(self, line: Record) -> None:
+        for row in checked_rows(line.get(BRIDGE_KEY, {})) or ():
+            if row.step >= self.tags_until:
+                self.tags = frozenset(row.tags) | (self.tags if row.step == self.tags_until else frozenset())
+                self.tags_until = row.step
 
     def steps_of(self, line: Record) -> list[int]:
         """The steps of a line and of its tags."""
@@ -90,24 +116,34 @@ class Projection:
             return []
         return list(dict.fromkeys(name for line in lines if is_reported(line) for name in metrics_of(line)))
 
-    def _new(self, line: Record, step: int) -> dict[str, float]:
+    def _new(self, line: Record, step: int, keeps_all: bool) -> dict[str, float]:
         if not is_reported(line):
             return {}
         metrics = metrics_of(line)
         if self._keeps_names:
             return metrics
-        known = self.values if step == self._step else {}
-        return {name: one for name, one in tracker_names(metrics).items() if not _is_same(one, known.get(name))}
+        known = self.values_at(step)
+        if known and _repeats(metrics, known):
+            return {}
+        shown = tracker_names(metrics)
+        if _EPOCH in known:  # after a rollback, the data of a step may be further on than when it was taken
+            shown.pop(_EPOCH, None)
+        return {
+            name: one
+            for name, one in shown.items()
+            if not (name in known if keeps_all else _is_same(one, known.get(name)))
+        }
 
-    def _tags(self, line: Record, tags_after: int) -> Iterator[Callable[[], None]]:
+    def _tags(self, line: Record, shown: Shown) -> Iterator[Callable[[], None]]:
         log_over_samples = getattr(self._tracker, "log_over_samples", None)
         for row in checked_rows(line.get(BRIDGE_KEY, {})) or ():
-            if row.step <= tags_after:
+            if row.step < shown.tags_until:
                 continue
-            tags = bridge_names(self._tracker.name, row.tags)
+            has = shown.tags if row.step == shown.tags_until else ()
+            tags = bridge_names(self._tracker.name, {tag: value for tag, value in row.tags.items() if tag not in has})
             if tags:
                 yield partial(self._tracker.log, tags, row.step, row.timestamp)
-            curves = {tag + VS_SAMPLES: row.tags[tag] for tag in row.over_samples}
+            curves = {tag + VS_SAMPLES: row.tags[tag] for tag in row.over_samples if tag not in has}
             if curves and log_over_samples is not None:
                 yield partial(log_over_samples, curves, row.samples, row.timestamp)
 
@@ -125,6 +161,14 @@ class Projection:
 def metrics_of(line: Record) -> dict[str, float]:
     """The numbers of a line, under the record's names."""
     return read_numbers(numbers_of({name: one for name, one in line.items() if name not in _HEAD}))
+
+
+def _repeats(metrics: dict[str, float], known: Mapping[str, float]) -> bool:
+    """Whether a line's metrics are shown already, but for what the clock has changed: an evaluation made twice."""
+    if not all(name in known for name in tracker_names(metrics)):
+        return False
+    exact = tracker_names(without_wall_clock(metrics))
+    return set(exact) - {_EPOCH} != set() and all(_is_same(one, known[name]) for name, one in exact.items())
 
 
 def _time_of(line: Record) -> float:

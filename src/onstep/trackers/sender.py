@@ -17,7 +17,7 @@ from onstep.record.saved_log import step_of
 from onstep.trackers.breaker import CircuitBreaker
 from onstep.trackers.lines import Line, Lines, MemoryLines, RecordLines, TakenBackError
 from onstep.trackers.progress import Place, Progress, write_progress
-from onstep.trackers.projection import Projection
+from onstep.trackers.projection import Projection, Shown
 from onstep.trackers.tracker import CannotContinueError, RunIdentity, Tracker
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class Sender:
         was_cut, self._highest = not session.lines.has(progress.last.line), -1
         self._skips = progress if was_cut and not self._takes_back else None
         if self._takes_back:
-            progress = replace(progress, step=-1, values={}, num_own=0, tags_until=-1, state={})
+            progress = replace(progress, step=-1, values={}, num_own=0, tags_until=-1, tags=(), state={})
         self._progress = replace(progress, names=self._names)
         self._unsettled.clear()
         continues = not self._takes_back and not was_cut
@@ -164,6 +164,8 @@ class Sender:
             except BaseException as error:  # noqa: BLE001 - third-party code; its faults must not affect training
                 self._breaker.failed()
                 self._warn(f"failed with {type(error).__name__}: {error}", session)
+                if isinstance(error, CannotContinueError) and not self._takes_back:
+                    self._begin_again(session)
                 may_try = not self._breaker.is_open or self._leaves_out(session)
             else:
                 self._breaker.succeeded()
@@ -186,6 +188,12 @@ class Sender:
         self._continue(session)
         self._open_tracker(session)
 
+    def _begin_again(self, session: Session) -> None:
+        """Let a service that has lost the run, such as one that has restarted empty, get everything again."""
+        self._close_tracker(session, "preempted")
+        session.settled = Progress(session.run.run_id)
+        self._continue(session)
+
     def _open_tracker(self, session: Session) -> None:
         """Open the tracker, unless it is open, at the newest place that it has not lost."""
         if self.is_tracker_open:
@@ -194,11 +202,15 @@ class Sender:
         try:
             state = progress.place.state if self._takes_back else progress.state
             self._tracker.open(session.run, dict(state))
-        except CannotContinueError:
-            if not progress.places or progress.place == Place():
+        except CannotContinueError as error:
+            if not self._takes_back and state:
+                logger.warning("The tracker %r gets the whole run again: %s", self._tracker.name, error)
+                self._begin_again(session)
+            elif self._takes_back and progress.places and progress.place != Place():
+                session.settled = replace(progress, places=progress.places[:-1])
+                self._continue(session)
+            else:
                 raise
-            session.settled = replace(progress, places=progress.places[:-1])
-            self._continue(session)
             self._open_tracker(session)
             return
         self.is_tracker_open = True
@@ -266,8 +278,8 @@ class Sender:
         if is_own and has is not None and has.num_own > 0:
             self._skips = replace(has, num_own=has.num_own - 1)
             return
-        tags_after = -1 if has is None else has.tags_until
-        calls = list(self._projection.calls(line.data, is_own, tags_after))
+        shown = None if has is None else Shown(has.tags_until, has.tags)
+        calls = list(self._projection.calls(line.data, is_own, shown))
         for call in calls:
             call()
         self._num_sent += bool(calls)
@@ -289,9 +301,12 @@ class Sender:
             progress = progress.at(progress.place, is_checkpoint=True)
         if step >= progress.step:
             num_own = (progress.num_own if step == progress.step else 0) + self._is_own(line)
-            progress = replace(progress, step=step, values=projection.values, num_own=num_own)
-        last = Place(line.end, line.size, line.digest)
-        self._progress = replace(progress, last=last, tags_until=max(progress.tags_until, projection.tags_until))
+            progress = replace(progress, step=step, values=projection.values_at(step), num_own=num_own)
+        if projection.tags_until >= progress.tags_until:
+            before = progress.tags if projection.tags_until == progress.tags_until else ()
+            tags = tuple(sorted({*before, *projection.tags}))
+            progress = replace(progress, tags_until=projection.tags_until, tags=tags)
+        self._progress = replace(progress, last=Place(line.end, line.size, line.digest))
         self._last = line
         if self._takes_back:
             self._state()

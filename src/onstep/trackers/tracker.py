@@ -63,7 +63,10 @@ def path_id(directory: Path) -> str:
 
 
 class CannotContinueError(OnstepError):
-    """A tracker does not have what a state says: its files were lost or replaced."""
+    """A tracker does not have what a state says: its files were lost or replaced, or the service no longer has the run.
+
+    Raised by `open`, or by `log` of a tracker that does not take points back: it then gets the whole run again.
+    """
 
 
 class Tracker(Protocol):

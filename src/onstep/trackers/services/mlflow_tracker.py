@@ -10,7 +10,7 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 from onstep.errors import DataError
 from onstep.trackers.metric_names import METRICS_PER_BATCH, PARAMETERS_PER_BATCH, metric_name, parameters
-from onstep.trackers.tracker import RunIdentity, ServiceTracker
+from onstep.trackers.tracker import CannotContinueError, RunIdentity, ServiceTracker
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -102,6 +102,8 @@ class MlflowTracker(ServiceTracker):
             if is_local:
                 remove_torn_metrics(uri, run.run_id)
             self._id = self._find(run, state)
+            if self._id is None and state.get("run") == run.run_id:
+                raise CannotContinueError(f"mlflow: {uri} has no run of {run.run_id}")
             if self._id is None:
                 created = self._client.create_run(self._experiment_id(), run_name=self.run_name or run.name)
                 self._id = str(created.info.run_id)
@@ -142,7 +144,17 @@ class MlflowTracker(ServiceTracker):
         waiting, self._waiting = self._waiting, []
         self._last_flush = self.clock()
         for batch in _batches(waiting, METRICS_PER_BATCH):
+            self._log_batch(batch)
+
+    def _log_batch(self, batch: Sequence[Any]) -> None:
+        from mlflow.exceptions import MlflowException
+
+        try:
             self._client.log_batch(self._id, metrics=batch)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                raise CannotContinueError(f"mlflow: the run {self._id} is gone: {error.message}") from error
+            raise
 
     def _experiment_id(self) -> str:
         from mlflow.exceptions import MlflowException

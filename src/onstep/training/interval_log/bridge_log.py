@@ -106,7 +106,7 @@ class BridgeLog(Feature[Job]):
             self._num_nan = 0
 
     def state_dict(self) -> StateDict:
-        """The counters of the interval, and its elapsed seconds."""
+        """The counters of the interval and its elapsed seconds, and which evaluations have been written."""
         state = self._state
         return {
             "num_nan": self._num_nan,
@@ -114,6 +114,7 @@ class BridgeLog(Feature[Job]):
             "interval_runtime": state.clock.elapsed() - state.interval.start,
             "reports_memory": self._reports_memory,
             "tags": state.bridge_trackers.record.state_dict(),
+            "evaluated": dict(state.bridge_trackers.evaluated),
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -123,6 +124,7 @@ class BridgeLog(Feature[Job]):
         self._state.interval.num_samples = state_dict["samples"]
         self._seconds_before = state_dict["interval_runtime"]
         self._state.bridge_trackers.record.load_state_dict(state_dict.get("tags", {}))
+        self._state.bridge_trackers.evaluated = dict(state_dict.get("evaluated", {}))
 
     def _values(self, step: Step, is_logged: bool) -> StepValues:
         """The values that the step reports. Collective with `logger.log_params_norm`."""

@@ -247,7 +247,7 @@ class BridgeTrackers:
 
     def state_dict(self) -> StateDict:
         """The state that continues the trackers' runs: per rank, but only the last one has more than the run's id."""
-        return {"run_id": self._run_id, "evaluated": dict(self.evaluated), "trackers": self._current_states()}
+        return {"run_id": self._run_id, "trackers": self._current_states()}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue a checkpoint's trackers' runs once they are opened."""
@@ -257,7 +257,6 @@ class BridgeTrackers:
         if self._run_dir is None and not is_fork:
             self._run_id = str(state_dict["run_id"])
         where = "the checkpoint's state of the trackers of Megatron Bridge's tags"
-        self.evaluated = saved_mapping(state_dict, "evaluated", where)
         saved = saved_mapping(state_dict, "trackers", where)
         self._states = {name: saved_mapping(saved, name, where) for name in saved}
 

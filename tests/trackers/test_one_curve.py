@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from onstep import Callback, JsonLogger, pretrain
-from onstep.callbacks import TrackersCallback, TrainerControlCallback
+from onstep.callbacks import ResumableSummaryWriter, TBLogger, TrackersCallback, TrainerControlCallback
 from onstep.config import ConfigContainer
 from onstep.control.registry import read_info, read_token
 from onstep.record import read_records
 from tests.support.hostile_trackers import Remembering
-from tests.support.tracker_files import metrics_log_values, scalars, table
+from tests.support.resuming import Interrupted
+from tests.support.tracker_files import age, metrics_log_values, scalars, table
 
 JOB = "rolled-back"
 Points = list[tuple[int, float]]
@@ -111,6 +112,38 @@ def test_a_rollback_leaves_one_curve_everywhere(
         assert len(found) == len(series["step"])
         assert found.items() <= curves[name].items()
         assert max(found) >= 10
+
+
+class Dies(Callback):
+    """Ends the run like a kill, in the test that follows its last checkpoint."""
+
+    def on_test_start(self, context: Any) -> None:
+        raise Interrupted
+
+
+def test_a_run_that_is_killed_after_its_last_checkpoint_shows_its_last_evaluation_once(
+    tiny_config: ConfigContainer, tmp_path: Path
+) -> None:
+    config = tiny_config
+    config.run.name, config.run.output_dir, config.run.save_weights = "run", str(tmp_path), False
+    config.logger.log_interval, config.validation.eval_interval, config.checkpoint.save_interval = 1, 4, 4
+
+    def callbacks(*more: Callback) -> list[Any]:
+        writer = ResumableSummaryWriter(tmp_path / "tb")
+        trackers = TrackersCallback(["csv", "tensorboard"], names={"csv": ["hf"], "tensorboard": ["hf", "bridge"]})
+        return [JsonLogger(), writer, TBLogger(writer), trackers, *more]
+
+    with pytest.raises(Interrupted):
+        pretrain(config, callbacks=callbacks(Dies()))
+    age(tmp_path / "tb")
+    pretrain(config, callbacks=callbacks())
+    for directory in (tmp_path / "run" / "tensorboard", tmp_path / "tb"):
+        shown = scalars(directory)
+        assert {tag: len(points) for tag, points in shown.items()} == {
+            tag: len(dict(points)) for tag, points in shown.items()
+        }
+        tag = "eval-loss" if directory.name == "tb" else "lm loss validation"
+        assert [step for step, _ in shown[tag]] == [4, 8]
 
 
 def check_metrics_log(run: Path, curves: dict[str, dict[int, float]]) -> None:

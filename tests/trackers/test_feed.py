@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,14 @@ from typing import Any
 
 import pytest
 
-from onstep.trackers import CannotContinueError, TrackerFeed, can_complete, complete, recorded_options
+from onstep.trackers import (
+    CannotContinueError,
+    TrackerFeed,
+    can_complete,
+    complete,
+    make_tracker,
+    recorded_options,
+)
 from onstep.trackers.breaker import CircuitBreaker
 from onstep.trackers.lines import Line, MemoryLines, RecordLines
 from onstep.trackers.tracker_logger import TrackerLogger
@@ -391,7 +399,6 @@ def test_an_evaluation_that_is_repeated_adds_no_second_point(run: Run) -> None:
 
 @pytest.mark.parametrize("to", [4, 2, 0])
 def test_a_rollback_leaves_one_curve_in_files(to: int, run: Run) -> None:
-    from onstep.trackers import make_tracker
 
     run.write(range(1, 8), checkpoint=4)
     feeds = [run.feed(make_tracker("csv")), run.feed(make_tracker("tensorboard"))]
@@ -423,7 +430,6 @@ def test_a_damaged_progress_is_said_so_and_everything_is_sent(
 
 
 def test_a_table_that_lost_its_end_is_written_again(run: Run) -> None:
-    from onstep.trackers import make_tracker
 
     run.write(range(1, 6))
     close(run.feed(make_tracker("csv")))
@@ -431,6 +437,44 @@ def test_a_table_that_lost_its_end_is_written_again(run: Run) -> None:
     path.write_bytes(path.read_bytes()[:60])
     close(run.feed(make_tracker("csv")))
     assert list(table(path).step) == [1, 2, 3, 4, 5]
+
+
+def test_a_line_whose_second_call_fails_is_sent_from_there(run: Run) -> None:
+    class Fails(Remembering):
+        fails = True
+
+        def log(self, metrics: Any, step: int, timestamp: float) -> None:
+            if "train/loss" in metrics and self.fails:
+                self.fails = False
+                raise OSError("no route to host")
+            super().log(metrics, step, timestamp)
+
+    tracker = Fails()
+    tags = {"step": [1], "samples": [1], "timestamp": [1.0], "tags": {"lm loss": 0.5}, "vs_samples": []}
+    line = {"timestamp": 1.0, "global_step": 1, "kind": "log", "loss": 2.0, "bridge": tags}
+    run.path.write_text(json.dumps(line) + "\n")
+    close(run.feed(tracker, names=["hf", "bridge"]))
+    assert [call[1] for call in tracker.calls if call[0] == "log"] == [{"lm loss": 0.5}, {"train/loss": 2.0}]
+
+
+@pytest.mark.parametrize("most", [1000, 1003])
+def test_files_that_cannot_grow_for_a_while_are_whole_in_the_end(most: int, run: Run) -> None:
+    """The limit of the process on file sizes is the full disk that needs no special rights."""
+    run.write(range(1, 60))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        feeds = [run.feed(make_tracker(name)) for name in ("csv", "tensorboard")]
+        while not all(feed.is_broken for feed in feeds):
+            time.sleep(0.01)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    for feed in feeds:
+        close(feed)
+    expected = [(step, float(step)) for step in range(1, 60)]
+    rows = table(run.directory / "metrics.csv")
+    assert list(zip(rows.step, rows["loss"], strict=True)) == expected
+    assert scalars(run.directory / "tensorboard")["train/loss"] == expected
 
 
 def test_replay_sends_what_is_left(run: Run) -> None:
@@ -475,7 +519,6 @@ def test_a_line_that_is_accepted_at_the_second_try_is_not_left_out(run: Run) -> 
 
 
 def test_lines_that_follow_at_the_step_of_a_rollback_join_it(run: Run) -> None:
-    from onstep.trackers import make_tracker
 
     run.write(range(1, 6), checkpoint=4)
     trackers = ["csv", "tensorboard"]
@@ -494,7 +537,6 @@ def test_lines_that_follow_at_the_step_of_a_rollback_join_it(run: Run) -> None:
 
 @pytest.mark.parametrize("state", [{}, {"rows": -5, "step": "zz"}])
 def test_files_that_were_deleted_or_states_that_are_none_lead_to_everything(state: Any, run: Run) -> None:
-    from onstep.trackers import make_tracker
 
     run.write(range(1, 6))
     for name in ("csv", "tensorboard"):
@@ -515,7 +557,6 @@ def test_files_that_were_deleted_or_states_that_are_none_lead_to_everything(stat
 
 def test_tags_that_come_late_are_taken_back_too(run: Run) -> None:
     """An evaluation's come with the next logged step, behind what the user's code sends at that."""
-    from onstep.trackers import make_tracker
 
     def tags(*rows: tuple[int, str]) -> dict[str, Any]:
         steps = [step for step, _ in rows]
@@ -538,7 +579,6 @@ def test_tags_that_come_late_are_taken_back_too(run: Run) -> None:
 
 def test_without_a_record_lines_that_a_tracker_has_are_dropped(tmp_path: Path) -> None:
     """Tags for each step, as of a rank that has no record: neither memory nor checkpoints grow with the run."""
-    from onstep.trackers import make_tracker
 
     logger = TrackerLogger(TrackerFeed(make_tracker("tensorboard"), names=["bridge"]))
     logger.open(identity(tmp_path), is_new=True)
@@ -626,7 +666,6 @@ def test_a_replay_has_the_options_of_the_run(run: Run) -> None:
 
 
 def test_a_table_whose_record_is_gone_is_kept_aside(run: Run) -> None:
-    from onstep.trackers import make_tracker
 
     run.write(range(1, 6))
     close(run.feed(make_tracker("csv")))

@@ -96,6 +96,8 @@ class Sender:
         """What the tracker has of steps that were taken back, and come again; None beyond."""
         self._highest = -1
         """The highest step since the tracker was opened."""
+        self._num_calls: dict[int, int] = {}
+        """How many calls have succeeded for a line that the tracker does not have as a whole yet, by its end."""
 
     def send_now(self, session: Session, status: str) -> int:
         """Open the tracker, send what it lacks, and close it; a service that lacks nothing is not opened.
@@ -148,6 +150,7 @@ class Sender:
             progress = replace(progress, step=-1, values={}, num_own=0, tags_until=-1, tags=(), state={})
         self._progress = replace(progress, names=self._names)
         self._unsettled.clear()
+        self._num_calls.clear()
         continues = not self._takes_back and not was_cut
         self._last = progress.last.line if continues else progress.place.line
         is_record = isinstance(session.lines, RecordLines)
@@ -280,12 +283,14 @@ class Sender:
             return
         shown = None if has is None else Shown(has.tags_until, has.tags)
         calls = list(self._projection.calls(line.data, is_own, shown))
-        for call in calls:
+        for call in calls[self._num_calls.get(line.end, 0) :]:
             call()
+            self._num_calls[line.end] = self._num_calls.get(line.end, 0) + 1
         self._num_sent += bool(calls)
 
     def _took(self, line: Line) -> None:
         """Note that the tracker has a line."""
+        self._num_calls.pop(line.end, None)
         progress, step, projection = self._progress, step_of(line.data), self._projection
         steps = projection.steps_of(line.data)
         is_new_step = projection.is_complete and min(steps) > self._highest

@@ -1,4 +1,4 @@
-"""A user's callback that fills the disk of the run at one step, and kills its own process at another."""
+"""A user's callback that fills the disk of the run at one step, and kills its own process or makes room at another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from onstep import Callback
 
 
 class FillsDisk(Callback):
-    """Fills the file FILLER before step 3 and sends SIGKILL after step 7, unless FILLER is not set."""
+    """Fills the file FILLER before step 3 and sends SIGKILL after step 7, or removes it if MAKES_ROOM is set.
+
+    Does nothing where FILLER is not set.
+    """
 
     def on_step_begin(self, context: Any) -> None:
         if "FILLER" in os.environ and context.trainer_state.global_step == 2:
@@ -28,4 +31,7 @@ class FillsDisk(Callback):
 
     def on_step_end(self, context: Any) -> None:
         if "FILLER" in os.environ and context.trainer_state.global_step == 7:
-            os.kill(os.getpid(), signal.SIGKILL)
+            if "MAKES_ROOM" in os.environ:
+                Path(os.environ["FILLER"]).unlink()
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)

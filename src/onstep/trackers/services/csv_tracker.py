@@ -6,6 +6,7 @@ import csv
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar
@@ -60,8 +61,23 @@ class CsvTable:
             self._replace(iter(()))
 
     def put(self, step: int, kind: str, cells: Mapping[str, str]) -> None:
-        """Add cells to the row of a step and kind."""
-        cells = {_column(name): value for name, value in cells.items()}
+        """Add cells to the row of a step and kind, or leave the table as it is, if its disk refuses that."""
+        with self._undone_on_error():
+            self._put(step, kind, {_column(name): value for name, value in cells.items()})
+
+    @contextmanager
+    def _undone_on_error(self) -> Iterator[None]:
+        """What is not in the file must not be in memory either."""
+        rows = {kind: dict(row) for kind, row in self._last_rows.items()}
+        before = (self.num_rows, self._columns, self._last_step, self._last_offset)
+        try:
+            yield
+        except BaseException:
+            self.num_rows, self._columns, self._last_step, self._last_offset = before
+            self._last_rows = rows
+            raise
+
+    def _put(self, step: int, kind: str, cells: Mapping[str, str]) -> None:
         if step != self._last_step:
             self._last_step, self._last_rows, self._last_offset = step, {}, self._size()
         new_columns = [name for name in cells if name not in self._columns]
@@ -78,8 +94,9 @@ class CsvTable:
     def expect(self, names: Iterable[str]) -> None:
         """Add columns in advance, so that the file need not be rewritten for each."""
         new_columns = [name for name in map(_column, names) if name not in self._columns]
-        self._add_columns(new_columns)
-        self._replace(self._kept_lines("," * len(new_columns)))
+        with self._undone_on_error():
+            self._add_columns(new_columns)
+            self._replace(self._kept_lines("," * len(new_columns)))
 
     def close(self) -> None:
         """Fsync and close the file; idempotent."""
@@ -91,8 +108,7 @@ class CsvTable:
                 os.close(descriptor)
 
     def _add_columns(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._columns[name] = None
+        self._columns = {**self._columns, **dict.fromkeys(names)}
 
     def _kept_lines(self, new_cells: str) -> Iterator[str]:
         """The lines before those of the last step, with cells for new columns.

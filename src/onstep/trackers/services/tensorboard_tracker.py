@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Mapping
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -50,8 +51,8 @@ class TensorBoardTracker:
         if find_spec(self.package) is None:
             raise MissingExtraError("The tracker 'tensorboard' requires TensorBoard: pip install 'onstep[tensorboard]'")
         self._log_dir = None if log_dir is None else Path(log_dir)
-        self._writer: Any = None
-        self._over_samples: Any = None
+        self._writer: EventFile | None = None
+        self._over_samples: EventFile | None = None
         self._summary_writer: Any = None
         self._second = 0
         """The time in the name of the event file."""
@@ -137,33 +138,59 @@ class TensorBoardTracker:
                 one.close()
 
 
-def _event_file(directory: Path, first: int) -> tuple[Any, int]:
+class EventFile:
+    """An event file that is whole after each event; one that its disk refuses leaves nothing in it.
+
+    Raises:
+        FileExistsError: if there is a file of this name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+
+    def write(self, event: Any) -> None:
+        """Append an event."""
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        assert self._descriptor is not None
+        content = BytesIO()
+        RecordWriter(content).write(event.SerializeToString())
+        data, size = content.getvalue(), os.fstat(self._descriptor).st_size
+        try:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        except OSError:
+            os.ftruncate(self._descriptor, size)
+            raise
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    __del__ = close
+
+
+def _event_file(directory: Path, first: int) -> tuple[EventFile, int]:
     """A new event file that masks what earlier ones have from `first` on, and the time in its name.
 
     The name sorts after those of all existing files, regardless of the clocks of their machines: TensorBoard reads the
     files of a directory in the order of their names, which begin with the time in seconds.
     """
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
     directory.mkdir(parents=True, exist_ok=True)
     seconds = max(int(time.time()), newest_second(directory) + 1)
     name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.onstep"
-    writer = RecordWriter((directory / name).open("xb"))
+    writer = EventFile(directory / name)
     _write(writer, file_version="brain.Event:2")
-    _write_event(writer, session_start(first))
+    writer.write(session_start(first))
     return writer, seconds
 
 
-def _write(writer: Any, wall_time: float | None = None, **content: Any) -> None:
+def _write(writer: EventFile, wall_time: float | None = None, **content: Any) -> None:
     from tensorboard.compat.proto.event_pb2 import Event
 
-    _write_event(writer, Event(wall_time=time.time() if wall_time is None else wall_time, **content))
-
-
-def _write_event(writer: Any, event: Any) -> None:
-    """Append an event and flush it to the file."""
-    writer.write(event.SerializeToString())
-    writer.flush()
+    writer.write(Event(wall_time=time.time() if wall_time is None else wall_time, **content))
 
 
 def session_start(step: int) -> Any:

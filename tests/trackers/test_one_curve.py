@@ -146,6 +146,37 @@ def test_a_run_that_is_killed_after_its_last_checkpoint_shows_its_last_evaluatio
         assert [step for step, _ in shown[tag]] == [4, 8]
 
 
+class DiesAt(Callback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, context: Any) -> None:
+        if context.step == self._step:
+            raise Interrupted
+
+
+def test_a_lost_tail_of_the_record_is_named_and_shown_alike(
+    tiny_config: ConfigContainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, service = tiny_config, Service()
+    config.run.name, config.run.output_dir, config.run.save_weights = "run", str(tmp_path), False
+    config.logger.log_interval, config.checkpoint.save_interval = 1, 4
+    with pytest.raises(Interrupted):
+        pretrain(config, callbacks=[TrackersCallback(["csv", "tensorboard", service]), DiesAt(6)])
+    record = tmp_path / "run" / "record.jsonl"
+    record.write_bytes(b"".join(record.read_bytes().splitlines(keepends=True)[:3]))  # the start, steps 1 and 2
+    with caplog.at_level("WARNING"):
+        pretrain(config, callbacks=[TrackersCallback(["csv", "tensorboard", service])])
+    assert "records after step 2, up to step 4 are missing" in caplog.text
+    curve = dict(metrics_log_values(record, "loss"))
+    assert list(curve) == [1, 2, 5, 6, 7, 8]
+    rows = table(record.with_name("metrics.csv"))
+    rows = rows[(rows.kind == "train") & rows["loss"].notna()]
+    assert dict(zip(rows.step, rows["loss"], strict=True)) == curve
+    assert [step for step, _ in scalars(record.with_name("tensorboard"))["train/loss"]] == list(curve)
+    assert [step for step, _ in service.points("train/loss")] == list(range(1, 9)), "it cannot lose what it has"
+
+
 def check_metrics_log(run: Path, curves: dict[str, dict[int, float]]) -> None:
     for name, curve in curves.items():
         assert dict(metrics_log_values(run / "trainer_logs.json", name)) == curve

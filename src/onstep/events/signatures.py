@@ -163,12 +163,16 @@ def _hf_handler(fn: Callable[..., Any], event: Event, shape: _Shape) -> Handler 
         context.control.merge(fn(context.args, context.trainer_state, context.control, **further))
 
     def call_with_leading(context: CallbackContext) -> None:
-        state = context.state
-        returned = fn(getattr(state, "args", None), getattr(state, "trainer_state", None), context.control)
+        state, given, keywords = context.state, context.__dict__, dict[str, Any]()
+        for name in further:
+            keywords[name] = given[name] if name in given else getattr(context, name)
+        returned = fn(getattr(state, "args", None), getattr(state, "trainer_state", None), context.control, **keywords)
         if returned is not None:
             context.control.merge(returned)
 
-    if tuple(shape.positional) == _LEADING and not shape.keyword_only and _ignores_keywords(fn):
+    further = [*shape.positional[len(_LEADING) :], *shape.keyword_only]
+    takes_few = tuple(shape.positional[: len(_LEADING)]) == _LEADING and set(further).issubset(event.own_fields)
+    if takes_few and shape.num_positional_only <= len(_LEADING) and _ignores_keywords(fn):
         return call_with_leading
     if shape.fits_hf_by_keyword() and not (shape.has_var_args and by_position):
         return call_by_keyword

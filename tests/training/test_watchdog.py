@@ -12,13 +12,14 @@ import tempfile
 import threading
 import time
 from itertools import pairwise
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from onstep import Callback, CallbackManager
-from onstep.processes.heartbeat import HEARTBEAT
+from onstep.processes.heartbeat import HEARTBEAT, PAGE_BYTES, read_page
 from onstep.training.watchdog import watchdog
 from onstep.training.watchdog.stacks import DUMP_SIGNAL
 from tests.support.forked_processes import Processes, output_of
@@ -120,6 +121,27 @@ def test_every_call_and_micro_batch_is_a_sign_of_life() -> None:
     assert HEARTBEAT.callback is None, "no callback is called after the run"
     for counts in beats.values():
         assert all(later > earlier for earlier, later in pairwise(counts)), counts
+
+
+def test_a_page_for_other_processes_names_the_callback_that_runs() -> None:
+    inside: list[Any] = []
+    page, manager = mmap(-1, PAGE_BYTES), CallbackManager()
+
+    def note_page(context: Any) -> None:
+        inside.append(read_page(page[:])[1])
+
+    manager.register("on_step_end", note_page)
+    outer = HEARTBEAT.write_to(page)
+    try:
+        run(small_state(train_iters=2), manager)
+        with HEARTBEAT.calling("state_dict", "Notes"):
+            inside.append(read_page(page[:])[1])
+        after = read_page(page[:])[1]
+    finally:
+        HEARTBEAT.write_to(outer)
+    assert [event for event, _ in inside] == ["on_step_end", "on_step_end", "state_dict"]
+    assert inside[0][1].endswith("note_page"), inside
+    assert after is None
 
 
 def test_a_traced_process_is_not_watched(processes: Processes, tmp_path: Path) -> None:

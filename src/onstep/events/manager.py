@@ -201,8 +201,11 @@ class CallbackManager:
             for listener in listeners:
                 if (listener.main_only and not is_main) or (disabled and id(listener.owner) in disabled):
                     continue
-                HEARTBEAT.callback = listener.event_and_author
-                voice["event"], voice["author"] = listener.event_and_author
+                called = listener.event_and_author
+                if HEARTBEAT.is_followed:
+                    HEARTBEAT.announce(called)
+                HEARTBEAT.callback = called
+                voice["event"], voice["author"] = called
                 HEARTBEAT.beats += 1
                 try:
                     if clock.is_running:
@@ -217,6 +220,8 @@ class CallbackManager:
                     if not self._tolerates(listener, error):
                         raise
         finally:
+            if HEARTBEAT.is_followed:
+                HEARTBEAT.announce(outer[-1])
             voice["author"], voice["event"], HEARTBEAT.callback = outer
 
     def call_all(self, listeners: tuple[Listener, ...], context: CallbackContext) -> None:

@@ -26,7 +26,10 @@ class Heartbeat:
     are also written to a page of memory that is a file, which outlives even a process that is killed.
     """
 
-    __slots__ = ("_activity", "_callback", "_page", "_step", "beats", "observe", "phase", "section")
+    __slots__ = (
+        *("_activity", "_observe", "_page", "_step"),
+        *("beats", "callback", "is_followed", "phase", "section"),
+    )
 
     def __init__(self) -> None:
         self.beats = 0
@@ -35,30 +38,33 @@ class Heartbeat:
         """setup | training | ended"""
         self.section: str | None = None
         """The open timed section: setup | step | checkpointing."""
-        self.observe: Callable[[Called | None], None] | None = None
-        """Called before `callback` changes, while a watchdog observes the set-up."""
+        self.callback: Called | None = None
+        """The current event and the callback being called; None between callbacks."""
+        self.is_followed = False
+        """Whether `announce` must be called before `callback` changes."""
+        self._observe: Callable[[Called | None], None] | None = None
         self._page: mmap | None = None
-        self._callback: Called | None = None
         self._activity = "setting up"
         self._step = 0
 
-    @property
-    def callback(self) -> Called | None:
-        """The current event and the callback being called; None between callbacks."""
-        return self._callback
+    def follow(self, observe: Callable[[Called | None], None] | None) -> None:
+        """Let a watchdog observe the callbacks of the set-up before they begin and end; None for nobody."""
+        self._observe = observe
+        self.is_followed = observe is not None or self._page is not None
 
-    @callback.setter
-    def callback(self, called: Called | None) -> None:
-        if self.observe is not None:
-            self.observe(called)
-        self._callback = called
+    def announce(self, called: Called | None) -> None:
+        """Tell the watchdog and the other ranks of the next `callback`, where they follow it."""
+        if self._observe is not None:
+            self._observe(called)
         if self._page is not None:
-            self._page[_CALLED] = _line("\n".join(called or ()), 256)
+            self._page[_CALLED] = _called(called)
 
     @contextmanager
     def calling(self, method: str, author: str) -> Iterator[None]:
         """Context of a call of a callback's method that handles no event; an error gets a note that names both."""
-        before, self.callback = self.callback, (method, author)
+        before, called = self.callback, (method, author)
+        self.announce(called)
+        self.callback = called
         self.beats += 1
         try:
             yield
@@ -66,6 +72,7 @@ class Heartbeat:
             error.add_note(f"raised by callback '{author}' during '{method}'")
             raise
         finally:
+            self.announce(before)
             self.callback = before
 
     @property
@@ -93,7 +100,10 @@ class Heartbeat:
     def write_to(self, page: mmap | None) -> mmap | None:
         """Keep this page up to date instead of the present one, which is returned; None for none."""
         before, self._page = self._page, page
-        self.step, self.callback, self.activity = self._step, self._callback, self._activity
+        self.follow(self._observe)
+        self.step, self.activity = self._step, self._activity
+        if page is not None:
+            page[_CALLED] = _called(self.callback)
         return before
 
 
@@ -102,6 +112,10 @@ def read_page(page: bytes) -> tuple[int, Called | None, str]:
     event, _, author = page[_CALLED].rstrip(b"\0").decode(errors="replace").partition("\n")
     activity = page[_ACTIVITY].rstrip(b"\0").decode(errors="replace")
     return struct.unpack("<q", page[_STEP])[0], (event, author) if event else None, activity
+
+
+def _called(called: Called | None) -> bytes:
+    return _line("\n".join(called or ()), 256)
 
 
 @lru_cache(maxsize=1024)

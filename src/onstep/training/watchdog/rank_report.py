@@ -199,11 +199,11 @@ class RankObserver:
         self._limit_before: float | None = None
         self._entered_before, self._entered_in_callbacks, self._entered_by = 0, 0, ""
         if has_peers:
-            HEARTBEAT.observe = self._observe_callback
+            HEARTBEAT.follow(self._observe_callback)
 
     def close(self) -> None:
         """Release the signals and files in use."""
-        HEARTBEAT.observe = None
+        HEARTBEAT.follow(None)
         if self._interrupts is not None:
             self._interrupts.close()
         self.dump.close()

@@ -98,6 +98,7 @@ class Watching(Feature[Run]):
     @contextmanager
     def session(self) -> Iterator[None]:
         """Watch; if an error ends the run, wait until the first failure is diagnosed."""
+        HEARTBEAT.announce(None)
         HEARTBEAT.phase, HEARTBEAT.activity, HEARTBEAT.section, HEARTBEAT.callback = "setup", "setting up", None, None
         if self._rank_exchange is not None:
             self._rank_exchange.record = self._record()
@@ -136,7 +137,7 @@ class Watching(Feature[Run]):
 
     def ready(self) -> None:
         HEARTBEAT.beats += 1
-        HEARTBEAT.observe = None
+        HEARTBEAT.follow(None)
         HEARTBEAT.step = self.host.train_state.step
         HEARTBEAT.activity, HEARTBEAT.phase = "beginning to train", "training"
         self._has_news = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
+from operator import methodcaller
 from typing import Any
 
 from onstep.errors import ConfigError
@@ -53,22 +54,23 @@ def formatter(fmt: Format = "", reduce: Reduce = None) -> Callable[[Any], str]:
     Raises:
         ConfigError: for a `reduce` or `fmt` that does not exist.
     """
-    scalar = _scalar_formatter(fmt)
-    if callable(reduce):
-        return lambda value: scalar(reduce(value))
-    if reduce == "all":
-        return lambda value: "/".join(map(scalar, value)) if isinstance(value, (list, tuple)) else scalar(value)
-    if reduce is not None and reduce not in _REDUCTIONS:
+    text = fmt if callable(fmt) else _NAMED.get(fmt) or _by_specification(fmt)
+    kinds = object if callable(fmt) else (int, float, Real)
+    if not (reduce is None or callable(reduce) or reduce == "all" or reduce in _REDUCTIONS):
         raise ConfigError(
             f"reduce must be one of {', '.join([*_REDUCTIONS, 'all'])}, a callable or None (max), got {reduce!r}."
         )
-    reduction = _REDUCTIONS[reduce or "max"]
+    reduction = None if callable(reduce) or reduce == "all" else _REDUCTIONS[reduce or "max"]
 
     def formatted(value: Any) -> str:
-        if isinstance(value, (list, tuple)):
+        if reduction is not None and isinstance(value, (list, tuple)):
             value = reduction(value) if value else 0
-        return scalar(value)
+        return str(text(value) if isinstance(value, kinds) else value)
 
+    if callable(reduce):
+        return lambda value: formatted(reduce(value))
+    if reduce == "all":
+        return lambda value: "/".join(map(formatted, value)) if isinstance(value, (list, tuple)) else formatted(value)
     return formatted
 
 
@@ -82,21 +84,11 @@ _REDUCTIONS: dict[str, Callable[[Sequence[Any]], Any]] = {
 }
 
 
-def _scalar_formatter(fmt: Format) -> Callable[[Any], str]:
-    if callable(fmt):
-        return lambda value: str(fmt(value))
-    number = _NAMED.get(fmt) or _by_specification(fmt)
-    return lambda value: number(value) if isinstance(value, (int, float, Real)) else str(value)
-
-
 def _by_specification(fmt: str) -> Callable[[Any], str]:
-    is_for_integers = fmt[-1] in _INTEGER_PRESENTATIONS
-
-    def formatted(value: Any) -> str:
-        if not is_for_integers:
-            return format(value, fmt)
+    def of_integer(value: Any) -> str:
         return format(math.trunc(value), fmt) if math.isfinite(value) else str(value)
 
+    formatted = of_integer if fmt[-1] in _INTEGER_PRESENTATIONS else methodcaller("__format__", fmt)
     try:
         formatted(1), formatted(0.5)
     except (ValueError, TypeError) as error:

@@ -172,23 +172,25 @@ class ProgressCallback(TrainerCallback):
         if "train_runtime" in logs:
             self._summary = logs
             return
-        if any(column.key in logs and column.key != "epoch" for column in self.step_columns.values()):
+        shown = {column.key for column in self.step_columns.values()} - {"epoch"}
+        if not shown.isdisjoint(logs):
             if not self._has_records:
                 self._metrics &= {"tok_per_sec", *logs} if "tokens" in logs else set(logs)
                 self._has_records = True
             self._metrics |= set(logs)
-            if self.level != "quiet" and self._pace.shows(state.global_step):
-                self._row(args, state, "train", logs)
+            step = state.global_step
+            if self.level != "quiet" and self._pace.shows(step):
+                self._row(step, "train", logs)
         if self._bars is not None:
             self._bars.set_training_total(state.max_steps)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **kwargs: Any) -> None:
         """Print the row of a validation."""
-        self._evaluation(args, state, "eval", metrics)
+        self._evaluation(state, "eval", metrics)
 
     def on_predict(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **kwargs: Any) -> None:
         """Print the row of a test."""
-        self._evaluation(args, state, "test", metrics)
+        self._evaluation(state, "test", metrics)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the bar; a final validation opens its own."""
@@ -206,14 +208,14 @@ class ProgressCallback(TrainerCallback):
             losses = getattr(getattr(state, "history", None), "losses_at_exit", None)
             if losses and state.is_world_process_zero:
                 title = summary_title({"step": state.global_step, **losses}, is_complete=False)
-                self._write(title.rstrip(":"), self._is_live(args))
+                self._write(title.rstrip(":"), self._is_live())
             return
         title = summary_title(logs, is_complete=reason != "stopped")
         is_quiet = self.level == "quiet"
         lines = [] if is_quiet else in_two_columns(summary_lines(self.final_metrics, logs), width())
-        self._write("\n".join([title.rstrip(":") if is_quiet else title, *lines]), self._is_live(args))
+        self._write("\n".join([title.rstrip(":") if is_quiet else title, *lines]), self._is_live())
 
-    def _evaluation(self, args: Any, state: Any, split: str, metrics: Mapping[str, Any]) -> None:
+    def _evaluation(self, state: Any, split: str, metrics: Mapping[str, Any]) -> None:
         if not state.is_world_process_zero:
             return
         if self._bars is not None:
@@ -231,7 +233,7 @@ class ProgressCallback(TrainerCallback):
             for key, value in own.items()
             if key not in _NOT_SHOWN or (key == "loss" and "loss" not in self.step_columns)
         ]
-        self._row(args, state, split, values, "  ".join(further))
+        self._row(state.global_step, split, values, "  ".join(further))
 
     def _shortened(self, value: Any) -> str:
         is_long = isinstance(value, str) and len(value) > self.max_str_len
@@ -239,15 +241,15 @@ class ProgressCallback(TrainerCallback):
             return f"[text of {len(value)} characters; max_str_len is {self.max_str_len}]"
         return format_by_type(value) if isinstance(value, float) else str(value)
 
-    def _row(self, args: Any, state: Any, split: str, values: Mapping[str, Any], further: str = "") -> None:
+    def _row(self, step: int, split: str, values: Mapping[str, Any], further: str = "") -> None:
         """Print a row of the table, below a header if one is due."""
-        is_live = self._is_live(args)
+        is_live = self._is_live()
         room = width() if is_live else _FILE_WIDTH
         is_due = self.header_interval > 0 and self._row_count % self._rows_per_header(is_live) == 0
         if self._has_new_columns(room) or is_due:
             self._row_count = 0
             self._write(header_line(self._shown), is_live, "heading")
-        line = self._format_row(state.global_step, split, values)
+        line = self._format_row(step, split, values)
         if further:
             fits = len(line) + len(further) + 2 <= room
             indent = 10 if is_live else 10 + _WIDTH_OF_TIME
@@ -273,9 +275,9 @@ class ProgressCallback(TrainerCallback):
     def _write(self, text: str, is_live: bool, style: Style | None = None) -> None:
         self._writer.write(text, prefix="" if is_live else time.strftime(_TIME), style=style)
 
-    def _is_live(self, args: Any) -> bool:
-        """Whether somebody is watching, who needs no times."""
-        return self._wants_bars(args) or place_of_output() != "file"
+    def _is_live(self) -> bool:
+        """Whether somebody is watching, who needs no times: where bars are asked for, too."""
+        return bool(self.use_tqdm) or place_of_output() != "file"
 
     def _wants_bars(self, args: Any) -> bool:
         if self.use_tqdm is not None:

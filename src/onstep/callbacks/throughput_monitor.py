@@ -74,7 +74,9 @@ class DefaultMetrics(TrainerCallback):
         if not state.is_world_process_zero:
             return
         now = self.clock()
-        total_flos = logs.get("total_flos", state.total_flos or 0.0)
+        total_flos = logs.get("total_flos")
+        if total_flos is None:
+            total_flos = state.total_flos or 0.0
         if "tokens" in logs and self._last_log_time is not None and now > self._last_log_time:
             logs["tok_per_sec"] = round(float(logs["tokens"]) / (now - self._last_log_time))
         flos = total_flos - self._last_total_flos

@@ -44,7 +44,8 @@ class LogHistory:
     def append(self, record: Record) -> None:
         """Add a record."""
         self._records.append(record)
-        self._thin_out()
+        if len(self._records) > MOST_RECORDS:
+            self._thin_out()
         if "train_runtime" in record:
             self.final_metrics = record
 

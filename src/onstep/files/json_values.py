@@ -15,7 +15,7 @@ def encode(record: dict[str, Any]) -> str:
     Keys and values that JSON cannot represent (tuples as keys, circular or very deep values) are converted to text.
     """
     try:
-        return json.dumps(record, default=_plain)
+        return _ENCODER.encode(record)
     except Exception:  # noqa: BLE001 - code of the values can raise anything; one value must not lose a record
         return json.dumps(_held(record))
 
@@ -24,6 +24,9 @@ def _plain(value: Any) -> Any:
     """Convert a value for JSON: arrays and tensors to lists and numbers, everything else to text."""
     to_list = getattr(value, "tolist", None)
     return to_list() if callable(to_list) else str(value)
+
+
+_ENCODER = json.JSONEncoder(default=_plain)
 
 
 def _held(value: Any, around: tuple[int, ...] = ()) -> Any:

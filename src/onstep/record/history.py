@@ -21,7 +21,7 @@ _HEAD = frozenset({*_NOT_SHOWN, "epoch", "step", "kind"})
 
 def is_reported(record: Mapping[str, Any]) -> bool:
     """Whether a record belongs to `log_history`: it has metrics."""
-    return has_metrics(record) and any(key not in _HEAD for key in record)
+    return has_metrics(record) and not record.keys() <= _HEAD
 
 
 def history_of(records: Iterable[Record]) -> list[Record]:

@@ -234,6 +234,10 @@ class NewestRecords:
             self.num_records += num_written
             del self.waiting[:num_written]
 
+    def note_end(self, metrics_log: MetricsLog) -> None:
+        """Note where the file ends and what it has, while it is open."""
+        self.num_bytes, self.digest = metrics_log.num_bytes, metrics_log.digest
+
     def note_sync(self, is_durable: bool, num_records: int) -> None:
         """Note whether the first `num_records` records were made durable; may be called from another thread."""
         self._is_sync_failing = not is_durable
@@ -292,7 +296,11 @@ def _num_replaced(record: Record) -> int:
 
 def _num_replaced_in(texts: Sequence[str]) -> int:
     """The same of encoded records, few of which are decoded."""
-    return sum(_num_replaced(json.loads(text)) for text in texts if f'"{MISSING}"' in text)
+    number = 0
+    for text in texts:
+        if f'"{MISSING}"' in text:
+            number += _num_replaced(json.loads(text))
+    return number
 
 
 def _num_up_to(records: Sequence[Record], step: int) -> int:

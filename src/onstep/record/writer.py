@@ -89,6 +89,8 @@ class JsonLogWriter:
         """The position in the file after all records so far, or that of the checkpoint to resume from."""
         if self._saved is not None:
             return self._saved
+        if self.metrics_log is not None:
+            self._newest.note_end(self.metrics_log)
         return SavedLog() if self.path is None else self._newest.saved(self.path)
 
     def reopen(self, logging_dir: str | Path) -> None:
@@ -123,6 +125,7 @@ class JsonLogWriter:
         if metrics_log is None:
             return
         self._write_what_waits(metrics_log)
+        self._newest.note_end(metrics_log)
         if self._newest.waiting:
             logger.warning(
                 "%d records of steps %d to %d are not in %s, which cannot be written. A run that continues from a "
@@ -285,17 +288,14 @@ class JsonLogWriter:
 
     def _write_what_waits(self, metrics_log: MetricsLog) -> None:
         """Append records that are not in the file yet; those that the disk refuses stay in memory."""
-        newest = self._newest
-        had_to_wait = len(newest.waiting) > 1
+        had_to_wait = len(self._newest.waiting) > 1
         try:
-            newest.write(metrics_log.append_encoded)
+            self._newest.write(metrics_log.append_encoded)
         except OSError as error:
             if not had_to_wait:
                 logger.warning(
                     "cannot write %s (%s); its records are kept in memory and in checkpoints", self.path, error
                 )
-        finally:
-            newest.num_bytes, newest.digest = metrics_log.num_bytes, metrics_log.digest
 
 
 def _last_step(records: list[Record]) -> int:

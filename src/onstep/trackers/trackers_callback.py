@@ -152,11 +152,13 @@ class TrackersCallback(Callback):
     def _send(self, context: CallbackContext, kind: str, metrics: Mapping[str, Any] | None) -> None:
         if metrics is None:
             return
-        if not all(logger.feed.is_open for logger in self._loggers.values()):
-            self._begin(context, replace(_identity(context), adds_only=True))
-        line = {"kind": kind, **metrics} | {"kind": kind}
         for logger in self._loggers.values():
-            logger.add(line, context.trainer_state.global_step)
+            if not logger.feed.is_open:
+                self._begin(context, replace(_identity(context), adds_only=True))
+                break
+        line, step = {"kind": kind, **metrics} | {"kind": kind}, context.trainer_state.global_step
+        for logger in self._loggers.values():
+            logger.add(line, step)
 
     def _begin(self, context: CallbackContext, run: RunIdentity, is_new: bool = False) -> None:
         """Open the trackers, and note which run they belong to."""

@@ -66,7 +66,7 @@ class RunRecord:
         The line's kind and not a metric of that name is its `kind`. A run without a directory keeps no lines.
         """
         if directory is not None:
-            if kind != "decision":
+            if self._is_starting and kind != "decision":
                 self._do_not_begin()
             line = {"timestamp": time.time(), "kind": kind, **data} | {"kind": kind}
             self._early.append((directory, step, epoch, line))

@@ -57,6 +57,7 @@ class RunLock:
         """Hold this file instead of the one held so far; raises as the constructor does."""
         self.release()
         self._path = path = path.absolute()
+        self._parent = path.parent
         self._acquire(path)
         while not is_still_at(path, self._descriptor):  # its holder, whose start had failed, has removed it
             self.release()
@@ -65,8 +66,8 @@ class RunLock:
     @property
     def place(self) -> Path | None:
         """The directory of the lock file, wherever it was moved to; None if it was removed, or the lock released."""
-        if self._directory is None or is_still_at(self._path.parent, self._directory):
-            return None if self._directory is None else self._path.parent
+        if self._directory is None or is_still_at(self._parent, self._directory):
+            return None if self._directory is None else self._parent
         try:
             found = Path(os.readlink(f"/proc/self/fd/{self._directory}"))
         except OSError:  # only Linux tells

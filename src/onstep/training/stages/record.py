@@ -180,8 +180,9 @@ def advance_tokens(state: Run, report: IntervalReport) -> None:
     check_tokens(tokens)
     state.train_state.consumed_tokens += tokens
     if report.num_losses:
-        state.losses.total += report.loss * report.num_losses
-        state.losses.num_steps += report.num_losses
+        losses = state.losses
+        losses.total += report.loss * report.num_losses
+        losses.num_steps += report.num_losses
     state.features.wrap("count_flops", partial(_count_flops, state))(tokens)
 
 

@@ -22,6 +22,7 @@ DIES = {"rank": 1, "signal": "SIGKILL", "event": "on_step_end", "number": 5}
 @pytest.fixture(scope="module")
 def ranks(processes: Processes, tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Ranks:
     pytest.importorskip("tokenizers")
+    processes.load("tokenizers", "transformers.models.auto", "transformers.utils.chat_template_utils", "accelerate")
     directory = tmp_path_factory.mktemp("ranks")
     return Ranks(processes, directory, corpus=str(corpus), cache=str(directory / "cache"))
 

@@ -95,10 +95,9 @@ def test_a_nan_on_one_rank_ends_all_and_names_the_rank_and_its_samples(
         assert result["reason"] == "failed"
 
 
-@pytest.mark.process
-def test_a_process_may_open_and_close_one_group_after_another(tmp_path: Path) -> None:
+def test_a_process_may_open_and_close_one_group_after_another(processes: Processes, tmp_path: Path) -> None:
     """Under torchrun, whose store outlives the groups."""
-    code, said = torchrun.finish(torchrun.job(JOBS, "groups", {"times": 8}), tmp_path)
+    code, said = torchrun.finish_forked(processes, torchrun.job(JOBS, "groups", {"times": 8}), tmp_path)
     assert code == 0, said[-4000:]
     results = [json.loads((tmp_path / f"result-{rank}.json").read_text()) for rank in range(2)]
     assert [result["sums"] for result in results] == [[2.0] * 8] * 2

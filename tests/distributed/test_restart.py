@@ -10,6 +10,7 @@ import pytest
 from onstep.config import ConfigContainer, save_yaml
 from onstep.record import read_records, without_wall_clock
 from tests.support import torchrun
+from tests.support.forked_processes import Processes
 
 pytestmark = pytest.mark.distributed
 
@@ -26,8 +27,9 @@ class Killer:
 '''
 
 
-@pytest.mark.process
-def test_a_killed_rank_is_started_again_and_the_run_is_the_same(tiny_config: ConfigContainer, tmp_path: Path) -> None:
+def test_a_killed_rank_is_started_again_and_the_run_is_the_same(
+    processes: Processes, tiny_config: ConfigContainer, tmp_path: Path
+) -> None:
     tiny_config.train.global_batch_size, tiny_config.train.micro_batch_size = 4, 2
     tiny_config.checkpoint.save_interval, tiny_config.checkpoint.certify = 2, True
     tiny_config.model.hidden_dropout = 0.1
@@ -37,7 +39,8 @@ def test_a_killed_rank_is_started_again_and_the_run_is_the_same(tiny_config: Con
     for name, dies in (("whole", "0"), ("killed", "1")):
         words = ["-m", "onstep", "train", str(tmp_path / "config.yaml"), f"run.name={name}"]
         words += ["--import", str(tmp_path / "killer.py"), "callbacks=[killer:Killer]"]
-        code, said = torchrun.finish(words, tmp_path, options=("--max-restarts=1",), DIES=dies)
+        place = tmp_path / name
+        code, said = torchrun.finish_forked(processes, words, place, options=("--max-restarts=1",), DIES=dies)
         assert code == 0, said[-4000:]
     whole, killed = (tmp_path / "runs" / name for name in ("whole", "killed"))
     assert json.loads((killed / "run.json").read_text())["status"] == "completed"

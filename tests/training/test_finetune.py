@@ -25,6 +25,11 @@ from tests.support.whole_runs import Ranks, check_same
 JOBS = "tests.support.jobs.finetune_jobs"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imported(processes: Processes) -> None:
+    processes.load("transformers.models.llama.modeling_llama", "tokenizers", "accelerate", "peft")
+
+
 class Caught(Exception):
     """Nothing after the model was built is of interest."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -49,15 +50,18 @@ def written(
 
 
 def printed(*paths: str) -> list[list[str]]:
-    """The digests of data and code that each script prints, all in one new process."""
+    """The digests of data and code that each script prints, all in one new process with its own hashes of text."""
     code = "import runpy, sys; [runpy.run_path(path, run_name='__main__') for path in sys.argv[1:]]"
     done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, check=True)
     return [line.split() for line in done.stdout.splitlines()]
 
 
 @pytest.mark.process
-def test_a_digest_is_that_of_another_process_and_of_other_lines(tmp_path: Path) -> None:
-    [first] = printed(written(tmp_path / "first.py"))
+def test_a_digest_is_that_of_another_process_and_of_other_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runpy.run_path(written(tmp_path / "first.py"), run_name="__main__")
+    first = capsys.readouterr().out.split()
     moved, with_operator, with_scale, with_classes = printed(
         written(tmp_path / "moved.py", lines=7, doc="Another\n    docstring."),
         written(tmp_path / "operator.py", operator="-"),

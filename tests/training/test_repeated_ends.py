@@ -145,24 +145,30 @@ def test_a_run_without_its_stop_continues_where_that_is_asked_for(make: Make) ->
     assert end(config, {}) == ("completed", 14, {"lr_factor": 0.5})
 
 
-@pytest.mark.parametrize("how", ["stop", "save and stop", "abort", "early abort", "callback"])
-def test_a_stopped_run_is_extended(make: Make, how: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stopped_run_is_extended(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     def made(name: str) -> ConfigContainer:
         config = make(name)
         config.scheduler.lr_decay_iters = 20
         return config
 
-    plans: dict[str, Plan] = {"stop": {7: [STOP]}, "save and stop": {7: SAVE_AND_STOP}, "abort": {7: ABORT}}
-    plans["early abort"] = {3: ABORT}  # before the first checkpoint
-    config, steps = made("extended"), 3 if how == "early abort" else 7
-    assert end(config, plans.get(how, {}), *[Stops(7)] * (how == "callback")) == ("stopped", steps, {})
-    pretrain(config)
-    assert f"was stopped: {steps} steps, nothing left to do" in (shown := capsys.readouterr().out)
-    assert (f"because after step {steps} it was asked to " in shown) is (how != "callback")
-    assert end(longer(made("extended")), {}) == ("completed", 20, {})
     whole = longer(made("whole"))
     train(whole, {})
-    assert left_by(directory(config))["weights"] == left_by(directory(whole))["weights"]
+    stops: dict[str, tuple[int, Plan]] = {
+        "stop": (7, {7: [STOP]}),
+        "save and stop": (7, {7: SAVE_AND_STOP}),
+        "abort": (7, {7: ABORT}),
+        "abort before the first checkpoint": (3, {3: ABORT}),
+        "callback": (7, {}),
+    }
+    for how, (steps, plan) in stops.items():
+        config = made(how)
+        capsys.readouterr()
+        assert end(config, plan, *[Stops(7)] * (how == "callback")) == ("stopped", steps, {}), how
+        pretrain(config)
+        assert f"was stopped: {steps} steps, nothing left to do" in (shown := capsys.readouterr().out)
+        assert (f"because after step {steps} it was asked to " in shown) is (how != "callback")
+        assert end(longer(made(how)), {}) == ("completed", 20, {}), how
+        assert left_by(directory(config))["weights"] == left_by(directory(whole))["weights"], how
 
 
 @pytest.mark.parametrize("plan", [{7: [STOP]}, {7: ABORT}])

@@ -175,8 +175,7 @@ def test_a_repeated_rollback_whose_checkpoint_is_gone_says_so(make: Make, caplog
     )
 
 
-@pytest.mark.parametrize("is_async", [True, False])
-@pytest.mark.parametrize("deaths", [[2], []])
+@pytest.mark.parametrize(("deaths", "is_async"), [([2], True), ([], False)])
 def test_the_checkpoint_that_a_repeated_rollback_goes_to_is_kept(make: Make, deaths: list[int], is_async: bool) -> None:
     def limited(name: str, most_recent_k: int = 2) -> ConfigContainer:
         config = make(name)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import signal
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ import torch
 from onstep import CallbackManager
 from onstep.errors import ConfigError
 from onstep.training.watchdog.stacks import StackDump, place_of_error
+from tests.support.forked_processes import Processes
 
 
 class Broken(torch.utils.data.Dataset[Any]):
@@ -49,10 +49,14 @@ def test_an_exhausted_iterator_is_placed_in_the_callback() -> None:
     assert place_of_error(caught.value) == f"{__file__}:{advance.__code__.co_firstlineno + 1} in advance"
 
 
-def test_the_file_of_a_process_that_was_killed_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import os; from onstep.training.watchdog.stacks import StackDump; StackDump(is_alone=False); os.abort()"
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False)
+def test_the_file_of_a_process_that_was_killed_is_swept(
+    processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = "tests.support.jobs.hanging_jobs"
+    assert processes.run(jobs, "abort_with_a_stack_dump", tmp_path, {}) == [-signal.SIGABRT]
+    (tmp_path / "rank-0.out").unlink()
     (left,) = tmp_path.iterdir()
+    os.utime(left, (0, 0))  # other ranks have had the time to open it
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     first = StackDump(is_alone=False)
     second = StackDump(is_alone=False)

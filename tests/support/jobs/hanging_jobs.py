@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from onstep import Callback, Trainer, TrainingArguments
+from onstep.training.watchdog.stacks import StackDump
 
 ROWS, LENGTH, VOCABULARY = 64, 12, 16
 
@@ -142,6 +144,13 @@ def do_stop(settings: dict[str, Any]) -> None:
 
 def do_exit(settings: dict[str, Any]) -> None:
     sys.exit(7)
+
+
+def job_abort_with_a_stack_dump(settings: dict[str, Any]) -> None:
+    """Leave the file of a stack dump in the current directory."""
+    tempfile.tempdir = "."
+    StackDump(is_alone=False)
+    os.abort()
 
 
 def job_train(settings: dict[str, Any]) -> None:

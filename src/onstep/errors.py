@@ -19,6 +19,11 @@ def text_of(error: BaseException) -> str:
         return type(error).__name__
 
 
+def named_text(error: BaseException) -> str:
+    """The class of any exception and its text, as reports name what the user's code raised."""
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
 class ConfigError(OnstepError, ValueError):
     """An invalid configuration value, key or combination; raised before any work starts."""
 

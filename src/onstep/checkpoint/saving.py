@@ -26,7 +26,7 @@ from onstep.checkpoint.storage.manifest import ComponentEntry, Manifest
 from onstep.checkpoint.storage.memory_copies import Snapshot
 from onstep.checkpoint.storage.store import FileStore
 from onstep.checkpoint.storage.transaction import SaveTransaction
-from onstep.errors import CheckpointError, ConfigError
+from onstep.errors import CheckpointError, ConfigError, named_text
 
 logger = logging.getLogger(__name__)
 
@@ -268,7 +268,7 @@ def collect_states(components: Sequence[StateComponent], placement: Placement) -
             if component.required:
                 error.add_note(f"while collecting the state of component {component.key!r}")
                 raise
-            taken.left_out[component.key] = f"{type(error).__name__}: {error}"
+            taken.left_out[component.key] = named_text(error)
     return taken
 
 

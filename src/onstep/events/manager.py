@@ -10,7 +10,7 @@ from inspect import ismethod
 from typing import Any
 from weakref import WeakSet
 
-from onstep.errors import CallbackError, of_exhausted_iterator, text_of
+from onstep.errors import CallbackError, named_text, of_exhausted_iterator
 from onstep.events.callback_timer import CallbackTimer
 from onstep.events.context import CallbackContext
 from onstep.events.control import Control
@@ -234,7 +234,7 @@ class CallbackManager:
                 if first is None:
                     first = error
                 else:
-                    first.add_note(f"then '{listener.author}' raised {type(error).__name__}: {text_of(error)}")
+                    first.add_note(f"then '{listener.author}' raised {named_text(error)}")
         if first is not None:
             raise first
 
@@ -264,7 +264,7 @@ class CallbackManager:
             self._disabled[id(listener.owner)] = listener.owner
             consequence = "it will not be called again"
         warnings.warn(
-            f"callback '{author}' raised {type(error).__name__}: {text_of(error)} during '{event}'; {consequence}",
+            f"callback '{author}' raised {named_text(error)} during '{event}'; {consequence}",
             RuntimeWarning,
             stacklevel=3,
         )

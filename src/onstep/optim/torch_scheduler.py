@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, SequentialLR
 
-from onstep.errors import ConfigError, text_of
+from onstep.errors import ConfigError, named_text
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class TorchSchedulerAdapter:
         except (TypeError, ValueError, ArithmeticError) as error:
             name, last_epoch = type(scheduler).__name__, getattr(scheduler, "last_epoch", "unknown")
             raise ConfigError(
-                f"{name}.step() failed at last_epoch {last_epoch} with {type(error).__name__}: {text_of(error)}; it "
+                f"{name}.step() failed at last_epoch {last_epoch} with {named_text(error)}; it "
                 f"must give a rate, a number, for every step of the run"
             ) from error
         self._left_at = getattr(scheduler, "last_epoch", None)

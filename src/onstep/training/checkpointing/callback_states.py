@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from onstep.checkpoint.components import make_durable
-from onstep.errors import CheckpointError, text_of
+from onstep.errors import CheckpointError, named_text
 from onstep.events import CallbackManager
 from onstep.events.exportable_state import is_exportable
 from onstep.optim.protocol import HasState
@@ -68,7 +68,7 @@ class CallbackStates:
             except Exception as error:
                 raise CheckpointError(
                     f"callback {_listed([key], callbacks)} cannot load its state from the checkpoint: "
-                    f"{type(error).__name__}: {text_of(error)}. Remove the callback, or continue with the version that "
+                    f"{named_text(error)}. Remove the callback, or continue with the version that "
                     f"saved it."
                 ) from error
         without = [key for key in callbacks if key not in pairs]

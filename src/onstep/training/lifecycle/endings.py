@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from onstep.errors import text_of
+from onstep.errors import named_text
 from onstep.training.feature import Feature
 from onstep.training.run import Run
 from onstep.training.runs.microbatches import current_calculator
@@ -100,9 +100,7 @@ def fire_endings(run: Run, fire: Callable[..., None], error: BaseException | Non
     main = raised.pop(0) if error is None or isinstance(error, SystemExit) else error
     for other in raised:
         notes = "; ".join(getattr(other, "__notes__", []))  # they name its callback
-        main.add_note(
-            f"while the run ended: {type(other).__name__}: {text_of(other)}" + (f" ({notes})" if notes else "")
-        )
+        main.add_note(f"while the run ended: {named_text(other)}" + (f" ({notes})" if notes else ""))
     if main is not error:
         if is_outermost and not isinstance(main, SystemExit):
             ending.ended, ending.error = "failed", _described(main)
@@ -112,7 +110,7 @@ def fire_endings(run: Run, fire: Callable[..., None], error: BaseException | Non
 def _described(error: BaseException) -> str:
     """The error in one text, with the callback that raised it, for the record of the run."""
     notes = [one for one in getattr(error, "__notes__", ()) if one.startswith("raised by callback ")]
-    return f"{type(error).__name__}: {text_of(error)}" + "".join(f" ({one})" for one in notes[-1:])
+    return named_text(error) + "".join(f" ({one})" for one in notes[-1:])
 
 
 def reason_of(run: Run, error: BaseException | None) -> Reason:

@@ -21,7 +21,7 @@ from onstep.control.inbox import Inbox
 from onstep.control.job_server import Address, JobServer, absolute, generated_id, missing_packages
 from onstep.control.live_status import LiveStatus
 from onstep.control.registry import check_job_id
-from onstep.errors import ConfigError, MissingExtraError, text_of
+from onstep.errors import ConfigError, MissingExtraError, named_text
 from onstep.events import CallbackContext, CallbackManager, RunView, TrainerCallback
 from onstep.events.settings import check_setting
 from onstep.metrics.torch_profiler import NextSteps, is_recording
@@ -128,7 +128,8 @@ class TrainerControlCallback(TrainerCallback):
         if self._server.is_open:
             self.feed.live = None if self.feed.live is None else _frozen(self.feed.live())
             self.feed.update(status="ended", reason=context.reason)
-            self.feed.add_event("end", {"reason": context.reason, "error": _described(context.exception)})
+            error = None if context.exception is None else named_text(context.exception)
+            self.feed.add_event("end", {"reason": context.reason, "error": error})
             self._server.close()
 
     def _is_served(self) -> bool:
@@ -251,7 +252,7 @@ class TrainerControlCallback(TrainerCallback):
                 tokenizer = _tokenizer_of(context.state)
                 texts = continue_prompts(self._model, tokenizer, prompts, _SAMPLING, max_new_tokens, seed=context.step)
         except Exception as error:  # noqa: BLE001 - models can raise anything; a failed sample must not end the run
-            return [{"error": f"{type(error).__name__}: {text_of(error)}"}]
+            return [{"error": named_text(error)}]
         try:
             keep_samples(context.trainer_state, logging_dir_of(context.args), texts)
         except OSError as error:
@@ -371,10 +372,6 @@ def _tokenizer_of(run: RunView) -> Any:
 
 def _frozen(status: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     return lambda: status
-
-
-def _described(error: BaseException | None) -> str | None:
-    return None if error is None else f"{type(error).__name__}: {text_of(error)}"
 
 
 def _resident_bytes() -> int:

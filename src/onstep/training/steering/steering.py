@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from onstep.errors import named_text
 from onstep.events import Request
 from onstep.events.settings import DeclaredSetting
 from onstep.processes.heartbeat import HEARTBEAT
@@ -186,7 +187,7 @@ class Steering(Feature[Job]):
             try:
                 self.host.notify.on_command(request=request)
             except Exception as error:
-                refuse(self._run, request, f"{type(error).__name__}: {error}")
+                refuse(self._run, request, named_text(error))
                 raise
             write_decision(self._run, request)
 

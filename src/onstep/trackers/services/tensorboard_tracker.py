@@ -90,8 +90,9 @@ class TensorBoardTracker:
         if self._over_samples is None and self.location is not None:
             self._over_samples, _ = _event_file(self.location / SAMPLES_DIR, self._ends["samples"])
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        _write(self._over_samples, timestamp, step=samples, summary=Summary(value=values))
-        self._ends["samples"] = max(self._ends["samples"], samples + 1)
+        if values and self._over_samples is not None:
+            _write(self._over_samples, timestamp, step=samples, summary=Summary(value=values))
+            self._ends["samples"] = max(self._ends["samples"], samples + 1)
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Write a text, shown as Markdown."""

@@ -301,19 +301,22 @@ KEYS = {
 def _reader() -> str | None:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        module = _module(frame.f_code.co_filename)
-        if module is None or module in WHOLE:
-            return None
-        if not module.startswith("config/"):
-            return f"{module}:{frame.f_code.co_name}"
+        place = _place(frame.f_code.co_filename, frame.f_code.co_name)
+        if place != "config":
+            return place
         frame = frame.f_back
     return None
 
 
 @cache
-def _module(file: str) -> str | None:
-    """The file of a module of ours, from the package's directory on."""
-    return Path(file).relative_to(SOURCE).as_posix() if file.startswith(str(SOURCE)) else None
+def _place(file: str, function: str) -> str | None:
+    """`module:function` of a function of ours; "config" for the code of configurations; None where none reads."""
+    if not file.startswith(str(SOURCE)):
+        return None
+    module = Path(file).relative_to(SOURCE).as_posix()
+    if module in WHOLE:
+        return None
+    return "config" if module.startswith("config/") else f"{module}:{function}"
 
 
 def _is_close(one: Any, other: Any) -> bool:

@@ -14,7 +14,7 @@ from onstep.cli.demo.ending import next_commands, sample_lines
 from onstep.cli.demo.held_out import held_out_loss
 from onstep.cli.generation.trained import open_trained
 from onstep.cli.main import main
-from onstep.cli.train import try_it
+from onstep.cli.train_ending import try_it
 
 SMALL = [
     "train.train_iters=4",

@@ -11,8 +11,8 @@ import pytest
 
 from onstep.config import ConfigContainer, DatasetConfig, TokenizerConfig
 from onstep.data import default_corpus_files, find_files, iter_documents
-from onstep.data.corpus.corpus import unread_notes
 from onstep.data.corpus.input_files import dataset_files, tokenizer_files
+from onstep.data.corpus.text_files import unread_notes
 from onstep.data.corpus.tokenizers import TokenizersTokenizer
 from onstep.errors import DataError
 from onstep.training import pretrain

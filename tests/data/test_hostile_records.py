@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from onstep.data import ChatFiles, ChatKeys
-from onstep.data.corpus.corpus import MAX_RECORD_BYTES, iter_documents
+from onstep.data.corpus.documents import MAX_RECORD_BYTES, iter_documents
 from onstep.errors import DataError
 
 GOOD = b'{"prompt": "a", "response": "b", "text": "c"}\n'

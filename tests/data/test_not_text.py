@@ -12,7 +12,7 @@ import pytest
 
 from onstep.config import ConfigContainer
 from onstep.data import find_files
-from onstep.data.corpus.corpus import iter_documents
+from onstep.data.corpus.documents import iter_documents
 from onstep.errors import DataError
 from onstep.training import pretrain
 

@@ -20,13 +20,12 @@ if TYPE_CHECKING:
     from onstep.analysis.plots.smoothing import smooth_values
     from onstep.analysis.reports.comparison import compare_runs, format_comparison
     from onstep.analysis.reports.report import write_report
-    from onstep.analysis.reports.summary import (
-        compute_summary_statistics,
+    from onstep.analysis.reports.summary import compute_summary_statistics, get_perplexity
+    from onstep.analysis.reports.summary_formats import (
         format_summary_json,
         format_summary_markdown,
         format_summary_oneline,
         format_summary_text,
-        get_perplexity,
     )
 
 __all__ = [

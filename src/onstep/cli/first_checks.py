@@ -112,8 +112,8 @@ def _check_data(config: ConfigContainer, record: Mapping[str, Any]) -> None:
     is_stored = config.checkpoint.on_config_change == "keep" or _section(record, "dataset").get("paths") == data.paths
     if not data.paths or (record and is_stored):
         return
-    from onstep.data.corpus.corpus import unread_notes  # here, since these import numpy
     from onstep.data.corpus.input_files import check_first_files
+    from onstep.data.corpus.text_files import unread_notes  # here, since these import numpy
 
     try:
         check_first_files(data)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,22 +21,22 @@ from onstep.cli.config import (
 from onstep.cli.exit_codes import ERROR, PREEMPTED
 from onstep.cli.first_checks import check_start, is_main
 from onstep.cli.hub import hf_directory
-from onstep.cli.runs import RUNS, find_named, near, not_found, run_names
+from onstep.cli.runs import RUNS, find_named, not_found, run_names
 from onstep.cli.streams import outliving_readers
+from onstep.cli.train_ending import say_where, suggest
 from onstep.config import ConfigContainer
 from onstep.config.sequence_lengths import SEQ_LENGTHS
 from onstep.config.suggestions import shown
 from onstep.console.level import Level
 from onstep.console.messages import show_messages
 from onstep.console.style import in_words
-from onstep.errors import ConfigError, DataError
+from onstep.errors import ConfigError
 from onstep.events import CallbackManager
 from onstep.recipes import RECIPES, get_recipe
 from onstep.recipes.finetuning import LORA_LR
 
 if TYPE_CHECKING:
     from onstep.training import GlobalState
-    from onstep.training.runs.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +103,7 @@ def train(
     announce(config, names, imports or [])
     from onstep.training import pretrain
 
-    _suggest(run_to_its_end(pretrain, config, names, imports or []))
+    suggest(run_to_its_end(pretrain, config, names, imports or []))
 
 
 def _apply(
@@ -168,7 +167,7 @@ def finetune(
     announce(config, names, imports or [])
     from onstep.training import finetune as start
 
-    _suggest(run_to_its_end(start, config, names, imports or []))
+    suggest(run_to_its_end(start, config, names, imports or []))
 
 
 def _set_lora(config: ConfigContainer, words: list[str]) -> None:
@@ -246,7 +245,7 @@ def run_to_its_end(
             print(f"{preempted}.", flush=True)
         raise typer.Exit(PREEMPTED) from None
     if is_main() and state.train_state.step > 0:
-        _say_where(state)
+        say_where(state)
     if state.ending.by_anomaly or state.save_failure is not None:
         raise typer.Exit(ERROR)
     return state
@@ -297,57 +296,3 @@ def _callbacks(config: ConfigContainer, names: list[str]) -> CallbackManager:
     if not any(isinstance(one, DiLoCoCallback) for one in manager.callbacks) and DiLoCoCallback().active:
         manager.add(DiLoCoCallback())
     return manager
-
-
-def _say_where(state: GlobalState) -> None:
-    """Plot the loss and list the files of the run; a quiet run's end is one line, which it has printed."""
-    directory = state.run_dir
-    assert directory is not None
-    is_drawn = _is_drawn(directory)
-    if state.cfg.logger.console == "quiet":
-        return
-    files = {
-        "run": directory.run_json,
-        "metrics log": directory.metrics_log,
-        "weights": directory.model,
-        "adapter": directory.adapter,
-    }
-    if is_drawn:
-        files["loss plot"] = directory.plot
-    print(f"\nFinished at step {state.train_state.step}. Files in {near(directory.path)}:")
-    for what, path in files.items():
-        if path.exists():
-            print(f"  {what:<11} {near(path)}")
-
-
-def _suggest(state: GlobalState) -> None:
-    """Name what to do with the weights of a run."""
-    directory = state.run_dir
-    if directory is None or state.train_state.step == 0 or state.cfg.logger.console == "quiet":
-        return
-    if directory.model.exists() and is_main():
-        print(f"Try it: {try_it(near(directory.path), state.cfg.dataset.kind)}")
-
-
-def try_it(path: Path, kind: str) -> str:
-    """The command, as a shell reads it, that uses a model trained on data of that kind (`dataset.kind`)."""
-    run = shlex.quote(str(path))
-    return f"onstep chat {run}" if kind == "chat" else f'onstep generate {run} "def "'
-
-
-def _is_drawn(directory: RunDir) -> bool:
-    """Plot the loss; False if the run logged none or plotting failed."""
-    from onstep.analysis.logs.files import log_in
-    from onstep.analysis.plots.plots import plot_loss
-
-    log = log_in(directory.path)
-    if not log.exists():
-        return False
-    try:
-        plot_loss(log, directory.plot)
-    except DataError:
-        return False
-    except Exception as error:  # noqa: BLE001 - the run is done; a failed plot must not change the exit code
-        logger.warning("cannot plot the loss: %s: %s", type(error).__name__, error)
-        return False
-    return True

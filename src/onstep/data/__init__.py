@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from onstep.data.chat.template import ChatTemplate, EncodedChat, PlainTemplate, TokenizerTemplate, template_for
     from onstep.data.corpus.bpe import learn_bpe
     from onstep.data.corpus.build_cache import default_cache_dir
-    from onstep.data.corpus.corpus import DocumentSource, default_corpus_files, find_files, iter_documents
+    from onstep.data.corpus.documents import DocumentSource, iter_documents
     from onstep.data.corpus.indexed_file import IndexedFile, write_indexed_dataset
+    from onstep.data.corpus.text_files import default_corpus_files, find_files
     from onstep.data.corpus.token_file import TokenFile, build_token_file
     from onstep.data.corpus.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer, tokenizer_in_run
     from onstep.data.datasets import build_datasets, split_documents, split_tokens, tokenizer_source

@@ -12,16 +12,10 @@ from onstep.config import DatasetConfig
 from onstep.data.chat.dataset import ChatDataset, ChatFile, PackedDataset, build_chat_file
 from onstep.data.chat.records import ChatFiles, ChatKeys, ChatRows, ChatSource, ChatTexts, warn_of_unread
 from onstep.data.corpus.build_cache import Source
-from onstep.data.corpus.corpus import (
-    DocumentSource,
-    FileSource,
-    default_corpus_files,
-    find_files,
-    find_records,
-    unread_notes,
-)
+from onstep.data.corpus.documents import DocumentSource, FileSource
 from onstep.data.corpus.hf_datasets import OwnSplits, RowSource, is_rows, load_own_splits
 from onstep.data.corpus.indexed_file import IndexedFile
+from onstep.data.corpus.text_files import default_corpus_files, find_files, find_records, unread_notes
 from onstep.data.corpus.token_file import TokenFile, tokens_of
 from onstep.data.corpus.tokenizers import Tokenizer
 from onstep.data.token_dataset import BlendedDataset, Boundaries, TokenDataset, TokenSource

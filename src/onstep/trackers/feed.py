@@ -16,7 +16,8 @@ from onstep.trackers.breaker import CircuitBreaker
 from onstep.trackers.lines import Lines
 from onstep.trackers.metric_names import HF
 from onstep.trackers.progress import Progress, progress_of
-from onstep.trackers.sender import Sender, Session
+from onstep.trackers.sender import Sender
+from onstep.trackers.session import Session
 from onstep.trackers.tracker import RunIdentity, Tracker
 
 logger: logging.Logger = logging.getLogger(__name__)

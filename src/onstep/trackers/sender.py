@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Any
 
 from onstep.record.saved_log import step_of
 from onstep.trackers.breaker import CircuitBreaker
-from onstep.trackers.lines import Line, Lines, MemoryLines, RecordLines, TakenBackError
+from onstep.trackers.lines import Line, MemoryLines, RecordLines, TakenBackError
 from onstep.trackers.progress import Place, Progress, write_progress
 from onstep.trackers.projection import Projection, Shown
-from onstep.trackers.tracker import CannotContinueError, RunIdentity, Tracker
+from onstep.trackers.session import Session
+from onstep.trackers.tracker import CannotContinueError, Tracker
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -28,33 +27,6 @@ _SAVING_SECONDS = 0.2
 """The shortest time between two writes of the progress."""
 _NOTING_SECONDS = 0.05
 """The shortest time between two kept states of the progress that has not settled."""
-
-
-class Session:
-    """The thread between an `open` and its `close`, and what it is to do."""
-
-    def __init__(self, run: RunIdentity, lines: Lines, file: Path | None, progress: Progress) -> None:
-        self.run, self.lines = run, lines
-        self.file = file
-        """Where the progress is kept; None where there is no record."""
-        self.settled = progress
-        """What the tracker has for certain, even if the process is killed now."""
-        self.thread: threading.Thread | None = None
-        """None if the system could not start a thread."""
-        self.wake = threading.Event()
-        self.calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        """What the thread is to do besides, in order."""
-        self.closes_as: str | None = None
-        """Set by `begin_close`: how the run ended."""
-        self.is_abandoned = False
-        """Set when `close` has timed out."""
-        self.has_ended = False
-        """Set by the thread at its end; a thread that was killed has not set it."""
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the thread is running."""
-        return self.thread is not None and self.thread.is_alive()
 
 
 class Sender:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from onstep.config import ConfigContainer, merge
+from onstep.config import ConfigContainer
 from onstep.config.hf.argument import STYLES
-from onstep.config.hf.checks import evaluates
 from onstep.config.hf.schedules import is_expressed
-from onstep.config.keys import diff
 from onstep.distributed import world_size_from_environment
 from onstep.errors import ConfigError, text_of
 from onstep.events import TrainerCallback
@@ -30,37 +27,22 @@ from onstep.optim import (
     wrap_configured,
 )
 from onstep.optim.fused_step import are_members
-from onstep.optim.named_optimizers import check_installed, construct, decay_groups, is_native
+from onstep.optim.named_optimizers import construct, decay_groups, is_native
 from onstep.optim.named_schedules import named_schedule
 from onstep.trainer.base_trainer import BaseTrainer
+from onstep.trainer.optimizer_checks import (
+    check_evaluates,
+    check_groups_are_free,
+    check_metrics,
+    check_schedule_is_free,
+    creates_optimizer,
+    is_object,
+    sets_schedule,
+)
 from onstep.trainer.overrides import overrides
 from onstep.trainer.own_arguments import config_of
 from onstep.training.setup.setup import scheduler_for
 from onstep.training.stages.left_out import check_trains
-
-
-def check_optimizers(trainer: BaseTrainer) -> None:
-    """Reject (ConfigError) incompatible arguments for optimizer and scheduler."""
-    optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
-    if trainer.optimizer_cls_and_kwargs is not None and optimizer not in (None, trainer.previous[0]):
-        raise ConfigError("Pass the optimizer through optimizers or optimizer_cls_and_kwargs, not both.")
-    if trainer.model_init is not None and (is_object(optimizer) or is_object(scheduler)):
-        raise ConfigError(
-            "model_init creates new parameters for every train(), but an optimizer or scheduler object holds old ones; "
-            "pass factories: optimizers=(lambda parameters: ..., lambda optimizer: ...)."
-        )
-    if is_object(scheduler) and not is_object(optimizer):
-        raise ConfigError(
-            "A scheduler object belongs to an optimizer; pass both in optimizers, or a factory: "
-            "optimizers=(None, lambda optimizer: ...)."
-        )
-    if is_object(scheduler):
-        check_scheduler(scheduler, optimizer)
-    if optimizer is None and trainer.optimizer_cls_and_kwargs is None and not _creates_optimizer(trainer):
-        check_installed(trainer.args)
-        _check_options_are_free(trainer)
-    if is_object(scheduler):
-        _check_evaluates(trainer, scheduler)
 
 
 def own_optimizer(trainer: BaseTrainer, module: nn.Module | None) -> Any:
@@ -99,7 +81,7 @@ def own_scheduler(trainer: BaseTrainer, optimizer: Any, num_training_steps: int)
         optimizer = optimizer.optimizer
     if trainer.lr_scheduler is not None:
         return _scheduler_of(trainer.lr_scheduler, optimizer)
-    _check_schedule_is_free(trainer)
+    check_schedule_is_free(trainer)
     scheduler = named_schedule(trainer.args, optimizer, num_training_steps)
     if trainer.session is None:  # as in Hugging Face, train() then makes one of its own length
         trainer.put_back["lr_scheduler"], trainer.previous = None, (trainer.previous[0], scheduler)
@@ -137,7 +119,7 @@ def make_optimizers(
     if is_configured:
         _continue_state(trainer.previous[0], trainer.optimizer)
     else:
-        _check_groups_are_free(config)
+        check_groups_are_free(config)
     scaler = build_loss_scaler(config.optimizer, config.mixed_precision)
     optimizer = wrap_configured(trainer.optimizer, [module], config.optimizer, scaler=scaler)
     check_trains(optimizer.param_groups, [module])
@@ -183,15 +165,6 @@ def step_on_metric(trainer: BaseTrainer, scheduler: Any, metrics: dict[str, Any]
     scheduler.observe(metrics[key])
 
 
-def check_metrics(trainer: BaseTrainer, metrics: Any) -> None:
-    """Refuse (ConfigError) what an overridden `evaluate` returns instead of metrics, where one of them is followed."""
-    if not isinstance(metrics, Mapping):
-        raise ConfigError(
-            f"{type(trainer).__name__}.evaluate returned {metrics!r} instead of the dict of metrics, which contains "
-            f"the one that the best model or the schedule depends on; return super().evaluate(...)."
-        )
-
-
 class OptimizerModes(TrainerCallback):
     """Switches an optimizer that has other weights for evaluations, such as a schedule-free one, back for each step."""
 
@@ -206,20 +179,10 @@ def use_evaluation_weights(optimizer: Any) -> None:
         optimizer.eval()
 
 
-def is_object(given: Any) -> bool:
-    """Whether `given` is an optimizer or scheduler, rather than a factory or nothing."""
-    return given is not None and not isinstance(given, type) and hasattr(given, "step")
-
-
-def _creates_optimizer(trainer: BaseTrainer) -> bool:
-    names = ("create_optimizer", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs")
-    return any(overrides(trainer, name) for name in names)
-
-
 def _is_configured(trainer: BaseTrainer) -> bool:
     """Whether the optimizer is the one of the configuration, whose learning rate then applies to it."""
     is_given = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
-    return not is_given and not _creates_optimizer(trainer) and is_native(trainer.args)
+    return not is_given and not creates_optimizer(trainer) and is_native(trainer.args)
 
 
 def _config(trainer: BaseTrainer) -> ConfigContainer:
@@ -299,48 +262,20 @@ def _as_loop_scheduler(trainer: BaseTrainer) -> Any:
         trainer.callback_manager.add(scheduler)
     if isinstance(scheduler, OptimizerParamScheduler):
         return scheduler
-    _check_evaluates(trainer, scheduler)
+    check_evaluates(trainer, scheduler)
     return MetricSchedulerAdapter(scheduler) if follows_metric(scheduler) else TorchSchedulerAdapter(scheduler)
-
-
-def _sets_schedule(trainer: BaseTrainer) -> list[str]:
-    """Keys of `config_overrides` that shape the configuration's own schedule."""
-    return [key for key in _overridden(trainer) if key.startswith("scheduler.") or key == "optimizer.min_lr"]
-
-
-def _overridden(trainer: BaseTrainer) -> list[str]:
-    """Keys that `config_overrides` sets to something other than their default."""
-    config = ConfigContainer()
-    merge(config, trainer.args.config_overrides or {})
-    return [key for key, _, _ in diff(ConfigContainer(), config)]
-
-
-def _check_schedule_is_free(trainer: BaseTrainer) -> None:
-    keys = _sets_schedule(trainer)
-    if keys:
-        raise ConfigError(
-            f"config_overrides sets {', '.join(keys)} of Onstep's own schedule, but this training uses a torch "
-            f"scheduler for lr_scheduler_type={trainer.args.lr_scheduler_type!r}; drop one of them."
-        )
 
 
 def _is_native_schedule(trainer: BaseTrainer, config: ConfigContainer, iters: int, *, has_own_rates: bool) -> bool:
     """Whether the configuration's schedule is used; its keys in `config_overrides` decide for it."""
     args = trainer.args
-    if args.lr_scheduler_type in STYLES and _sets_schedule(trainer):
+    if args.lr_scheduler_type in STYLES and sets_schedule(trainer):
         return True
     scales_groups = has_own_rates and any(g["max_lr"] != args.learning_rate for g in trainer.optimizer.param_groups)
     if is_expressed(config.scheduler, args, iters, scales_groups=scales_groups):
         return True
-    _check_schedule_is_free(trainer)
+    check_schedule_is_free(trainer)
     return False
-
-
-def _check_evaluates(trainer: BaseTrainer, scheduler: Any) -> None:
-    if follows_metric(scheduler) and not evaluates(trainer.args):
-        raise ConfigError(
-            f"{type(scheduler).__name__} requires a metric, which only evaluations give; set eval_strategy."
-        )
 
 
 def _continue_state(previous: Any, optimizer: Any) -> None:
@@ -353,31 +288,6 @@ def _continue_state(previous: Any, optimizer: Any) -> None:
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def _check_options_are_free(trainer: BaseTrainer) -> None:
-    """Reject settings of the configured optimizer that the one of the arguments would not read."""
-    args, kinds = trainer.args, ("optimizer.sgd_", "optimizer.adam_", "optimizer.muon_", "optimizer.optimizer")
-    found = [] if is_native(args) else [key for key in _overridden(trainer) if key.startswith(kinds)]
-    if found:
-        raise ConfigError(
-            f"config_overrides sets {', '.join(found)}, which optim={args.optim!r} with optim_args={args.optim_args!r} "
-            f"does not read; use optim_args, or drop one of them."
-        )
-
-
-def _check_groups_are_free(config: ConfigContainer) -> None:
-    options = config.optimizer
-    if options.optimizer == "muon":
-        raise ConfigError(
-            "optimizer.optimizer=muon configures an optimizer, but the Trainer was given one; keep one of them."
-        )
-    for name in ("param_groups", "decoupled_lr", "decoupled_min_lr"):
-        if getattr(options, name):
-            raise ConfigError(
-                f"optimizer.{name}={getattr(options, name)} groups the parameters of the configured optimizer, but the "
-                f"Trainer was passed one with its own groups; set the groups there, or drop the key."
-            )
 
 
 def _keep_own_values(optimizer: Any) -> None:

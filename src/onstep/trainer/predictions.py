@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onstep.config.hf.arguments import TrainingArguments
 from onstep.data.loaders.iterable_loader import count_samples
 from onstep.distributed import World
-from onstep.errors import ConfigError, OnstepError, warn_once
-from onstep.training.compute.batch_notes import contents
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +100,7 @@ class PredictionCollector:
             return
         kept = inputs.get(self.input_name) if self.input_name and isinstance(inputs, Mapping) else None
         losses = None if loss is None else np.full(count_samples(inputs) or 1, loss.item())
-        self._rows.append(Collected(_to_numpy(logits), _to_numpy(labels), _to_numpy(kept), losses))
+        self._rows.append(Collected(to_numpy(logits), to_numpy(labels), to_numpy(kept), losses))
 
     def gather(self, world: World) -> Collected:
         """The data of the whole set, on every rank. Collective."""
@@ -110,69 +109,26 @@ class PredictionCollector:
         if self.joins_batches and not self.joins_lists:
             rows = [row for batch in batches for row in batch]
         else:
-            joined = (batch if len(batch) == 1 else [_joined(batch, joins_lists=self.joins_lists)] for batch in batches)
+            joined = (
+                batch if len(batch) == 1 else [join_rows(batch, joins_lists=self.joins_lists)] for batch in batches
+            )
             rows = [row for (row,) in joined]
         if self.joins_batches:
-            return _joined(rows) if rows else Collected()
+            return join_rows(rows) if rows else Collected()
         columns = (list(column) for column in zip(*rows, strict=True))
         return Collected(*(None if column[0] is None else column for column in columns))
 
 
-class BatchMetrics:
-    """Calls `compute_metrics` after every batch, and with `compute_result=True` after the last.
-
-    It receives tensors on the device, with the samples of all ranks in dataset order.
-    """
-
-    def __init__(self, compute_metrics: Callable[..., Any], wanted: list[str], world: World) -> None:
-        self._compute_metrics = compute_metrics
-        self._wanted = wanted
-        self._world = world
-        self._last: EvalPrediction | None = None
-        """The most recent batch: whether it is the last one is known when the next one comes."""
-
-    def add(self, inputs: Any, logits: Any, labels: Any, loss: Tensor | None, is_filler: bool) -> None:
-        """Add a micro-batch. Collective."""
-        losses = None if loss is None else loss.detach().repeat(count_samples(inputs) or 1)
-        row = Collected(logits, labels, inputs if "inputs" in self._wanted else None, losses)
-        if self._world.size > 1:
-            own = None if is_filler else Collected(*map(_to_numpy, row))
-            rows = [one for one in self._world.gather(own) if one is not None]
-            row = Collected(*(_to_tensors(part, self._world.device) for part in _joined(rows)))
-        if row.predictions is None or row.label_ids is None:
-            return
-        self._compute(is_last=False)
-        losses = row.losses if "loss" in self._wanted else None
-        self._last = EvalPrediction(row.predictions, row.label_ids, row.inputs, losses)
-
-    def result(self) -> dict[str, Any]:
-        """The metrics of all batches."""
-        return self._compute(is_last=True) or {}
-
-    def _compute(self, *, is_last: bool) -> Any:
-        batch, self._last = self._last, None
-        return None if batch is None else call_named(self._compute_metrics, batch, compute_result=is_last)
-
-
-def call_named(function: Callable[..., Any], *values: Any, **named: Any) -> Any:
-    """`function(*values, **named)`, for a user's function of metrics, which a note on its errors names.
-
-    Raises:
-        ConfigError: in place of a `StopIteration`, which would pass for the end of what calls it.
-    """
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    try:
-        return function(*values, **named)
-    except OnstepError:
-        raise
-    except StopIteration as error:
-        raise ConfigError(
-            f"the metric function {name} raised StopIteration: something in it called next() on an exhausted iterator."
-        ) from error
-    except Exception as error:
-        given = values[0] if len(values) == 1 and isinstance(values[0], EvalPrediction) else values
-        error.add_note(f"raised by the metric function {name}, called with {contents(tuple(given))}")
-        raise
+def collector_for(args: TrainingArguments, module: Any, *, is_test: bool) -> PredictionCollector | None:
+    """The collector of an evaluation; None if its metrics are computed batch by batch."""
+    if args.batch_eval_metrics and not is_test:
+        return None
+    keeps_inputs = "inputs" in args.include_for_metrics
+    return PredictionCollector(
+        getattr(module, "main_input_name", "input_ids") if keeps_inputs else None,
+        joins_batches=args.eval_do_concat_batches,
+        joins_lists=args.eval_use_gather_object,
+    )
 
 
 def logits_of(outputs: Any, ignore_keys: set[str], *, has_loss: bool) -> Any:
@@ -188,21 +144,6 @@ def logits_of(outputs: Any, ignore_keys: set[str], *, has_loss: bool) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def prefixed(computed: dict[str, Any], prefix: str, measured: Mapping[str, Any]) -> dict[str, Any]:
-    """A user's metrics under the prefix, as Python numbers; one that replaces a measured one is named."""
-    start = f"{prefix}_"
-    metrics = {key if key.startswith(start) else start + key: _plain(value) for key, value in computed.items()}
-    replaced = sorted(measured.keys() & metrics.keys())
-    if replaced:
-        warn_once(logger, f"compute_metrics returns {', '.join(replaced)}, which replaces what was measured")
-    return metrics
-
-
-def _plain(value: Any) -> Any:
-    """A NumPy or torch scalar as a Python number."""
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
-
-
 def mean_of(loss: Any) -> Any:
     """The loss that a `prediction_step` returned, 0-d and detached; None if there is none."""
     if loss is None:
@@ -211,30 +152,33 @@ def mean_of(loss: Any) -> Any:
     return values.to(torch.promote_types(values.dtype, torch.float32)).mean()
 
 
-def _to_numpy(value: Any) -> Any:
+def to_numpy(value: Any) -> Any:
+    """Tensors, in any nesting, as arrays in host memory."""
     if isinstance(value, Tensor):
         value = value.detach()
         return (value.float() if value.dtype is torch.bfloat16 else value).cpu().numpy()
     if isinstance(value, Mapping):
-        return {key: _to_numpy(part) for key, part in value.items()}
+        return {key: to_numpy(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        parts = [_to_numpy(part) for part in value]
+        parts = [to_numpy(part) for part in value]
         return parts if isinstance(value, list) else tuple(parts)
     return value
 
 
-def _to_tensors(value: Any, device: torch.device) -> Any:
+def to_tensors(value: Any, device: torch.device) -> Any:
+    """Arrays, in any nesting, as tensors on the device."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value).to(device)
     if isinstance(value, dict):
-        return {key: _to_tensors(part, device) for key, part in value.items()}
+        return {key: to_tensors(part, device) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        parts = [_to_tensors(part, device) for part in value]
+        parts = [to_tensors(part, device) for part in value]
         return parts if isinstance(value, list) else tuple(parts)
     return value
 
 
-def _joined(rows: list[Collected], *, joins_lists: bool = False) -> Collected:
+def join_rows(rows: list[Collected], *, joins_lists: bool = False) -> Collected:
+    """Micro-batches as one."""
     return Collected(*(concatenate(list(column), joins_lists=joins_lists) for column in zip(*rows, strict=True)))
 
 

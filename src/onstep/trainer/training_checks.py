@@ -16,7 +16,8 @@ from onstep.trainer.computing.model_options import check_options
 from onstep.trainer.dataloaders import check_eval_data, check_samples, num_samples_of
 from onstep.trainer.loaders.users_data import decides_data
 from onstep.trainer.methods import TrainerMethods
-from onstep.trainer.optimizers import check_optimizers, withdraw_optimizers
+from onstep.trainer.optimizer_checks import check_optimizers
+from onstep.trainer.optimizers import withdraw_optimizers
 from onstep.trainer.overrides import overrides
 
 

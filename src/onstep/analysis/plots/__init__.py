@@ -1,3 +1,3 @@
-"""Figures: `plots` (metrics, losses, gradient norm), `heatmap` (per-parameter norms), `series` and `smoothing`
-(curves), `axes` and `output` (looks and files).
+"""Figures: `plots` (metrics, losses, gradient norm), `heatmap` (per-parameter norms), `series`, `shapes` and
+`smoothing` (curves), `axes` and `output` (looks and files).
 """

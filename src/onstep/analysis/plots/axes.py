@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import Formatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from onstep.analysis.plots.series import MOST_DRAWN, PlotOptions, Shape, Values, has_outliers, is_loss
+from onstep.analysis.plots.series import MOST_DRAWN, Values, is_loss
+from onstep.analysis.plots.shapes import PlotOptions, Shape, has_outliers
 from onstep.analysis.plots.smoothing import downsampled_rows, outlier_limits
 from onstep.analysis.text_tables import shortened
 

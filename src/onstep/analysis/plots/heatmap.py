@@ -19,7 +19,8 @@ from onstep.analysis.logs.columns import number
 from onstep.analysis.logs.training_log import TrainingLog
 from onstep.analysis.plots.axes import FONT_SIZE, NOTE_SIZE, QUIET_COLOUR, TEXT_COLOUR, TITLE_SIZE, plain
 from onstep.analysis.plots.output import finish, new_figure
-from onstep.analysis.plots.series import MOST_DRAWN, check_figsize, check_range, drawable
+from onstep.analysis.plots.series import MOST_DRAWN, drawable
+from onstep.analysis.plots.shapes import check_figsize, check_range
 from onstep.errors import ConfigError, DataError
 
 KEYS = {"norm": "norms", "spectral_norm": "spectral_norms", "grad_norm": "grad_norms"}

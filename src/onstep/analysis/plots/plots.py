@@ -31,16 +31,8 @@ from onstep.analysis.plots.axes import (
     plain,
 )
 from onstep.analysis.plots.output import finish, new_figure, save
-from onstep.analysis.plots.series import (
-    Curve,
-    PlotOptions,
-    check_x_axis,
-    curves,
-    found_curves,
-    is_of_evaluation,
-    rows_of,
-    shaped,
-)
+from onstep.analysis.plots.series import Curve, check_x_axis, curves, is_of_evaluation, rows_of
+from onstep.analysis.plots.shapes import PlotOptions, found_curves, shaped
 from onstep.errors import ConfigError, DataError
 
 DEFAULT_METRICS = ("loss", "eval_loss", "learning_rate")

@@ -15,10 +15,9 @@ from onstep.analysis.logs.export_tables import export
 from onstep.analysis.logs.files import find_log_files, names_in_path
 from onstep.analysis.logs.run_status import status_of
 from onstep.analysis.logs.training_log import TrainingLog
-from onstep.analysis.reports.summary import (
+from onstep.analysis.reports.summary import Summary, compute_summary_statistics
+from onstep.analysis.reports.summary_formats import (
     ONE_LINE_HEADER,
-    Summary,
-    compute_summary_statistics,
     format_summary_json,
     format_summary_markdown,
     format_summary_oneline,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from onstep.data.corpus.build_cache import Source
-from onstep.data.corpus.corpus import MAX_RECORD_BYTES, Document, add_file, first_keys, read_record, short
+from onstep.data.corpus.documents import MAX_RECORD_BYTES, Document, add_file, first_keys, read_record, short
 from onstep.data.corpus.hf_datasets import fingerprint_of, rows_of
 from onstep.data.corpus.reading_bar import reading_bar
 from onstep.errors import DataError

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from onstep.data.corpus.build_cache import build_cached, write_text
-from onstep.data.corpus.corpus import DocumentSource, no_text, not_utf8
+from onstep.data.corpus.documents import DocumentSource, no_text, not_utf8
 from onstep.data.corpus.tokenizers import TokenizersTokenizer
 from onstep.errors import DataError, MissingExtraError
 

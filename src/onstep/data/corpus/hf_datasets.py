@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Generic, TypeVar
 
-from onstep.data.corpus.corpus import JSONL_SUFFIXES, Document, is_visible
+from onstep.data.corpus.documents import Document
 from onstep.data.corpus.reading_bar import reading_bar
+from onstep.data.corpus.text_files import JSONL_SUFFIXES, is_visible
 from onstep.data.corpus.tokenizer_library import Explained
 from onstep.errors import DataError, MissingExtraError
 

@@ -10,19 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onstep.config import DatasetConfig, TokenizerConfig
-from onstep.data.corpus.corpus import (
-    FileSource,
-    default_corpus_files,
-    find_files,
-    find_records,
-    is_jsonl,
-    no_text,
-)
+from onstep.data.corpus.documents import FileSource, no_text
 from onstep.data.corpus.file_digests import content_digest, sampled_digest
 from onstep.data.corpus.hf_datasets import files_of, is_rows
 from onstep.data.corpus.indexed_file import paths_of
 from onstep.data.corpus.not_text import has_content
-from onstep.data.corpus.tokenizers import FILES
+from onstep.data.corpus.text_files import default_corpus_files, find_files, find_records, is_jsonl
+from onstep.data.corpus.tokenizer_library import FILES
 from onstep.errors import DataError
 
 _SAMPLED_BLOCK_BYTES = 256 * 1024

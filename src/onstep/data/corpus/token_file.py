@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from onstep.data.corpus.build_cache import build_cached, write_text
-from onstep.data.corpus.corpus import Document, DocumentSource, FileSource, no_text, not_utf8
 from onstep.data.corpus.coverage import Coverage
+from onstep.data.corpus.documents import Document, DocumentSource, FileSource, no_text, not_utf8
 from onstep.data.corpus.file_digests import sampled_digest
 from onstep.data.corpus.tokenizers import Tokenizer
 from onstep.errors import DataError

@@ -1,4 +1,4 @@
-"""Calls the libraries `tokenizers` and `transformers`: their errors, and the settings that must not alter documents."""
+"""Calls the libraries `tokenizers` and `transformers`: loads tokenizers, explains errors, and checks what they read."""
 
 from __future__ import annotations
 
@@ -10,9 +10,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from onstep.errors import DataError, OnstepError
-from onstep.files.bounded_reading import MAX_JSON_BYTES, parse_json
+from onstep.errors import DataError, MissingExtraError, OnstepError
+from onstep.files.bounded_reading import MAX_JSON_BYTES, parse_json, read_bytes
 
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+)
+"""Tokenizer files in a Hugging Face directory."""
 MAX_VOCAB_SIZE = 1 << 22
 """Sixteen times the largest vocabulary in use; a table of embeddings has a row for every id."""
 _MAX_GROWTH = 1000
@@ -140,3 +153,51 @@ def size_of_vocab(vocab: dict[str, int], path: Path) -> int:
                 f"{MAX_VOCAB_SIZE}; restore the file or give another one"
             )
     return max(vocab.values()) + 1
+
+
+def read_tokenizer_file(path: Path) -> bytes:
+    """The content of a `tokenizer.json`; raises DataError if it cannot be read."""
+    if path.is_dir():
+        raise DataError(
+            f"tokenizer_model {str(path)!r} is a directory; give its tokenizer.json, or use type huggingface"
+        )
+    try:
+        return read_bytes(path, MAX_JSON_BYTES)
+    except OSError as error:
+        reason = error.strerror or error
+        raise DataError(f"cannot read tokenizer file {str(path)!r}: {reason}; check tokenizer_model") from error
+
+
+def load_tokenizers(path: Path, content: bytes) -> Any:
+    """The `tokenizers.Tokenizer` in a file's content; raises DataError, or MissingExtraError without the library."""
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise _missing("tokenizers") from error
+    check_charsmap(content, path)
+    with Explained(f"{path} is not a tokenizer of the `tokenizers` library; give a tokenizer.json"):
+        return tokenizers.Tokenizer.from_buffer(content)
+
+
+def load_transformers(path: Path) -> Any:
+    """The `transformers` tokenizer of a directory; raises as `load_tokenizers`."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise _missing("transformers") from error
+    check_sizes(path, [*FILES, "config.json"])
+    file = path / "tokenizer.json"
+    content = read_tokenizer_file(file) if file.is_file() else None
+    if content is not None:
+        check_charsmap(content, file)
+    try:
+        with Explained(f"{path} does not contain a tokenizer that transformers can load; restore it or give another"):
+            return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except DataError:
+        if content is not None:
+            load_tokenizers(file, content)  # says where a damaged file is wrong; transformers tells its own mistake
+        raise
+
+
+def _missing(library: str) -> MissingExtraError:
+    return MissingExtraError(f"this tokenizer requires the library {library!r}; install it: pip install 'onstep[hf]'")

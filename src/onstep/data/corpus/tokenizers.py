@@ -19,36 +19,22 @@ from onstep.config.suggestions import nearest
 from onstep.data.corpus.build_cache import write_text
 from onstep.data.corpus.tokenizer_files import OUR_KEY, keep_ids_in_transformers
 from onstep.data.corpus.tokenizer_library import (
+    FILES,
     Explained,
-    check_charsmap,
     check_growth,
-    check_sizes,
+    load_tokenizers,
+    load_transformers,
+    read_tokenizer_file,
     size_of_vocab,
     switch_off_alterations,
 )
-from onstep.errors import DataError, MissingExtraError
-from onstep.files.bounded_reading import MAX_JSON_BYTES, read_bytes
+from onstep.errors import DataError
 
 _LOGGER = logging.getLogger(__name__)
 
 TokenIds = Sequence[int] | npt.NDArray[Any]
 
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>", "<|eot_id|>", "[SEP]")
-
-
-FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-)
-"""Tokenizer files in a Hugging Face directory."""
 
 
 class Tokenizer(Protocol):
@@ -128,8 +114,8 @@ class TokenizersTokenizer:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._encoding = Explained(f"the tokenizer {path} cannot encode this text")
-        content = _read_tokenizer_file(path)
-        self._tokenizer = _load_tokenizers(path, content)
+        content = read_tokenizer_file(path)
+        self._tokenizer = load_tokenizers(path, content)
         vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = size_of_vocab(vocab, path)
         self.eos_id = next((vocab[name] for name in _EOS_NAMES if name in vocab), None)
@@ -197,7 +183,7 @@ class HuggingFaceTokenizer:
             raise DataError(f"tokenizer_model {str(path)!r} is not a directory; huggingface requires a local directory")
         self.path = path
         self._encoding = Explained(f"the tokenizer {path} cannot encode this text")
-        self.library_tokenizer = _load_transformers(path)
+        self.library_tokenizer = load_transformers(path)
         """The `transformers` tokenizer object."""
         with Explained(f"{path} does not contain a tokenizer that transformers can use"):
             vocab: dict[str, int] = self.library_tokenizer.get_vocab()
@@ -316,47 +302,6 @@ _FROM_PATH: dict[str, type[TokenizersTokenizer] | type[HuggingFaceTokenizer]] = 
 }
 
 
-def _read_tokenizer_file(path: Path) -> bytes:
-    if path.is_dir():
-        raise DataError(
-            f"tokenizer_model {str(path)!r} is a directory; give its tokenizer.json, or use type huggingface"
-        )
-    try:
-        return read_bytes(path, MAX_JSON_BYTES)
-    except OSError as error:
-        reason = error.strerror or error
-        raise DataError(f"cannot read tokenizer file {str(path)!r}: {reason}; check tokenizer_model") from error
-
-
-def _load_tokenizers(path: Path, content: bytes) -> Any:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise _missing("tokenizers") from error
-    check_charsmap(content, path)
-    with Explained(f"{path} is not a tokenizer of the `tokenizers` library; give a tokenizer.json"):
-        return tokenizers.Tokenizer.from_buffer(content)
-
-
-def _load_transformers(path: Path) -> Any:
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise _missing("transformers") from error
-    check_sizes(path, [*FILES, "config.json"])
-    file = path / "tokenizer.json"
-    content = _read_tokenizer_file(file) if file.is_file() else None
-    if content is not None:
-        check_charsmap(content, file)
-    try:
-        with Explained(f"{path} does not contain a tokenizer that transformers can load; restore it or give another"):
-            return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except DataError:
-        if content is not None:
-            _load_tokenizers(file, content)  # says where a damaged file is wrong; transformers tells its own mistake
-        raise
-
-
 def _warning_of(altering: list[str], path: Path) -> str | None:
     """What the user should know about settings that were switched off."""
     if not altering:
@@ -370,10 +315,6 @@ def _pad_token(tokenizer: Any, vocab: dict[str, int]) -> str | None:
     padding = tokenizer.padding
     named = None if padding is None else padding["pad_token"]
     return named if named is not None and vocab.get(named) == padding["pad_id"] else None
-
-
-def _missing(library: str) -> MissingExtraError:
-    return MissingExtraError(f"this tokenizer requires the library {library!r}; install it: pip install 'onstep[hf]'")
 
 
 def _digest(content: bytes) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import time
@@ -15,26 +14,29 @@ from torch import nn
 
 from onstep.errors import ConfigError, warn_once
 from onstep.trainer.base_trainer import BaseTrainer
+from onstep.trainer.computed_metrics import (
+    batch_metrics,
+    call_named,
+    check_batch_metrics,
+    computed_metrics,
+    prefixed,
+)
 from onstep.trainer.dataloaders import as_eval_loader, check_eval_data, eval_loader_of
 from onstep.trainer.full_eval import cast_weights
 from onstep.trainer.loss_convention import inner_module, label_parameters
 from onstep.trainer.model_step import call_model, find_loss
-from onstep.trainer.optimizers import check_metrics, step_on_metric
+from onstep.trainer.optimizer_checks import check_metrics
+from onstep.trainer.optimizers import step_on_metric
 from onstep.trainer.overrides import overrides
 from onstep.trainer.predictions import (
-    BatchMetrics,
     Collected,
     EvalLoopOutput,
-    EvalPrediction,
-    PredictionCollector,
     PredictionOutput,
-    call_named,
+    collector_for,
     logits_of,
     mean_of,
-    prefixed,
 )
 from onstep.trainer.reporting.argument_errors import errors_name_arguments
-from onstep.training.compute.losses import described
 from onstep.training.compute.step import to_device
 from onstep.training.stages.best_metric import note_best_metric, save_best
 from onstep.training.stages.evaluation import evaluation_mode, record_evaluation, score, until_interrupted
@@ -135,8 +137,8 @@ class EvaluatingMethods(BaseTrainer):
         with self._evaluation() as session:
             state, step = session.state, session.forward_step
             loader = as_eval_loader(dataloader, self.args, state.cfg, state.world, is_test=is_test)
-            collector = None if loss_only else self._collector(session, is_test)
-            batches = None if loss_only else self._batch_metrics(session)
+            collector = None if loss_only else collector_for(self.args, session.module, is_test=is_test)
+            batches = None if loss_only else batch_metrics(self.compute_metrics, self.args, state.world)
 
             def predict(model: nn.Module, inputs: Any) -> Any:
                 loss, logits, labels = self.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
@@ -167,7 +169,13 @@ class EvaluatingMethods(BaseTrainer):
             finally:
                 step.predict, session.is_test = before
             collected = Collected() if collector is None else collector.gather(state.world)
-            computed = self._computed_metrics(collected) if batches is None else batches.result()
+            if batches is None:
+                preprocess = self.preprocess_logits_for_metrics
+                computed = computed_metrics(
+                    self.compute_metrics, collected, self.args, are_preprocessed=preprocess is not None
+                )
+            else:
+                computed = batches.result()
             metrics |= prefixed(computed, metric_key_prefix, measured=metrics)
             if self._preparation_time(session) is not None:
                 metrics[f"{metric_key_prefix}_model_preparation_time"] = self.model_preparation_time
@@ -232,12 +240,7 @@ class EvaluatingMethods(BaseTrainer):
         """Refuse (ConfigError) metrics and overridden methods that an evaluation would not call as they are meant."""
         compute = self.compute_metrics
         if self.args.batch_eval_metrics and compute is not None:
-            parameters = inspect.signature(compute).parameters.values()
-            if not any(p.name == "compute_result" or p.kind is p.VAR_KEYWORD for p in parameters):
-                raise ConfigError(
-                    "TrainingArguments.batch_eval_metrics=True calls compute_metrics after every batch: it must have "
-                    "the parameter compute_result, which is True for the last batch, and then return the metrics."
-                )
+            check_batch_metrics(compute)
         others = ("evaluate", "evaluation_loop")
         is_idle = not self.args.use_legacy_prediction_loop and not any(overrides(self, name) for name in others)
         if is_idle and overrides(self, "prediction_loop"):
@@ -312,43 +315,6 @@ class EvaluatingMethods(BaseTrainer):
         if overrides(self, "evaluation_loop") or overrides(self, "prediction_loop"):
             return getattr(self, "get_test_dataloader" if is_test else "get_eval_dataloader")(dataset)
         return eval_loader_of(self, dataset, session.collate, session.state.cfg, session.state.world, is_test=is_test)
-
-    def _collector(self, session: Any, is_test: bool) -> PredictionCollector | None:
-        args = self.args
-        if args.batch_eval_metrics and not is_test:
-            return None
-        keeps_inputs = "inputs" in args.include_for_metrics
-        return PredictionCollector(
-            getattr(session.module, "main_input_name", "input_ids") if keeps_inputs else None,
-            joins_batches=args.eval_do_concat_batches,
-            joins_lists=args.eval_use_gather_object,
-        )
-
-    def _batch_metrics(self, session: Any) -> BatchMetrics | None:
-        if not self.args.batch_eval_metrics or self.compute_metrics is None:
-            return None
-        return BatchMetrics(self.compute_metrics, self.args.include_for_metrics, session.state.world)
-
-    def _computed_metrics(self, collected: Collected) -> dict[str, Any]:
-        predictions, label_ids, inputs, losses = collected
-        if self.compute_metrics is not None and predictions is None and self.preprocess_logits_for_metrics is not None:
-            logger.warning("compute_metrics is not called: preprocess_logits_for_metrics has returned no predictions")
-        if self.compute_metrics is None or predictions is None:
-            return {}
-        if label_ids is None:
-            logger.warning("compute_metrics is not called: the evaluated samples have no labels; set label_names")
-            return {}
-        wanted_losses = losses if "loss" in self.args.include_for_metrics else None
-        metrics = call_named(self.compute_metrics, EvalPrediction(predictions, label_ids, inputs, wanted_losses))
-        if not isinstance(metrics, Mapping):
-            raise ConfigError(f"compute_metrics must return a dict of metrics by name, got {described(metrics)}.")
-        for name in metrics:
-            if not isinstance(name, str):
-                raise ConfigError(
-                    f"compute_metrics must return metrics by name, got the key {name!r}, a {type(name).__name__}; make "
-                    f"it a string"
-                )
-        return dict(metrics)
 
     def _computes_own_loss(self) -> bool:
         return self.compute_loss_func is not None or overrides(self, "compute_loss")

@@ -10,7 +10,8 @@ from torch import nn
 from onstep.errors import ConfigError
 from onstep.optim.named_optimizers import optimizer_class
 from onstep.trainer.base_trainer import BaseTrainer
-from onstep.trainer.optimizers import is_object, own_optimizer, own_scheduler
+from onstep.trainer.optimizer_checks import is_object
+from onstep.trainer.optimizers import own_optimizer, own_scheduler
 
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Source: transformers 5.23, Trainer.get_decay_parameter_names."""

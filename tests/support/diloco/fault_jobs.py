@@ -92,12 +92,12 @@ def job_server(settings: dict[str, Any]) -> None:
         token=TOKEN,
     )
     server.start()
-    journal.write(started=server._coordinator.versions, port=server.port)
+    journal.write(started=server._state.coordinator.versions, port=server.port)
     while not Path(STOP).exists():
         time.sleep(0.02)
     server.stop()
     parameters = [tensor.tolist() for _, tensor in sorted(server.get_global_params().items())]
-    journal.write(ended=server._coordinator.versions, parameters=parameters)
+    journal.write(ended=server._state.coordinator.versions, parameters=parameters)
 
 
 def _write_down_rounds(journal: Journal, mark: str | None, number: int | None) -> None:

@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -96,15 +96,14 @@ def server(
         logging.getLogger(name).setLevel(logging.WARNING)
     if token_file is not None and (no_auth or regen_token):
         raise ConfigError("--token-file names the token; drop --no-auth and --regen-token.")
-    from onstep.diloco.protocol.messages import Settings, default_quorum
+    from onstep.diloco.protocol.messages import Settings
     from onstep.diloco.server.server import DiLoCoServer
     from onstep.diloco.wire.tokens import read_token
 
-    mode: Literal["sync", "async"] = "async" if async_mode else "sync"
-    settings = Settings(
-        mode=mode,
-        num_workers=num_workers,
-        min_workers=default_quorum(num_workers, mode) if min_workers is None else min_workers,
+    settings = Settings.with_quorum(
+        num_workers,
+        "async" if async_mode else "sync",
+        min_workers,
         sync_every=sync_every,
         num_fragments=num_fragments,
         codec=codec,

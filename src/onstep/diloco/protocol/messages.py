@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 PROTOCOL_VERSION = 1
 """Incremented by every incompatible change."""
@@ -81,10 +81,13 @@ class Settings:
     patience: float = 2.0
     """A round lasts at most this many times as long as it took to reach the quorum, plus a little slack; at least 1."""
 
-
-def default_quorum(num_workers: int, mode: str) -> int:
-    """More than half of the expected workers; 1 in asynchronous mode, which has no quorum."""
-    return 1 if mode == "async" else num_workers // 2 + 1
+    @classmethod
+    def with_quorum(
+        cls, num_workers: int, mode: Literal["sync", "async"] = "sync", min_workers: int | None = None, **others: Any
+    ) -> Settings:
+        """The settings whose quorum is more than half of the expected workers, unless it is given."""
+        quorum = 1 if mode == "async" else num_workers // 2 + 1
+        return cls(mode, num_workers, quorum if min_workers is None else min_workers, **others)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
 
 from torch import Tensor
 
@@ -17,14 +15,14 @@ from onstep.checkpoint import checkpoints
 from onstep.diloco.codec import check_codec, specs_of
 from onstep.diloco.fragments import assign
 from onstep.diloco.outer import OuterFactory, delayed, nesterov_sgd
-from onstep.diloco.protocol.coordinator import Coordinator
-from onstep.diloco.protocol.messages import Settings, default_quorum, fingerprint
-from onstep.diloco.protocol.settings import check_settings, check_state
-from onstep.diloco.server.initial import Origin, Source, continued, initial_parameters, places, saved_parameters
+from onstep.diloco.protocol.messages import Settings
+from onstep.diloco.protocol.settings import check_settings
+from onstep.diloco.server.initial import Origin, Source, initial_parameters, places, saved_parameters
 from onstep.diloco.server.masters import Fragment
 from onstep.diloco.server.memory import Buffers
 from onstep.diloco.server.operator import Operator
-from onstep.diloco.server.served_run import ServedRun, rest_of
+from onstep.diloco.server.run_state import RunState
+from onstep.diloco.server.served_run import ServedRun
 from onstep.diloco.server.serving.app import build_app
 from onstep.diloco.server.serving.limits import BACKLOG, client_limits
 from onstep.diloco.server.store import Store
@@ -115,36 +113,34 @@ class DiLoCoServer:
     ) -> None:
         if settings is None:
             require(num_workers >= 1, "num_workers", ">= 1", num_workers)
-            mode: Literal["sync", "async"] = "async" if async_mode else "sync"
-            settings = Settings(
-                mode=mode,
-                num_workers=num_workers,
-                min_workers=default_quorum(num_workers, mode) if min_workers is None else min_workers,
+            settings = Settings.with_quorum(
+                num_workers,
+                "async" if async_mode else "sync",
+                min_workers,
                 sync_every=dylu_base_sync_every,
                 dylu=dylu_enabled,
                 heartbeat_timeout=heartbeat_timeout,
             )
         _check(share, dn_buffer_size, settings, save_every_n_rounds, tls)
-        self.settings = replace(settings, num_shares=share[1])
+        settings = replace(settings, num_shares=share[1])
         model = model_state_dict if model is None else model
-        source, directory = places(model, output_dir or save_dir, from_checkpoint)
+        source, self._directory = places(model, output_dir or save_dir, from_checkpoint)
         factory = outer_optimizer_factory or nesterov_sgd
-        self._directory = directory
-        self.share = share
-        self._save_every = save_every_n_rounds
-        self._changes_settings = change_settings
-        is_continued = source == directory and share[1] == 1  # a share has only some of the parameters
-        saved = saved_parameters(directory / STATE) if is_continued and directory is not None else None
+        self.share, self._save_every = share, save_every_n_rounds
+        own = None if self._directory is None else self._directory / STATE
+        is_continued = source == self._directory and share[1] == 1  # a share has only some of the parameters
+        saved = saved_parameters(own) if is_continued and own is not None else None
         parameters = initial_parameters(source, exclude) if saved is None else saved
         self._model, self._buffers = specs_of(parameters), Buffers()
-        self._fragments = self._divided(parameters, delayed(factory, dn_buffer_size) if dn_buffer_size else factory)
-        self._origin = Origin.of(self.settings, self._fragments, None if saved is not None else source)
-        self._store = None if directory is None else Store(directory / STATE)
+        factory = delayed(factory, dn_buffer_size) if dn_buffer_size else factory
+        parts = assign(self._model, settings.num_fragments, share[1])[share[0] :: share[1]]
+        fragments = [Fragment(part, parameters, factory, settings.codec, self._buffers) for part in parts]
+        origin = Origin.of(settings, fragments, None if saved is not None else source)
+        self._state = RunState(settings, self._model, fragments, origin, own, may_change=change_settings)
         try:
-            self._coordinator = self._restored()
             self._listener = Listener(listen(host, port, PORTS, BACKLOG), client_limits(self.settings.num_workers))
         except BaseException:
-            self._close_store()
+            self._state.close()
             raise
         self.host, self.port = host, int(self._listener.getsockname()[1])
         self.token = keep_token(self.port, renew=renews_token) if token is None else checked(token) if token else None
@@ -155,6 +151,11 @@ class DiLoCoServer:
         self._failure: BaseException | None = None
         self._is_stopped = False
         self._weights = self._weight_files(save_total_limit)
+
+    @property
+    def settings(self) -> Settings:
+        """All that the server decides for workers."""
+        return self._state.settings
 
     @property
     def address(self) -> str:
@@ -170,12 +171,12 @@ class DiLoCoServer:
     @property
     def sync_round(self) -> int:
         """Rounds committed so far, of all fragments."""
-        return sum(self._coordinator.versions)
+        return sum(self._state.coordinator.versions)
 
     @property
     def run_id(self) -> str:
         """Identifies the run, through all restarts."""
-        return self._coordinator.run_id
+        return self._state.coordinator.run_id
 
     def start(self) -> None:
         """Serve from a thread of its own.
@@ -187,7 +188,7 @@ class DiLoCoServer:
             raise RuntimeError("a server that was stopped cannot be started again; make another one.")
         if self._serving is not None:
             return
-        run = ServedRun(self._coordinator, self._fragments, self._store, on_commit=self._after_commit)
+        run = ServedRun(self._state.coordinator, self._state.fragments, self._state.store, on_commit=self._after_commit)
         operator = Operator(
             run,
             share=self.share[0],
@@ -238,12 +239,11 @@ class DiLoCoServer:
             token_path(self.port).unlink(missing_ok=True)
         if self._serving is not None and self._failure is None and self._weights is not None and self.sync_round:
             self._save_weights(self.sync_round)
-        self._close_store()
+        self._state.close()
 
     def get_global_params(self) -> dict[str, Tensor]:
         """Copies of the newest parameters, as workers have them, in float32 or float64."""
-        newest = [part.newest for part in self._fragments]
-        return {name: tensor.clone() for version in newest for name, tensor in version.parameters.items()}
+        return {name: tensor.clone() for name, tensor in self._newest().items()}
 
     def save_state(self, path: str | Path) -> None:
         """Save everything to another directory, while no round is being executed: before `start` or after `stop`.
@@ -253,7 +253,7 @@ class DiLoCoServer:
         """
         self._require_idle("saved")
         with closing(Store(Path(path))) as store:
-            self._save_all(store)
+            self._state.save_to(store)
 
     def load_state(self, path: str | Path) -> None:
         """Continue from what `save_state` wrote, or from the subdirectory `diloco` of another server; before `start`.
@@ -263,10 +263,7 @@ class DiLoCoServer:
         """
         self._require_idle("loaded")
         with closing(Store(Path(path))) as store:
-            if not self._load(store, is_own=False):
-                raise CheckpointError(f"{path} has no state of a DiLoCo server; give the directory of one.")
-        if self._store is not None:
-            self._save_all(self._store)
+            self._state.load_from(store)
 
     def __enter__(self) -> DiLoCoServer:
         self.start()
@@ -279,51 +276,6 @@ class DiLoCoServer:
         if kind is None and self._failure is not None:
             raise self._failure
 
-    def _divided(self, parameters: Mapping[str, Tensor], factory: OuterFactory) -> list[Fragment]:
-        """The fragments of this server's share."""
-        index, shares = self.share
-        parts = assign(self._model, self.settings.num_fragments, shares)[index::shares]
-        return [Fragment(part, parameters, factory, self.settings.codec, self._buffers) for part in parts]
-
-    def _restored(self) -> Coordinator:
-        """The coordinator of the run that the directory has, or of a new one, which is saved."""
-        self._coordinator = self._new_coordinator(None)
-        if self._store is not None and not self._load(self._store, is_own=True):
-            self._save_all(self._store)
-        elif self._store is not None and self._changes_settings:
-            self._store.origin = asdict(self._origin)
-            self._store.save(rest_of(self._coordinator.state_dict(), self._fragments))
-        return self._coordinator
-
-    def _new_coordinator(self, state: Mapping[str, object] | None) -> Coordinator:
-        run_id = secrets.token_hex(8)
-        return Coordinator(self.settings, run_id=run_id, fingerprint=fingerprint(self._model), state=state)
-
-    def _load(self, store: Store, *, is_own: bool) -> bool:
-        """Continue what is saved there; whether there is something."""
-        saved = store.load()
-        if saved is None:
-            return False
-        check_state(saved.rest, fingerprint(self._model), self.settings.num_fragments)
-        given = self._origin if is_own else self._origin.without_model()
-        self.settings = continued(saved, given, self._fragments, may_change=self._changes_settings)
-        origin = Origin(**saved.origin)
-        self._origin = origin.changed_to(given) if self._changes_settings else origin
-        self._coordinator = self._new_coordinator(saved.rest)
-        versions = tuple(part.newest.number for part in self._fragments)
-        if versions != self._coordinator.versions:
-            raise CheckpointError(
-                f"{store.directory} has versions {versions}, but {self._coordinator.versions} rounds."
-            )
-        logger.info("Continuing run %s from %s, versions %s", self.run_id, store.directory, versions)
-        return True
-
-    def _save_all(self, store: Store) -> None:
-        store.origin = asdict(self._origin)
-        rest = rest_of(self._coordinator.state_dict(), self._fragments)
-        for number, part in enumerate(self._fragments):
-            store.commit(number, part.newest.number, part.state_dict(part.newest), rest)
-
     def _weight_files(self, most_recent: int) -> WeightFiles | None:
         if self._directory is None:
             return None
@@ -335,8 +287,12 @@ class DiLoCoServer:
 
     def _save_weights(self, num_rounds: int) -> None:
         assert self._weights is not None
-        newest = [part.newest for part in self._fragments]
-        self._weights.save(num_rounds, {name: one for each in newest for name, one in each.parameters.items()})
+        self._weights.save(num_rounds, self._newest())
+
+    def _newest(self) -> dict[str, Tensor]:
+        """The newest parameters."""
+        newest = [part.newest for part in self._state.fragments]
+        return {name: tensor for version in newest for name, tensor in version.parameters.items()}
 
     def _after_commit(self, num_rounds: int) -> None:
         if self._weights is None or not self._save_every or num_rounds % self._save_every:
@@ -359,10 +315,6 @@ class DiLoCoServer:
     def _require_idle(self, what: str) -> None:
         if self._serving is not None and not self._is_stopped:
             raise RuntimeError(f"the state of a running server cannot be {what}; stop it first.")
-
-    def _close_store(self) -> None:
-        if self._store is not None:
-            self._store.close()
 
 
 def _check(

@@ -11,7 +11,7 @@ from typing import Any
 from onstep.config.field_types import coerce, field_types
 from onstep.config.load import parse_yaml
 from onstep.config.suggestions import nearest, shown
-from onstep.diloco.protocol.messages import Settings, default_quorum
+from onstep.diloco.protocol.messages import Settings
 from onstep.diloco.simulator.scenario import Scenario, ServerSite, Site
 from onstep.errors import ConfigError
 
@@ -39,8 +39,7 @@ def from_values(values: Mapping[str, Any]) -> Scenario:
     found = _read({key: value for key, value in values.items() if key not in ("sites", "server")}, types, "")
     given = {key: found.pop(key) for key in list(found) if key in _SETTINGS and found[key] is not None}
     num_workers = given.pop("num_workers", sum(site.workers for site in sites.values()))
-    quorum = given.pop("min_workers", default_quorum(num_workers, given.get("mode", "sync")))
-    settings = Settings(num_workers=num_workers, min_workers=quorum, **{"codec": "bf16", **given})
+    settings = Settings.with_quorum(num_workers, **{"codec": "bf16", **given})
     found = {key: value for key, value in found.items() if key not in _SETTINGS}
     return Scenario(sites, settings, server, **found)
 

@@ -94,10 +94,10 @@ class Exchange:
         metrics.bits_per_value = 8 * encoded_bytes(fragment.specs, codec) / max(1, num_values)
         base = fragment.base.number
         self.member.session.begin(index, base_version=base, tokens=max(tokens, 1), steps=steps, codec=codec, body=body)
-        self.request_result(index)
+        self.deliver(index)
 
-    def request_result(self, index: int) -> None:
-        """Wait for the result of the fragment's submission in another thread."""
+    def deliver(self, index: int) -> None:
+        """Send the fragment's submission, unless the server has it, and wait for its result, in another thread."""
         if index not in self._waiting and index not in self._arrived:
             self._waiting[index] = _in_thread(partial(self.member.result, index, base=self.fragments[index].base))
 

@@ -80,7 +80,7 @@ class Synchronizer:
         """Submit the fragments that are due after a step, once all fragments in flight are merged."""
         on_main(self.world, self.exchange, self._check_heartbeat)
         self.merge_arrived(wait=True)
-        if self._request_late_results(fragments):
+        if self._deliver_late(fragments):
             self.merge_arrived(wait=True)
         self.submit(fragments, cycle_seconds)
         if not self.cycle.is_overlapped:
@@ -115,7 +115,7 @@ class Synchronizer:
 
     def finish(self) -> None:
         """Submit all remaining steps and merge the results, as long as there is a quorum."""
-        self._request_late_results(self.fragments)
+        self._deliver_late(self.fragments)
         self._merge_last()
         self.submit(self.fragments, 0.0)
         self._merge_last()
@@ -126,11 +126,11 @@ class Synchronizer:
             self.merge_arrived(wait=False)
             self._in_flight = set()  # results that it did not wait for can be requested again
 
-    def _request_late_results(self, fragments: Iterable[int]) -> bool:
-        """Request the results of submissions that timed out; whether there are any."""
+    def _deliver_late(self, fragments: Iterable[int]) -> bool:
+        """Ask again for the results of submissions that timed out; whether there are any."""
         late = (set(fragments) & self._pending) - self._in_flight
         for index in late:
-            on_main(self.world, self.exchange, partial(Exchange.request_result, index=index))
+            on_main(self.world, self.exchange, partial(Exchange.deliver, index=index))
         self._in_flight |= late
         return bool(late)
 

@@ -331,9 +331,8 @@ class Accelerator:
         return None if session is None else session.state.features.room(LastStep).step
 
     def _known_world(self) -> World | None:
-        state = self._trainer.global_state
-        if self._trainer.session is not None:
-            state = self._trainer.session.state
+        session = self._trainer.session
+        state = self._trainer.global_state if session is None else session.state
         world: World | None = None if state is None else state.world
         return self._opened if world is None else world
 

@@ -225,9 +225,8 @@ class _Arrival:
 
     def _is_at_end(self) -> bool:
         """Whether the newest checkpoint is asked for."""
-        return self.config.checkpoint.load is None or not Path(self.config.checkpoint.load).name.startswith(
-            "checkpoint-"
-        )
+        load = self.config.checkpoint.load
+        return load is None or not Path(load).name.startswith("checkpoint-")
 
     def _go_on(self, config: ConfigContainer, notes: Sequence[str]) -> Claim:
         identity = self.wish.owned or self.identity

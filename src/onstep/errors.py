@@ -2,6 +2,8 @@
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class OnstepError(Exception):
@@ -91,8 +93,26 @@ class RankFailedError(OnstepError, RuntimeError):
     """This rank has reached the end of the run, but another one has failed."""
 
 
-class MissingExtraError(OnstepError, ImportError):
+class MissingExtraError(ConfigError, ImportError):
     """An optional dependency is missing; the message gives the command that installs it."""
+
+
+@contextmanager
+def extra(name: str, what: str, remedy: str = "") -> Iterator[None]:
+    """Explain an ImportError of the block, which imports an optional dependency.
+
+    Args:
+        name: of the extra that has the dependency.
+        what: what requires it, and its name.
+        remedy: what to do instead of installing it.
+
+    Raises:
+        MissingExtraError: in place of the ImportError.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtraError(f"{what}: pip install 'onstep[{name}]'{remedy}") from error
 
 
 _LONG_VALUE = re.compile(r"\[(?:[^][]|\[[^][]*\]){600,}\]|\S{600,}")

@@ -87,6 +87,6 @@ def test_the_configuration_and_texts_are_shown_once(tmp_path: Path) -> None:
 
 
 def test_without_tensorboard_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr("onstep.trackers.tracker.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"pip install 'onstep\[tensorboard\]'"):
         make_tracker("tensorboard")

@@ -13,7 +13,7 @@ import torch
 
 from onstep.config.field_types import is_integer_from
 from onstep.console.formats import format_gib
-from onstep.errors import MissingExtraError, require
+from onstep.errors import extra, require
 from onstep.events import TrainerCallback
 from onstep.files.bounded_reading import integer_from_environment
 from onstep.metrics.memory_reports import MAX_EVENTS, record_memory_history, write_memory_snapshot
@@ -195,13 +195,9 @@ class TraceMalloc(TrainerCallback):
         """Start tracing, unless tracing is already active."""
         self._stop()
         if self.monitor_system_memory:
-            try:
+            what = "TraceMalloc(monitor_system_memory=True) requires psutil"
+            with extra("diagnostics", what, ", or pass monitor_system_memory=False."):
                 import psutil
-            except ImportError as error:
-                raise MissingExtraError(
-                    "TraceMalloc(monitor_system_memory=True) requires psutil; install it: pip install "
-                    "'onstep[diagnostics]', or pass monitor_system_memory=False."
-                ) from error
             self._process = psutil.Process()
             self._system_before = self._system_memory()
         if not tracemalloc.is_tracing():

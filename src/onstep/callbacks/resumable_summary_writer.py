@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from onstep.errors import ConfigError, MissingExtraError
+from onstep.errors import ConfigError, extra
 from onstep.events import TrainerCallback
 from onstep.files.durability import try_to_sync
 from onstep.trackers.services.tensorboard_tracker import EVENT_FILES, newest_second, session_start
@@ -251,12 +251,8 @@ class ResumableSummaryWriter(TrainerCallback):
 
 
 def _tensorboard() -> Any:
-    try:
+    with extra("tensorboard", "writing for TensorBoard requires the package tensorboard"):
         import torch.utils.tensorboard
-    except ImportError as error:
-        raise MissingExtraError(
-            "writing for TensorBoard requires the package tensorboard; install it: pip install 'onstep[tensorboard]'"
-        ) from error
     return torch.utils.tensorboard
 
 

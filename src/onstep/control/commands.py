@@ -10,6 +10,7 @@ from typing import Any
 from onstep.commands import COMMANDS, Parameter
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
+from onstep.files.bounded_reading import brief
 
 MOST_TEXTS = 16
 MOST_CHARACTERS = 10_000
@@ -37,9 +38,9 @@ def check_command(command: Any, data: Any, own: Mapping[str, str] | None = None)
     known = {**COMMANDS, **(own or {})}
     if not isinstance(command, str) or command not in known:
         hint = nearest(command, list(known)) if isinstance(command, str) else ""
-        raise CommandError(f"Unknown command: {_shown(command)}.{hint}")
+        raise CommandError(f"Unknown command: {brief(command, 80)}.{hint}")
     if not (data is None or isinstance(data, dict)):
-        raise CommandError(f"{command}: data must be an object, got {_shown(data)}.")
+        raise CommandError(f"{command}: data must be an object, got {brief(data, 80)}.")
     given: dict[str, Any] = data or {}
     if command not in COMMANDS:
         _check_json(command, given)
@@ -47,7 +48,7 @@ def check_command(command: Any, data: Any, own: Mapping[str, str] | None = None)
     parameters = {one.name: one for one in COMMANDS[command].parameters}
     for name in given.keys() - parameters:
         known_names = ", ".join(parameters) or "none"
-        raise CommandError(f"{command} has no parameter {_shown(name)}; its parameters: {known_names}.")
+        raise CommandError(f"{command} has no parameter {brief(name, 80)}; its parameters: {known_names}.")
     for one in parameters.values():
         if one.required and one.name not in given:
             raise CommandError(f"{command} requires {one.name}: {one.help.lower()}.")
@@ -69,7 +70,7 @@ def _checked(command: str, parameter: Parameter, value: Any) -> Any:
     if fits and kind in (str, list):
         fits = sum(map(len, value)) <= MOST_CHARACTERS
     if not fits:
-        raise CommandError(f"{command}: {parameter.name} must be {_rule(parameter)}, got {_shown(value)}.")
+        raise CommandError(f"{command}: {parameter.name} must be {_rule(parameter)}, got {brief(value, 80)}.")
     return value
 
 
@@ -89,8 +90,3 @@ def _check_json(command: str, data: dict[str, Any]) -> None:
         raise CommandError(
             f"{command}: data must be JSON, which has neither NaN nor infinity; send null or a text instead."
         ) from None
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from onstep.errors import MissingExtraError
+from onstep.errors import extra
+from onstep.http.addresses import authority, reachable
 
 _STARTED_BEFORE_SECONDS = 10.0
 """A process that was created longer than this after the job's start is another one; for files of other programs."""
@@ -47,8 +48,7 @@ class JobInfo:
         """Base URL of its server; for a Unix socket, one whose host is ignored."""
         if self.uds is not None:
             return "http://localhost"
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return f"http://{authority(reachable(self.host), self.port)}"
 
     @classmethod
     def of_this_process(cls, job_id: str, **values: Any) -> JobInfo:
@@ -141,8 +141,6 @@ def boot_id() -> str | None:
 
 
 def _psutil() -> Any:
-    try:
+    with extra("control", "Controlling jobs requires psutil"):
         import psutil
-    except ImportError as error:
-        raise MissingExtraError("Controlling jobs requires psutil: pip install 'onstep[control]'") from error
     return psutil

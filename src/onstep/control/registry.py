@@ -21,7 +21,7 @@ from typing import Any
 from filelock import lock_descriptor
 
 from onstep.control.job_info import JobInfo, is_alive, is_endpoint_pid_alive, is_here
-from onstep.errors import ConfigError, DataError, MissingExtraError
+from onstep.errors import ConfigError, DataError, extra
 from onstep.files.bounded_reading import parse_json
 from onstep.files.durability import replace_durably
 from onstep.processes.forking import release_in_forked_children
@@ -58,10 +58,8 @@ def registry_root() -> Path:
     chosen = os.environ.get("ONSTEP_REGISTRY")
     if chosen:
         return Path(chosen).expanduser().absolute()
-    try:
+    with extra("control", "Controlling jobs requires platformdirs"):
         from platformdirs import user_config_path
-    except ImportError as error:
-        raise MissingExtraError("Controlling jobs requires platformdirs: pip install 'onstep[control]'") from error
     return user_config_path("onstep") / "jobs"
 
 

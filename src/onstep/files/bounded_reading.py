@@ -221,7 +221,7 @@ def _no_constant(name: str) -> NoReturn:
 def brief(value: Any, limit: int = 60) -> str:
     """A value as it appears in messages: its `repr`, at most `limit` characters."""
     try:
-        text = repr(value[:limit] if isinstance(value, (str, bytes)) else value)
+        text = repr(value[: limit + 1] if isinstance(value, (str, bytes)) else value)
     except (ValueError, RecursionError):  # an integer of many digits; deep nesting
         text = f"a value of type {type(value).__name__} that is too long to show"
-    return text[:limit]
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

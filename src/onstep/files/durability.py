@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -69,6 +71,21 @@ def replace_durably(path: Path, content: str | bytes, *, mode: int = 0o666) -> N
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file that replaces another one at the end of the block, unless that fails.
+
+    Raises:
+        OSError: if that is impossible; the file is then as before.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def try_to_sync(path: Path, descriptor: int | None = None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 _MOST_NESTED = 100
@@ -18,6 +19,15 @@ def encode(record: dict[str, Any]) -> str:
         return _ENCODER.encode(record)
     except Exception:  # noqa: BLE001 - code of the values can raise anything; one value must not lose a record
         return json.dumps(_held(record))
+
+
+def finite(value: Any) -> Any:
+    """Replace NaN and infinities in plain values, which strict JSON does not have, by None."""
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _plain(value: Any) -> Any:

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import urlsplit
 
+from onstep.http.addresses import ANY, LOOPBACK
+
 MOST_TOKEN_BYTES = 4096
 LINK_SECONDS, MOST_LINKS = 60.0, 16
 MOST_SESSIONS = 64
-_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class Access:
@@ -30,7 +31,7 @@ class Access:
     def __init__(
         self,
         token: str | None,
-        allowed_hosts: Iterable[str] | None = _LOOPBACK,
+        allowed_hosts: Iterable[str] | None = LOOPBACK,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._token = None if token is None else token.encode()
@@ -108,12 +109,12 @@ class Access:
 
 def names_of(host: str | None) -> frozenset[str]:
     """The names by which a server that is bound to `host` may be called."""
-    if host not in ("0.0.0.0", "::", ""):
-        return _LOOPBACK if host is None else _LOOPBACK | {host}
+    if host not in ANY:
+        return LOOPBACK if host is None else LOOPBACK | {host}
     import psutil
 
     own = {one.address.partition("%")[0] for found in psutil.net_if_addrs().values() for one in found}
-    return _LOOPBACK | own | {socket.gethostname(), socket.getfqdn()}
+    return LOOPBACK | own | {socket.gethostname(), socket.getfqdn()}
 
 
 def _name(url: str) -> str | None:

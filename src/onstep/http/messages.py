@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from starlette.responses import Response
 
 from onstep.errors import DataError
 from onstep.files.bounded_reading import parse_json
-from onstep.files.json_values import encode
+from onstep.files.json_values import encode, finite
 
 MOST_BODY_BYTES = 64 << 10
 """Of a body in JSON."""
@@ -24,15 +23,7 @@ def strict_json(value: Any) -> str:
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
-        return json.dumps(_finite(json.loads(encode({"value": value}))["value"]), allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return json.dumps(finite(json.loads(encode({"value": value}))["value"]), allow_nan=False)
 
 
 def answer(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -13,6 +12,7 @@ from typing import Any
 
 from onstep.config.trackers import NAMES
 from onstep.files.bounded_reading import brief
+from onstep.files.durability import replacing
 from onstep.trackers.lines import Line, Lines
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -146,6 +146,5 @@ def read_progress(path: Path) -> Progress | None:
 def write_progress(path: Path, progress: Progress) -> None:
     """Replace the file atomically."""
     path.parent.mkdir(exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(progress.state_dict()), encoding="utf-8")
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(progress.state_dict()), encoding="utf-8")

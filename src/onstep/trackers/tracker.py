@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from onstep.errors import ConfigError, OnstepError
+from onstep.errors import MissingExtraError, OnstepError
 
 STEP_NAME = "train/global_step"
 """Hugging Face's name of the optimizer step, for trackers that keep their own count of points."""
@@ -28,10 +28,10 @@ def require_package(name: str, package: str | None) -> None:
     """Check that the package of a tracker is installed.
 
     Raises:
-        ConfigError: if it is not; the message gives the command that installs it.
+        MissingExtraError: if it is not; the message gives the command that installs it.
     """
     if not is_installed(package):
-        raise ConfigError(f"The tracker {name!r} requires the package {package}: pip install 'onstep[{name}]'")
+        raise MissingExtraError(f"The tracker {name!r} requires the package {package}: pip install 'onstep[{name}]'")
 
 
 def plain_name(name: str) -> str:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from onstep.analysis.logs.columns import number
 from onstep.analysis.logs.training_log import TrainingLog
-from onstep.errors import ConfigError, MissingExtraError
+from onstep.errors import ConfigError, extra
+from onstep.files.durability import replacing
 
 _ROWS_A_GROUP = 100_000
 """Rows per group of a Parquet file; one group is in memory at a time."""
@@ -40,9 +39,10 @@ def export_csv(log: TrainingLog, path: str | Path) -> Path:
         DataError: if almost all of many cells would be empty; see `Columns.check_table`.
     """
     log.columns.check_table(str(path))
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     keys = log.keys()
     with (
-        _replacing(Path(path)) as temporary,
+        replacing(Path(path)) as temporary,
         temporary.open("w", encoding="utf-8", errors="replace", newline="") as file,
     ):
         writer = csv.writer(file, lineterminator="\n")
@@ -65,18 +65,15 @@ def export_parquet(log: TrainingLog, path: str | Path) -> Path:
         MissingExtraError: if pyarrow is not installed.
         DataError: as for `export_csv`.
     """
-    try:
+    with extra("reports", "writing Parquet requires pyarrow", ", or export CSV."):
         import pyarrow as pa
         import pyarrow.parquet as pq
-    except ImportError:
-        raise MissingExtraError(
-            "writing Parquet requires pyarrow; install it with: pip install 'onstep[reports]', or export CSV."
-        ) from None
     log.columns.check_table(str(path))
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     keys = log.keys()
     kinds = _kinds(log, keys)
     schema = pa.schema([(_encodable(key), _arrow_type(pa, kinds[key])) for key in keys])
-    with _replacing(Path(path)) as temporary, pq.ParquetWriter(temporary, schema) as writer:
+    with replacing(Path(path)) as temporary, pq.ParquetWriter(temporary, schema) as writer:
         for group in _groups(log, keys):
             arrays = [_array(pa, group[key], kinds[key], field.type) for key, field in zip(keys, schema, strict=True)]
             writer.write_table(pa.table(arrays, schema=schema))
@@ -146,15 +143,3 @@ def _groups(log: TrainingLog, keys: list[str]) -> Iterator[dict[str, list[Any]]]
             group, num_rows = {key: [] for key in keys}, 0
     if num_rows:
         yield group
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary file that is renamed to `path` once complete; its directory is created if needed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ from typing import Any
 from onstep.analysis.logs.files import name_of_place
 from onstep.analysis.reports.summary import Summary, get_perplexity
 from onstep.analysis.text_tables import printable
+from onstep.files.json_values import finite
 
 ONE_LINE_HEADER = f"{'run':<32} | steps | time | loss | eval | samp/s"
 """Header for lines of `format_summary_oneline`."""
@@ -51,7 +52,7 @@ def format_summary_markdown(summary: Summary) -> str:
 def format_summary_json(summaries: Summary | Sequence[Summary]) -> str:
     """Format one summary as a JSON object, several as an array; values that are not finite become null."""
     content = summaries if isinstance(summaries, dict) else list(summaries)
-    return json.dumps(_strict(content), indent=2)
+    return json.dumps(finite(content), indent=2)
 
 
 def format_summary_oneline(summary: Summary) -> str:
@@ -173,12 +174,3 @@ def _place(summary: Summary) -> list[str]:
 def _note_lines(summary: Summary) -> list[str]:
     notes = [f"note: {printable(note)}" for note in summary.get("notes", [])]
     return ["", *notes] if notes else []
-
-
-def _strict(value: Any) -> Any:
-    """Replace values that JSON cannot represent by None."""
-    if isinstance(value, dict):
-        return {key: _strict(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_strict(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -13,6 +12,7 @@ from onstep.cli.cells import size_shown
 from onstep.cli.control.options import AsJson, Job, Remote, TokenFile
 from onstep.cli.control.target import Target, find_target
 from onstep.control import ControlError
+from onstep.control.history import finite_number
 
 Status = Mapping[str, Any]
 _METRICS = ("loss", "learning_rate", "grad_norm", "eval_loss")
@@ -58,7 +58,7 @@ def status_rows(found: Status) -> Iterator[tuple[str, str]]:
 
 def one_line(found: Status) -> str:
     """Progress, loss, learning rate, speed and time left, for a line that is updated."""
-    metrics = [f"{name} {value:.4g}" for name in _METRICS[:2] if (value := _number(found.get(name))) is not None]
+    metrics = [f"{name} {value:.4g}" for name in _METRICS[:2] if (value := finite_number(found.get(name))) is not None]
     speed, left = _speed(found), _duration(found.get("eta_seconds"))
     state = str(found.get("status", ""))
     parts = [_progress(found) and f"step {_progress(found)}", *metrics, speed, left and f"{left} left"]
@@ -69,7 +69,7 @@ def _rows(found: Status) -> Iterator[tuple[str, str]]:
     yield "step", _progress(found)
     yield "epoch", _epoch(found)
     for name in _METRICS:
-        value = _number(found.get(name))
+        value = finite_number(found.get(name))
         yield name, "" if value is None else f"{value:.4g}"
     yield "speed", _speed(found)
     yield "time left", _duration(found.get("eta_seconds"))
@@ -82,7 +82,7 @@ def _rows(found: Status) -> Iterator[tuple[str, str]]:
 
 
 def _progress(found: Status) -> str:
-    step, most, progress = (_number(found.get(key)) for key in ("global_step", "max_steps", "progress"))
+    step, most, progress = (finite_number(found.get(key)) for key in ("global_step", "max_steps", "progress"))
     if step is None:
         return ""
     of = f" of {most:,.0f}" if most is not None and most > 0 else ""
@@ -90,21 +90,21 @@ def _progress(found: Status) -> str:
 
 
 def _epoch(found: Status) -> str:
-    epoch, most = _number(found.get("epoch")), _number(found.get("num_train_epochs"))
+    epoch, most = finite_number(found.get("epoch")), finite_number(found.get("num_train_epochs"))
     if epoch is None:
         return ""
     return f"{epoch:.4g}" + (f" of {most:.4g}" if most is not None and most > 0 else "")
 
 
 def _speed(found: Status) -> str:
-    speed = _number(found.get("steps_per_second"))
+    speed = finite_number(found.get("steps_per_second"))
     if speed is None or speed <= 0:
         return ""
     return f"{speed:.3g} steps/s" if speed >= 1 else f"{1 / speed:.3g} s/step"
 
 
 def _duration(seconds: Any) -> str:
-    number = _number(seconds)
+    number = finite_number(seconds)
     return "" if number is None or not 0 <= number < 1e11 else str(timedelta(seconds=round(number)))
 
 
@@ -119,7 +119,10 @@ def _checkpoints(found: Status) -> str:
 def _memory(found: Status) -> Iterator[str]:
     rows = found.get("memory")
     for row in rows if isinstance(rows, list) else []:
-        sizes = [("", _number(row.get("rss_bytes"))), (" peak on the device", _number(row.get("peak_device_bytes")))]
+        sizes = [
+            ("", finite_number(row.get("rss_bytes"))),
+            (" peak on the device", finite_number(row.get("peak_device_bytes"))),
+        ]
         texts = [f"{size_shown(int(size))}{where}" for where, size in sizes if size]
         if texts:
             yield f"rank {row.get('rank')}: {', '.join(texts)}"
@@ -127,8 +130,3 @@ def _memory(found: Status) -> Iterator[str]:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def _number(value: Any) -> float | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if is_number else None

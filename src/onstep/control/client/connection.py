@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import quote
 
 from onstep.analysis.text_tables import printable, shortened
-from onstep.errors import ConfigError, DataError, MissingExtraError, OnstepError
+from onstep.errors import ConfigError, DataError, OnstepError, extra
 from onstep.files.bounded_reading import MAX_JSON_BYTES, brief, parse_json
 
 if TYPE_CHECKING:
@@ -134,10 +134,8 @@ class Connection:
         )
 
     def _client(self) -> httpx.Client:
-        try:
+        with extra("control", "Steering a running job requires httpx"):
             import httpx
-        except ImportError as error:
-            raise MissingExtraError("Steering a running job requires httpx: pip install 'onstep[control]'") from error
         # Our servers do not compress, and what expands a thousandfold is not read.
         headers = {
             "User-Agent": f"{self.program}/{version('onstep')}",

@@ -17,13 +17,12 @@ from onstep.control.client.interface import ControlResponse, TrainerControlClien
 from onstep.control.feed import FeedEvent
 from onstep.control.registry import JobInfo, describe_jobs, is_alive, is_here, is_job_id, list_infos, read_token
 from onstep.errors import ConfigError
+from onstep.http.addresses import ANY, LOOPBACK, authority
 
 _MOST_WAIT_SECONDS = 60.0
 """The longest that a server waits before it answers."""
 _MOST_EVENTS = 100_000
 """More than a job keeps."""
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
-_ANY = ("0.0.0.0", "::")
 
 
 class HTTPTrainerControlClient(TrainerControlClient):
@@ -56,7 +55,9 @@ class HTTPTrainerControlClient(TrainerControlClient):
                 "token is for a server given by host and port; the tokens of local jobs are in the registry."
             )
         self._timeout = timeout
-        self._remote = None if host is None else Connection(_url(host, port or 0), None, token, timeout)
+        self._remote = (
+            None if host is None else Connection(f"http://{authority(host, port or 0)}", None, token, timeout)
+        )
 
     def send_command(
         self, job_id: str, command: str, data: dict[str, Any] | None = None, wait: float | None = None
@@ -210,10 +211,10 @@ def local_connection(job_id: str, timeout: float = TIMEOUT_SECONDS) -> Connectio
         raise ControlError(
             f"{job_id} has ended: its process {info.pid} is gone; `onstep control cleanup` removes its entry."
         )
-    if not is_here(info) and (info.uds is not None or info.host in _LOOPBACK):
+    if not is_here(info) and (info.uds is not None or info.host in LOOPBACK):
         raise ControlError(_elsewhere(info))
-    is_any = not is_here(info) and info.host in _ANY
-    url = _url(info.hostname, info.port) if is_any else info.endpoint_url
+    is_any = not is_here(info) and info.host in ANY
+    url = f"http://{authority(info.hostname, info.port)}" if is_any else info.endpoint_url
     return Connection(url, info.uds, read_token(job_id), timeout)
 
 
@@ -225,10 +226,6 @@ def _elsewhere(info: JobInfo) -> str:
         f"{info.job_id} runs on {info.hostname} and listens on {info.host} there; run this command there, or "
         f"`ssh -L {port}:{info.host}:{port} {info.hostname}` and use --remote 127.0.0.1:{port} --token-file FILE."
     )
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def job_path(job_id: str, *parts: str) -> str:

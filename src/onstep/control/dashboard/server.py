@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from onstep.control.dashboard.dashboard import Dashboard
-from onstep.errors import MissingExtraError
+from onstep.errors import extra
+from onstep.http.addresses import LOOPBACK, authority, reachable
 
 if TYPE_CHECKING:
     from onstep.http.access import Access
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -40,13 +39,11 @@ def serve(dashboard: Dashboard, host: str = "127.0.0.1", port: int | None = None
         ConfigError: for a host or port that cannot be bound.
         MissingExtraError: where the libraries of the server are not installed.
     """
-    try:
+    with extra("control", "The dashboard requires a web server"):
         from onstep.control.serving.app import build_app
         from onstep.control.serving.server import ControlServer
         from onstep.http.access import Access, names_of
-    except ImportError as error:
-        raise MissingExtraError("The dashboard requires a web server: pip install 'onstep[control]'") from error
-    if host not in _LOOPBACK:
+    if host not in LOOPBACK:
         logger.warning(
             "The dashboard listens on %s: whoever has a link can steer the jobs, and it is not encrypted.", host
         )
@@ -54,8 +51,7 @@ def serve(dashboard: Dashboard, host: str = "127.0.0.1", port: int | None = None
     app = build_app(dashboard.jobs, access=access, listed=dashboard.listed, title="Onstep dashboard", is_dashboard=True)
     server = ControlServer(app, host=host, port=port)
     server.start()
-    shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
     try:
-        yield Served(f"http://[{shown}]:{server.port}" if ":" in shown else f"http://{shown}:{server.port}", access)
+        yield Served(f"http://{authority(reachable(host), server.port)}", access)
     finally:
         server.stop()

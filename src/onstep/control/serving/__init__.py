@@ -4,10 +4,8 @@
 `limits` bounds what may be asked. What it shares with other servers is in `onstep.http`.
 """
 
-from onstep.errors import MissingExtraError
+from onstep.errors import extra
 
-try:
+with extra("control", "Serving jobs requires starlette and uvicorn"):
     import starlette  # noqa: F401
     import uvicorn  # noqa: F401
-except ImportError as error:
-    raise MissingExtraError("Serving jobs requires starlette and uvicorn: pip install 'onstep[control]'") from error

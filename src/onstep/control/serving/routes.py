@@ -18,6 +18,7 @@ from onstep.control.serving.event_streams import stream
 from onstep.control.serving.limits import MOST_POINTS, MOST_STREAMS, MOST_WAIT_SECONDS
 from onstep.control.serving.prometheus import CONTENT_TYPE, prometheus_text
 from onstep.control.serving.served_job import ServedJob
+from onstep.files.bounded_reading import brief
 from onstep.http.messages import (
     RefusedError,
     answer,
@@ -162,8 +163,8 @@ def _wait(seconds: Any) -> float:
     if seconds is None:
         return 0.0
     if not is_number or not 0 <= seconds <= MOST_WAIT_SECONDS:
-        shown = repr(seconds)[:80]
-        raise RefusedError(400, f"wait must be a number of seconds from 0 to {MOST_WAIT_SECONDS:g}, got {shown}.")
+        rule = f"a number of seconds from 0 to {MOST_WAIT_SECONDS:g}"
+        raise RefusedError(400, f"wait must be {rule}, got {brief(seconds, 80)}.")
     return float(seconds)
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from onstep.data.corpus.build_cache import Source
-from onstep.data.corpus.documents import MAX_RECORD_BYTES, Document, add_file, first_keys, read_record, short
+from onstep.data.corpus.documents import MAX_RECORD_BYTES, Document, add_file, first_keys, read_record
 from onstep.data.corpus.hf_datasets import fingerprint_of, rows_of
 from onstep.data.corpus.reading_bar import reading_bar
 from onstep.errors import DataError
-from onstep.files.bounded_reading import read_lines
+from onstep.files.bounded_reading import brief, read_lines
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -155,14 +155,14 @@ class ChatTexts:
 
 def _checked(messages: Any, place: str) -> list[Message]:
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise DataError(f"{place} must be a list of messages, got {short(messages)}")
+        raise DataError(f"{place} must be a list of messages, got {brief(messages, 80)}")
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise DataError(f"{place} must contain messages with 'role' and 'content', got {short(message)}")
+            raise DataError(f"{place} must contain messages with 'role' and 'content', got {brief(message, 80)}")
         untrained = message["role"] in _PROMPT_ROLES and message.get("weight") == 0
         if message.get("weight") is not None and message["weight"] != 1 and not untrained:
             raise DataError(
-                f"{place}: a message has weight={short(message['weight'])}, but answers are all trained on alike; "
+                f"{place}: a message has weight={brief(message['weight'], 80)}, but answers are all trained on alike; "
                 "leave the weight out, or such answers"
             )
     # A column of the `datasets` library has every key for every message, with None for those that were not given.
@@ -177,7 +177,7 @@ def _check_text(value: Any, place: str) -> None:
         except UnicodeEncodeError as error:
             around = value[max(error.start - 10, 0) : error.start + 10]
             raise DataError(
-                f"{place}: {short(around)} contains an unpaired surrogate ({value[error.start]!r}); fix or remove "
+                f"{place}: {brief(around, 80)} contains an unpaired surrogate ({value[error.start]!r}); fix or remove "
                 "this record"
             ) from error
     elif isinstance(value, Mapping):

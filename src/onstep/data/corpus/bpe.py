@@ -13,7 +13,7 @@ from typing import Any
 from onstep.data.corpus.build_cache import build_cached, write_text
 from onstep.data.corpus.documents import DocumentSource, no_text, not_utf8
 from onstep.data.corpus.tokenizers import TokenizersTokenizer
-from onstep.errors import DataError, MissingExtraError
+from onstep.errors import DataError, extra
 
 END_TOKEN = "<|endoftext|>"
 DEFAULT_VOCAB_SIZE = 8192
@@ -69,13 +69,9 @@ def _find(path: Path) -> TokenizersTokenizer | None:
 
 def _learn(source: DocumentSource, size: int, label: str | None) -> str:
     """Train the tokenizer; returns the content of its `tokenizer.json`."""
-    try:
+    with extra("hf", "tokenizer_type 'bpe' requires the library 'tokenizers'"):
         import tokenizers
         from tokenizers import decoders, models, pre_tokenizers, trainers
-    except ImportError as error:
-        raise MissingExtraError(
-            "tokenizer_type 'bpe' requires the library 'tokenizers'; install it: pip install 'onstep[hf]'"
-        ) from error
     tokenizer: Any = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

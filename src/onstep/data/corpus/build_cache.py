@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 from filelock import FileLock, Timeout
 
 from onstep.errors import DataError
+from onstep.files.durability import replacing
 
 T = TypeVar("T")
 
@@ -84,9 +85,8 @@ def build_cached(
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file atomically."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def default_cache_dir() -> Path:

@@ -15,7 +15,7 @@ from onstep.data.corpus.not_text import warn_of_nul
 from onstep.data.corpus.reading_bar import reading_bar
 from onstep.data.corpus.text_files import is_jsonl
 from onstep.errors import DataError
-from onstep.files.bounded_reading import MAX_JSON_BYTES, parse_json, read_lines
+from onstep.files.bounded_reading import MAX_JSON_BYTES, brief, parse_json, read_lines
 
 MAX_RECORD_BYTES = MAX_JSON_BYTES
 """Limit for a line of a JSONL file: some four million tokens. Parsed, it may need 30 times the memory."""
@@ -103,14 +103,8 @@ def read_record(line: bytes, place: str, rule: str = "one JSON object") -> dict[
 
 def first_keys(record: Mapping[str, Any]) -> str:
     """The first keys of a record, for messages."""
-    shown = [short(key) for key in itertools.islice(record, _KEYS_SHOWN)]
+    shown = [brief(key, 80) for key in itertools.islice(record, _KEYS_SHOWN)]
     return ", ".join(shown + ["..."] * (len(record) > len(shown))) or "none"
-
-
-def short(value: Any) -> str:
-    """`repr(value)`, shortened to 80 characters."""
-    text = repr(value)
-    return text if len(text) < 80 else f"{text[:77]}..."
 
 
 def _record_text(line: bytes, place: str, text_key: str) -> bytes:

@@ -15,7 +15,7 @@ from onstep.data.corpus.documents import Document
 from onstep.data.corpus.reading_bar import reading_bar
 from onstep.data.corpus.text_files import JSONL_SUFFIXES, is_visible
 from onstep.data.corpus.tokenizer_library import Explained
-from onstep.errors import DataError, MissingExtraError
+from onstep.errors import DataError, extra
 
 T = TypeVar("T")
 
@@ -131,12 +131,8 @@ def load_own_splits(
         DataError: for a dataset that cannot be found or read, or has no such split.
         MissingExtraError: if `datasets` is not installed.
     """
-    try:
+    with extra("datasets", "this data requires the library 'datasets'"):
         import datasets
-    except ImportError as error:
-        raise MissingExtraError(
-            "this data requires the library 'datasets'; install it: pip install 'onstep[datasets]'"
-        ) from error
     _check_subset(paths, subset)
     with _bars(datasets, show_progress):
         loaded = [_load(datasets, path, subset) for path in paths]

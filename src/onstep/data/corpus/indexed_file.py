@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from onstep.errors import DataError
 from onstep.files.bounded_reading import open_file
+from onstep.files.durability import replacing
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -202,13 +203,11 @@ def write_indexed_dataset(
     if not sum(lengths):
         raise DataError(f"there are no documents for {tokens_path}; give at least one non-empty document")
     sizes = np.array(lengths, dtype=np.int64) * dtype.itemsize
-    temporary = index_path.with_suffix(".idx.tmp")
-    with temporary.open("wb") as out:
+    with replacing(index_path) as temporary, temporary.open("wb") as out:
         out.write(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(lengths) + 1))
         out.write(np.array(lengths, dtype="<i4").tobytes())
         out.write((np.cumsum(sizes) - sizes).astype("<i8").tobytes())
         out.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
-    os.replace(temporary, index_path)
     return IndexedFile(index_path)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from onstep.errors import DataError, MissingExtraError, OnstepError
+from onstep.errors import DataError, OnstepError, extra
 from onstep.files.bounded_reading import MAX_JSON_BYTES, parse_json, read_bytes
 
 FILES = (
@@ -170,10 +170,8 @@ def read_tokenizer_file(path: Path) -> bytes:
 
 def load_tokenizers(path: Path, content: bytes) -> Any:
     """The `tokenizers.Tokenizer` in a file's content; raises DataError, or MissingExtraError without the library."""
-    try:
+    with extra("hf", "this tokenizer requires the library 'tokenizers'"):
         import tokenizers
-    except ImportError as error:
-        raise _missing("tokenizers") from error
     check_charsmap(content, path)
     with Explained(f"{path} is not a tokenizer of the `tokenizers` library; give a tokenizer.json"):
         return tokenizers.Tokenizer.from_buffer(content)
@@ -181,10 +179,8 @@ def load_tokenizers(path: Path, content: bytes) -> Any:
 
 def load_transformers(path: Path) -> Any:
     """The `transformers` tokenizer of a directory; raises as `load_tokenizers`."""
-    try:
+    with extra("hf", "this tokenizer requires the library 'transformers'"):
         from transformers import AutoTokenizer
-    except ImportError as error:
-        raise _missing("transformers") from error
     check_sizes(path, [*FILES, "config.json"])
     file = path / "tokenizer.json"
     content = read_tokenizer_file(file) if file.is_file() else None
@@ -197,7 +193,3 @@ def load_transformers(path: Path) -> Any:
         if content is not None:
             load_tokenizers(file, content)  # says where a damaged file is wrong; transformers tells its own mistake
         raise
-
-
-def _missing(library: str) -> MissingExtraError:
-    return MissingExtraError(f"this tokenizer requires the library {library!r}; install it: pip install 'onstep[hf]'")

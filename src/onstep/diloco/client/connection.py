@@ -19,7 +19,7 @@ from onstep.diloco.protocol.session import RefusedByServerError, ServerLostError
 from onstep.diloco.protocol.wire import InvalidMessageError, reply_from_json, to_json
 from onstep.diloco.wire.http import FIRST_PORT, JSON, MESSAGE_HEADER, PATHS, TENSORS
 from onstep.diloco.wire.tokens import checked, find_token
-from onstep.errors import ConfigError, DataError, MissingExtraError
+from onstep.errors import ConfigError, DataError, extra
 from onstep.files.bounded_reading import parse_json
 
 if TYPE_CHECKING:
@@ -181,10 +181,8 @@ def _error_in(document: Mapping[str, Any]) -> str:
 
 
 def _http_client(url: str, timeout: float, token: str | None, verify: str | Path | None) -> httpx.Client:
-    try:
+    with extra("control", "DiLoCo requires httpx"):
         import httpx
-    except ImportError as error:
-        raise MissingExtraError("DiLoCo requires httpx: pip install 'onstep[control]'") from error
     requests = logging.getLogger("httpx")
     if requests.level == logging.NOTSET:  # it logs every request at INFO, between the lines of a training
         requests.setLevel(logging.WARNING)

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from onstep.diloco.protocol.messages import Registered, Reply, Request, Settings
 from onstep.errors import ConfigError
+from onstep.files.bounded_reading import brief
 
 MAX_TEXT = 1_000
 """Characters in a text."""
@@ -147,7 +148,7 @@ def _checker(name: str, holds: Check, rule: str) -> Callable[[object], Any]:
 
     def check(value: object) -> Any:
         if not holds(value):
-            raise InvalidMessageError(f"{name} must be {rule}, got {repr(value)[:100]}")
+            raise InvalidMessageError(f"{name} must be {rule}, got {brief(value, 100)}")
         return value
 
     return check

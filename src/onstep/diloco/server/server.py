@@ -31,6 +31,7 @@ from onstep.diloco.wire.http import PORTS
 from onstep.diloco.wire.tokens import checked, keep_token, token_path
 from onstep.errors import CheckpointError, ConfigError, require
 from onstep.http.access import Access
+from onstep.http.addresses import authority, reachable
 from onstep.http.binding import listen
 from onstep.http.listener import Listener
 from onstep.http.server import HttpServer, TlsFiles
@@ -161,12 +162,11 @@ class DiLoCoServer:
     def address(self) -> str:
         """`host:port`, and `https://` before it with TLS: what workers are given, on this machine if all addresses are
         bound."""
-        return self.address_at({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host))
+        return self.address_at(reachable(self.host))
 
     def address_at(self, host: str) -> str:
         """The same with another name or address of this machine."""
-        host = f"[{host}]" if ":" in host else host
-        return f"{'https://' if self._scheme == 'https' else ''}{host}:{self.port}"
+        return f"{'https://' if self._scheme == 'https' else ''}{authority(host, self.port)}"
 
     @property
     def sync_round(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from onstep.errors import ConfigError, MissingExtraError
+from onstep.errors import ConfigError, extra
 from onstep.files.durability import replace_durably
 
 DIRECTORY = "ONSTEP_DILOCO_TOKENS"
@@ -28,10 +28,8 @@ def token_path(port: int) -> Path:
     chosen = os.environ.get(DIRECTORY)
     if chosen:
         return Path(chosen).expanduser() / f"{port}.token"
-    try:
+    with extra("control", "DiLoCo requires platformdirs"):
         from platformdirs import user_config_path
-    except ImportError as error:
-        raise MissingExtraError("DiLoCo requires platformdirs: pip install 'onstep[control]'") from error
     return user_config_path("onstep") / "diloco_server" / f"{port}.token"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from onstep.errors import OnstepError
+from onstep.files.durability import replacing
 from onstep.record.names import numbered_name
 from onstep.trackers.numbers import is_step
 from onstep.trackers.tracker import CannotContinueError, RunIdentity
@@ -130,8 +131,7 @@ class CsvTable:
 
     def _replace(self, lines: Iterator[str]) -> None:
         """Rewrite the file: header, `lines`, and the rows of the last step."""
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        with temporary.open("w", encoding="utf-8", newline="") as file:
+        with replacing(self.path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
             csv.writer(file, lineterminator="\n").writerow(self._columns)
             file.writelines(lines)
             offset = file.tell()
@@ -139,7 +139,6 @@ class CsvTable:
             file.flush()
             if self.is_in_checkpoint:
                 os.fsync(file.fileno())  # after a power failure, the name must not refer to an empty file
-        os.replace(temporary, self.path)
         self._last_offset = offset
         self._open()
 

@@ -8,15 +8,13 @@ import re
 import socket
 import time
 from collections.abc import Mapping
-from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import Any, ClassVar
 
-from onstep.errors import MissingExtraError
 from onstep.files.bounded_reading import brief
 from onstep.trackers.numbers import is_step
-from onstep.trackers.tracker import CannotContinueError, RunIdentity
+from onstep.trackers.tracker import CannotContinueError, RunIdentity, require_package
 
 EVENT_FILES = "events.out.tfevents.*"
 SAMPLES_DIR = "vs_samples"
@@ -48,8 +46,7 @@ class TensorBoardTracker:
     takes_back = True
 
     def __init__(self, log_dir: str | Path | None = None) -> None:
-        if find_spec(self.package) is None:
-            raise MissingExtraError("The tracker 'tensorboard' requires TensorBoard: pip install 'onstep[tensorboard]'")
+        require_package(self.name, self.package)
         self._log_dir = None if log_dir is None else Path(log_dir)
         self._writer: EventFile | None = None
         self._over_samples: EventFile | None = None

@@ -20,28 +20,21 @@ from onstep.config.keys import KEYS, Key, diff, keys_of, nearest_key, to_flat
 from onstep.config.lengths import steps_of_epochs, steps_per_epoch, train_iters
 from onstep.config.load import apply_overrides, dump_yaml, from_dict, load_yaml, merge, parse_yaml, save_yaml
 from onstep.config.section import ChangeClass, ConfigSection, option
-from onstep.config.sections import (
-    AnomalyConfig,
-    CheckpointConfig,
-    DatasetConfig,
-    DistributedDataParallelConfig,
-    DistributedInitConfig,
+from onstep.config.sections.anomaly import AnomalyConfig, RerunStateMachineConfig
+from onstep.config.sections.checkpoint import CheckpointConfig
+from onstep.config.sections.data import DatasetConfig, RNGConfig, TokenizerConfig
+from onstep.config.sections.fault_tolerance import (
     FaultToleranceConfig,
-    LoggerConfig,
-    ModelConfig,
     NVRxStragglerDetectionConfig,
-    OptimizerConfig,
-    PeftConfig,
-    ProfilingConfig,
-    RerunStateMachineConfig,
-    RNGConfig,
-    RunConfig,
-    SchedulerConfig,
     StragglerDetectionConfig,
-    TokenizerConfig,
-    TrainingConfig,
-    ValidationConfig,
 )
+from onstep.config.sections.logger import LoggerConfig
+from onstep.config.sections.model import ModelConfig
+from onstep.config.sections.optimizer import OptimizerConfig, SchedulerConfig
+from onstep.config.sections.peft import PeftConfig
+from onstep.config.sections.profiling import ProfilingConfig
+from onstep.config.sections.run import DistributedDataParallelConfig, DistributedInitConfig, RunConfig
+from onstep.config.sections.training import TrainingConfig, ValidationConfig
 
 __all__ = [
     "ABSENT",

@@ -6,28 +6,21 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from onstep.config.section import INCOMPATIBLE, SAFE, TRAJECTORY, ConfigSection, option
-from onstep.config.sections import (
-    AnomalyConfig,
-    CheckpointConfig,
-    DatasetConfig,
-    DistributedDataParallelConfig,
-    DistributedInitConfig,
+from onstep.config.sections.anomaly import AnomalyConfig, RerunStateMachineConfig
+from onstep.config.sections.checkpoint import CheckpointConfig
+from onstep.config.sections.data import DatasetConfig, RNGConfig, TokenizerConfig
+from onstep.config.sections.fault_tolerance import (
     FaultToleranceConfig,
-    LoggerConfig,
-    ModelConfig,
     NVRxStragglerDetectionConfig,
-    OptimizerConfig,
-    PeftConfig,
-    ProfilingConfig,
-    RerunStateMachineConfig,
-    RNGConfig,
-    RunConfig,
-    SchedulerConfig,
     StragglerDetectionConfig,
-    TokenizerConfig,
-    TrainingConfig,
-    ValidationConfig,
 )
+from onstep.config.sections.logger import LoggerConfig
+from onstep.config.sections.model import ModelConfig
+from onstep.config.sections.optimizer import OptimizerConfig, SchedulerConfig
+from onstep.config.sections.peft import PeftConfig
+from onstep.config.sections.profiling import ProfilingConfig
+from onstep.config.sections.run import DistributedDataParallelConfig, DistributedInitConfig, RunConfig
+from onstep.config.sections.training import TrainingConfig, ValidationConfig
 from onstep.errors import ConfigError
 
 

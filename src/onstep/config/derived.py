@@ -8,7 +8,7 @@ import signal
 from onstep.config.container import ConfigContainer
 from onstep.config.keys import leaves, typed_copy
 from onstep.config.lengths import batch_sizes
-from onstep.config.sections import default_ffn_hidden_size
+from onstep.config.sections.model import default_ffn_hidden_size
 
 
 def fill(config: ConfigContainer, world_size: int) -> ConfigContainer:

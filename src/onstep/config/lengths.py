@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from onstep.config.container import ConfigContainer
-from onstep.config.sections import TrainingConfig
+from onstep.config.sections.training import TrainingConfig
 from onstep.config.suggestions import shown
 from onstep.errors import ConfigError
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onstep.config.checks.model import LORA_PROJECTIONS
-from onstep.config.sections import default_ffn_hidden_size
+from onstep.config.sections.model import default_ffn_hidden_size
 from onstep.errors import ConfigError
 
 

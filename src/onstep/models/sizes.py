@@ -5,7 +5,7 @@ from __future__ import annotations
 from onstep.config import ModelConfig
 from onstep.config.checks.model import check_expert_options, check_model
 from onstep.config.checks.single_values import check_values
-from onstep.config.sections import default_ffn_hidden_size
+from onstep.config.sections.model import default_ffn_hidden_size
 from onstep.errors import ConfigError
 
 

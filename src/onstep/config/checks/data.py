@@ -6,7 +6,7 @@ import math
 from pathlib import PurePath
 
 from onstep.config.container import ConfigContainer
-from onstep.config.sections import DatasetConfig, TokenizerConfig
+from onstep.config.sections.data import DatasetConfig, TokenizerConfig
 from onstep.config.suggestions import shown
 from onstep.errors import ConfigError
 

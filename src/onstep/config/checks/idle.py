@@ -16,7 +16,7 @@ from onstep.config.container import ConfigContainer
 from onstep.config.hf.argument import STYLES
 from onstep.config.hf.optimizers import NATIVE
 from onstep.config.keys import KEYS
-from onstep.config.sections import ModelConfig
+from onstep.config.sections.model import ModelConfig
 from onstep.config.suggestions import WIDTH, shown
 
 _OF_TRAINER = (

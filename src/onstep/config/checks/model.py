@@ -9,7 +9,7 @@ from typing import Any
 from onstep.config.container import ConfigContainer
 from onstep.config.field_types import is_number
 from onstep.config.keys import KEYS
-from onstep.config.sections import ModelConfig
+from onstep.config.sections.model import ModelConfig
 from onstep.config.suggestions import nearest, shown
 from onstep.errors import ConfigError
 

@@ -11,7 +11,7 @@ from typing import Any
 from onstep.config.container import ConfigContainer
 from onstep.config.field_types import is_number
 from onstep.config.lengths import warmup_and_decay
-from onstep.config.sections import OptimizerConfig
+from onstep.config.sections.optimizer import OptimizerConfig
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 

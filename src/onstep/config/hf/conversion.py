@@ -15,7 +15,7 @@ from onstep.config.hf.schedules import named_schedule, set_schedule
 from onstep.config.keys import KEYS, diff
 from onstep.config.lengths import share_of, steps_of_epochs
 from onstep.config.load import merge
-from onstep.config.sections import DistributedDataParallelConfig
+from onstep.config.sections.run import DistributedDataParallelConfig
 from onstep.config.suggestions import shown
 from onstep.config.trackers import tracker_list
 from onstep.errors import ConfigError

@@ -7,7 +7,7 @@ from typing import Any
 from onstep.config.container import ConfigContainer
 from onstep.config.hf.argument import STYLES
 from onstep.config.hf.arguments import TrainingArguments
-from onstep.config.sections import OptimizerConfig, SchedulerConfig
+from onstep.config.sections.optimizer import OptimizerConfig, SchedulerConfig
 from onstep.errors import ConfigError
 
 WSD_STYLES = {"linear": "linear", "cosine": "cosine", "1-sqrt": "minus_sqrt"}

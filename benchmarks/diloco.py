@@ -38,13 +38,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onstep.diloco.codec import CODECS, decode, encode, specs_of, write_body
+from onstep.diloco.codec.body import write_body
+from onstep.diloco.codec.formats import decode, encode
+from onstep.diloco.codec.specs import specs_of
 from onstep.diloco.outer import nesterov_sgd
 from onstep.diloco.protocol.messages import Await, Heartbeat, Register, Request, Settings, Submit, fingerprint
 from onstep.diloco.protocol.wire import to_json
 from onstep.diloco.server import DiLoCoServer
 from onstep.diloco.server.averaging import Contribution
 from onstep.diloco.server.masters import Fragment
+from onstep.diloco.sizes import CODECS
 from onstep.diloco.wire.http import MESSAGE_HEADER, PATHS
 
 ROUND_LIMIT, MEMORY_LIMIT, SUBMISSION_BYTES = 3.0, 16.0, 4.0

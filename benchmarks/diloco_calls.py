@@ -19,7 +19,8 @@ from types import FrameType
 import torch
 
 from onstep.diloco.client import DiLoCoClient
-from onstep.diloco.codec import specs_of, write_body
+from onstep.diloco.codec.body import write_body
+from onstep.diloco.codec.specs import specs_of
 from onstep.diloco.protocol.messages import Register, Settings, Submit, fingerprint
 from onstep.diloco.protocol.wire import to_json
 from onstep.diloco.server import DiLoCoServer

@@ -15,7 +15,7 @@ from torch import Tensor
 from onstep.diloco.client import DiLoCoClient, RefusedByServerError, ServerLostError, SubmissionDroppedError
 from onstep.diloco.client.connection import Body
 from onstep.diloco.client.servers import Servers
-from onstep.diloco.codec import InvalidTensorsError
+from onstep.diloco.codec.specs import InvalidTensorsError
 from onstep.diloco.protocol.messages import Ready, Reply, Request, Settings
 from onstep.diloco.server import DiLoCoServer
 from onstep.errors import ConfigError

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onstep.diloco.codec import CODECS, ErrorFeedback, InvalidTensorsError, decode, specs_of
+from onstep.diloco.codec.feedback import ErrorFeedback
+from onstep.diloco.codec.formats import decode
+from onstep.diloco.codec.specs import InvalidTensorsError, specs_of
+from onstep.diloco.sizes import CODECS
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from onstep.diloco.client import DiLoCoClient
-from onstep.diloco.codec import specs_of
+from onstep.diloco.codec.specs import specs_of
 from onstep.diloco.protocol.messages import Beat, Heartbeat, Register, Registered, fingerprint
 from onstep.diloco.server import DiLoCoServer
 from onstep.diloco.wire.http import specs_to_bytes

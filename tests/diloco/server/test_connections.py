@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from onstep.diloco.client import DiLoCoClient
-from onstep.diloco.codec import write_body
+from onstep.diloco.codec.body import write_body
 from onstep.diloco.protocol.messages import Beat, Settings
 from onstep.diloco.protocol.wire import to_json
 from onstep.diloco.server import DiLoCoServer

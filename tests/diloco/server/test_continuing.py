@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import SGD, Adam
 
-from onstep.diloco.codec import digest
+from onstep.diloco.codec.specs import digest
 from onstep.diloco.protocol.messages import Settings
 from onstep.diloco.server import DiLoCoServer
 from onstep.diloco.server.store import Store

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from onstep.diloco.codec import encode, write_body
+from onstep.diloco.codec.body import write_body
+from onstep.diloco.codec.formats import encode
 from onstep.diloco.protocol.messages import Accepted, Refused, Settings
 from onstep.diloco.protocol.wire import to_json
 from onstep.diloco.server import DiLoCoServer

@@ -20,7 +20,7 @@ from torch.optim import Adam
 
 from onstep.checkpoint import read_tensors
 from onstep.diloco.client import DiLoCoClient, RefusedByServerError
-from onstep.diloco.codec import digest
+from onstep.diloco.codec.specs import digest
 from onstep.diloco.protocol.messages import Accepted, NotYet, Refused, Settings
 from onstep.diloco.server import DiLoCoServer, served_run
 from onstep.diloco.server import server as server_module

@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.optim import SGD
 
 from onstep.diloco.client import DiLoCoClient, RefusedByServerError
-from onstep.diloco.codec import CODECS, decode, digest
+from onstep.diloco.codec.formats import decode
+from onstep.diloco.codec.specs import digest
 from onstep.diloco.protocol.messages import Accepted, NotYet, Refused, Settings
 from onstep.diloco.server import DiLoCoServer
+from onstep.diloco.sizes import CODECS
 from onstep.errors import ConfigError
 from tests.support.diloco.raw_worker import RawWorker
 

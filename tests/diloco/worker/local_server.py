@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from onstep.diloco.client import ServerLostError
-from onstep.diloco.codec import encode, read_body, specs_of, write_body
+from onstep.diloco.codec.body import read_body, write_body
+from onstep.diloco.codec.formats import encode
+from onstep.diloco.codec.specs import specs_of
 from onstep.diloco.fragments import assign
 from onstep.diloco.protocol.coordinator import Coordinator
 from onstep.diloco.protocol.messages import Await, NotYet, Ready, Reply, Request, Settings, Submit, fingerprint

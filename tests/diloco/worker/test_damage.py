@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from onstep.diloco.client.membership import Version, read_version
-from onstep.diloco.codec import InvalidTensorsError, specs_of, write_body
+from onstep.diloco.codec.body import write_body
+from onstep.diloco.codec.specs import InvalidTensorsError, specs_of
 from onstep.diloco.protocol.messages import Ready, Reply, Request
 from onstep.diloco.protocol.session import Delivery
 from tests.diloco.worker.crew import ALONE, batches, new_worker, small_model, train, values

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from onstep.diloco.client.membership import Membership
-from onstep.diloco.codec import specs_of
+from onstep.diloco.codec.specs import specs_of
 from onstep.diloco.protocol.messages import Heartbeat, Reply, Request
 from onstep.diloco.worker.heartbeat import HeartbeatThread
 from onstep.diloco.worker.pace import Pace

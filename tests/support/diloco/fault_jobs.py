@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onstep.diloco.codec import decode_one, digest
+from onstep.diloco.codec.formats import decode_one
+from onstep.diloco.codec.specs import digest
 from onstep.diloco.protocol.messages import Settings
 from onstep.diloco.protocol.rounds import Closed
 from onstep.diloco.protocol.session import ServerLostError

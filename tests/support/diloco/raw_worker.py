@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from onstep.diloco.client import DiLoCoClient
-from onstep.diloco.codec import encode, read_body, specs_of, write_body
+from onstep.diloco.codec.body import read_body, write_body
+from onstep.diloco.codec.formats import encode
+from onstep.diloco.codec.specs import specs_of
 from onstep.diloco.protocol.messages import (
     Await,
     Heartbeat,

@@ -17,7 +17,9 @@ from torch import Tensor
 from onstep.diloco.client.connection import Body
 from onstep.diloco.client.membership import Membership, Tensors, Version
 from onstep.diloco.client.servers import Servers
-from onstep.diloco.codec import encode, read_body, specs_of, write_body
+from onstep.diloco.codec.body import read_body, write_body
+from onstep.diloco.codec.formats import encode
+from onstep.diloco.codec.specs import specs_of
 from onstep.diloco.protocol.messages import Beat, Deregister, Heartbeat, Refused, Reply, Request
 from onstep.diloco.protocol.session import RefusedByServerError, ServerLostError
 from onstep.diloco.wire.http import CONTROL, GLOBAL_PARAMS, STATUS

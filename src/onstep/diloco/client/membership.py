@@ -11,7 +11,9 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from onstep.diloco.codec import InvalidTensorsError, decode, digest, read_body
+from onstep.diloco.codec.body import read_body
+from onstep.diloco.codec.formats import decode
+from onstep.diloco.codec.specs import InvalidTensorsError, digest
 from onstep.diloco.fragments import assign
 from onstep.diloco.protocol.messages import (
     Beat,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onstep.diloco.codec import decode_one
+from onstep.diloco.codec.formats import decode_one
 from onstep.diloco.protocol.messages import ParameterSpec
 
 CHUNK_VALUES = 2**16

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from onstep.diloco.codec import decode_one, digest, encode
+from onstep.diloco.codec.formats import decode_one, encode
+from onstep.diloco.codec.specs import digest
 from onstep.diloco.outer import OuterFactory
 from onstep.diloco.protocol.messages import ParameterSpec
 from onstep.diloco.server.averaging import Contribution, average

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onstep.diloco.codec import master_dtype
+from onstep.diloco.codec.specs import master_dtype
 from onstep.diloco.protocol.messages import ParameterSpec
 
 _ALIGNMENT = 64

@@ -12,7 +12,7 @@ from types import TracebackType
 from torch import Tensor
 
 from onstep.checkpoint import checkpoints
-from onstep.diloco.codec import check_codec, specs_of
+from onstep.diloco.codec.specs import specs_of
 from onstep.diloco.fragments import assign
 from onstep.diloco.outer import OuterFactory, delayed, nesterov_sgd
 from onstep.diloco.protocol.messages import Settings
@@ -27,6 +27,7 @@ from onstep.diloco.server.serving.app import build_app
 from onstep.diloco.server.serving.limits import BACKLOG, client_limits
 from onstep.diloco.server.store import Store
 from onstep.diloco.server.weights import WeightFiles
+from onstep.diloco.sizes import check_codec
 from onstep.diloco.wire.http import PORTS
 from onstep.diloco.wire.tokens import checked, keep_token, token_path
 from onstep.errors import CheckpointError, ConfigError, require

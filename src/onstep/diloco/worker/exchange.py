@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import torch
 
 from onstep.diloco.client.membership import Membership, Tensors, Version
-from onstep.diloco.codec import ErrorFeedback, write_body
+from onstep.diloco.codec.body import write_body
 from onstep.diloco.codec.choice import CodecChoice
+from onstep.diloco.codec.feedback import ErrorFeedback
 from onstep.diloco.protocol.messages import Registered
 from onstep.diloco.protocol.session import ServerLostError
 from onstep.diloco.sizes import encoded_bytes

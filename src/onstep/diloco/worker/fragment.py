@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onstep.diloco.client.membership import Tensors, Version
-from onstep.diloco.codec import master_dtype
+from onstep.diloco.codec.specs import master_dtype
 from onstep.diloco.protocol.messages import ParameterSpec
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from onstep.diloco.codec import master_dtype, specs_of
+from onstep.diloco.codec.specs import master_dtype, specs_of
 from onstep.diloco.worker.ranks import share_tensor
 from onstep.distributed.shards import as_dtensor, whole
 from onstep.distributed.world import World

@@ -13,15 +13,9 @@ from starlette.responses import Response
 from torch import Tensor
 
 from onstep.checkpoint.format.tensor_header import LENGTH_BYTES
-from onstep.diloco.codec import (
-    CODECS,
-    InvalidTensorsError,
-    check_encoded,
-    check_values,
-    encoded_bytes,
-    encoded_specs,
-    read_body,
-)
+from onstep.diloco.codec.body import read_body
+from onstep.diloco.codec.formats import check_encoded, check_values, encoded_specs
+from onstep.diloco.codec.specs import InvalidTensorsError
 from onstep.diloco.protocol import messages as protocol
 from onstep.diloco.protocol.messages import ParameterSpec, Refused, Register, Reply, Submit, first_difference
 from onstep.diloco.protocol.wire import InvalidMessageError, request_from_json, to_json
@@ -33,6 +27,7 @@ from onstep.diloco.server.serving.guard import check_access
 from onstep.diloco.server.serving.receiving import read_body as receive_body
 from onstep.diloco.server.serving.receiving import skip_body
 from onstep.diloco.server.serving.sending import TensorResponse
+from onstep.diloco.sizes import CODECS, encoded_bytes
 from onstep.diloco.wire.http import (
     CONTROL,
     GLOBAL_PARAMS,

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from torch import Tensor
 
 from onstep.checkpoint import write_tensors
-from onstep.diloco.codec import body_bytes
+from onstep.diloco.codec.body import body_bytes
 from onstep.diloco.wire.http import MESSAGE_HEADER, TENSORS
 
 if TYPE_CHECKING:

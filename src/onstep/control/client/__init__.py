@@ -1,7 +1,7 @@
 """Finds running jobs and sends them commands; requires `pip install 'onstep[control]'`.
 
-`interface` is what every client can do, `http_client` does it over HTTP or a Unix socket, `connection` is one server,
-`event_stream` follows what a job reports, `functions` are the same methods without a client object.
+`interface` has the commands as methods, `http_client` sends them over HTTP or a Unix socket, `connection` is one
+server, `event_stream` follows what a job reports, `functions` are the same methods without a client object.
 """
 
 from onstep.control.client.connection import ControlError

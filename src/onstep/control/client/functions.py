@@ -8,17 +8,17 @@ from onstep.control.registry import JobInfo
 _client = HTTPTrainerControlClient()  # has no state: address and token are read at every request
 
 list_jobs = _client.list_jobs
-"""`TrainerControlClient.list_jobs` for the jobs of this user on this machine."""
+"""`HTTPTrainerControlClient.list_jobs` for the jobs of this user on this machine."""
 get_job_status = _client.get_status
-"""`TrainerControlClient.get_status` for the jobs of this user on this machine."""
+"""`HTTPTrainerControlClient.get_status` for the jobs of this user on this machine."""
 send_command = _client.send_command
-"""`TrainerControlClient.send_command` for the jobs of this user on this machine."""
+"""`HTTPTrainerControlClient.send_command` for the jobs of this user on this machine."""
 wait = _client.wait
-"""`TrainerControlClient.wait` for the jobs of this user on this machine."""
+"""`HTTPTrainerControlClient.wait` for the jobs of this user on this machine."""
 metrics = _client.metrics
-"""`TrainerControlClient.metrics` for the jobs of this user on this machine."""
+"""`HTTPTrainerControlClient.metrics` for the jobs of this user on this machine."""
 events = _client.events
-"""`TrainerControlClient.events` for the jobs of this user on this machine."""
+"""`HTTPTrainerControlClient.events` for the jobs of this user on this machine."""
 
 # generated: functions
 save_checkpoint = _client.save_checkpoint

@@ -85,6 +85,13 @@ class HTTPTrainerControlClient(TrainerControlClient):
         return self.wait(job_id, ticket_id, left)
 
     def wait(self, job_id: str, ticket_id: str, timeout: float | None = None) -> ControlResponse:
+        """Wait until the job has applied or refused a command; `ticket_id` is the `id` of the answer to it.
+
+        Args:
+            job_id: the job.
+            ticket_id: the `id` in the data of an earlier response.
+            timeout: seconds; None waits without limit.
+        """
         deadline = time.monotonic() + (math.inf if timeout is None else timeout)
         path = job_path(job_id, "commands", ticket_id)
         while True:
@@ -97,6 +104,11 @@ class HTTPTrainerControlClient(TrainerControlClient):
                 return _outcome(ticket)
 
     def get_status(self, job_id: str) -> dict[str, Any]:
+        """The newest record and the status of a job; `{"error", "job_id", "status": "unknown"}` if it cannot be read.
+
+        Raises:
+            ConfigError: if there is no such job.
+        """
         try:
             status: dict[str, Any] = self._at(job_id).get(job_path(job_id, "status"))
         except ControlError as error:
@@ -104,6 +116,7 @@ class HTTPTrainerControlClient(TrainerControlClient):
         return status
 
     def list_jobs(self) -> list[JobInfo]:
+        """The jobs that are registered, newest first; some may have died without removing their entry."""
         return [JobInfo.from_dict(one) for one in self.described_jobs()]
 
     def described_jobs(self) -> list[dict[str, Any]]:
@@ -127,6 +140,13 @@ class HTTPTrainerControlClient(TrainerControlClient):
         points: int = 1000,
         since_step: int | None = None,
     ) -> dict[str, Any]:
+        """The history of metrics, downsampled to about `points` a curve, minimum and maximum kept.
+
+        Returns `{"names", "num_points", "series": {name: {"step": [...], "value": [...], "time": [...]}}}`.
+
+        Raises:
+            ControlError: if the job cannot be reached or refuses.
+        """
         parameters: dict[str, Any] = {"points": points}
         if names is not None:
             parameters["names"] = ",".join(names)
@@ -136,6 +156,18 @@ class HTTPTrainerControlClient(TrainerControlClient):
         return history
 
     def events(self, job_id: str, after: int = 0, kinds: Sequence[str] | None = None) -> Iterator[FeedEvent]:
+        """What the job reports from event `after` on, until it ends; reconnects after a lost connection.
+
+        The last event has the kind `end`.
+
+        Args:
+            job_id: the job.
+            after: the number of the last event that is known; 0 begins with the oldest that the job still has.
+            kinds: metrics, evaluation, decision, save, sample, command, status; None for all.
+
+        Raises:
+            ControlError: if the job cannot be reached any more without having reported its end.
+        """
         wanted = None if kinds is None else ",".join(kinds)
         return follow(lambda: self._at(job_id), job_path(job_id, "events"), after, wanted)
 

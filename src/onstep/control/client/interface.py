@@ -1,15 +1,12 @@
-"""Declares what a client of running jobs can do, and what it returns."""
+"""The commands to a running job as methods, and what they return."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from onstep.control.feed import FeedEvent
-from onstep.control.registry import JobInfo
 
 
 @dataclass
@@ -29,7 +26,7 @@ class ControlResponse:
 
 
 class TrainerControlClient(ABC):
-    """Sends commands to running jobs and reads what they report.
+    """Sends commands to running jobs; what they report is read by `HTTPTrainerControlClient`.
 
     Every command has an argument `wait`: None returns as soon as the command is queued, a number of seconds waits until
     the job has applied or refused it, `math.inf` without limit. What it gives (texts, stacks, ...) is then in
@@ -44,59 +41,6 @@ class TrainerControlClient(ABC):
 
         Raises:
             ConfigError: if there is no such job. All else that fails is a response whose `success` is False.
-        """
-
-    @abstractmethod
-    def get_status(self, job_id: str) -> dict[str, Any]:
-        """The newest record and the status of a job; `{"error", "job_id", "status": "unknown"}` if it cannot be read.
-
-        Raises:
-            ConfigError: if there is no such job.
-        """
-
-    @abstractmethod
-    def list_jobs(self) -> list[JobInfo]:
-        """The jobs that are registered, newest first; some may have died without removing their entry."""
-
-    @abstractmethod
-    def wait(self, job_id: str, ticket_id: str, timeout: float | None = None) -> ControlResponse:
-        """Wait until the job has applied or refused a command; `ticket_id` is the `id` of the answer to it.
-
-        Args:
-            job_id: the job.
-            ticket_id: the `id` in the data of an earlier response.
-            timeout: seconds; None waits without limit.
-        """
-
-    @abstractmethod
-    def metrics(
-        self,
-        job_id: str,
-        names: Sequence[str] | None = None,
-        points: int = 1000,
-        since_step: int | None = None,
-    ) -> dict[str, Any]:
-        """The history of metrics, downsampled to about `points` a curve, minimum and maximum kept.
-
-        Returns `{"names", "num_points", "series": {name: {"step": [...], "value": [...], "time": [...]}}}`.
-
-        Raises:
-            ControlError: if the job cannot be reached or refuses.
-        """
-
-    @abstractmethod
-    def events(self, job_id: str, after: int = 0, kinds: Sequence[str] | None = None) -> Iterator[FeedEvent]:
-        """What the job reports from event `after` on, until it ends; reconnects after a lost connection.
-
-        The last event has the kind `end`.
-
-        Args:
-            job_id: the job.
-            after: the number of the last event that is known; 0 begins with the oldest that the job still has.
-            kinds: metrics, evaluation, decision, save, sample, command, status; None for all.
-
-        Raises:
-            ControlError: if the job cannot be reached any more without having reported its end.
         """
 
     # generated: methods

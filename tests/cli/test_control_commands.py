@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from onstep.cli.control import opening, outcome
+from onstep.cli.control import outcome
 from onstep.cli.control.group import app
 from onstep.cli.main import main
 from onstep.control import JobInfo
@@ -349,7 +349,7 @@ def test_open_opens_a_link_without_a_token_or_prints_it(
     job: SteeredJob, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
-    monkeypatch.setattr(opening.webbrowser, "open", lambda url: bool(opened.append(url)) or True)
+    monkeypatch.setattr("webbrowser.open", lambda url: bool(opened.append(url)) or True)
     monkeypatch.setenv("DISPLAY", ":0")
     assert said(capsys, "open") == ""
     assert opened[0].startswith(f"http://127.0.0.1:{job.port}/login/")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
 from typing import Any
 
@@ -41,6 +42,13 @@ def number_shown(value: float | None) -> str:
 def metric_shown(value: float) -> str:
     """Four significant digits, keeping trailing zeros so that a column lines up."""
     return f"{value:#.4g}".rstrip(".")
+
+
+def value_shown(value: Any, most: int) -> str:
+    """Any value of a record: six significant digits of a number, at most so many letters of anything else."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return shortened(value if isinstance(value, str) else json.dumps(value), most)
 
 
 def counted(number: int, noun: str) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-import webbrowser
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from onstep.cli.browser import opens_in_browser
 
 
 def dashboard(
@@ -37,14 +37,9 @@ def dashboard(
         print(f"Dashboard with {number} {'run' if number == 1 else 'runs'} at {served.url} (Ctrl-C ends it)")
         link = served.new_link()
         print(f"Open within a minute, works once: {link}", flush=True)
-        if browser and _has_display():
-            webbrowser.open(link)
+        if browser:
+            opens_in_browser(link)
         _wait(served.new_link)
-
-
-def _has_display() -> bool:
-    """Whether a browser would have a window; one in the terminal does not run the page's code."""
-    return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
 def _wait(new_link: Callable[[], str]) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from onstep.analysis.logs.decisions_log import decision_lines
 from onstep.analysis.text_tables import printable, shortened
-from onstep.cli.cells import time_shown
+from onstep.cli.cells import time_shown, value_shown
 from onstep.control.feed import FeedEvent
 
 _LONGEST_VALUE = 200
@@ -25,7 +24,7 @@ def event_lines(event: FeedEvent) -> list[str]:
 
 def _values(data: dict[str, Any]) -> list[str]:
     shown = [(key, value) for key, value in data.items() if key not in _HEAD_KEYS and value not in (None, "", {})]
-    return ["  ".join(f"{key} {_value(value)}" for key, value in shown)]
+    return ["  ".join(f"{key} {value_shown(value, _LONGEST_VALUE)}" for key, value in shown)]
 
 
 def _command(data: dict[str, Any]) -> list[str]:
@@ -43,9 +42,3 @@ def _end(data: dict[str, Any]) -> list[str]:
 
 
 _TEXTS = {"decision": decision_lines, "save": decision_lines, "command": _command, "sample": _sample, "end": _end}
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return shortened(value if isinstance(value, str) else json.dumps(value), _LONGEST_VALUE)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import webbrowser
 from typing import Annotated
 
 import typer
 
+from onstep.cli.browser import opens_in_browser
 from onstep.cli.control.options import Job, Remote, TokenFile
 from onstep.cli.control.target import find_target
 
@@ -25,10 +23,5 @@ def open_(
     """
     target = find_target(job, remote, token_file)
     url = target.client.login_link(target.job_id)
-    if link or not _has_display() or not webbrowser.open(url):
+    if link or not opens_in_browser(url):
         print(url)
-
-
-def _has_display() -> bool:
-    """Whether a browser would have a window; one in the terminal does not run the page's code."""
-    return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

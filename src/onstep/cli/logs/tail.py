@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,8 +15,8 @@ from onstep.analysis.logs.lines import MAX_LINE_BYTES
 from onstep.analysis.logs.log_tail import LogTail
 from onstep.analysis.logs.run_status import ending_of, is_locked
 from onstep.analysis.logs.training_log import TrainingLog
-from onstep.analysis.text_tables import printable, shortened
-from onstep.cli.cells import time_shown
+from onstep.analysis.text_tables import printable
+from onstep.cli.cells import time_shown, value_shown
 from onstep.cli.logs.lookup import find_log
 from onstep.errors import ConfigError
 from onstep.record import Record
@@ -62,8 +62,9 @@ def tail(
 
 def one_line(record: Record) -> str:
     """A record in human-readable form: time, step, and each key with a short value."""
-    head = [time_shown(record.get("timestamp")) or "-", f"step {_value(record.get('global_step', '?')):>6}"]
-    rest = [f"{key} {_value(value)}" for key, value in record.items() if key not in _HEAD_KEYS]
+    step = value_shown(record.get("global_step", "?"), _LONGEST_VALUE)
+    head = [time_shown(record.get("timestamp")) or "-", f"step {step:>6}"]
+    rest = [f"{key} {value_shown(value, _LONGEST_VALUE)}" for key, value in record.items() if key not in _HEAD_KEYS]
     return printable("  ".join([*head, *rest]))
 
 
@@ -104,9 +105,3 @@ def _print_long_lines(log: LogTail) -> None:
 
 def _is_final(record: Record) -> bool:
     return "train_runtime" in record
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return shortened(value if isinstance(value, str) else json.dumps(value), _LONGEST_VALUE)

@@ -84,16 +84,11 @@ def check_job_id(job_id: str) -> str:
 
 
 class Registration:
-    """The entry of a job of this process: `open` claims its directory, `publish` makes it known, `close` removes it.
+    """The entry of a job of this process: `open` claims its directory, `publish` makes it known, `close` removes it."""
 
-    Args:
-        job_id: see `check_job_id`.
-        root: the directory of the registry; None for `registry_root()`.
-    """
-
-    def __init__(self, job_id: str, root: Path | None = None) -> None:
+    def __init__(self, job_id: str) -> None:
         self.job_id = check_job_id(job_id)
-        self.directory = (registry_root() if root is None else root) / job_id
+        self.directory = registry_root() / job_id
         self._lock: int | None = None
 
     @property
@@ -152,7 +147,7 @@ class Registration:
         for _ in range(_ATTEMPTS):
             _make_private(self.directory)
             descriptor = _try_lock(self.directory)
-            holder = read_info(self.job_id, self.directory.parent)
+            holder = read_info(self.job_id)
             is_live = holder is not None and is_alive(holder)
             if descriptor is not None and (not is_live or holder is None or holder.pid == os.getpid()):
                 return descriptor
@@ -164,7 +159,7 @@ class Registration:
         raise ConfigError(self._refusal())
 
     def _refusal(self) -> str:
-        holder = read_info(self.job_id, self.directory.parent)
+        holder = read_info(self.job_id)
         who = ""
         if holder is not None:
             began = "" if holder.started_at is None else f", started {_local_time(holder.started_at)}"
@@ -180,25 +175,20 @@ class Registration:
             os.close(descriptor)
 
 
-def list_infos(root: Path | None = None) -> list[JobInfo]:
+def list_infos() -> list[JobInfo]:
     """The jobs in the registry, newest first, dead ones included."""
-    root = registry_root() if root is None else root
-    try:
-        names = sorted(os.listdir(root))
-    except OSError:
-        return []
-    infos = [info for name in names if _JOB_ID.fullmatch(name) and (info := read_info(name, root)) is not None]
+    infos = [info for name in _names() if (info := read_info(name)) is not None]
     return sorted(infos, key=lambda info: info.started_at or 0.0, reverse=True)
 
 
-def describe_jobs(root: Path | None = None) -> list[dict[str, Any]]:
+def describe_jobs() -> list[dict[str, Any]]:
     """The jobs in the registry as JSON: their endpoints, whether each lives, and whether it is on this machine."""
-    return [{**info.to_dict(), "alive": is_alive(info), "is_here": is_here(info)} for info in list_infos(root)]
+    return [{**info.to_dict(), "alive": is_alive(info), "is_here": is_here(info)} for info in list_infos()]
 
 
-def read_info(job_id: str, root: Path | None = None) -> JobInfo | None:
+def read_info(job_id: str) -> JobInfo | None:
     """The endpoint of a job; None if there is none that can be trusted and read."""
-    text = _read_privately(job_id, ENDPOINT, root)
+    text = _read_privately(job_id, ENDPOINT)
     try:
         content = None if text is None else parse_json(text, ENDPOINT)
         return JobInfo.from_dict({**content, "job_id": job_id}) if isinstance(content, dict) else None
@@ -206,37 +196,38 @@ def read_info(job_id: str, root: Path | None = None) -> JobInfo | None:
         return None
 
 
-def read_token(job_id: str, root: Path | None = None) -> str | None:
+def read_token(job_id: str) -> str | None:
     """The token of a job; None if it has none."""
-    text = _read_privately(job_id, TOKEN, root)
+    text = _read_privately(job_id, TOKEN)
     return text.decode("ascii", "replace").strip() or None if text else None
 
 
-def cleanup(
-    ttl_seconds: float = ORPHAN_SECONDS, *, force: bool = False, is_dry: bool = False, root: Path | None = None
-) -> list[str]:
+def cleanup(ttl_seconds: float = ORPHAN_SECONDS, *, force: bool = False, is_dry: bool = False) -> list[str]:
     """Remove what dead jobs have left; returns their ids.
 
     Args:
         ttl_seconds: a directory without an endpoint is removed if it is older.
         force: also jobs of other machines, about which nothing is known, and such directories of any age.
         is_dry: remove nothing.
-        root: the directory of the registry; None for `registry_root()`.
     """
-    root = registry_root() if root is None else root
+    root = registry_root()
+    found = [name for name in _names() if _is_left(root / name, ttl_seconds, force)]
+    return [name for name in found if is_dry or _remove_dead(root / name)]
+
+
+def _names() -> list[str]:
+    """The ids of jobs that have a directory."""
     try:
-        names = sorted(name for name in os.listdir(root) if _JOB_ID.fullmatch(name))
+        return sorted(name for name in os.listdir(registry_root()) if _JOB_ID.fullmatch(name))
     except OSError:
         return []
-    found = [name for name in names if _is_left(root / name, ttl_seconds, force)]
-    return [name for name in found if is_dry or _remove_dead(root / name)]
 
 
 def _is_left(directory: Path, ttl_seconds: float, force: bool) -> bool:
     """Whether a directory belongs to a job that is dead, as far as one can tell without its lock."""
     if not _is_private(directory):
         return False
-    info = read_info(directory.name, directory.parent)
+    info = read_info(directory.name)
     if info is not None:
         return not is_alive(info) and (is_here(info) or force)
     return force or time.time() - directory.stat().st_mtime > ttl_seconds
@@ -321,9 +312,9 @@ def _is_private(directory: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
-def _read_privately(job_id: str, name: str, root: Path | None) -> bytes | None:
+def _read_privately(job_id: str, name: str) -> bytes | None:
     """The content of a small file of a job; None if it or its directory is not this user's own."""
-    directory = (registry_root() if root is None else root) / check_job_id(job_id)
+    directory = registry_root() / check_job_id(job_id)
     if not _is_private(directory):
         return None
     try:

@@ -83,18 +83,18 @@ def read_bytes(
     return content
 
 
-def read_lines(file: IO[bytes], limit: int, *, error: type[OnstepError] = DataError) -> Iterator[tuple[int, bytes]]:
+def read_lines(file: IO[bytes], limit: int) -> Iterator[tuple[int, bytes]]:
     """The lines of a file that is open for reading bytes, numbered from 1, each of at most `limit` bytes.
 
     Raises:
         OSError: if the file cannot be read.
-        OnstepError: of class `error` for a longer line, of which no more is read.
+        DataError: for a longer line, of which no more is read.
     """
     number = 0
     while line := file.readline(limit + 1):
         number += 1
         if len(line) > limit:
-            raise error(
+            raise DataError(
                 f"{file.name}:{number} is a line of more than {limit:,} bytes, the limit; divide it, or give another "
                 "file if this is not the one that is meant."
             )

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 
 
 class Throttle:
-    """Lets `rate` callers per second pass, and `burst` at once after a pause; the others wait for their turn.
+    """Lets `rate` callers per second pass, and `burst` at once after a pause; the others wait for their turn."""
 
-    Args:
-        clock: seconds.
-    """
-
-    def __init__(self, rate: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, rate: float, burst: float) -> None:
         self._interval = 1.0 / rate
         self._tolerance = (burst - 1) / rate
-        self._clock = clock
         self._next = 0.0
         self.waiting = 0
         """How many wait."""
 
     def reserve(self) -> float:
         """Take the next turn; returns how many seconds are left until then."""
-        now = self._clock()
+        now = time.monotonic()
         due = max(self._next, now)
         self._next = due + self._interval
         return max(0.0, due - self._tolerance - now)

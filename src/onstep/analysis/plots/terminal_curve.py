@@ -17,17 +17,16 @@ _LABEL = 7
 Point = tuple[float, float]
 
 
-def terminal_curve(points: Sequence[Point], *, width: int, height: int, x_name: str = "step") -> list[str]:
-    """The lines of a plot of `points` (x, y), joined in their order, with axes.
+def terminal_curve(points: Sequence[Point], *, width: int, height: int) -> list[str]:
+    """The lines of a plot of `points` (step, y), joined in their order, with axes.
 
     Points that are not finite are left out. The result is empty if fewer than two are left, and if the plot would be
     too small to read.
 
     Args:
-        points: in ascending order of x.
+        points: in ascending order of steps.
         width: columns of the whole plot.
         height: lines of the curve; two more hold the horizontal axis.
-        x_name: what is on it.
     """
     finite = [point for point in points if all(map(math.isfinite, point))]
     columns = width - _LABEL - 2
@@ -44,7 +43,7 @@ def terminal_curve(points: Sequence[Point], *, width: int, height: int, x_name: 
             cells[row // 4][column // 2] |= _DOTS[column % 2][row % 4]
     labels = [f"{_short(high - (high - low) * row / (height - 1)):>{_LABEL}}" for row in range(height)]
     lines = [f"{label} \u2524{''.join(map(chr, row))}" for label, row in zip(labels, cells, strict=True)]
-    end = f"{_short(last)} {x_name}"
+    end = f"{_short(last)} step"
     return [
         *lines,
         f"{'':{_LABEL}} \u2514{_RULE * columns}",

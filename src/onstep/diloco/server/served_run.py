@@ -61,7 +61,6 @@ class ServedRun:
         fragments: the parameters, in the coordinator's order.
         store: where everything is kept; None for a run that ends with the process.
         on_commit: called in the thread of the tensor work, with the number of rounds so far, after each commit.
-        clock: seconds that never go back.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class ServedRun:
         store: Store | None = None,
         *,
         on_commit: Callable[[int], None] = lambda num_rounds: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.coordinator = coordinator
         self.fragments = tuple(fragments)
@@ -80,7 +78,6 @@ class ServedRun:
         self._is_ending = False
         self._store = store
         self._on_commit = on_commit
-        self._clock = clock
         self._bodies: dict[_Key, Mapping[str, Tensor]] = {}
         self._saved_revision = coordinator.revision
         self._closed: asyncio.Queue[Closed] = asyncio.Queue()
@@ -117,7 +114,7 @@ class ServedRun:
 
     def now(self) -> float:
         """The time by the clock that the coordinator goes by."""
-        return self._clock()
+        return time.monotonic()
 
     async def compute(self, work: Callable[[], Outcome]) -> Outcome:
         """Do tensor work aside of the loop, between two rounds."""

@@ -10,9 +10,9 @@ from collections.abc import Callable
 class Pace:
     """The times of the last steps, on a clock that stops while the worker waits."""
 
-    def __init__(self, window: int = 100, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._times: deque[float] = deque(maxlen=window)
+        self._times: deque[float] = deque(maxlen=100)
         self._waited = 0.0
         self._last_step = clock()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,24 @@ def kill(runs: Ranks, name: str, event: str, number: int, **settings: Any) -> No
     strikes = [{**KILLED, "event": event, "number": number}]
     codes = runs.start(name, "train", ranks=1, strikes=strikes, **settings)
     assert codes == [-9], runs.output(name)
+
+
+@pytest.fixture(scope="module")
+def whole(runs: Ranks) -> dict[str, Any]:
+    """The outcome of the run `whole`, which nobody touched."""
+    return runs.finish("whole", "train", ranks=1)
+
+
+@pytest.fixture(scope="module")
+def killed(runs: Ranks) -> str:
+    """The name of a run that was killed at step 8, to be copied."""
+    kill(runs, "killed", "on_step_end", 8)
+    return "killed"
+
+
+def copied(runs: Ranks, name: str, to: str) -> None:
+    """Copy a run with its directory."""
+    shutil.copytree(runs.directory / name, runs.directory / to)
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -150,22 +169,21 @@ def test_early_stopping_of_transformers_keeps_its_patience(runs: Ranks) -> None:
         check_same(runs.finish(f"patience-{number}", "train", ranks=1, **settings), expected)
 
 
-def test_a_checkpoint_may_be_named_and_a_mistyped_one_is_an_error(runs: Ranks) -> None:
-    expected = runs.finish("named-whole", "train", ranks=1)
-    kill(runs, "named", "on_step_end", 8)
+def test_a_checkpoint_may_be_named_and_a_mistyped_one_is_an_error(
+    runs: Ranks, whole: dict[str, Any], killed: str
+) -> None:
+    copied(runs, killed, "named")
     newest = runs.root("named") / "checkpoint-3"
     assert runs.start("named", "train", ranks=1, resume=str(newest).replace("checkpoint-3", "checkpoint-4")) == [1]
     assert "does not exist" in runs.output("named")
     assert "checkpoint-3" in runs.output("named")
-    check_same(runs.finish("named", "train", ranks=1, resume=str(newest)), expected)
+    check_same(runs.finish("named", "train", ranks=1, resume=str(newest)), whole)
 
 
-def test_resume_true_continues_and_false_starts_from_scratch(runs: Ranks) -> None:
-    expected = runs.finish("true-whole", "train", ranks=1)
-    kill(runs, "true", "on_step_end", 8)
-    check_same(runs.finish("true", "train", ranks=1, resume=True), expected)
-    kill(runs, "false", "on_step_end", 8)
-    check_same(runs.finish("false", "train", ranks=1, resume=False), expected)
+def test_resume_true_continues_and_false_starts_from_scratch(runs: Ranks, whole: dict[str, Any], killed: str) -> None:
+    for name, resume in (("true", True), ("false", False)):
+        copied(runs, killed, name)
+        check_same(runs.finish(name, "train", ranks=1, resume=resume), whole)
     assert (runs.root("false") / "checkpoints-1" / "checkpoint-6").is_dir()
 
 
@@ -183,11 +201,13 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_killed_run_that_has_changed_starts_anew_and_names_what_differs(runs: Ranks, change: str) -> None:
+def test_a_killed_run_that_has_changed_starts_anew_and_names_what_differs(
+    runs: Ranks, killed: str, change: str
+) -> None:
     settings, line = CHANGES[change]
     expected = runs.finish(f"new-{change}", "train", ranks=1, **settings)
     name = f"changed-{change}"
-    kill(runs, name, "on_step_end", 8)
+    copied(runs, killed, name)
     runs.forget_output(name)
     check_same(runs.finish(name, "train", ranks=1, **settings), expected)
     assert line in runs.output(name)
@@ -196,29 +216,29 @@ def test_a_killed_run_that_has_changed_starts_anew_and_names_what_differs(runs: 
     assert [info.step for info in checkpoints(aside)] == [6, 3]
 
 
-def test_what_was_changed_can_be_continued_all_the_same(runs: Ranks) -> None:
-    kill(runs, "all-the-same", "on_step_end", 8)
+def test_what_was_changed_can_be_continued_all_the_same(runs: Ranks, killed: str) -> None:
+    copied(runs, killed, "all-the-same")
     assert runs.start("all-the-same", "train", ranks=1, flips=True, resume=True) == [0], runs.output("all-the-same")
     assert "the training data has changed: labels was changed" in runs.output("all-the-same")
     assert result(runs, "all-the-same")["begins"] == 6
-    kill(runs, "from-aside", "on_step_end", 8)
+    copied(runs, killed, "from-aside")
     kill(runs, "from-aside", "on_step_end", 4, flips=True)
     settings = {"flips": True, "resume": "runs/run/checkpoints-1"}
     assert runs.start("from-aside", "train", ranks=1, **settings) == [0], runs.output("from-aside")
     assert result(runs, "from-aside")["begins"] == 6
 
 
-def test_a_completed_run_trains_again_and_ends_as_before(runs: Ranks) -> None:
-    first = runs.finish("again", "train", ranks=1)
-    check_same(runs.finish("again", "train", ranks=1), first)
+def test_a_completed_run_trains_again_and_ends_as_before(runs: Ranks, whole: dict[str, Any]) -> None:
+    copied(runs, "whole", "again")
+    check_same(runs.finish("again", "train", ranks=1), whole)
     assert result(runs, "again")["begins"] == 0
     assert "a run that is finished (14 steps). Training starts from scratch" in runs.output("again")
     assert max(info.step for info in checkpoints(runs.root("again") / "checkpoints-1")) == 14
 
 
-def test_a_completed_run_with_resume_true_has_nothing_left_to_do(runs: Ranks) -> None:
-    first = runs.finish("nothing-left", "train", ranks=1)
-    check_same(runs.finish("nothing-left", "train", ranks=1, resume=True), first)
+def test_a_completed_run_with_resume_true_has_nothing_left_to_do(runs: Ranks, whole: dict[str, Any]) -> None:
+    copied(runs, "whole", "nothing-left")
+    check_same(runs.finish("nothing-left", "train", ranks=1, resume=True), whole)
     assert "is finished: 14 steps, nothing left to do. To train longer, raise max_steps" in runs.output("nothing-left")
     assert not (runs.root("nothing-left") / "checkpoints-1").exists()
 
@@ -232,10 +252,11 @@ def test_a_completed_run_can_be_trained_longer(runs: Ranks) -> None:
     assert (found["step"], found["weights"]) == (21, expected["weights"])
 
 
+@pytest.mark.usefixtures("whole")
 def test_a_changed_run_that_dies_before_its_next_save_continues_with_the_change(runs: Ranks) -> None:
     changed: dict[str, Any] = {"arguments": {"num_train_epochs": 3, "adam_beta1": 0.5}, "resume": True}
     for name in ("changed-whole", "changed-killed"):
-        runs.finish(name, "train", ranks=1)
+        copied(runs, "whole", name)
     expected = runs.finish("changed-whole", "train", ranks=1, **changed)
     kill(runs, "changed-killed", "on_step_end", 1, **changed)
     check_same(runs.finish("changed-killed", "train", ranks=1, **changed), expected)

@@ -6,6 +6,7 @@ checkpoints, corpus, token cache. Prints JSON.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -47,6 +48,8 @@ def shown_by(run: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Kill a run while its disk is full, make room, and start it again; make room in another run."""
+    for name in ("torch._dynamo", "onstep.training", "onstep.analysis.plots.plots"):
+        importlib.import_module(name)  # once, for all trainings
     disk, elsewhere, corpus, cache = map(Path, sys.argv[1:])
     data = [f"dataset.paths=[{corpus}]", f"dataset.cache_dir={cache}", "logger.report_to=[csv,tensorboard]"]
     every = ["logger.log_interval=1", "checkpoint.save_interval=5", "checkpoint.certify=false"]

@@ -357,6 +357,27 @@ def test_a_service_that_restarts_empty_gets_the_whole_run(says_in: str, run: Run
     assert len(tracker.points) == 7
 
 
+def test_a_kill_just_after_an_empty_service_has_begun_the_run_loses_nothing(run: Run) -> None:
+    file = run.directory / "trackers" / "remembering.json"
+
+    class Begins(Forgetful):
+        left_by_a_kill = b""
+
+        def open(self, run: Any, state: Any) -> None:
+            super().open(run, state)
+            self.left_by_a_kill = file.read_bytes()
+
+    tracker = Begins("open")
+    run.write(range(1, 6), checkpoint=3)
+    close(run.feed(tracker))
+    tracker.restart_empty()
+    close(run.feed(tracker))
+    file.write_bytes(tracker.left_by_a_kill)
+    tracker.points.clear()
+    close(run.feed(tracker))
+    assert tracker.points == [(step, float(step)) for step in range(1, 6)]
+
+
 def test_a_service_that_restarts_empty_in_the_run_gets_the_whole_run(run: Run) -> None:
     tracker = Forgetful("log")
     run.write(range(1, 4))

@@ -166,8 +166,9 @@ class Sender:
     def _begin_again(self, session: Session) -> None:
         """Let a service that has lost the run, such as one that has restarted empty, get everything again."""
         self._close_tracker(session, "preempted")
-        session.settled = Progress(session.run.run_id)
+        session.settled = Progress(session.run.run_id, names=self._names)
         self._continue(session)
+        self._write(session)  # before the service has an empty run, which a later start would take for the whole
 
     def _open_tracker(self, session: Session) -> None:
         """Open the tracker, unless it is open, at the newest place that it has not lost."""

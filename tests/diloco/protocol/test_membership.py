@@ -21,7 +21,6 @@ from onstep.diloco.protocol.messages import (
     Request,
     Settings,
     Submit,
-    default_quorum,
     fingerprint,
     first_difference,
 )
@@ -378,5 +377,5 @@ def test_settings_out_of_range_are_refused(changes: dict[str, object], message: 
 
 
 def test_the_default_quorum_is_more_than_half() -> None:
-    assert [default_quorum(num_workers, "sync") for num_workers in range(1, 6)] == [1, 2, 2, 3, 3]
+    assert [Settings.with_quorum(num_workers).min_workers for num_workers in range(1, 6)] == [1, 2, 2, 3, 3]
     assert isinstance(SteppedRun(Settings()).join("a")[0], Registered)

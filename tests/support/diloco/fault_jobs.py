@@ -231,7 +231,7 @@ def _note(journal: Journal, worker: DiLoCoWorker, waited: float) -> None:
 
 def _write_down_exchanges(journal: Journal) -> None:
     """Have the worker tell what it submits before it does, what it merges, and what it starts from."""
-    submit, request_result = Exchange.submit, Exchange.request_result
+    submit, deliver = Exchange.submit, Exchange.deliver
     merge, opened = Exchange.merge, Exchange.open
 
     def residual(self: Exchange, index: int) -> Any:
@@ -242,7 +242,7 @@ def _write_down_exchanges(journal: Journal) -> None:
         self.__dict__["begun"] = {"local": only(local), "residual_before": residual(self, index)}
         submit(self, index, local, **amount)
 
-    def logged_request(self: Exchange, index: int) -> None:
+    def logged_delivery(self: Exchange, index: int) -> None:
         begun = self.__dict__.pop("begun", None)
         if begun is not None:  # it is encoded, and not sent yet
             one = self.member.session.pending(index)
@@ -250,7 +250,7 @@ def _write_down_exchanges(journal: Journal) -> None:
             begun |= {"session": one.session, "sequence": one.sequence, "base": one.base_version}
             begun |= {"tokens": one.tokens, "steps": one.steps, "residual": residual(self, index)}
             journal.write(submitted=index, **begun)
-        request_result(self, index)
+        deliver(self, index)
 
     def logged_merge(self: Exchange, index: int, now: Any, local_share: float | None) -> Any:
         version, is_late = self._arrived[index], self.fragments[index].is_late
@@ -266,5 +266,5 @@ def _write_down_exchanges(journal: Journal) -> None:
         journal.write(opened=index, at=base.number, base=only(base.parameters), is_kept=is_kept)
         return is_kept
 
-    Exchange.submit, Exchange.request_result = logged_submit, logged_request  # type: ignore[method-assign,assignment]
+    Exchange.submit, Exchange.deliver = logged_submit, logged_delivery  # type: ignore[method-assign,assignment]
     Exchange.merge, Exchange.open = logged_merge, logged_open  # type: ignore[method-assign]

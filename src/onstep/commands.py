@@ -275,7 +275,7 @@ COMMANDS: dict[str, Command] = {
             ),
             requests=("rollback",),
             button="Roll back",
-            loses="what was trained since that checkpoint is lost",
+            loses="what was trained since the checkpoint that it returns to is lost",
             is_done_later=True,
         ),
         Command(

@@ -109,6 +109,8 @@ def test_a_run_is_answered_by_the_configuration_that_it_was_started_with(
     capsys.readouterr()
     assert captured(capsys, "swept") == captured(capsys, "runs/swept")
     assert captured(capsys, "swept")["manual_gc"] == "on"
+    assert captured(capsys, "swept")["record"] == "on"
+    assert captured(capsys, "run.name=null")["record"] == "off"
 
 
 @pytest.mark.parametrize(

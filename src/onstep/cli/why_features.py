@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,7 @@ from onstep.training import GlobalState
 from onstep.training.feature import HOOKS, Feature
 from onstep.training.features import RUN, SECTIONS, SETUP, TRAINING
 from onstep.training.lifecycle.signal_handling import SignalHandling
+from onstep.training.runs.run_dir import RunDir
 from onstep.training.runs.signals import DistributedSignalHandler
 
 PARTS: dict[str, tuple[Sequence[type[Feature[Any]]], str]] = {
@@ -69,7 +71,10 @@ def wishes(config: ConfigContainer) -> dict[str, str]:
 
     Callbacks can enable more: a run whose callbacks do not show progress gets Megatron Bridge's console lines.
     """
-    job = _JobToBe(GlobalState(cfg=config))
+    run = GlobalState(cfg=config)
+    if config.run.name is not None:
+        run.run_dir = RunDir(Path(config.run.output_dir) / config.run.name)
+    job = _JobToBe(run)
     answers = {}
     for kinds, _ in PARTS.values():
         for kind in kinds:

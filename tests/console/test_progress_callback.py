@@ -195,6 +195,16 @@ def test_a_notebook_gets_rows_without_times_and_bars_if_it_has_widgets(
     assert ("train:" in captured.err) is has_widgets
 
 
+def test_rows_are_printed_while_another_thread_imports_ipython(
+    make_state: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))  # as a tracker's package does, in its thread
+    callback = ProgressCallback()
+    notify(callback, "on_train_begin", make_state())
+    notify(callback, "on_log", make_state(step=1000), logs=FIRST)
+    assert FIRST_ROW.split()[-1] in capsys.readouterr().out
+
+
 def test_a_notebook_without_widgets_does_not_warn(tmp_path: Path) -> None:
     """As tqdm does where `tqdm.auto` is imported there; a reader of the notebook would see it above each output."""
     script = """if True:

@@ -19,8 +19,8 @@ Place = Literal["notebook", "terminal", "file"]
 
 def place_of_output() -> Place:
     """Where standard output goes: to a notebook, to a terminal, or to a file or pipe."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)  # absent while a thread imports IPython
+    shell = None if get_shell is None else get_shell()
     if shell is not None and "IPKernelApp" in shell.config:
         return "notebook"
     return "terminal" if getattr(sys.stdout, "isatty", lambda: False)() else "file"

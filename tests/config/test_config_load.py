@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import pytest
@@ -309,3 +311,9 @@ def test_a_text_is_a_list_of_one(key: str) -> None:
 def test_these_are_the_keys() -> None:
     assert {"dataset.paths", "train.exit_signals", "peft.target_modules"} <= set(LISTS)
     assert all(get_origin(KEYS[key].annotation) is not dict for key in LISTS)
+
+
+def test_a_configuration_that_version_0_4_stored_is_read() -> None:
+    """It is in every checkpoint and `run.json` of that version, with every key."""
+    stored = json.loads((Path(__file__).parents[1] / "golden" / "configuration_of_0.4.json").read_text())
+    assert from_dict(stored) == ConfigContainer()

@@ -336,6 +336,7 @@ UNREAD = {
     **dict.fromkeys(
         ("straggler.straggler_ctrlr_port", "logger.tensorboard_queue_size"), "of Megatron Bridge's configurations"
     ),
+    "straggler.open_port": "of configurations of version 0.4",
     "logger.log_throughput": "of the console line, which a Trainer leaves to ProgressCallback",
     **dict.fromkeys(TRACKER_KEYS, "of another tracker"),
     "logger.memory_keys": CUDA,

@@ -81,6 +81,12 @@ class StragglerDetectionConfig(ConfigSection):
         bound=_PORT,
         help="Accepted for configurations of Megatron Bridge, without effect: nothing listens there.",
     )
+    open_port: bool = option(
+        False,
+        SAFE,
+        help="Accepted for configurations of version 0.4, without effect: `onstep control set log_straggler=0|1` turns "
+        "the detection on and off.",
+    )
     disable_straggler_on_startup: bool = option(
         False, SAFE, help="Start with detection off, until `onstep control set log_straggler=1` turns it on."
     )

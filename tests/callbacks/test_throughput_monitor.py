@@ -81,9 +81,9 @@ class SlowAgreement(ExitWatch):
     deadline: float | None = math.inf
     """Somebody has to ask for the votes of a single process."""
 
-    def votes(self, is_main: bool, writes: bool) -> list[int]:
+    def votes(self, is_main: bool) -> list[int]:
         self.clock.now += AGREEMENT
-        return super().votes(is_main, writes)
+        return super().votes(is_main)
 
 
 class Recorder(Callback):

@@ -246,7 +246,7 @@ def run_to_its_end(
         raise typer.Exit(PREEMPTED) from None
     if is_main() and state.train_state.step > 0:
         say_where(state)
-    if state.ending.by_anomaly or state.save_failure is not None:
+    if state.ending.by_anomaly or (state.checkpoints is not None and state.checkpoints.failure is not None):
         raise typer.Exit(ERROR)
     return state
 

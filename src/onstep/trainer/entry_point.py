@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 
 from onstep.config import ConfigContainer
 from onstep.events.exportable_state import exported_states
+from onstep.trainer.output_dir.identity import trainer_identity
 from onstep.training.entry_point import EntryPoint
+from onstep.training.runs.identity import Identity
 
 
 @dataclass
@@ -25,6 +27,11 @@ class TrainerEntryPoint(EntryPoint):
     def idle_settings(self, config: ConfigContainer) -> list[tuple[str, list[str]]]:
         """None: the session of a training names them, which knows the model."""
         return []
+
+    def identify(self, config: ConfigContainer) -> Identity:
+        """What the Trainer was given to train, and on what."""
+        trainer: Any = self.trainer
+        return trainer_identity(trainer)
 
     def exported_states(self) -> dict[str, Any]:
         """The states of the Trainer's callbacks."""

@@ -137,7 +137,8 @@ class TrainerFeature(Feature[Run]):
                 if not written[step]:
                     path = os.path.join(trainer._get_output_dir(None), f"checkpoint-{step}")
                     self._session.notify.on_checkpoint_save(checkpoint_step=step, checkpoint_path=path)
-            run.saved_mark = run.mark
+            if run.checkpoints is not None:
+                run.checkpoints.saved_mark = run.mark
 
         return save
 

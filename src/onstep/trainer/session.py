@@ -22,6 +22,7 @@ from onstep.distributed import World, check_ranks, data_parallel, open_world, wo
 from onstep.events import Control, Dispatcher
 from onstep.models import Transformer
 from onstep.models.generation.generate import inner_transformer
+from onstep.record.kinds import Kind
 from onstep.trackers.report_to import attach_trackers
 from onstep.trainer.base_trainer import Collate
 from onstep.trainer.computing.model_options import compiled, model_options, torch_options
@@ -47,7 +48,6 @@ from onstep.trainer.optimizers import (
 )
 from onstep.trainer.output_dir.claim import acquire_dir
 from onstep.trainer.output_dir.files import recall_history
-from onstep.trainer.output_dir.identity import trainer_identity
 from onstep.trainer.overrides import overrides
 from onstep.trainer.own_arguments import config_of, shown_arguments
 from onstep.trainer.reporting.special_tokens import align_special_tokens
@@ -97,6 +97,8 @@ class Session:
     """Holds the compiled code of the model."""
     is_test: bool = False
     """Whether the evaluation in progress is a prediction, whose data may have no labels."""
+    record_kind: Kind = "log"
+    """What is being logged: a step, or an evaluation."""
     means: dict[str, Any] = field(default_factory=dict)
     """The mean losses of the most recent evaluation."""
     preparation_seconds: float = 0.0
@@ -133,7 +135,6 @@ def training_session(
             seed_everything(config.rng.seed)
             trainer.model = trainer.call_model_init()
         claim, hold = acquire_dir(trainer, config, world, resume)
-        entry_point.identify = lambda _: trainer_identity(trainer)
         run.args = shown_arguments(trainer.args, None if claim is None else str(claim.directory.path))
         return claim, hold
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from onstep.config import ConfigContainer
 from onstep.config.checks import idle_without_trainer
-from onstep.training.runs.identity import Identify
+from onstep.training.runs.identity import Identity
 
 
 @dataclass
@@ -25,8 +25,6 @@ class EntryPoint:
     """Fires the events of the run's end."""
     forward_step_func: object = None
     """The forward step as the user passed it; its state is saved if it has one."""
-    identify: Identify | None = None
-    """Determines what a configuration trains on; None for data that is not configured."""
 
     accepts_changes: ClassVar[bool] = False
     """Whether a run continues from another run's checkpoint though data or settings of what is learned differ."""
@@ -41,6 +39,10 @@ class EntryPoint:
     def idle_settings(self, config: ConfigContainer) -> list[tuple[str, list[str]]]:
         """Settings without effect, by what they require."""
         return idle_without_trainer(config)
+
+    def identify(self, config: ConfigContainer) -> Identity | None:
+        """What the run trains on; None for data that is not configured."""
+        return None
 
     def exported_states(self) -> dict[str, Any]:
         """The states of the callbacks in Hugging Face's view of the progress."""

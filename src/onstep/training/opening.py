@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-from onstep.config import ChangeClass, ConfigContainer, resolve
+from onstep.config import ConfigContainer, resolve
 from onstep.config.checks import idle_line, idle_settings
-from onstep.config.differences import describe, of_kind
+from onstep.config.differences import describe
 from onstep.config.short_runs import fit_short_run
 from onstep.distributed import World, attempt
 from onstep.errors import ConfigError, DataError, MissingExtraError, OnstepError, RunExistsError, forget_warnings
@@ -98,7 +98,7 @@ def open_run(
             with (
                 world.error_scope(),
                 run.features.open(RUN, run, world),
-                _checkpoints(run, notify),
+                _checkpoints(run, notify, claim),
                 world.no_collectives_after_an_error(),
             ):
                 yield OpenRun(notify, claim)
@@ -125,9 +125,7 @@ def _name_claim(run: Run, claim: Claim) -> None:
         logger.info("the configuration has changed since this run started:\n%s", describe(list(claim.changes)))
     for note in claim.notes if run.world.is_main else ():
         logger.warning("%s", note)
-    if run.cfg.checkpoint.on_config_change == "apply":
-        run.changes = tuple(of_kind(claim.changes, ChangeClass.TRAJECTORY))
-    run.cfg.run.name, run.identity = claim.directory.path.name, claim.identity
+    run.cfg.run.name = claim.directory.path.name
     run.cfg.logger.logging_dir = os.path.abspath(run.cfg.logger.logging_dir or claim.directory.path)
 
 
@@ -188,9 +186,9 @@ def _name_idle_settings(run: Run, has_trackers: bool) -> None:
 
 
 @contextmanager
-def _checkpoints(run: Run, notify: Dispatcher) -> Iterator[None]:
+def _checkpoints(run: Run, notify: Dispatcher, claim: Claim | None) -> Iterator[None]:
     """Open the run's checkpoints, and the one that it continues from."""
-    run.checkpoints = checkpoints = open_checkpoints(run, notify)
+    run.checkpoints = checkpoints = open_checkpoints(run, notify, claim)
     try:
         with run.features.open(SECTIONS, run, run.world):
             if checkpoints is not None:
@@ -213,8 +211,9 @@ def _record_end(run: Run) -> None:
     left_early = run.exits.decided in ("interval", "duration", "straggler") or not ending.was_stopped
     if status == "stopped" and left_early:  # also by a callback's own sys.exit
         status = "paused"
-    if status in FINISHED and run.save_failure is not None:  # the same command continues it, and saves its end
-        status, error = "failed", f"the end of the run is not saved: {str(run.save_failure).rstrip('.')}."
+    failure = None if run.checkpoints is None else run.checkpoints.failure
+    if status in FINISHED and failure is not None:  # the same command continues it, and saves its end
+        status, error = "failed", f"the end of the run is not saved: {failure.rstrip('.')}."
         logger.error("%s Once it can be written, run the same command again: it continues from there.", error)
     try:
         run.run_dir.finish(status, run.train_state.step, error)

@@ -29,13 +29,14 @@ from onstep.training.run import Run
 from onstep.training.run_job import run_job
 from onstep.training.runs.claims import Claim, acquire_run_dir
 from onstep.training.runs.hold import Hold
-from onstep.training.runs.identity import configured_identity
+from onstep.training.runs.identity import Identity, configured_identity
 from onstep.training.runs.pinned_data import pin_datasets
 from onstep.training.serving.trainer_control_callback import add_control
 from onstep.training.setup.final_weights import save_weights
 from onstep.training.setup.pretrained import fill_from_pretrained
 from onstep.training.setup.setup import TrainingSetup, set_up
 from onstep.training.stages.evaluation_report import evaluate_and_print_results
+from onstep.training.stages.exits import CurrentEvaluation
 from onstep.training.stages.forward_step import forward_step
 from onstep.training.stages.job import Job
 
@@ -86,11 +87,7 @@ def pretrain(
     if config.run.control:
         manager = CallbackManager() if manager is None else manager
         add_control(manager)
-    entry_point = EntryPoint(
-        forward_step_func=forward_step_func,
-        identify=configured_identity,
-    )
-    run = GlobalState(cfg=config, world=World(), entry_point=entry_point)
+    run = GlobalState(cfg=config, world=World(), entry_point=_Configured(forward_step_func=forward_step_func))
     with open_run(run, manager, _joined, _claim_run) as opened:
         notify, claim = opened.notify, opened.claim
         if claim is not None and claim.is_finished:
@@ -143,6 +140,13 @@ def finetune(
     return pretrain(config, forward_step_func, callbacks, pre_wrap_hooks=pre_wrap_hooks)
 
 
+class _Configured(EntryPoint):
+    """The entry point of a run on configured data."""
+
+    def identify(self, config: ConfigContainer) -> Identity:
+        return configured_identity(config)
+
+
 def _claim_run(config: ConfigContainer, world: World) -> tuple[Claim | None, Hold | None]:
     acquire = partial(acquire_run_dir, revisions=pin_datasets(config, world))
     return claim_for_all(config, world, configured_identity, acquire)
@@ -173,7 +177,7 @@ def _train_and_evaluate(
         (progress.do_test, setup.test_data, True),
     ):
         if is_wanted and data is not None:
-            state.evaluated.is_restartable = True  # a signal ends it here: the next process repeats all of it
+            state.features.renew(CurrentEvaluation)  # a signal ends it here: the next process repeats all of it
             prefix = f"iteration {progress.step} on {'test' if is_test else 'validation'} set"
             evaluate_and_print_results(
                 state,

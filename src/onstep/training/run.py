@@ -16,7 +16,6 @@ from torch import nn
 
 from onstep.checkpoint import CheckpointInfo, CheckpointManager
 from onstep.config import ConfigContainer, config_to_args
-from onstep.config.differences import Change
 from onstep.config.lengths import batch_sizes
 from onstep.data import StepSource
 from onstep.distributed import World, existing_world
@@ -49,14 +48,18 @@ class EvaluationRecord:
     last_metrics: Metrics = field(default_factory=dict)
     at_step: int | None = None
     """Step of `last_metrics`."""
-    is_being_logged: bool = False
-    """Whether the record that is being logged is that of an evaluation."""
-    is_restartable: bool = True
-    """Nothing of the current evaluation has been reported yet, so it may be aborted and repeated."""
 
 
 class Checkpoints(Protocol):
     """The interface of a run's checkpoints that the loop uses: `checkpointing.writing.RunCheckpoints`."""
+
+    saved_mark: tuple[object, ...] | None
+    """The `mark` of the newest checkpoint, or of the start of the training; None before both."""
+    failure: str | None
+    """Why the newest checkpoint or the final weights could not be written, if the run continued all the same
+    (`checkpoint.on_save_error=continue`)."""
+    some_rank_writes: bool
+    """Whether a rank is still writing its files of an asynchronous save, as last agreed."""
 
     @property
     def is_writing(self) -> bool: ...
@@ -109,7 +112,6 @@ class Run:
     num_microbatches: int = 1
     """Micro-batches of the current step on one rank; `batch_sizes` updates it if the batch size is ramped up."""
     num_eval_microbatches: int = 1
-    tokenizer: Any = None
     run_dir: RunDir | None = None
     checkpoints: Checkpoints | None = None
     """None for a run without a checkpoint directory."""
@@ -122,16 +124,6 @@ class Run:
     stage: RunStage = field(default_factory=RunStage)
     evaluated: EvaluationRecord = field(default_factory=EvaluationRecord)
     entry_point: EntryPoint = field(default_factory=EntryPoint)
-    identity: Mapping[str, str] = field(default_factory=dict)
-    """Digests of what the run is trained on, which its checkpoints record."""
-    changes: tuple[Change, ...] = ()
-    """The settings of what is learned with which the user continues the run, if they are others than its checkpoint's;
-    what would have ended it is lifted."""
-    saved_mark: tuple[object, ...] | None = None
-    """The `mark` of the newest checkpoint, or of the start of the training; None before both."""
-    save_failure: str | None = None
-    """Why the newest checkpoint or the final weights could not be written, if the run continued all the same
-    (`checkpoint.on_save_error=continue`)."""
     flops_per_token: float = 0.0
     """Floating-point operations of training on one token, as far as known: 6 for each parameter outside the embeddings.
     Source: Kaplan et al. 2020, "Scaling Laws for Neural Language Models", section 2.1."""
@@ -167,7 +159,7 @@ class Run:
     @property
     def is_unsaved(self) -> bool:
         """Whether anything has changed since the newest checkpoint."""
-        return self.mark != self.saved_mark
+        return self.checkpoints is None or self.mark != self.checkpoints.saved_mark
 
     @property
     def prints_console_line(self) -> bool:
@@ -188,6 +180,15 @@ class Run:
     def processing_class(self) -> Any:
         """The tokenizer, or any other object that `Trainer` was given to prepare data."""
         return self.entry_point.processing_class
+
+    @property
+    def tokenizer(self) -> Any:
+        """The same, under the name that Megatron Bridge has for it."""
+        return self.entry_point.processing_class
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self.entry_point.processing_class = tokenizer
 
     @property
     def train_dataloader(self) -> Any:

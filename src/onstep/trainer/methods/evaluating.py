@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from onstep.training.compute.step import to_device
 from onstep.training.stages.best_metric import note_best_metric, save_best
 from onstep.training.stages.evaluation import evaluation_mode, record_evaluation, score, until_interrupted
 from onstep.training.stages.evaluation_report import write_evaluation
-from onstep.training.stages.record import keep, publish_evaluation
+from onstep.training.stages.record import keep, record
 
 logger = logging.getLogger(__name__)
 
@@ -296,10 +297,20 @@ class EvaluatingMethods(BaseTrainer):
             if is_test:
                 keep(state, "test", output.metrics)
             else:
-                publish_evaluation(state, output.metrics, session.notify)
+                self._publish(session, output.metrics)
             kind = "test" if is_test else "eval"
             session.notify.fire(f"on_{kind}_end", total_loss_dict=session.means, metrics=output.metrics)
         return output
+
+    def _publish(self, session: Any, metrics: dict[str, Any]) -> None:
+        """Log an evaluation; Megatron Bridge's tags wait for the record of a step."""
+        info = session.state.info
+        tags, info.bridge_tags, session.record_kind = info.bridge_tags, None, "evaluation"
+        try:
+            append = partial(record, session.state, notify=session.notify, kind="evaluation")
+            session.state.features.wrap("log", append)(metrics)
+        finally:
+            info.bridge_tags, session.record_kind = tags, "log"
 
     def _complete(self, output: EvalLoopOutput, prefix: str, seconds: float, epoch: Any) -> None:
         """Add the rates and the epoch to the metrics of an overridden `evaluation_loop`, which need not have them."""

@@ -42,7 +42,7 @@ class ReportingMethods(BaseTrainer):
             if start_time is not None:
                 logs["train_tokens_per_second"] = counts.rate_since(start_time)
         if self.session is not None:
-            record(state, logs, self.session.notify)
+            record(state, logs, self.session.notify, self.session.record_kind)
             return
         notify = Dispatcher(self.callback_manager, state, [] if self.model is None else [self.model])
         record(state, logs, notify)

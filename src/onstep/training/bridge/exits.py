@@ -20,7 +20,7 @@ from onstep.training.checkpointing.writing import RunCheckpoints
 from onstep.training.feature import is_due
 from onstep.training.protocols import Trained, UserOptimizer, UserScheduler
 from onstep.training.stages.agreement import agree
-from onstep.training.stages.exits import save_and_decide_exit, save_and_time
+from onstep.training.stages.exits import announce_exit, save_and_decide_exit, save_and_time
 from onstep.training.stragglers.nvrx import check_nvrx_straggler_detection
 
 
@@ -68,7 +68,10 @@ def checkpoint_and_decide_exit(
     if state.exits.decided is None and check_nvrx_straggler_detection(manager):
         state.exits.decided, state.exits.straggler = "straggler", getattr(manager, "found", "")
     trained, reader = Trained(model, optimizer, opt_param_scheduler), _source(train_data_iterator, state)
-    return save_and_decide_exit(state, trained, reader, num_floating_point_operations_so_far)
+    leaves = save_and_decide_exit(state, trained, reader, num_floating_point_operations_so_far)
+    if leaves:
+        announce_exit(state)
+    return leaves
 
 
 def save_checkpoint_and_time(

@@ -94,7 +94,7 @@ class AsyncCalls:
         self.maybe_finalize_async_calls(blocking=True)
 
 
-_KEPT = ("cfg", "world", "tokenizer", "run_dir", "checkpoints", "entry_point")
+_KEPT = ("cfg", "world", "run_dir", "checkpoints", "entry_point")
 """The fields that `GlobalState.reset_for_restart` keeps."""
 
 

@@ -10,13 +10,14 @@ from onstep.events import Dispatcher
 from onstep.training.checkpointing.writing import RunCheckpoints
 from onstep.training.protocols import Trained
 from onstep.training.run import Run
+from onstep.training.runs.claims import Claim
 
 
-def open_checkpoints(state: Run, notify: Dispatcher) -> RunCheckpoints | None:
+def open_checkpoints(state: Run, notify: Dispatcher, claim: Claim | None) -> RunCheckpoints | None:
     """The checkpoints of a run, in `checkpoint.save` or the run's directory; None for a run with neither."""
     if state.cfg.checkpoint.save is not None:
-        return RunCheckpoints(state, notify, Path(state.cfg.checkpoint.save))
-    return None if state.run_dir is None else RunCheckpoints(state, notify, state.run_dir.checkpoints)
+        return RunCheckpoints(state, notify, Path(state.cfg.checkpoint.save), claim)
+    return None if state.run_dir is None else RunCheckpoints(state, notify, state.run_dir.checkpoints, claim)
 
 
 @contextmanager

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from onstep.checkpoint import CheckpointInfo, CheckpointManager, checkpoints, resolve
 from onstep.checkpoint.catalog.discovery import named_dirs
 from onstep.config import ChangeClass, ConfigContainer
 from onstep.config.derived import fill
-from onstep.config.differences import changes, decide, describe, left_to_policy, of_kind
+from onstep.config.differences import Change, changes, decide, describe, left_to_policy, of_kind
 from onstep.config.suggestions import shown
 from onstep.distributed import attempt, on_main
 from onstep.errors import CheckpointError, ConfigError
@@ -17,7 +18,7 @@ from onstep.events import Request
 from onstep.events.control import STICKY
 from onstep.training.run import Run
 from onstep.training.runs.decisions import CHANGED, WITHDRAWN
-from onstep.training.runs.identity import Identity, compare, trains_on_others, ways_to_continue
+from onstep.training.runs.identity import compare, trains_on_others, ways_to_continue
 from onstep.training.runs.sent_commands import (
     commands_on_end,
     ids_to_repeat,
@@ -118,8 +119,8 @@ def check_not_all_damaged(state: Run, root: Path) -> None:
         )
 
 
-def compare_configuration(state: Run, info: CheckpointInfo) -> None:
-    """Compare the checkpoint's configuration with the current one.
+def compare_configuration(state: Run, info: CheckpointInfo) -> list[Change]:
+    """Compare the checkpoint's configuration with the current one; the applied changes of what is learned.
 
     The differences of the run's own checkpoint have been accepted with its directory, perhaps by a process that
     died before it saved: the current values apply.
@@ -129,7 +130,7 @@ def compare_configuration(state: Run, info: CheckpointInfo) -> None:
     """
     own = is_own(state, info)
     if not info.manifest.config:
-        return
+        return []
     policy = state.cfg.checkpoint.on_config_change
     current = fill(state.cfg, state.world.size)
     if current.model.vocab_size is None:  # set from the tokenizer, which is not open yet
@@ -145,31 +146,37 @@ def compare_configuration(state: Run, info: CheckpointInfo) -> None:
         raise CheckpointError(f"{info.path} was saved with a different configuration: {error}") from None
     if policy == "keep":
         state.cfg = decided
-    elif policy == "apply" and (moved := of_kind(found, ChangeClass.TRAJECTORY)):
-        state.changes = tuple(moved)
     if found and not own and state.world.is_main:
         logger.info("the configuration differs from that of %s:\n%s", info.path, describe(found))
+    return of_kind(found, ChangeClass.TRAJECTORY) if policy == "apply" else []
 
 
-def compare_identity(state: Run, start: CheckpointInfo | None, root: Path) -> None:
+def compare_identity(
+    state: Run, start: CheckpointInfo | None, root: Path, known: Mapping[str, str]
+) -> Mapping[str, str]:
     """Compare the current files with those that the checkpoint was trained on, unless the run directory already has.
 
-    Sets `state.identity`. A run without a directory records its files beside its checkpoints. Where other
+    A run without a directory records its files beside its checkpoints. Where other
     training data is accepted, the schedule that its length gives is too. Collective.
 
     Args:
         state: the run.
         start: the checkpoint that it continues from, if any.
         root: the directory of its checkpoints.
+        known: the digests that the run's directory has of its files.
+
+    Returns:
+        The digests of the current files.
 
     Raises:
         CheckpointError: for a difference that `checkpoint.on_config_change` does not allow; on all ranks alike.
     """
-    identify = state.entry_point.identify
-    if identify is not None and (state.run_dir is None or (start is not None and not is_own(state, start))):
-        state.identity = on_main(state.world, lambda: _compared(state, start, root, identify(state.cfg)))
-    if start is not None and trains_on_others(start.manifest.extra.get("identity"), state.identity):
+    if state.run_dir is None or (start is not None and not is_own(state, start)):
+        found = on_main(state.world, lambda: _compared(state, start, root))
+        known = known if found is None else found
+    if start is not None and trains_on_others(start.manifest.extra.get("identity"), known):
         state.cfg.checkpoint.on_config_change = "apply"
+    return known
 
 
 def is_own(state: Run, info: CheckpointInfo) -> bool:
@@ -210,15 +217,15 @@ def leave_commands(state: Run, info: CheckpointInfo) -> None:
         append_decision(state, Request(WITHDRAWN, "the loop", "", reason, 0, details), info.step)
 
 
-def lift_end(run: Run) -> None:
+def lift_end(run: Run, changes: Sequence[Change]) -> None:
     """Lift what would end the run although its user continues it with other settings.
 
     That is a decided stop, one that is still to be repeated and, if the length is among the settings, a number of steps
     that was set while it ran. Each start from an older checkpoint lifts it again, but not what was sent since.
     """
-    changes, ending = run.changes, run.ending
     if not changes:
         return
+    ending = run.ending
     has_other_length = any(one.key in _LENGTH for one in changes)
     for flag in STICKY:
         run.control.clear(flag)
@@ -248,8 +255,11 @@ def _replace_commands(run: Run, decisions: Path, settings: str, has_other_length
     return list(replaced.values())
 
 
-def _compared(state: Run, start: CheckpointInfo | None, root: Path, current: Identity) -> dict[str, str]:
-    """The digests of the current files."""
+def _compared(state: Run, start: CheckpointInfo | None, root: Path) -> dict[str, str] | None:
+    """The digests of the current files; None for data that is not configured."""
+    current = state.entry_point.identify(state.cfg)
+    if current is None:
+        return None
     if start is not None:
         policy = state.cfg.checkpoint.on_config_change
         # the checkpoint's weights replace those that a Trainer was given

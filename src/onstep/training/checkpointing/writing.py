@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from onstep.checkpoint import (
     SharingPattern,
     StateComponent,
 )
-from onstep.config import ConfigContainer
+from onstep.config import ChangeClass, ConfigContainer
+from onstep.config.differences import of_kind
 from onstep.data import StepSource
 from onstep.errors import CheckpointError
 from onstep.events import Dispatcher, Request
@@ -43,6 +44,7 @@ from onstep.training.checkpointing.starts import (
 )
 from onstep.training.protocols import Trained, UserScheduler
 from onstep.training.run import Run
+from onstep.training.runs.claims import Claim
 from onstep.training.runs.decisions import BRANCH, DecisionLog
 from onstep.training.runs.sent_commands import everything_sent, steps_to_keep
 from onstep.training.stages.agreement import write_decision
@@ -59,7 +61,7 @@ class RunCheckpoints:
     `load_position` right before the first step, so that nothing in between can advance the random generators.
     """
 
-    def __init__(self, state: Run, notify: Dispatcher, root: Path) -> None:
+    def __init__(self, state: Run, notify: Dispatcher, root: Path, claim: Claim | None = None) -> None:
         config = state.cfg.checkpoint
         self.state = state
         self.notify = notify
@@ -72,6 +74,15 @@ class RunCheckpoints:
         """The user chose it, so `load_optim` and `load_rng` determine how much of it is loaded."""
         self.is_loaded = False
         """Whether its progress is loaded."""
+        self.saved_mark: tuple[object, ...] | None = None
+        self.failure: str | None = None
+        self.some_rank_writes = False
+        self._identity: Mapping[str, str] = {} if claim is None else claim.identity
+        """Digests of what the run is trained on, which its checkpoints record."""
+        applied = claim.changes if claim is not None and config.on_config_change == "apply" else ()
+        self._changes = of_kind(applied, ChangeClass.TRAJECTORY)
+        """The settings of what is learned with which the user continues the run, if they are others than its
+        checkpoint's; what would have ended it is lifted."""
         self._reason = ""
         """Why the newest checkpoint was started."""
         self._loaded: set[str] = set()
@@ -113,8 +124,8 @@ class RunCheckpoints:
             if self.start is None:
                 check_not_all_damaged(state, self.root)
         if self.start is not None:
-            compare_configuration(state, self.start)
-        compare_identity(state, self.start, self.root)
+            self._changes = compare_configuration(state, self.start) or self._changes
+        self._identity = compare_identity(state, self.start, self.root, self._identity)
         if self.start is None:
             self._record_start()
         return self.start
@@ -135,12 +146,12 @@ class RunCheckpoints:
         """
         info, scheduler = self.start, trained.scheduler
         if info is None:
-            lift_end(self.state)
+            lift_end(self.state, self._changes)
             return
         self.state.begin_training()
         with current_values(self.state, info, trained.optimizer):
             self._load(info, self.components.progress(trained, loads=True))
-        lift_end(self.state)
+        lift_end(self.state, self._changes)
         if isinstance(scheduler, OptimizerParamScheduler):
             scheduler.step(0)  # uses the groups' current values
             if "scheduler" not in self._loaded:
@@ -217,7 +228,7 @@ class RunCheckpoints:
         """
         state, step = self.state, self.state.train_state.step
         self.notify.on_checkpoint_save_start(checkpoint_step=step)
-        state.saved_mark = state.mark
+        self.saved_mark = state.mark
         state.note("checkpoint", {"reason": reason})
         with state.features.pause("write"):
             components = [
@@ -237,11 +248,11 @@ class RunCheckpoints:
             )
             state.features.add_to_checkpoint(request)
             self._save(request, reason)
-        state.save_failure = self.manager.failure
+        self.failure = self.manager.failure
 
     def finalize_if_written(self) -> None:
         """Make a pending save durable once all ranks have written their files. Collective, right after an agreement."""
-        if not self.state.exits.some_rank_writes:
+        if not self.some_rank_writes:
             self.finish()
 
     def finish(self) -> None:
@@ -249,7 +260,7 @@ class RunCheckpoints:
         if self.manager.is_saving:
             with self.state.features.pause("finalize"):
                 if self._following(self.manager.finalize):
-                    self.state.save_failure = self.manager.failure
+                    self.failure = self.manager.failure
 
     def close(self) -> None:
         """Release threads and buffers. A single rank makes a pending save durable; several ranks abandon it."""
@@ -273,7 +284,7 @@ class RunCheckpoints:
             if not self._follow():
                 raise
             logger.warning("%s The directory was moved meanwhile; the run continues, and saves there.", error)
-            self.state.saved_mark, self.state.save_failure = None, str(error)
+            self.saved_mark, self.failure = None, str(error)
             return False
         return True
 
@@ -312,7 +323,7 @@ class RunCheckpoints:
 
     def _extra(self) -> dict[str, Any]:
         state = self.state
-        extra: dict[str, Any] = {"identity": dict(state.identity)} if state.identity else {}
+        extra: dict[str, Any] = {"identity": dict(self._identity)} if self._identity else {}
         if state.run_dir is not None and state.world.is_main:
             extra[DECISIONS] = state.features.room(DecisionLog).captured_now(state.run_dir.decisions)
         return extra

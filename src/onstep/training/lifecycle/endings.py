@@ -73,21 +73,22 @@ def fire_endings(run: Run, fire: Callable[..., None], error: BaseException | Non
         BaseException: raised by a callback, if nothing else ended the run; else it becomes a note on that error.
     """
     ending = run.ending
-    decided = error is None or isinstance(error, SystemExit)
-    if error is not None and not decided:
-        run.features.failing(error)
+    failure = None if isinstance(error, SystemExit) else error
+    if failure is not None:
+        run.features.failing(failure)
+    described = None if failure is None else _described(failure)
     endings: list[tuple[str, dict[str, object]]] = []
-    if not decided and not ending.exception_notified:
-        ending.exception_notified = True
-        endings.append(("on_exception", {"exception": error}))
+    if failure is not None and ending.error is None:
+        ending.error = described
+        endings.append(("on_exception", {"exception": failure}))
     if ending.training == "during":
         ending.training = "after"
         endings.append(("on_train_end", {}))
     if is_outermost:
         ending.ended = reason_of(run, error)
-        ending.error = None if decided or error is None else _described(error)
-        run.bridge_trackers.note_tags(reads=decided)
-        endings.append(("on_run_end", {"reason": ending.ended, "exception": None if decided else error}))
+        ending.error = described
+        run.bridge_trackers.note_tags(reads=failure is None)
+        endings.append(("on_run_end", {"reason": ending.ended, "exception": failure}))
     raised: list[BaseException] = []
     for event, fields in endings:
         try:

@@ -299,47 +299,41 @@ class Interrupts:
 
 @dataclass
 class ExitWatch:
-    """The reasons to end the process early, and the status of a pending save; ranks agree on both."""
+    """The reasons to end the process early, on which ranks agree."""
 
     handler: DistributedSignalHandler | None = None
     """None outside of a run and without `train.exit_signal_handler`."""
     deadline: float | None = None
     """When the limit `train.exit_duration_in_mins` expires, in seconds of the monotonic clock."""
     decided: ExitKind | None = None
-    exit_announced: bool = False
-    """Whether the reason for the exit has been printed."""
     straggler: str = ""
     """Describes the rank that is so slow that the run should end; otherwise empty."""
-    some_rank_writes: bool = False
-    """Whether a rank is still writing its files of an asynchronous save."""
 
     def of_next_run(self) -> ExitWatch:
         """The watch of a run that begins after an earlier one; a signal is for all runs of the process."""
         decided: ExitKind | None = "signal" if self.decided == "signal" else None
-        return replace(self, decided=decided, exit_announced=False, straggler="")
+        return replace(self, decided=decided, straggler="")
 
     def start(self, exit_duration_in_mins: float | None, start_time: float) -> None:
         """Start the clock of `train.exit_duration_in_mins` unless already running."""
         if exit_duration_in_mins is not None and self.deadline is None:
             self.deadline = time.monotonic() + 60 * exit_duration_in_mins - (time.time() - start_time)
 
-    def votes(self, is_main: bool, writes: bool) -> list[int]:
-        """The status of this rank: a signal was received; the time is up (rank 0's clock); a rank is too slow; its
-        save is not written yet."""
+    def votes(self, is_main: bool) -> list[int]:
+        """The status of this rank: a signal was received; the time is up (rank 0's clock); a rank is too slow."""
         signalled = self.handler is not None and self.handler.received
         is_late = self.deadline is not None and is_main and time.monotonic() >= self.deadline
-        return [int(signalled), int(is_late), int(bool(self.straggler)), int(writes)]
+        return [int(signalled), int(is_late), int(bool(self.straggler))]
 
     def set_agreed(self, votes: list[int]) -> None:
         """Apply the votes of all ranks; a signal has priority over the clock, and the clock over a slow rank."""
-        signalled, is_late, is_slow, writes = votes
+        signalled, is_late, is_slow = votes
         if signalled:
             self.decided = "signal"
         elif is_late and self.decided is None:
             self.decided = "duration"
         elif is_slow and self.decided is None:
             self.decided = "straggler"
-        self.some_rank_writes = bool(writes)
 
 
 def _is_users(handler: Installed) -> TypeGuard[Handler]:

@@ -33,7 +33,6 @@ class RunEnding:
     """Whether something will fire the events of the end."""
     training: Literal["before", "during", "after"] = "before"
     """Whether `on_train_start` and `on_train_end` have fired."""
-    exception_notified: bool = False
     was_stopped: bool = False
     """Whether a callback ended the run early."""
     stopped_by: Request | None = None
@@ -43,7 +42,7 @@ class RunEnding:
     ended: Reason | None = None
     """How the run ended, as passed to `on_run_end`."""
     error: str | None = None
-    """The error that ended the run, if it failed."""
+    """The error that ended the run, if it failed; set once `on_exception` is about to fire."""
     first_failure: str | None = None
     """The watchdog's diagnosis: which rank was first to fail or hang, and where."""
 

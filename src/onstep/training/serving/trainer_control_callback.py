@@ -226,7 +226,7 @@ class TrainerControlCallback(TrainerCallback):
             _refuse(command, "the run is not paused")
         if command == "evaluate" and not _has_validation_data(run):
             _refuse(command, "this run has no validation data")
-        if command == "generate" and (_tokenizer_of(run) is None or not can_generate(self._model)):
+        if command == "generate" and (run.processing_class is None or not can_generate(self._model)):
             _refuse(command, "the run has no tokenizer, or its model cannot generate text")
         if command == "profile" and (self._profile is not None or is_recording()):
             _refuse(command, "a profiler is already recording")
@@ -249,7 +249,7 @@ class TrainerControlCallback(TrainerCallback):
     def _generate(self, context: CallbackContext, prompts: list[str], max_new_tokens: int) -> list[dict[str, str]]:
         try:
             with preserve_state(self._model):
-                tokenizer = _tokenizer_of(context.state)
+                tokenizer = context.state.processing_class
                 texts = continue_prompts(self._model, tokenizer, prompts, _SAMPLING, max_new_tokens, seed=context.step)
         except Exception as error:  # noqa: BLE001 - models can raise anything; a failed sample must not end the run
             return [{"error": named_text(error)}]
@@ -364,10 +364,6 @@ def _refuse(command: str, why: str) -> None:
 def _has_validation_data(run: RunView) -> bool:
     is_opened_later = getattr(run.trainer, "eval_dataset", None) is not None  # by a Trainer, when it evaluates
     return is_opened_later or run.eval_dataloader is not None
-
-
-def _tokenizer_of(run: RunView) -> Any:
-    return run.processing_class if run.processing_class is not None else run.tokenizer
 
 
 def _frozen(status: dict[str, Any]) -> Callable[[], dict[str, Any]]:

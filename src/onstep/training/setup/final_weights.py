@@ -53,7 +53,8 @@ def write_final_weights(state: Run, write: Callable[[RunDir], None]) -> None:
         if state.cfg.checkpoint.on_save_error == "stop":
             raise CheckpointError(message) from error
         logger.warning("%s", message)
-        state.save_failure = message
+        if state.checkpoints is not None:
+            state.checkpoints.failure = message
 
 
 def _save(state: Run, model: Transformer) -> None:

@@ -57,7 +57,7 @@ def set_up(state: Run, notify: Dispatcher, pre_wrap_hooks: Sequence[ModelHook] =
     """
     config, world, timers = state.cfg, state.world, state.timers
     with timers("tokenizer-setup").measure():
-        state.tokenizer = state.entry_point.processing_class = open_tokenizer(state)
+        state.tokenizer = open_tokenizer(state)
     resolve_vocabulary(config, state.tokenizer.vocab_size)
     with timers(MODEL_TIMER).measure(barrier=True):
         model = build_model(config, world, state, pre_wrap_hooks)

@@ -23,6 +23,7 @@ from onstep.training.stages.best_metric import note_best_metric, save_best
 from onstep.training.stages.data_position import leave_out_skipped
 from onstep.training.stages.evaluation_report import evaluate_and_print_results
 from onstep.training.stages.exits import (
+    CurrentEvaluation,
     EvaluationInterrupted,
     random_state_before,
     restore_random_state,
@@ -141,7 +142,7 @@ def evaluate_unless_interrupted(job: Job) -> None:
 def run_evaluation(job: Job) -> None:
     """Evaluate inside the loop; excluded from the interval's time."""
     run = job.run
-    run.evaluated.is_restartable = True
+    run.features.renew(CurrentEvaluation)
     with run.features.pause("evaluate"), run.timers("eval-time").measure(barrier=True):
         run.features.wrap("evaluate", lambda: _evaluate_validation_set(job))()
     run.evaluated.at_step = run.train_state.step

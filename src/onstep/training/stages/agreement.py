@@ -32,17 +32,21 @@ def agree(state: Run) -> None:
     writes = checkpoints is not None and checkpoints.is_writing
     if world.size == 1:
         signalled = watch.handler is not None and watch.handler.received
-        if signalled or writes or watch.some_rank_writes or watch.deadline is not None or watch.straggler:
-            watch.set_agreed(watch.votes(world.is_main, writes))
+        if signalled or watch.deadline is not None or watch.straggler:
+            watch.set_agreed(watch.votes(world.is_main))
+        if checkpoints is not None:
+            checkpoints.some_rank_writes = writes
         if state.ending.stopped_by is not None:
             _forget_withdrawn_stop(state)
         if control.requests:
             record(state, control.pop_requests())
         return
-    votes = [*watch.votes(world.is_main, writes), int(control.has_pre_update_listener)]
+    votes = [*watch.votes(world.is_main), int(writes), int(control.has_pre_update_listener)]
     agreed = world.agree([*votes, *control.vector()])
-    *exits, any_listener = agreed[: len(votes)]
-    state.exits.set_agreed(exits)
+    *exits, any_writes, any_listener = agreed[: len(votes)]
+    watch.set_agreed(exits)
+    if checkpoints is not None:
+        checkpoints.some_rank_writes = bool(any_writes)
     control.any_pre_update_listener = bool(any_listener)
     any_request = control.set_agreed(agreed[len(votes) :])
     _forget_withdrawn_stop(state)

@@ -57,7 +57,8 @@ def go_to(job: Job) -> None:
         run.checkpoints.load_position(job.reader, job.scheduler)
     update_batch_size(run)
     run.flops_at_start = run.train_state.floating_point_operations_so_far + pending_flops(run)
-    run.saved_mark = run.mark
+    if run.checkpoints is not None:
+        run.checkpoints.saved_mark = run.mark
 
 
 def read(job: Job) -> StepBatches | None:

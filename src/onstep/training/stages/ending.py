@@ -54,12 +54,12 @@ def leave_early(job: Job, leave: Leave) -> None:
 def conclude(job: Job) -> None:
     """Log why training ended and its final metrics, and save; an aborted run logs and saves nothing more."""
     run, control, ending = job.run, job.run.control, job.run.ending
+    if run.leaves:
+        announce_exit(run)
     run.features.settle()
     run.features.concluding()
     stopped_before_the_end = control.should_training_stop and not run.has_all_steps
     ending.was_stopped = run.leaves or control.should_abort_without_save or stopped_before_the_end
-    if run.leaves and not run.exits.exit_announced:  # decided before the first step
-        announce_exit(run)
     run.info.history.losses_at_exit = first_and_last_loss(run) if run.leaves and run.world.is_main else {}
     if not ending.was_stopped:
         ending.stopped_by = None

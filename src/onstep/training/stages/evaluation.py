@@ -26,7 +26,7 @@ from onstep.training.protocols import DataSource, ForwardStep, Metrics, NonLossF
 from onstep.training.run import Run
 from onstep.training.stages.agreement import agree
 from onstep.training.stages.evaluation_batches import eval_batches
-from onstep.training.stages.exits import EvaluationInterrupted, exit_if_decided
+from onstep.training.stages.exits import CurrentEvaluation, EvaluationInterrupted, exit_if_decided
 from onstep.training.stages.forward_step import only_chunk, prepare_forward_step_func
 from onstep.training.stages.record import keep
 
@@ -156,7 +156,7 @@ def score(
 def record_evaluation(state: Run, metrics: Metrics) -> None:
     """Keep the metrics of the most recent evaluation, which is about to be reported."""
     state.evaluated.last_metrics = metrics
-    state.evaluated.is_restartable = False
+    state.features.room(CurrentEvaluation).has_reported = True
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -19,6 +20,14 @@ from onstep.training.stages.agreement import write_decision
 from onstep.training.stages.progress_log import compute_throughputs_and_append_to_progress_log, pending_flops
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class CurrentEvaluation:
+    """An evaluation in progress, of one data set or of several."""
+
+    has_reported: bool = False
+    """Whether the result of a set is reported: the evaluation may then not be aborted and repeated."""
 
 
 class EvaluationInterrupted(Preempted):
@@ -48,16 +57,15 @@ def save_and_decide_exit(run: Run, trained: Trained, reader: Any, flops: float, 
     may_leave = exits.decided is None and not is_last and run.stage.has_stepped
     if may_leave and is_due(step, run.cfg.train.exit_interval):
         exits.decided = "interval"
-    leaves = exits.decided is not None
     every = run.cfg.checkpoint.non_persistent_save_interval
     is_requested = run.control.should_save
     run.control.clear("should_save")
-    if (is_requested and not saves_at_end) or (leaves and run.is_unsaved):
+    if (is_requested and not saves_at_end) or (run.leaves and run.is_unsaved):
         save_and_time(run, trained, reader, flops, reason=_why_saved(run, is_requested))
     elif not is_requested and run.is_unsaved and is_due(step, every):
         reason = f"every {every} steps, not persistent"
         save_and_time(run, trained, reader, flops, persistent=False, reason=reason)
-    return leaves and announce_exit(run)
+    return run.leaves
 
 
 def save_and_time(
@@ -100,7 +108,7 @@ def exit_if_decided(state: Run) -> None:
     Raises:
         EvaluationInterrupted: once ranks agree that the process exits.
     """
-    if state.exits.decided is not None and state.evaluated.is_restartable:
+    if state.exits.decided is not None and not state.features.room(CurrentEvaluation).has_reported:
         raise EvaluationInterrupted(
             f"preempted during an evaluation at step {state.train_state.step}; the same command continues the run"
         )
@@ -117,10 +125,9 @@ def restore_random_state(state: Run, before: StateDict | None) -> None:
         RngState(state.world.device).load_state_dict(before)
 
 
-def announce_exit(state: Run) -> bool:
-    """Record why the process exits, say it in Megatron Bridge's words, and return True."""
+def announce_exit(state: Run) -> None:
+    """Record why the process exits, and say it in Megatron Bridge's words."""
     step = state.train_state.step
-    state.exits.exit_announced = True
     if state.exits.decided == "signal":
         handler = state.exits.handler
         name = (handler.signal_name if handler is not None else None) or "a signal on another rank"
@@ -137,7 +144,6 @@ def announce_exit(state: Run) -> bool:
     write_decision(state, state.ending.stopped_by)
     if state.world.is_main:
         _say(state, text, reason)
-    return True
 
 
 def _say(state: Run, text: str, reason: str) -> None:

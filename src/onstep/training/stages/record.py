@@ -101,32 +101,19 @@ def warn_if_nothing_is_learned(state: Run, report: IntervalReport) -> None:
 
 def publish(state: Run, logs: Metrics, notify: Dispatcher) -> None:
     """Publish a record; Megatron Bridge's tags belong to it."""
-    _hand_over(state, logs, notify)
+    state.features.wrap("log", partial(record, state, notify=notify))(logs)
     state.bridge_trackers.record.clear()
 
 
-def publish_evaluation(state: Run, metrics: Metrics, notify: Dispatcher) -> None:
-    """Publish an evaluation of a `Trainer`; Megatron Bridge's tags wait for the record of a step."""
-    tags, state.info.bridge_tags, state.evaluated.is_being_logged = state.info.bridge_tags, None, True
-    try:
-        _hand_over(state, metrics, notify)
-    finally:
-        state.info.bridge_tags, state.evaluated.is_being_logged = tags, False
-
-
-def _hand_over(state: Run, logs: Metrics, notify: Dispatcher) -> None:
-    state.features.wrap("log", partial(record, state, notify=notify))(logs)
-
-
-def record(state: Run, logs: Metrics, notify: Dispatcher) -> None:
+def record(state: Run, logs: Metrics, notify: Dispatcher, kind: Kind = "log") -> None:
     """Append a record with its step to `log_history`, and fire `on_log`.
 
     Evaluations reach the callbacks of Hugging Face's convention there; others have them at `on_eval_end` only.
     """
     if state.checkpoints is not None:
         check_savable(logs)
-    keep(state, "evaluation" if state.evaluated.is_being_logged else "log", logs)
-    if state.evaluated.is_being_logged:
+    keep(state, kind, logs)
+    if kind == "evaluation":
         notify = _to_those_that_log_evaluations(notify)
     notify.on_log(logs=logs)
     for name, value in logs.items():

@@ -8,6 +8,9 @@ from typing import Any
 
 logger: logging.Logger = logging.getLogger(__name__)
 
+StateDict = dict[str, Any]
+"""The result of a `state_dict()`: tensors, numbers, strings, and containers of these."""
+
 _BRIDGE_KEYS = {
     "step": "int64",
     "consumed_train_samples": "int64",
@@ -66,7 +69,7 @@ class TrainState:
     def __post_init__(self) -> None:
         self._unsaved: set[str] = set()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """All fields; the fields of Megatron Bridge's TrainState are 0-d tensors, as there."""
         import torch  # not at the top: configuration and events use it without torch
 
@@ -77,7 +80,7 @@ class TrainState:
             state[key] = torch.tensor(state[key], dtype=getattr(torch, dtype))
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state; fields that are missing in it are left unchanged.
 
         Raises:

@@ -5,17 +5,31 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
+from torch import Tensor, nn
+
+from onstep.config import TrainingArguments
 from onstep.diloco.worker import DiLoCoWorker
 from onstep.distributed.shards import world_size
 from onstep.errors import ConfigError
-from onstep.events import TrainerCallback
+from onstep.events import Control, RunState, TrainerCallback
+from onstep.record.kinds import Metrics
+from onstep.train_state import StateDict
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 _TRUE = ("1", "true", "yes")
+
+
+Number = TypeVar("Number", int, float)
+
+
+class Schedule(Protocol):
+    """A learning-rate schedule of torch, or of Onstep."""
+
+    step: Callable[..., object]
 
 
 class DiLoCoCallback(TrainerCallback):
@@ -96,8 +110,8 @@ class DiLoCoCallback(TrainerCallback):
         self.verify = verify or os.environ.get("DILOCO_CA_FILE") or None
         self.worker: DiLoCoWorker | None = None
         """While training."""
-        self._loaded: Mapping[str, Any] | None = None
-        self._tokens: Any = None
+        self._loaded: StateDict | None = None
+        self._tokens: Tensor | float | None = None
         self._offset = 0
         """Optimizer steps of the run that this worker has not taken."""
         self._steps_to_advance = 0
@@ -113,7 +127,7 @@ class DiLoCoCallback(TrainerCallback):
         """Whether a server is configured."""
         return bool(self.server_addr)
 
-    def _number(self, name: str, kind: type[Any]) -> Any:
+    def _number(self, name: str, kind: type[Number]) -> Number | None:
         """A number of the environment; without a server, none of it is of interest."""
         text = os.environ.get(name)
         try:
@@ -126,7 +140,13 @@ class DiLoCoCallback(TrainerCallback):
         return not self.active and name not in ("on_train_begin", "on_train_start")
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: RunState,
+        control: object,
+        model: nn.Module | None = None,
+        optimizer: object = None,
+        **kwargs: object,
     ) -> None:
         """Register, and give the model the run's parameters. Collective.
 
@@ -158,7 +178,7 @@ class DiLoCoCallback(TrainerCallback):
         assert self.worker is not None
         return self.worker.registered.slot, self.worker.registered.num_slots
 
-    def _take_share(self, args: Any, step: int, data: Any, known: int | None) -> None:
+    def _take_share(self, args: TrainingArguments, step: int, data: object, known: int | None) -> None:
         """Train on this worker's part of the data, from where it has been used; None: another part than before."""
         assert self.worker is not None
         take_share = getattr(data, "take_share", None)
@@ -176,7 +196,7 @@ class DiLoCoCallback(TrainerCallback):
                 place.slot,
             )
 
-    def _new_worker(self, model: Any, loaded: Mapping[str, Any] | None) -> DiLoCoWorker:
+    def _new_worker(self, model: nn.Module, loaded: StateDict | None) -> DiLoCoWorker:
         known = None if loaded is None else str(loaded["worker_id"])
         worker = DiLoCoWorker(
             model,
@@ -197,7 +217,14 @@ class DiLoCoCallback(TrainerCallback):
             worker.load_state_dict(loaded)
         return worker
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> None:
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: RunState,
+        control: object,
+        lr_scheduler: Schedule | None = None,
+        **kwargs: object,
+    ) -> None:
         """Before the first step, move the learning-rate schedule to the run's step; later, take another share."""
         if self._is_at_start:
             self._is_at_start = False
@@ -213,11 +240,13 @@ class DiLoCoCallback(TrainerCallback):
             )
             self._take_share(args, state.global_step, kwargs.get("train_dataloader"), None)
 
-    def on_train_metrics(self, args: Any, state: Any, control: Any, tokens: Any = None, **kwargs: Any) -> None:
+    def on_train_metrics(
+        self, args: object, state: object, control: object, tokens: Tensor | float | None = None, **kwargs: object
+    ) -> None:
         """Note how many labels this rank has trained on in the step."""
         self._tokens = tokens
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: RunState, control: Control, **kwargs: object) -> None:
         """Count the step, and exchange what is due; after the last one, all that is left. Collective."""
         if self.worker is None:
             return
@@ -226,22 +255,26 @@ class DiLoCoCallback(TrainerCallback):
             self.worker.finish()
             control.should_training_stop = True
 
-    def on_log_step(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log_step(
+        self, args: object, state: object, control: object, logs: Metrics | None = None, **kwargs: object
+    ) -> None:
         """Add the metrics to `logs`, before anything reports them."""
         self._adds_at_log_step = True
         if self.worker is not None and logs is not None:
             logs.update(self.worker.sync_metrics)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: object, state: object, control: object, logs: Metrics | None = None, **kwargs: object
+    ) -> None:
         """Add the metrics here in Hugging Face's Trainer, which has no event before."""
         if self.worker is not None and logs is not None and not self._adds_at_log_step:
             logs.update(self.worker.sync_metrics)
 
-    def on_exception(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_exception(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Leave the run without waiting for anybody."""
         self._stop(merge=False)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: RunState, control: Control, **kwargs: object) -> None:
         """Leave the run; where a stop was requested before the last step, submit what is left. Collective then.
 
         A preempted run leaves at once: its checkpoint is written, and it continues from there.
@@ -249,7 +282,7 @@ class DiLoCoCallback(TrainerCallback):
         is_aborted = getattr(control, "should_abort_without_save", False)
         self._stop(merge=control.should_training_stop and not is_aborted and not self._is_last_step(state))
 
-    def _is_last_step(self, state: Any) -> bool:
+    def _is_last_step(self, state: RunState) -> bool:
         return bool(0 < state.max_steps <= state.global_step + self._offset)
 
     def _stop(self, merge: bool) -> None:
@@ -257,14 +290,14 @@ class DiLoCoCallback(TrainerCallback):
         if worker is not None:
             worker.stop(merge)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The worker's state; empty unless training as one."""
         if self.worker is None:
             return {}
         place = {"data_start": self._data_start, "offset": self._offset, "share": list(self._share)}
         return {**self.worker.state_dict(), **place}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Keep a state until training begins and the worker exists; an empty one is ignored."""
         self._loaded = dict(state_dict) if state_dict else None
 
@@ -274,16 +307,16 @@ def _flag(name: str) -> bool | None:
     return None if text is None else text.strip().lower() in _TRUE
 
 
-def _saved_place(loaded: Mapping[str, Any] | None) -> tuple[int, int, Any]:
+def _saved_place(loaded: StateDict | None) -> tuple[int, int, list[int] | None]:
     """Offset, start of the data and share of a checkpoint."""
     return (0, 0, None) if loaded is None else (loaded.get("offset", 0), loaded["data_start"], loaded.get("share"))
 
 
-def _samples_of_a_step(args: Any) -> int:
+def _samples_of_a_step(args: TrainingArguments) -> int:
     return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size())
 
 
-def _advance(scheduler: Any, steps: int, samples_of_a_step: int) -> None:
+def _advance(scheduler: Schedule, steps: int, samples_of_a_step: int) -> None:
     """Move a scheduler forward by optimizer steps; Onstep's own count samples."""
     increment = (samples_of_a_step,) if hasattr(scheduler, "num_steps") else ()
     with warnings.catch_warnings():  # torch warns of schedulers that are stepped before the optimizer

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
+from onstep.config import TrainingArguments
 from onstep.config.field_types import is_integer_from, is_number
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError, require
-from onstep.events import Control, Request, Setting, TrainerCallback
+from onstep.events import Control, Request, RunState, Setting, TrainerCallback
+from onstep.record.kinds import Metrics
+from onstep.train_state import StateDict
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -120,11 +122,11 @@ class DivergenceDetector(TrainerCallback):
         """Counting observations in a row."""
         return self._curve.consecutive_above
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_init_end(self, args: object, state: object, control: Control, **kwargs: object) -> None:
         """Reject a control that does not support the action."""
         self._check_control(control)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: RunState, control: Control, **kwargs: object) -> None:
         """Start a new curve, unless the run resumes one."""
         self._check_control(control)
         if state is not None and state.global_step == 0 and not self._run.is_loaded:
@@ -133,7 +135,9 @@ class DivergenceDetector(TrainerCallback):
             logger.warning("DivergenceDetector: action='rollback' requires checkpoints, but this run does not save any")
         self._rollback, self._run = _Rollback(), _Run(is_training=True)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: object, state: RunState, control: Control, logs: Metrics | None = None, **kwargs: object
+    ) -> None:
         """Observe the metric of a logged step."""
         value = self._value(logs, state, is_evaluation=False)
         if value is not None:
@@ -141,14 +145,14 @@ class DivergenceDetector(TrainerCallback):
             self._observe(value, state, control)
 
     def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any] | None = None, **kwargs: Any
+        self, args: object, state: RunState, control: Control, metrics: Metrics | None = None, **kwargs: object
     ) -> None:
         """Observe the metric of an evaluation, unless it was observed at `on_log`, as with Hugging Face's Trainer."""
         value = self._value(metrics, state, is_evaluation=True)
         if value is not None and (state is None or self._run.last_logged != (state.global_step, value)):
             self._observe(value, state, control)
 
-    def on_checkpoint_load(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_checkpoint_load(self, args: object, state: RunState, control: object, **kwargs: object) -> None:
         """Record the target of a rollback; a checkpoint without this detector's state starts a new curve."""
         if self._rollback.is_asked:
             if not self._rollback.is_restored:
@@ -156,17 +160,17 @@ class DivergenceDetector(TrainerCallback):
             self._rollback = _Rollback(went_to=None if state is None else state.global_step)
         self._run.last_logged = None
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: RunState, control: object, **kwargs: object) -> None:
         """Do not act after the end of training."""
         if self._run.is_missing and _is_main(state):
             self._run.warn_of_absence(self.metric)
         self._run = _Run(is_over=True)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The curve so far and the rest of the cooldown."""
         return asdict(self._curve)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue a saved curve; a cooldown that has started since then continues."""
         documented = ("smoothed_loss", "best_smoothed_loss", "observation_count", "consecutive_above")
         further = {"cooldown_left": state_dict.get("cooldown_left", 0), "healthy_step": state_dict.get("healthy_step")}
@@ -177,7 +181,7 @@ class DivergenceDetector(TrainerCallback):
             loaded.consecutive_above, self._rollback.is_restored = 0, True
         self._curve, self._run.last_logged, self._run.is_loaded = loaded, None, not self._run.is_training
 
-    def _value(self, record: Mapping[str, Any] | None, state: Any, is_evaluation: bool) -> float | None:
+    def _value(self, record: Metrics | None, state: RunState, is_evaluation: bool) -> float | None:
         """The metric of a record; records without it are noted until the first that has it."""
         if self._run.is_over or not record or "anomaly" in record:
             return None
@@ -186,7 +190,7 @@ class DivergenceDetector(TrainerCallback):
             self._run.note_absence(self.metric, record, is_evaluation)
         return None if value is None else float(value)
 
-    def _observe(self, value: float, state: Any, control: Any) -> None:
+    def _observe(self, value: float, state: RunState, control: Control) -> None:
         curve = self._curve
         self._run.has_observed = True
         if not math.isfinite(value):
@@ -218,7 +222,7 @@ class DivergenceDetector(TrainerCallback):
             return True
         return self.relative_threshold is not None and best > 0 and worse >= better * self.relative_threshold
 
-    def _act(self, reason: str, state: Any, control: Any) -> None:
+    def _act(self, reason: str, state: RunState, control: Control) -> None:
         if self._rollback.is_asked:
             return
         if _is_main(state):
@@ -236,7 +240,7 @@ class DivergenceDetector(TrainerCallback):
         if self.cooldown > 0:
             self._curve.cooldown_left, self._curve.consecutive_above = self.cooldown, 0
 
-    def _request_rollback(self, reason: str, control: Any) -> None:
+    def _request_rollback(self, reason: str, control: Control) -> None:
         self._check_control(control)
         healthy_step, went_to = self._curve.healthy_step, self._rollback.went_to
         bad_step = None if healthy_step is None else healthy_step + 1
@@ -249,7 +253,7 @@ class DivergenceDetector(TrainerCallback):
             control.add_request(Request("rollback", control.author, control.event, reason, control.rank, details))
         self._rollback.is_asked, self._rollback.is_restored = True, False
 
-    def _check_control(self, control: Any) -> None:
+    def _check_control(self, control: Control) -> None:
         if self.action == "rollback" and not callable(getattr(control, "rollback", None)):
             raise ConfigError(
                 f"action='rollback' requires a control with rollback(), which {type(control).__name__} does not have; "
@@ -286,7 +290,7 @@ class _Run:
         """Whether training is running and the metric has not appeared yet."""
         return self.is_training and not self.has_observed
 
-    def note_absence(self, metric: str, record: Mapping[str, Any], is_evaluation: bool) -> None:
+    def note_absence(self, metric: str, record: Metrics, is_evaluation: bool) -> None:
         """Note a record without the metric; only records of the kind that should have it count."""
         numbers = [name for name, value in record.items() if isinstance(value, int | float)]
         self.names += [name for name in numbers if name not in self.names]
@@ -334,5 +338,5 @@ class _Rollback:
     """Step of the checkpoint that the last rollback loaded."""
 
 
-def _is_main(state: Any) -> bool:
+def _is_main(state: RunState) -> bool:
     return state is None or bool(getattr(state, "is_world_process_zero", True))

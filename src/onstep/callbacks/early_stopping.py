@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
+from onstep.config import TrainingArguments
 from onstep.config.field_types import is_integer_from, is_number
 from onstep.config.hf.checks import evaluates
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError, require
-from onstep.events import ExportableState, Setting, TrainerCallback
+from onstep.events import Control, ExportableState, RunState, Setting, TrainerCallback
+from onstep.record.kinds import Metrics
+from onstep.train_state import StateDict
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -80,7 +82,7 @@ class EarlyStopping(TrainerCallback):
         """Number of evaluations since the best one."""
         return self._record.wait_count
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: RunState, control: object, **kwargs: object) -> None:
         """Start from scratch, unless the run is resumed."""
         if state.global_step == 0 and not self._is_loaded:
             self._record = _Record()
@@ -88,7 +90,7 @@ class EarlyStopping(TrainerCallback):
         if state.is_world_process_zero and not evaluates(args):
             logger.warning("EarlyStopping never stops: there is no evaluation during training; set eval_strategy")
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **kwargs: Any) -> None:
+    def on_evaluate(self, args: object, state: RunState, control: Control, metrics: Metrics, **kwargs: object) -> None:
         """Compare the metric with its best value."""
         if not self._is_training:
             return
@@ -103,20 +105,20 @@ class EarlyStopping(TrainerCallback):
         else:
             control.should_training_stop = True
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Ignore evaluations after the end of training."""
         self._is_training = False
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The best value, its step, and the evaluations since."""
         return asdict(self._record)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore saved values."""
         self._record = _Record(state_dict["best"], state_dict["best_step"], state_dict["wait_count"])
         self._is_loaded = not self._is_training
 
-    def _find(self, metrics: Mapping[str, Any]) -> tuple[str, float]:
+    def _find(self, metrics: Metrics) -> tuple[str, float]:
         """The metric's name in the evaluation, and its value."""
         for name in (self.metric, f"eval_{self.metric}"):
             if metrics.get(name) is not None:
@@ -176,7 +178,9 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         self.early_stopping_threshold = early_stopping_threshold
         self.early_stopping_patience_counter = 0
 
-    def check_metric_value(self, args: Any, state: Any, control: Any, metric_value: float) -> None:
+    def check_metric_value(
+        self, args: TrainingArguments, state: RunState, control: object, metric_value: float
+    ) -> None:
         """Count an evaluation that is not an improvement, as NaN never is; one that is starts the count from zero."""
         best = state.best_metric
         if math.isnan(metric_value):
@@ -188,7 +192,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             is_better = gain > max(self.early_stopping_threshold or 0.0, 0.0)
         self.early_stopping_patience_counter = 0 if is_better else self.early_stopping_patience_counter + 1
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: RunState, control: object, **kwargs: object) -> None:
         """Check the arguments that it depends on."""
         if not args.load_best_model_at_end and state.is_world_process_zero:
             logger.warning(
@@ -201,9 +205,11 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         if args.eval_strategy == "no":
             raise ConfigError("EarlyStoppingCallback requires eval_strategy='steps' or 'epoch' in TrainingArguments.")
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: RunState, control: Control, metrics: Metrics, **kwargs: object
+    ) -> None:
         """Compare the metric with the best one before this evaluation."""
-        metric = args.metric_for_best_model
+        metric = args.metric_for_best_model or "loss"
         name = metric if metric.startswith("eval_") else f"eval_{metric}"
         if metrics.get(name) is None:
             logger.warning("EarlyStoppingCallback: the evaluation has no %s, so it is not counted", name)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from torch import nn
+
+from onstep.config import TrainingArguments
 from onstep.distributed.shards import is_sharded, world_size
-from onstep.events import TrainerCallback
+from onstep.events import RunState, TrainerCallback
 from onstep.metrics.norms.named_parameters import MissingOnce, Model, named_parameters
 from onstep.metrics.norms.parameter_norms import LocalNorms, full_norms, local_gradient_norms
 from onstep.record.writer import JsonLogWriter, logging_dir_of
+from onstep.train_state import StateDict
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ class GradNormLogger(TrainerCallback):
         self._missing = MissingOnce(self.name)
         self._captured = _Captured()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: RunState, control: object, **kwargs: object) -> None:
         """Open the file, truncated to the step that training resumes from."""
         directory = _directory(args)
         if getattr(args, "fuse_optim_with_backward", False):
@@ -58,22 +60,28 @@ class GradNormLogger(TrainerCallback):
             else:
                 self._writer.open(directory, state.global_step)
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: RunState, control: object, model: nn.Module, **kwargs: object
+    ) -> None:
         """Measure the gradients of a step that will be evaluated, without waiting for the device."""
         if _directory(args) is not None:
             self._captured.live_step = state.global_step + 1
             if _is_foreseen(state):
-                self._capture(kwargs["model"])
+                self._capture(model)
 
-    def on_eval_start(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_eval_start(
+        self, args: TrainingArguments, state: RunState, control: object, model: nn.Module, **kwargs: object
+    ) -> None:
         """Measure the gradients of a step whose evaluation was not foreseeable."""
         captured = self._captured
         if _directory(args) is not None and state.global_step == captured.live_step != captured.step:
-            self._capture(kwargs["model"])
+            self._capture(model)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: RunState, control: object, model: nn.Module, **kwargs: object
+    ) -> None:
         """Record the norms of the evaluated step. Collective if parameters are sharded."""
-        directory, model, captured = _directory(args), kwargs["model"], self._captured
+        directory, captured = _directory(args), self._captured
         if directory is None or captured.step != state.global_step:
             return
         needs_all = is_sharded(named_parameters(model).values())
@@ -90,11 +98,11 @@ class GradNormLogger(TrainerCallback):
             if self._writer.last_step != state.global_step:
                 self._writer.write_record(state.global_step, state.epoch, {"grad_norms": norms})
 
-    def on_run_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_run_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Close the file; a later evaluation reopens it."""
         self._writer.close()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The position in the file, and this rank's norms of the last step, still on the device."""
         captured = self._captured
         names, values = list(captured.norms.names), captured.norms.values.clone()
@@ -105,7 +113,7 @@ class GradNormLogger(TrainerCallback):
         """Fsync the file, before a checkpoint that refers to it is committed."""
         self._writer.make_durable()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore a checkpoint's file position: when training begins, or immediately in a rollback."""
         self._writer.load_state_dict(state_dict["writer"])
         last = state_dict["last"]
@@ -128,14 +136,14 @@ class _Captured:
     """The step whose gradients are still present."""
 
 
-def _directory(args: Any) -> Path | None:
+def _directory(args: TrainingArguments) -> Path | None:
     return None if getattr(args, "fuse_optim_with_backward", False) else logging_dir_of(args)
 
 
-def _is_foreseen(state: Any) -> bool:
+def _is_foreseen(state: RunState) -> bool:
     """Whether the current step is likely to be evaluated."""
     step, interval = state.global_step + 1, state.eval_steps
-    per_epoch = getattr(state, "epoch_train_steps", None)  # the state of transformers does not have it
+    per_epoch: int = getattr(state, "epoch_train_steps", None) or 0  # the state of transformers does not have it
     is_due = bool(interval) and step % interval == 0
     ends_epoch = bool(per_epoch) and step - state.epoch_start_step >= per_epoch
     return bool(is_due or ends_epoch or step == state.max_steps)

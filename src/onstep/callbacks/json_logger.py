@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
 
+from onstep.config import TrainingArguments
 from onstep.events import RunState, TrainerCallback
 from onstep.files.json_values import encode
 from onstep.record.history import BRIDGE_KEY, INFO_KEY, history_of, is_reported
+from onstep.record.kinds import Metrics
 from onstep.record.saved_log import SavedLog
 from onstep.record.writer import JsonLogWriter, logging_dir_of
+from onstep.train_state import StateDict
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class JsonLogger(TrainerCallback):
 
     ranks = "main"
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: object) -> None:
         self.experiment_info = kwargs
         self._writer = JsonLogWriter(FILE_NAME)
         self._known = _Known()
@@ -66,11 +67,11 @@ class JsonLogger(TrainerCallback):
         """What was known at the checkpoint that training is about to resume from."""
 
     @property
-    def kwargs(self) -> dict[str, Any]:
+    def kwargs(self) -> dict[str, object]:
         """Forgather's name of `experiment_info`."""
         return self.experiment_info
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: RunState, control: object, **kwargs: object) -> None:
         """Open the metrics log, truncated to the step that training resumes from."""
         directory = logging_dir_of(args)
         if not state.is_world_process_zero:
@@ -95,29 +96,39 @@ class JsonLogger(TrainerCallback):
             self._known.info = _digest(self.experiment_info)
             self._writer.write_record(state.global_step, state.epoch, {INFO_KEY: self.experiment_info})
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: RunState, control: object, logs: Metrics, **kwargs: object
+    ) -> None:
         """Record a logged step, the final metrics or a Trainer's evaluation."""
         self._record(args, state, {**logs, **_tags(state)})
 
     def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], trainer: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: RunState,
+        control: object,
+        metrics: Metrics,
+        trainer: object = None,
+        **kwargs: object,
     ) -> None:
         """Record an evaluation; a `Trainer` has passed it to `on_log`."""
         if trainer is None:
             self._record(args, state, metrics)
 
-    def on_predict(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **kwargs: Any) -> None:
+    def on_predict(
+        self, args: TrainingArguments, state: RunState, control: object, metrics: Metrics, **kwargs: object
+    ) -> None:
         """Record a test."""
         self._record(args, state, metrics)
 
-    def on_run_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_run_end(self, args: TrainingArguments, state: RunState, control: object, **kwargs: object) -> None:
         """Close the metrics log; a later evaluation reopens it."""
         tags = _tags(state, reads=False)
         if tags:
             self._record(args, state, tags)
         self._writer.close()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The position in the metrics log, and records that could not be written to it: see `JsonLogWriter.state_dict`.
 
         Records written later, even at the same step, do not belong to the checkpoint. What else a resumed run needs of
@@ -131,7 +142,7 @@ class JsonLogger(TrainerCallback):
         """Fsync the file, before a checkpoint that refers to it is committed."""
         self._writer.make_durable()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore a checkpoint's position in the metrics log: when training begins, or immediately in a rollback."""
         number, info = state_dict.get("num_reported"), state_dict.get("info_digest")
         num_reported = number if isinstance(number, int) and 0 <= number < 2**63 else 0
@@ -139,7 +150,7 @@ class JsonLogger(TrainerCallback):
         self._known = replace(self._at_checkpoint)
         self._writer.load_state_dict(state_dict)
 
-    def _record(self, args: Any, state: Any, metrics: Mapping[str, Any]) -> None:
+    def _record(self, args: TrainingArguments, state: RunState, metrics: Metrics) -> None:
         directory = logging_dir_of(args)
         if not state.is_world_process_zero or directory is None:
             return
@@ -148,14 +159,14 @@ class JsonLogger(TrainerCallback):
         self._writer.write_record(state.global_step, state.epoch, metrics)
 
 
-def _tags(state: Any, reads: bool = True) -> dict[str, Any]:
+def _tags(state: RunState, reads: bool = True) -> Metrics:
     """Megatron Bridge's tags since the last record; the state of other trainers has none."""
     waiting = getattr(state, "bridge_tags", None)
     columns = {} if waiting is None else waiting.take(reads)
     return {BRIDGE_KEY: columns} if columns else {}
 
 
-def _read_history(position: SavedLog) -> list[dict[str, Any]] | None:
+def _read_history(position: SavedLog) -> list[Metrics] | None:
     """The records up to a position in the form of `log_history`; None, with a warning, if the file has lost them."""
     records = position.read()
     if records is None:
@@ -166,5 +177,5 @@ def _read_history(position: SavedLog) -> list[dict[str, Any]] | None:
     return history_of(records)
 
 
-def _digest(info: Any) -> str:
+def _digest(info: Metrics) -> str:
     return blake2b(encode(info).encode(), digest_size=16).hexdigest()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
-from onstep.events import TrainerCallback
+from onstep.events import RunState, TrainerCallback
+from onstep.events.views import OptimizerView
+from onstep.record.kinds import Metrics
 
 
 class LearningRateMonitor(TrainerCallback):
@@ -28,7 +29,13 @@ class LearningRateMonitor(TrainerCallback):
         self.log_weight_decay = log_weight_decay
 
     def on_log_step(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any], optimizer: Any = None, **kwargs: Any
+        self,
+        args: object,
+        state: RunState,
+        control: object,
+        logs: Metrics,
+        optimizer: OptimizerView | None = None,
+        **kwargs: object,
     ) -> None:
         """Add the values to `logs`."""
         if optimizer is None or not state.is_world_process_zero:

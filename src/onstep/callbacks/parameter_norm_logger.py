@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from torch import nn
+
+from onstep.config import TrainingArguments
 from onstep.distributed.shards import is_sharded
 from onstep.errors import ConfigError, require
-from onstep.events import TrainerCallback
+from onstep.events import RunState, TrainerCallback
 from onstep.metrics.norms.named_parameters import MissingOnce, named_parameters
 from onstep.metrics.norms.parameter_norms import parameter_norms, total_norm
 from onstep.metrics.norms.spectral_norms import SpectralNorms, require_count
+from onstep.record.kinds import Metrics
 from onstep.record.writer import JsonLogWriter, logging_dir_of
+from onstep.train_state import StateDict
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -57,7 +60,7 @@ class ParameterNormLogger(TrainerCallback):
         self._missing = MissingOnce(self.name)
         self._spectral = SpectralNorms(self.power_iter_steps)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: RunState, control: object, **kwargs: object) -> None:
         """Open the file, truncated to the step that training resumes from."""
         directory = logging_dir_of(args)
         if not state.is_world_process_zero:
@@ -69,9 +72,11 @@ class ParameterNormLogger(TrainerCallback):
         else:
             self._writer.open(directory, state.global_step)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: RunState, control: object, model: nn.Module, **kwargs: object
+    ) -> None:
         """Record the norms of the evaluated step. Collective if parameters are sharded."""
-        directory, model = logging_dir_of(args), kwargs["model"]
+        directory = logging_dir_of(args)
         if directory is None:
             return
         self._missing.say(model)
@@ -85,11 +90,11 @@ class ParameterNormLogger(TrainerCallback):
             if self._writer.last_step != state.global_step:
                 self._writer.write_record(state.global_step, state.epoch, norms)
 
-    def on_run_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_run_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Close the file; a later evaluation reopens it."""
         self._writer.close()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The position in the file, and the singular vectors that the next spectral norms start from."""
         return {"writer": self._writer.state_dict(), **self._spectral.state_dict()}
 
@@ -97,7 +102,7 @@ class ParameterNormLogger(TrainerCallback):
         """Fsync the file, before a checkpoint that refers to it is committed."""
         self._writer.make_durable()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore a checkpoint's file position: when training begins, or immediately in a rollback."""
         self._writer.load_state_dict(state_dict["writer"])
         self._spectral.load_state_dict(state_dict)
@@ -115,9 +120,11 @@ class WeightNormLogger(TrainerCallback):
     def __init__(self) -> None:
         self._missing = MissingOnce(self.name)
 
-    def on_log_step(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+    def on_log_step(
+        self, args: object, state: object, control: object, logs: Metrics, model: nn.Module, **kwargs: object
+    ) -> None:
         """Add `weight_norm` to `logs`. Collective if parameters are sharded."""
-        self._missing.say(kwargs["model"])
-        norms = parameter_norms(kwargs["model"])
+        self._missing.say(model)
+        norms = parameter_norms(model)
         if norms:
             logs["weight_norm"] = total_norm(norms)

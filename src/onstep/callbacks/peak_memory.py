@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from onstep.config import TrainingArguments
 from onstep.config.field_types import is_integer_from
 from onstep.console.formats import format_gib
 from onstep.errors import extra, require
-from onstep.events import TrainerCallback
+from onstep.events import RunState, TrainerCallback
 from onstep.files.bounded_reading import integer_from_environment
 from onstep.metrics.memory_reports import MAX_EVENTS, record_memory_history, write_memory_snapshot
+from onstep.record.kinds import Metrics
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -91,7 +93,7 @@ class PeakMemory(TrainerCallback):
         """Source of the numbers; replace it to report on another allocator."""
         self._records_history = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: RunState, control: object, **kwargs: object) -> None:
         """Reset the maximum, and start recording allocations if a snapshot is requested."""
         self._stop_history()
         self.rank = getattr(state, "rank", self.rank)
@@ -103,7 +105,7 @@ class PeakMemory(TrainerCallback):
             self.memory.start_history()
             self._records_history = True
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+    def on_log(self, args: object, state: RunState, control: object, logs: Metrics, **kwargs: object) -> None:
         """Record this rank's peak, and report the peaks of all ranks on rank 0."""
         peaks = logs.get("peak_mem_allocated")
         if not self.enabled or not peaks:
@@ -125,7 +127,7 @@ class PeakMemory(TrainerCallback):
             if self.show_details:
                 logger.info("%s", self.memory.details())
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Report this rank's maximum and write its snapshot."""
         if not self.enabled:
             return
@@ -135,7 +137,7 @@ class PeakMemory(TrainerCallback):
             logger.info("%s", self.memory.details())
         self._write_snapshot()
 
-    def on_run_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_run_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Stop recording."""
         self._stop_history()
 
@@ -191,7 +193,7 @@ class TraceMalloc(TrainerCallback):
         self._first: tracemalloc.Snapshot | None = None
         self._latest: tracemalloc.Snapshot | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Start tracing, unless tracing is already active."""
         self._stop()
         if self.monitor_system_memory:
@@ -205,7 +207,7 @@ class TraceMalloc(TrainerCallback):
             self._owns_trace = True
         self._first = self._latest = _snapshot()
 
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_log(self, args: object, state: RunState, control: object, **kwargs: object) -> None:
         """Report the growth since the previous report."""
         if self._first is None or self._latest is None or not tracemalloc.is_tracing():
             return
@@ -227,11 +229,11 @@ class TraceMalloc(TrainerCallback):
         self._latest = now
         logger.info("%s", "\n".join(lines))
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Stop tracing if this callback started it; in Hugging Face's own Trainer, no other event follows."""
         self._stop()
 
-    def on_run_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_run_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Stop tracing also where training ended with an error."""
         self._stop()
 

@@ -8,13 +8,12 @@ import weakref
 from contextlib import AbstractContextManager
 from numbers import Integral
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerAction
 
 from onstep.errors import ConfigError
-from onstep.events import TrainerCallback
+from onstep.events import RunState, TrainerCallback
 from onstep.files.bounded_reading import integer_from_environment
 from onstep.metrics.torch_profiler import SoleProfiler, is_recording, write_trace
 
@@ -96,7 +95,7 @@ class ProfilerCallback(TrainerCallback):
         self._is_over = False
         """Whether recording is finished for this training."""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: RunState, control: object, **kwargs: object) -> None:
         """Determine which steps to record."""
         self._close()
         self.trace_path, self._is_due, self._is_over, self._window = None, False, False, range(0)
@@ -122,7 +121,7 @@ class ProfilerCallback(TrainerCallback):
         self._is_due = True
         _active.add(self)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: RunState, control: object, **kwargs: object) -> None:
         """Start the profiler before the first step, and mark the step."""
         if self._is_due:
             self._is_due = False
@@ -134,7 +133,7 @@ class ProfilerCallback(TrainerCallback):
             mark.__enter__()
             self._step_mark = mark
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Advance the profiler to the next step; stop it after the last step of the window."""
         if self._profiler is None:
             return
@@ -143,11 +142,11 @@ class ProfilerCallback(TrainerCallback):
         if self._is_over or self._profiler.gave_way:
             self._close()
 
-    def on_exception(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_exception(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Write what was recorded."""
         self._close()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Write what was recorded if training ends inside the window."""
         self._close()
         if not self._is_over and self._window:
@@ -157,7 +156,7 @@ class ProfilerCallback(TrainerCallback):
                 self.start_step,
             )
 
-    def on_run_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_run_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Stop a profiler that is still active."""
         self._close()
 

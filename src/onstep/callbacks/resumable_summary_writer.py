@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from onstep.errors import ConfigError, extra
-from onstep.events import TrainerCallback
+from onstep.events import RunState, TrainerCallback
 from onstep.files.durability import try_to_sync
 from onstep.trackers.services.tensorboard_tracker import EVENT_FILES, newest_second, session_start
+from onstep.train_state import StateDict
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ _VALUES = frozenset(
 def _adds(name: str, what: str) -> Callable[..., Any]:
     """A method of `ResumableSummaryWriter` that forwards to the real writer's method of the same name."""
 
-    def add(self: ResumableSummaryWriter, *args: Any, **kwargs: Any) -> Any:
+    def add(self: ResumableSummaryWriter, *args: object, **kwargs: object) -> Any:
         return getattr(self._open(), name)(*args, **kwargs)
 
     add.__name__, add.__doc__ = name, f"Add {what}."
@@ -106,7 +107,7 @@ class ResumableSummaryWriter(TrainerCallback):
         "add_graph", "the graph of a model: `(model, input_to_model=None, verbose=False, use_strict_trace=True)`"
     )
 
-    def add_scalars(self, main_tag: str, tag_scalar_dict: Mapping[str, float], *args: Any, **kwargs: Any) -> None:
+    def add_scalars(self, main_tag: str, tag_scalar_dict: Mapping[str, float], *args: object, **kwargs: object) -> None:
         """Add several scalars to one chart, each as a separate run in a subdirectory: `(..., global_step=None)`."""
         writer = self._open()
         for tag in tag_scalar_dict:
@@ -150,28 +151,28 @@ class ResumableSummaryWriter(TrainerCallback):
 
     # Interface of callbacks.
 
-    def on_checkpoint_load(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_checkpoint_load(self, args: object, state: RunState, control: object, **kwargs: object) -> None:
         """Hide points written after the checkpoint's step, at the start or in a rollback."""
         self._resume_writing(state.global_step, state.global_step + 1)
 
-    def on_data_init_start(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_data_init_start(self, args: object, state: RunState, control: object, **kwargs: object) -> None:
         """Determine the step at which the run starts, before anything is written."""
         self._begin(state)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: RunState, control: object, **kwargs: object) -> None:
         """Determine the step at which the run starts, if it is not known yet."""
         self._begin(state)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Write pending events; the next training determines its starting step again."""
         self.flush()
         self._hidden.begun_at = None
 
-    def on_run_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_run_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Close the files; a later evaluation opens new files."""
         self.close()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The directory, after writing all pending events."""
         self.flush()
         return {"log_dir": self.log_dir}
@@ -183,7 +184,7 @@ class ResumableSummaryWriter(TrainerCallback):
             for path in Path(directory).glob(EVENT_FILES):
                 try_to_sync(path)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue in the checkpoint's directory, if it exists and does not belong to another run."""
         directory = Path(state_dict["log_dir"])
         if directory.resolve() == self._directory.resolve():
@@ -198,7 +199,7 @@ class ResumableSummaryWriter(TrainerCallback):
             self.close()
             self._directory = directory
 
-    def _begin(self, state: Any) -> None:
+    def _begin(self, state: RunState) -> None:
         """Once per run, hide everything that was written after its first step."""
         if state.is_world_process_zero:
             _require_writable(self._directory)

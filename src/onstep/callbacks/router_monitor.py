@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from onstep.config.field_types import is_integer_from
 from onstep.errors import require
 from onstep.events import Callback, CallbackContext
+from onstep.events.views import WorldView
 from onstep.metrics.moe_losses import RouterLoad, router_load
+from onstep.train_state import StateDict
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -85,7 +87,7 @@ class RouterMonitor(Callback):
         require(is_share, "collapse_threshold", "above 0 and at most 1", self.collapse_threshold, "")
         self.collapsed: list[str] = []
         """The layers that had collapsed at the last logged step."""
-        self._routers: dict[str, Any] = {}
+        self._routers: dict[str, CountsRouting] = {}
         self._indices: dict[str, int] = {}
         self._before: dict[str, Tensor] = {}
         self._carried: dict[str, Tensor] = {}
@@ -118,12 +120,12 @@ class RouterMonitor(Callback):
         logs.update({f"moe/{name}": value for name, value in summary.items()})
         logs.update(self._by_layer(loads))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """This rank's counts since the last logged step, and the layers that have been warned about."""
         counts = {label: counted.cpu() for label, counted in self._counted().items()}
         return {"counts": counts, "collapsed": list(self.collapsed)}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue the interval of a checkpoint."""
         self._carried = dict(state_dict["counts"])
         self.collapsed = list(state_dict["collapsed"])
@@ -152,7 +154,7 @@ class RouterMonitor(Callback):
             counted[label] = since if carried is None else since + carried.to(since.device)
         return {**{label: one for label, one in self._carried.items() if label not in counted}, **counted}
 
-    def _loads(self, world: Any) -> dict[str, RouterLoad]:
+    def _loads(self, world: WorldView) -> dict[str, RouterLoad]:
         """The statistics of each router over all ranks. Collective."""
         counted = self._counted()
         self._carried = {}
@@ -199,7 +201,7 @@ class RouterMonitor(Callback):
                 )
 
 
-def _counting_modules(model: Any) -> list[tuple[str, Any]]:
+def _counting_modules(model: nn.Module | list[nn.Module]) -> list[tuple[str, CountsRouting]]:
     chunks = model if isinstance(model, list) else [model]
     found = [(name, one) for chunk in chunks for name, one in chunk.named_modules() if isinstance(one, CountsRouting)]
     return [(name.removeprefix("module."), one) for name, one in found]

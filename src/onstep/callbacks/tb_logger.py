@@ -11,13 +11,16 @@ from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any
 
+from onstep.config import TrainingArguments
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
-from onstep.events import TrainerCallback
+from onstep.events import Control, RunState, TrainerCallback
+from onstep.record.kinds import Metrics
+from onstep.train_state import StateDict
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-Transform = Callable[[Any, Mapping[str, Any]], float | None]
+Transform = Callable[[float, Metrics], float | None]
 """Maps a metric, given all metrics, to the value to plot; None plots nothing."""
 
 
@@ -32,7 +35,7 @@ class TBScalar:
     transform: Transform | None = None
     """`transform(value, metrics)`; None plots the value unchanged, or the maximum of a list."""
 
-    def value(self, metrics: Mapping[str, Any]) -> float | None:
+    def value(self, metrics: Metrics) -> float | None:
         """The value to plot for these metrics; None for none."""
         value = metrics.get(self.source or self.tag.replace("-", "_"))
         if value is None:
@@ -42,7 +45,7 @@ class TBScalar:
         return _number(value)
 
 
-def perplexity(loss: float, metrics: Mapping[str, Any]) -> float:
+def perplexity(loss: float, metrics: Metrics) -> float:
     """The exponential of a mean loss in nats; infinity if it overflows."""
     try:
         return math.exp(loss)
@@ -92,8 +95,8 @@ class TBLogger(TrainerCallback):
     def __init__(
         self,
         summary_writer: Any,
-        scalars: Mapping[str, Mapping[str, Any] | TBScalar | None] | None = None,
-        experiment_info: Mapping[str, Any] | str | None = None,
+        scalars: Mapping[str, Mapping[str, object] | TBScalar | None] | None = None,
+        experiment_info: Mapping[str, object] | str | None = None,
     ) -> None:
         if not callable(getattr(summary_writer, "add_scalar", None)):
             raise TypeError(
@@ -113,14 +116,14 @@ class TBLogger(TrainerCallback):
         """Tags whose `transform` has raised; each is reported once."""
 
     @staticmethod
-    def mapping_as_markdown(mapping: Mapping[str, Any]) -> str:
+    def mapping_as_markdown(mapping: Mapping[str, object]) -> str:
         """Format a mapping as Markdown: a fenced block with one line ``key: value`` per entry."""
         text = "\n".join(f"{key}: {value}" for key, value in mapping.items())
         longest = max((len(run) for run in re.findall("`+", text)), default=0)
         fence = "`" * max(3, longest + 1)
         return f"{fence}\n{text}\n{fence}"
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: RunState, control: object, **kwargs: object) -> None:
         """Describe the run."""
         if not state.is_world_process_zero:
             return
@@ -141,7 +144,7 @@ class TBLogger(TrainerCallback):
                 self._text(tag, text, state.global_step + 1 if state.global_step > 0 else 0)
         self.summary_writer.flush()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any) -> None:
+    def on_log(self, args: object, state: RunState, control: object, logs: Metrics, **kwargs: object) -> None:
         """Write a logged step, the final metrics or a Trainer's evaluation."""
         if not state.is_world_process_zero:
             return
@@ -152,43 +155,45 @@ class TBLogger(TrainerCallback):
         self.summary_writer.flush()
 
     def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], trainer: Any = None, **kwargs: Any
+        self, args: object, state: RunState, control: object, metrics: Metrics, trainer: object = None, **kwargs: object
     ) -> None:
         """Write an evaluation; a `Trainer` has passed it to `on_log`."""
         if state.is_world_process_zero and trainer is None:
             self._points(metrics, state.global_step)
             self.summary_writer.flush()
 
-    def on_predict(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **kwargs: Any) -> None:
+    def on_predict(
+        self, args: TrainingArguments, state: RunState, control: Control, metrics: Metrics, **kwargs: object
+    ) -> None:
         """Write a test, for metrics that have a scalar."""
         self.on_evaluate(args, state, control, metrics)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: RunState, control: object, **kwargs: object) -> None:
         """Write the results, if anything was logged."""
         if state.is_world_process_zero and state.log_history:
             self._text("train_results", self.mapping_as_markdown(state.log_history[-1]), state.global_step)
             self.summary_writer.flush()
 
-    def on_checkpoint_load(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_checkpoint_load(self, args: object, state: RunState, control: object, **kwargs: object) -> None:
         """Allow the steps undone by a rollback to be written again."""
         self._written = {tag: step for tag, step in self._written.items() if step <= state.global_step}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """What is shown up to the checkpoint, so that a resumed run, or one that is rolled back, does not repeat it."""
         return {"described": dict(self._described), "written": dict(self._written)}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore what the checkpoint's run shows; steps that follow it are written again."""
         self._described = dict(state_dict["described"])
         self._written = dict(state_dict.get("written", {}))
 
-    def _points(self, metrics: Mapping[str, Any], step: int) -> None:
+    def _points(self, metrics: Metrics, step: int) -> None:
         for tag, scalar in self.scalars.items():
             value = self._value(scalar, metrics)
             if value is not None and self._is_new(tag, step):
                 self.summary_writer.add_scalar(tag, value, global_step=step)
 
-    def _value(self, scalar: TBScalar, metrics: Mapping[str, Any]) -> float | None:
+    def _value(self, scalar: TBScalar, metrics: Metrics) -> float | None:
         """The value to plot; None if its transform fails, since a chart must not end a run."""
         try:
             return scalar.value(metrics)
@@ -219,7 +224,7 @@ class TBLogger(TrainerCallback):
         return shown
 
 
-def _merged(defaults: dict[str, TBScalar], changes: Mapping[str, Any]) -> dict[str, TBScalar]:
+def _merged(defaults: dict[str, TBScalar], changes: Mapping[str, object]) -> dict[str, TBScalar]:
     """The defaults updated with the changes; new scalars come last."""
     merged = dict(defaults)
     known = [field.name for field in fields(TBScalar)]
@@ -253,7 +258,7 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _info(args: Any, state: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _info(args: TrainingArguments, state: RunState, fields: Mapping[str, object]) -> dict[str, object]:
     """Facts about the model, data and arguments of the run; `to_dict` of the arguments omits secrets."""
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     ranks: int = getattr(state, "num_processes", 1)
@@ -268,12 +273,12 @@ def _info(args: Any, state: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
         "optimizer": None if optimizer is None else type(getattr(optimizer, "optimizer", optimizer)).__name__,
     }
     to_dict = getattr(args, "to_dict", None)
-    arguments: Mapping[str, Any] = to_dict() if callable(to_dict) else {}
+    arguments: Mapping[str, object] = to_dict() if callable(to_dict) else {}
     info |= {f"args.{key}": value for key, value in arguments.items()}
     return {key: value for key, value in info.items() if value is not None}
 
 
-def _sizes(model: Any) -> dict[str, Any]:
+def _sizes(model: Any) -> dict[str, object]:
     """Parameter counts of a model or list of model chunks (this rank's part); shared parameters count once."""
     if model is None:
         return {}

@@ -9,12 +9,14 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import yaml
+from torch import nn
 
 from onstep.analysis.logs.samples_log import FILE_NAME, keep_samples, set_samples_aside
+from onstep.config import TrainingArguments
 from onstep.config.field_types import is_integer_from
 from onstep.config.hf.checks import evaluates
 from onstep.errors import ConfigError, require, text_of
-from onstep.events import Setting, TrainerCallback
+from onstep.events import RunState, Setting, TrainerCallback
 from onstep.files.bounded_reading import read_bytes
 from onstep.models.generation.prompts import (
     can_generate,
@@ -25,13 +27,14 @@ from onstep.models.generation.prompts import (
     eos_of,
 )
 from onstep.record.writer import logging_dir_of
+from onstep.train_state import StateDict
 from onstep.training.compute.undisturbed import preserve_state
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 TAG = "eval-text"
 MAX_PROMPTS_BYTES = 1 << 20
-DEFAULT_GENERATION: dict[str, Any] = {"do_sample": True, "top_k": 20, "temperature": 0.7, "repetition_penalty": 1.15}
+DEFAULT_GENERATION: dict[str, object] = {"do_sample": True, "top_k": 20, "temperature": 0.7, "repetition_penalty": 1.15}
 """Sampling options if `generation_config` is None."""
 
 
@@ -78,7 +81,7 @@ class TextgenCallback(TrainerCallback):
         self,
         summary_writer: Any,
         prompts: list[str] | str | os.PathLike[str],
-        generation_config: Mapping[str, Any] | None = None,
+        generation_config: Mapping[str, object] | None = None,
         generation_steps: int | None = None,
         max_new_tokens: int = 200,
     ) -> None:
@@ -95,7 +98,9 @@ class TextgenCallback(TrainerCallback):
         """First step whose evaluation is followed by a generation."""
         self._has_warned = self._has_traced = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: RunState, control: object, model: nn.Module, **kwargs: object
+    ) -> None:
         """Check that the model supports the options, and reset the schedule if training starts from step 0."""
         if state.global_step == 0:
             self.next_gen_step = 0
@@ -106,7 +111,9 @@ class TextgenCallback(TrainerCallback):
         if can_generate(model) and not getattr(kwargs.get("trainer"), "pipeline_generate", None):
             check_options(model, self.generation_config)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: RunState, control: object, model: nn.Module, **kwargs: object
+    ) -> None:
         """Generate if it is due."""
         step = state.global_step
         if step < self.next_gen_step:
@@ -124,15 +131,15 @@ class TextgenCallback(TrainerCallback):
         elif state.is_world_process_zero:
             self._generate(args, state, model, tokenizer)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The step of the next generation."""
         return {"next_gen_step": self.next_gen_step}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore the step of the next generation."""
         self.next_gen_step = state_dict["next_gen_step"]
 
-    def _is_able(self, model: Any, tokenizer: Any, trainer: Any) -> bool:
+    def _is_able(self, model: nn.Module, tokenizer: object, trainer: object) -> bool:
         if tokenizer is None:
             lacking = "there is no tokenizer; pass a processing_class to the Trainer"
         elif not (can_generate(model) or getattr(trainer, "pipeline_generate", None)):
@@ -144,7 +151,7 @@ class TextgenCallback(TrainerCallback):
         self._has_warned = True
         return False
 
-    def _generate(self, args: Any, state: Any, model: Any, tokenizer: Any) -> None:
+    def _generate(self, args: TrainingArguments, state: RunState, model: nn.Module, tokenizer: object) -> None:
         seed = (self.seed * 1_000_003 + state.global_step * 1_009) % 2**32
         try:
             with preserve_state(model):
@@ -159,7 +166,7 @@ class TextgenCallback(TrainerCallback):
             logger.warning("no text was generated at step %d: %s", state.global_step, what, exc_info=trace)
             self._has_traced = True
 
-    def _with_pipeline(self, model: Any, tokenizer: Any, trainer: Any) -> list[tuple[str, str]]:
+    def _with_pipeline(self, model: nn.Module, tokenizer: object, trainer: Any) -> list[tuple[str, str]]:
         """Collective: every rank passes the same prompts in the same order, one at a time to avoid padding."""
         eos = eos_of(tokenizer)
         pad = getattr(tokenizer, "pad_token_id", None)
@@ -174,7 +181,7 @@ class TextgenCallback(TrainerCallback):
                 texts.append((prompt, decode_new(tokenizer, out[0, ids.shape[1] :].tolist())))
         return texts
 
-    def _write(self, args: Any, state: Any, texts: Sequence[tuple[str, str]]) -> None:
+    def _write(self, args: TrainingArguments, state: RunState, texts: Sequence[tuple[str, str]]) -> None:
         if not state.is_world_process_zero:
             return
         keep_samples(state, logging_dir_of(args), texts)
@@ -185,14 +192,14 @@ class TextgenCallback(TrainerCallback):
         self.summary_writer.add_text(TAG, text, state.global_step)
         self.summary_writer.flush()
 
-    def _set_samples_aside(self, args: Any, state: Any) -> None:
+    def _set_samples_aside(self, args: TrainingArguments, state: RunState) -> None:
         """Rename the samples of an earlier run in the same directory."""
         directory = logging_dir_of(args)
         if directory is not None and state.is_world_process_zero:
             set_samples_aside(directory / FILE_NAME)
 
 
-def read_prompts(prompts: Any) -> list[str]:
+def read_prompts(prompts: object) -> list[str]:
     """Return the prompts, or read them from a YAML file.
 
     Raises:

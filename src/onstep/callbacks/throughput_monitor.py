@@ -8,12 +8,15 @@ import time
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from onstep.config import TrainingArguments
 from onstep.config.field_types import is_number
 from onstep.errors import require
-from onstep.events import Callback, CallbackContext, CallbackTimer, TrainerCallback
+from onstep.events import Callback, CallbackContext, CallbackTimer, Control, RunState, TrainerCallback
 from onstep.metrics.device_peaks import peak_of
 from onstep.metrics.throughput import CountedSeconds, TimeBreakdown
+from onstep.record.kinds import Metrics
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -52,24 +55,24 @@ class DefaultMetrics(TrainerCallback):
         """Skip the events that time steps unless `mfu` is requested."""
         return not self.peak_hardware_flops and name in ("on_step_begin", "on_step_end")
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: RunState, control: Control, **kwargs: object) -> None:
         """Reset the interval, starting from the FLOPs of a resumed run."""
         super().on_train_begin(args, state, control, **kwargs)  # type: ignore[misc]
         self._last_log_time = self._step_start = None
         self._step_seconds = 0.0
         self._last_total_flos = state.total_flos or 0.0
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Record the start time of the step."""
         self._step_start = self.clock()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Add the step's duration."""
         if self._step_start is not None:
             self._step_seconds += self.clock() - self._step_start
             self._step_start = None
 
-    def on_log_step(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+    def on_log_step(self, args: object, state: RunState, control: object, logs: Metrics, **kwargs: object) -> None:
         """Add the metrics and start the next interval."""
         if not state.is_world_process_zero:
             return
@@ -159,7 +162,7 @@ class ThroughputMonitor(Callback):
         self._interval_start = self._breakdown.balance()
         self._done_at_log = _Done.by(context)
         self._done = _Done(0, 0.0, 0.0)
-        self._own_tokens: Any = 0
+        self._own_tokens: Tensor | float = 0
         """Labels of the first interval, counted here because a resumed run's interval begins before this process."""
         self._is_first_interval, self._saving_step = True, -1
         self._account_before = None

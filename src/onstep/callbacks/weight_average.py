@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,9 +11,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from onstep.checkpoint import SharingPattern, StateComponent
+from onstep.config import TrainingArguments
 from onstep.config.field_types import is_integer_from, is_number
 from onstep.errors import require, warn_once
-from onstep.events import TrainerCallback
+from onstep.events import Control, RunState, TrainerCallback
+from onstep.train_state import StateDict
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -61,37 +62,39 @@ class _Averaging(TrainerCallback):
         key = f"average_{type(self).__name__.lower()}"
         return [StateComponent(key, self._averages, SharingPattern.REPLICATED, required=False)]
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: RunState, control: Control, model: object = None, **kwargs: object
+    ) -> None:
         """Begin with new averages, unless the run is resumed."""
         super().on_train_begin(args, state, control, **kwargs)  # type: ignore[misc]
         if state.global_step == 0 and not self._averages.is_loaded:
             self._averages.clear()
         self._averages.is_loaded, self._averages.is_training = False, True
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: RunState, control: object, model: nn.Module, **kwargs: object) -> None:
         """Add the weights to the averages."""
         self._averages.put_back(model)
         if state.global_step > self.start_step and (state.global_step - self.start_step) % self.every == 0:
             self._averages.add(model, self._update())
 
-    def on_eval_start(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_eval_start(self, args: object, state: object, control: object, model: nn.Module, **kwargs: object) -> None:
         """Put the averages in place of the weights."""
         if self.evaluate:
             self._averages.put_in(model)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_evaluate(self, args: object, state: object, control: object, model: nn.Module, **kwargs: object) -> None:
         """Put the weights back."""
         self._averages.put_back(model)
 
-    def on_save_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_save_begin(self, args: object, state: object, control: object, model: nn.Module, **kwargs: object) -> None:
         """Put the weights back after an evaluation that was interrupted: a checkpoint holds both."""
         self._averages.put_back(model)
 
-    def on_exception(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_exception(self, args: object, state: object, control: object, model: nn.Module, **kwargs: object) -> None:
         """Likewise after an evaluation that failed."""
         self._averages.put_back(model)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: object, control: object, model: nn.Module, **kwargs: object) -> None:
         """Give the model the averages, once the last checkpoint is saved."""
         is_training, self._averages.is_training = self._averages.is_training, False
         if is_training:
@@ -225,11 +228,11 @@ class _Averages:
             weights = _trainable(model)
             torch._foreach_copy_(list(weights.values()), self._of(weights))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The averages by name, and their count."""
         return {"averages": dict(self.by_name), "count": self.count}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue with these."""
         self.by_name, self.count = dict(state_dict["averages"]), int(state_dict["count"])
         self._weights, self.is_loaded = [], True

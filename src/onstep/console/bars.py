@@ -6,8 +6,8 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, TextIO
 
 from tqdm import tqdm
 
@@ -23,9 +23,9 @@ class Bars:
         training: the training bar, if there is one; `open_training` opens another.
     """
 
-    def __init__(self, training: Any = None) -> None:
+    def __init__(self, training: tqdm[NoReturn] | None = None) -> None:
         self.training = training
-        self.evaluation: Any = None
+        self.evaluation: tqdm[NoReturn] | None = None
         self._last_evaluation_steps: int | None = None
         self._above: _Above | None = None
 
@@ -48,7 +48,7 @@ class Bars:
             self.training.total = known(max_steps)
             self.training.refresh()
 
-    def advance_evaluation(self, loader: Any, max_eval_steps: int | None) -> None:
+    def advance_evaluation(self, loader: object, max_eval_steps: int | None) -> None:
         """Count a batch, opening the bar at the first."""
         if self.evaluation is not None:
             self.evaluation.update(1)
@@ -60,7 +60,7 @@ class Bars:
     def close_evaluation(self) -> None:
         """Close the bar of an evaluation, if there is one."""
         if self.evaluation is not None:
-            self._last_evaluation_steps = self.evaluation.n
+            self._last_evaluation_steps = int(self.evaluation.n)
             self.evaluation.close()
             self.evaluation = None
         if self.training is None:
@@ -79,7 +79,7 @@ class Bars:
             self._above.close()
             self._above = None
 
-    def _new(self, what: str, **options: Any) -> Any:
+    def _new(self, what: str, **options: object) -> tqdm[NoReturn]:
         file = _bar_stream() if self._above is None else self._above.bar_stream
         return _kind()(desc=what, unit="step", dynamic_ncols=True, file=file, **options)
 
@@ -95,7 +95,7 @@ class _TextBar(tqdm):  # type: ignore[type-arg]  # only its stub is generic
         return {**values, "ncols": max(1, columns - _ROOM_FOR_AN_ECHO) if columns else columns}
 
 
-def _kind() -> Any:
+def _kind() -> Callable[..., tqdm[NoReturn]]:
     """The class of a bar: a widget in a notebook that has them. Without, tqdm would warn as soon as it is imported."""
     if place_of_output() != "notebook" or not has_widgets():
         return _TextBar
@@ -207,11 +207,11 @@ def known(total: int | None) -> int | None:
     return total if total is not None and total > 0 else None
 
 
-def _evaluation_steps(loader: Any, max_eval_steps: int | None) -> int | None:
+def _evaluation_steps(loader: object, max_eval_steps: int | None) -> int | None:
     """Number of batches of an evaluation: the loader's length, if any, limited by the cap, if any."""
     cap = known(max_eval_steps)
     try:
-        length = len(loader)
+        length = len(loader)  # type: ignore[arg-type]  # what has no length raises
     except TypeError:
         return cap
     return length if cap is None else min(length, cap)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from numbers import Real
 from operator import methodcaller
 from typing import Any
 
 from onstep.errors import ConfigError
 
-Format = str | Callable[[Any], str]
+Formatter = Callable[..., str]
+"""A function of a metric's value, which may be anything."""
+Format = str | Formatter
 """A Python format specification, "si", "gib", "" for a default by type, or a callable that returns the text."""
-Reduce = str | Callable[[Any], Any] | None
+Reduce = str | Callable[..., object] | None
 """How to reduce a list: None or "max", "min", "mean", "sum", "all" (all elements, joined by "/"), or a callable."""
 
 _INTEGER_PRESENTATIONS = frozenset("doxXbn")
@@ -39,14 +41,14 @@ def format_epoch(value: float) -> str:
     return f"{value:.4f}"[:6].rstrip(".")
 
 
-def format_by_type(value: Any) -> str:
+def format_by_type(value: object) -> str:
     """Integers with separators, other numbers with four significant digits, anything else as text."""
     if isinstance(value, bool) or not isinstance(value, (int, float, Real)):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{float(value):.4g}"
 
 
-def formatter(fmt: Format = "", reduce: Reduce = None) -> Callable[[Any], str]:
+def formatter(fmt: Format = "", reduce: Reduce = None) -> Formatter:
     """A function that formats the values of a metric.
 
     It reduces a list first. Values that `fmt` cannot format (None, text, NaN with an integer format) are shown as is.
@@ -74,9 +76,9 @@ def formatter(fmt: Format = "", reduce: Reduce = None) -> Callable[[Any], str]:
     return formatted
 
 
-_NAMED: dict[str, Callable[[Any], str]] = {"si": format_si, "gib": format_gib, "": format_by_type}
+_NAMED: dict[str, Formatter] = {"si": format_si, "gib": format_gib, "": format_by_type}
 
-_REDUCTIONS: dict[str, Callable[[Sequence[Any]], Any]] = {
+_REDUCTIONS: dict[str, Callable[..., object]] = {
     "max": max,
     "min": min,
     "sum": sum,

@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from pprint import pformat
 from typing import Any
 
+from torch import nn
+
+from onstep.config import TrainingArguments
 from onstep.console.formats import format_si
 from onstep.console.line_writer import LineWriter
-from onstep.events import TrainerCallback
+from onstep.events import RunState, TrainerCallback
 
 _LONGEST_ON_ONE_LINE = 80
 _UNAVAILABLE = "Unavailable"
@@ -33,7 +36,7 @@ class InfoCallback(TrainerCallback):
         self.verbose, self.brief = verbose, brief
         self._lines = LineWriter("info_logger")
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: RunState, control: object, **kwargs: object) -> None:
         """Print the known values."""
         if not state.is_world_process_zero:
             return
@@ -46,7 +49,7 @@ class InfoCallback(TrainerCallback):
         if self.verbose:
             self._print(logging.DEBUG, _objects(args, state, kwargs))
 
-    def _print(self, level: int, entries: Mapping[str, Any]) -> None:
+    def _print(self, level: int, entries: Mapping[str, object]) -> None:
         prefix = f"[{logging.getLevelName(level)}|info_logger] "
         for key, value in entries.items():
             text = str(value)
@@ -75,7 +78,7 @@ def _model_in_brief(count: Mapping[str, Any]) -> str:
     return f"model: {', '.join(parts)}"
 
 
-def _batches(args: Any, state: Any) -> dict[str, Any]:
+def _batches(args: TrainingArguments, state: RunState) -> dict[str, object]:
     """Sample counts (over all ranks) and batch sizes (in samples).
 
     Counts that the trainer does not provide are estimated from full batches.
@@ -110,7 +113,7 @@ def _sizes(model: Any) -> dict[str, str]:
     names = ("total", "trainable", "embedding", "non_embedding")
     if model is None:
         return {**{f"{name}_parameters": _UNAVAILABLE for name in names}, "tied_embeddings": _UNAVAILABLE}
-    owners: dict[Any, list[bool]] = {}
+    owners: dict[nn.Parameter, list[bool]] = {}
     for chunk in model if isinstance(model, (list, tuple)) else [model]:
         for module in chunk.modules():
             for parameter in module.parameters(recurse=False):
@@ -125,7 +128,7 @@ def _sizes(model: Any) -> dict[str, str]:
     return {**sizes, "tied_embeddings": str(is_tied)}
 
 
-def _objects(args: Any, state: Any, kwargs: Mapping[str, Any]) -> dict[str, str]:
+def _objects(args: TrainingArguments, state: RunState, kwargs: Mapping[str, object]) -> dict[str, str]:
     names = ("processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
     return {
         "args": pformat(_fields(args)),
@@ -135,7 +138,7 @@ def _objects(args: Any, state: Any, kwargs: Mapping[str, Any]) -> dict[str, str]
     }
 
 
-def _fields(thing: Any) -> Any:
+def _fields(thing: object) -> object:
     """The attributes of `thing` as a dictionary; `to_dict` is preferred because it omits secrets."""
     to_dict = getattr(thing, "to_dict", None)
     if callable(to_dict):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
-from onstep.events import TrainerCallback
+from onstep.events import RunState, TrainerCallback
+from onstep.record.kinds import Metrics
 
 
 class PrinterCallback(TrainerCallback):
@@ -13,7 +13,9 @@ class PrinterCallback(TrainerCallback):
 
     shows_progress = True
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: object, state: RunState, control: object, logs: Metrics | None = None, **kwargs: object
+    ) -> None:
         """Print the logs, floats with four significant digits, without `total_flos`."""
         if state.is_local_process_zero:
             shown = {key: value for key, value in (logs or {}).items() if key != "total_flos"}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import NoReturn
 
 from tqdm import tqdm
 
+from onstep.config import TrainingArguments
 from onstep.console.bars import Bars
 from onstep.console.formats import format_by_type
 from onstep.console.line_writer import LineWriter, OutputStream
@@ -27,7 +28,8 @@ from onstep.console.table import (
     summary_title,
 )
 from onstep.errors import require
-from onstep.events import TrainerCallback
+from onstep.events import RunState, TrainerCallback
+from onstep.record.kinds import Metrics
 
 _HEADER_INTERVAL = 20
 _LINES_BESIDE_THE_ROWS = 4
@@ -75,8 +77,8 @@ class ProgressCallback(TrainerCallback):
         self,
         use_tqdm: bool | None = None,
         output_stream: OutputStream = None,
-        step_columns: Mapping[str, Any] | None = None,
-        final_metrics: Mapping[str, Any] | None = None,
+        step_columns: Mapping[str, object] | None = None,
+        final_metrics: Mapping[str, object] | None = None,
         header_interval: int = _HEADER_INTERVAL,
         *,
         max_str_len: int = 100,
@@ -94,7 +96,7 @@ class ProgressCallback(TrainerCallback):
         self.header_interval, self.max_str_len, self.level = header_interval, max_str_len, level
         self._writer = LineWriter("progress_logger", output_stream)
         self._bars: Bars | None = None
-        self._hidden_bar: Any = None
+        self._hidden_bar: tqdm[NoReturn] | None = None
         self.current_step = 0
         self._expected = frozenset((*_AT_FIRST, *expected))
         self._pace = RowPace()
@@ -107,11 +109,11 @@ class ProgressCallback(TrainerCallback):
         self._fitted: tuple[list[ColumnSpec], int] | None = None
         self._shown: list[ColumnSpec] = []
         self._format_row = row_formatter([])
-        self._evaluated: tuple[Any, ...] | None = None
-        self._summary: Mapping[str, Any] | None = None
+        self._evaluated: tuple[int, str, object] | None = None
+        self._summary: Metrics | None = None
 
     @property
-    def training_bar(self) -> Any:
+    def training_bar(self) -> tqdm[NoReturn] | None:
         """The tqdm bar of the training, which subclasses may use or replace; without bars, one that shows nothing.
 
         None outside of a training.
@@ -119,16 +121,16 @@ class ProgressCallback(TrainerCallback):
         return self._hidden_bar if self._bars is None else self._bars.training
 
     @training_bar.setter
-    def training_bar(self, bar: Any) -> None:
+    def training_bar(self, bar: tqdm[NoReturn] | None) -> None:
         self._bars, self._hidden_bar = None if bar is None else Bars(bar), None
 
     @property
-    def prediction_bar(self) -> Any:
+    def prediction_bar(self) -> tqdm[NoReturn] | None:
         """The tqdm bar of the current evaluation, which subclasses may use or replace; None if there is none."""
         return None if self._bars is None else self._bars.evaluation
 
     @prediction_bar.setter
-    def prediction_bar(self, bar: Any) -> None:
+    def prediction_bar(self, bar: tqdm[NoReturn] | None) -> None:
         self._bars = self._bars or Bars(self._hidden_bar)
         self._bars.evaluation = bar
 
@@ -137,7 +139,7 @@ class ProgressCallback(TrainerCallback):
         never_has_bars = not self.use_tqdm and (self.use_tqdm is False or place_of_output() == "file")
         return never_has_bars and name in ("on_step_end", "on_prediction_step")
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: RunState, control: object, **kwargs: object) -> None:
         """Open the bar at the step that training resumes from."""
         self._close_bars()
         self._begin()
@@ -151,21 +153,28 @@ class ProgressCallback(TrainerCallback):
         else:
             self._hidden_bar = tqdm(disable=True)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: RunState, control: object, **kwargs: object) -> None:
         """Advance the bar."""
         self.current_step = state.global_step
         if self._bars is not None:
             self._bars.advance_training(state.global_step)
 
     def on_prediction_step(
-        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: RunState,
+        control: object,
+        eval_dataloader: object = None,
+        **kwargs: object,
     ) -> None:
         """Advance the bar of the evaluation, opening it at its first batch."""
         if state.is_world_process_zero and self._wants_bars(args):
             self._bars = self._bars or Bars()
             self._bars.advance_evaluation(eval_dataloader, getattr(state, "max_eval_steps", -1))
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: RunState, control: object, logs: Metrics, **kwargs: object
+    ) -> None:
         """Print the row of a logged step; the final metrics wait for the end of the run."""
         if not state.is_world_process_zero:
             return
@@ -184,23 +193,29 @@ class ProgressCallback(TrainerCallback):
         if self._bars is not None:
             self._bars.set_training_total(state.max_steps)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: RunState, control: object, metrics: Metrics, **kwargs: object
+    ) -> None:
         """Print the row of a validation."""
         self._evaluation(state, "eval", metrics)
 
-    def on_predict(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **kwargs: Any) -> None:
+    def on_predict(
+        self, args: TrainingArguments, state: RunState, control: object, metrics: Metrics, **kwargs: object
+    ) -> None:
         """Print the row of a test."""
         self._evaluation(state, "test", metrics)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Close the bar; a final validation opens its own."""
         self._close_bars()
 
-    def on_exception(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_exception(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Close the bars so that they do not mix with the error message."""
         self._close_bars()
 
-    def on_run_end(self, args: Any, state: Any, control: Any, reason: str = "completed", **kwargs: Any) -> None:
+    def on_run_end(
+        self, args: TrainingArguments, state: RunState, control: object, reason: str = "completed", **kwargs: object
+    ) -> None:
         """Print the summary, and close the bar that a failed evaluation left open."""
         self._close_bars()
         logs, self._summary = self._summary, None
@@ -215,7 +230,7 @@ class ProgressCallback(TrainerCallback):
         lines = [] if is_quiet else in_two_columns(summary_lines(self.final_metrics, logs), width())
         self._write("\n".join([title.rstrip(":") if is_quiet else title, *lines]), self._is_live())
 
-    def _evaluation(self, state: Any, split: str, metrics: Mapping[str, Any]) -> None:
+    def _evaluation(self, state: RunState, split: str, metrics: Metrics) -> None:
         if not state.is_world_process_zero:
             return
         if self._bars is not None:
@@ -225,7 +240,7 @@ class ProgressCallback(TrainerCallback):
             return
         self._evaluated = shown if shown[-1] is not None else None
         own = {key.removeprefix(f"{split}_"): value for key, value in metrics.items()}
-        values: dict[str, Any] = {"epoch": state.epoch or 0.0}
+        values: Metrics = {"epoch": state.epoch or 0.0}
         if own.get("loss") is not None:
             values["loss"] = own["loss"]
         further = [
@@ -235,13 +250,12 @@ class ProgressCallback(TrainerCallback):
         ]
         self._row(state.global_step, split, values, "  ".join(further))
 
-    def _shortened(self, value: Any) -> str:
-        is_long = isinstance(value, str) and len(value) > self.max_str_len
-        if is_long:
+    def _shortened(self, value: object) -> str:
+        if isinstance(value, str) and len(value) > self.max_str_len:
             return f"[text of {len(value)} characters; max_str_len is {self.max_str_len}]"
         return format_by_type(value) if isinstance(value, float) else str(value)
 
-    def _row(self, step: int, split: str, values: Mapping[str, Any], further: str = "") -> None:
+    def _row(self, step: int, split: str, values: Metrics, further: str = "") -> None:
         """Print a row of the table, below a header if one is due."""
         is_live = self._is_live()
         room = width() if is_live else _FILE_WIDTH
@@ -279,7 +293,7 @@ class ProgressCallback(TrainerCallback):
         """Whether somebody is watching, who needs no times: where bars are asked for, too."""
         return bool(self.use_tqdm) or place_of_output() != "file"
 
-    def _wants_bars(self, args: Any) -> bool:
+    def _wants_bars(self, args: TrainingArguments) -> bool:
         if self.use_tqdm is not None:
             return self.use_tqdm
         return not getattr(args, "disable_tqdm", False) and shows_bars()

@@ -7,7 +7,7 @@ import shutil
 import sys
 import textwrap
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Literal
 
 Style = Literal["heading", "evaluation", "note", "warning", "error"]
 
@@ -40,18 +40,18 @@ def has_widgets() -> bool:
         return False
 
 
-def has_colour(stream: Any) -> bool:
+def has_colour(stream: object) -> bool:
     """Whether a stream is a terminal with colours. `NO_COLOR` (any text) disables them: https://no-color.org."""
     is_terminal = bool(getattr(stream, "isatty", lambda: False)())
     return is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def styled(text: str, style: Style, stream: Any) -> str:
+def styled(text: str, style: Style, stream: object) -> str:
     """The text in the colour of its style, if the stream has colours."""
     return f"\033[{_CODES[style]}m{text}\033[0m" if has_colour(stream) else text
 
 
-def in_words(text: str, stream: Any) -> str:
+def in_words(text: str, stream: object) -> str:
     """The text with lines broken at spaces, indented, where a terminal would break them in the middle of a word."""
     if not getattr(stream, "isatty", lambda: False)():
         return text

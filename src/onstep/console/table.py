@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from onstep.config.suggestions import nearest
 from onstep.console.formats import Format, Reduce, format_epoch, formatter
 from onstep.errors import ConfigError
+from onstep.record.kinds import Metrics
 
 _STEP_WIDTH = 8
 _SPLIT_WIDTH = 5
@@ -55,7 +56,7 @@ class MetricSpec:
     def __post_init__(self) -> None:
         formatter(self.fmt)
 
-    def line(self, logs: Mapping[str, Any]) -> str:
+    def line(self, logs: Metrics) -> str:
         """The indented line."""
         value = logs[self.key]
         unit = "" if value is None else self.suffix
@@ -99,7 +100,9 @@ def default_final_metrics() -> dict[str, MetricSpec]:
     return {metric.key: metric for metric in metrics}
 
 
-def merge_specs(defaults: Mapping[str, Spec], overrides: Mapping[str, Any] | None, kind: type[Spec]) -> dict[str, Spec]:
+def merge_specs(
+    defaults: Mapping[str, Spec], overrides: Mapping[str, object] | None, kind: type[Spec]
+) -> dict[str, Spec]:
     """`defaults` updated by `overrides`, in the order of `defaults`, with new entries last.
 
     An override is a dictionary of the fields to change, a complete spec, or None, which removes the entry. The name of
@@ -149,21 +152,21 @@ def header_line(columns: list[ColumnSpec]) -> str:
     return "  ".join([*first, *(column.heading() for column in columns)])
 
 
-def row_formatter(columns: Sequence[ColumnSpec]) -> Callable[[int, str, Mapping[str, Any]], str]:
+def row_formatter(columns: Sequence[ColumnSpec]) -> Callable[[int, str, Metrics], str]:
     """A function that formats the row of a logged step or of an evaluation from its step, split and metrics.
 
     A metric that the row lacks is blank.
     """
     cells = [(column.key, column.width, formatter(column.fmt, column.reduce)) for column in columns]
 
-    def row(step: int, split: str, logs: Mapping[str, Any]) -> str:
+    def row(step: int, split: str, logs: Metrics) -> str:
         texts = [(formatted(logs[key]) if key in logs else "").rjust(width) for key, width, formatted in cells]
         return "  ".join([f"{step:>{_STEP_WIDTH},d}", split.ljust(_SPLIT_WIDTH), *texts]).rstrip()
 
     return row
 
 
-def summary_lines(metrics: Mapping[str, MetricSpec], logs: Mapping[str, Any]) -> list[str]:
+def summary_lines(metrics: Mapping[str, MetricSpec], logs: Metrics) -> list[str]:
     """The lines for the final metrics in `logs`: those of `metrics`, then metrics without a spec.
 
     A default entry that was removed stays hidden, and so does `total_flos`, Hugging Face's name of `total_flops`.
@@ -186,7 +189,7 @@ def in_two_columns(lines: Sequence[str], width: int) -> list[str]:
     return [(one.ljust(widest) + other.strip()).rstrip() for one, other in pairs]
 
 
-def summary_title(logs: Mapping[str, Any], *, is_complete: bool = True) -> str:
+def summary_title(logs: Metrics, *, is_complete: bool = True) -> str:
     """The first line of the summary: the loss of the first step, and that of the last row."""
     first, last = (logs.get(key) for key in LOSSES)
     ended = "Training complete:" if is_complete else f"Training stopped at step {logs.get('step', 0):,}:"

@@ -5,12 +5,16 @@ and Hugging Face's `DefaultFlowCallback`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
+from onstep.config import TrainingArguments
 from onstep.errors import ConfigError
 from onstep.events.context import CallbackContext
+from onstep.events.control import TrainerControl
 from onstep.events.events import EVENTS, HF_EVENTS, VALID_EVENTS, events_named
 from onstep.events.settings import Setting
+from onstep.events.trainer_state import TrainerState
+from onstep.record.kinds import Metrics
 
 
 class Callback:
@@ -87,7 +91,9 @@ def refuse_elsewhere(callback: Callback | TrainerCallback, state: object) -> Non
         )
 
 
-def log_elsewhere(callback: TrainerCallback, state: Any, logs: Any = None, **keywords: Any) -> None:
+def log_elsewhere(
+    callback: TrainerCallback, state: TrainerState, logs: Metrics | None = None, **keywords: object
+) -> None:
     """Call `on_log_step` for Hugging Face's Trainer, which does not; what it adds also enters the log history."""
     if logs is not None and _is_theirs(state):
         given = set(logs)
@@ -103,23 +109,36 @@ def _context_method(name: str, when: str) -> Callable[..., None]:
     def method(self: Callback, context: CallbackContext) -> None:
         return None
 
-    def method_of_both(self: Callback, context: Any, state: Any = None, *others: Any, **keywords: Any) -> None:
+    def method_of_both(
+        self: Callback, context: object, state: object = None, *others: object, **keywords: object
+    ) -> None:
         refuse_elsewhere(self, state)
 
     return _named(method if name in VALID_EVENTS - {"on_init_end"} else method_of_both, f"Callback.{name}", when)
 
 
 def _hf_method(name: str, when: str) -> Callable[..., None]:
-    def method(self: TrainerCallback, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def method(self: TrainerCallback, args: object, state: object, control: object, **kwargs: object) -> None:
         return None
 
-    def first_method(self: TrainerCallback, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def first_method(self: TrainerCallback, args: object, state: object, control: object, **kwargs: object) -> None:
         refuse_elsewhere(self, state)
 
-    def log_method(self: TrainerCallback, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        log_elsewhere(self, args=args, state=state, control=control, **kwargs)
+    def log_method(
+        self: TrainerCallback,
+        args: object,
+        state: TrainerState,
+        control: object,
+        logs: Metrics | None = None,
+        **kwargs: object,
+    ) -> None:
+        log_elsewhere(self, state, logs, args=args, control=control, **kwargs)
 
-    elsewhere = {"on_init_end": first_method, "on_train_begin": first_method, "on_log": log_method}
+    elsewhere: dict[str, Callable[..., None]] = {
+        "on_init_end": first_method,
+        "on_train_begin": first_method,
+        "on_log": log_method,
+    }
     return _named(elsewhere.get(name, method), f"TrainerCallback.{name}", when)
 
 
@@ -153,7 +172,9 @@ class DefaultFlowCallback(TrainerCallback):
         """In a loop, skip what a subclass does not override: the flags are set already."""
         return getattr(type(self), name, None) is getattr(DefaultFlowCallback, name, None)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> TrainerControl:
         """Set what is due at this step; returns `control`."""
         step, is_last = state.global_step, state.global_step >= state.max_steps
         is_evaluated = args.eval_strategy == "steps" and args.eval_delay <= step
@@ -169,7 +190,9 @@ class DefaultFlowCallback(TrainerCallback):
             control.should_training_stop = True
         return control
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> TrainerControl:
         """Set what is due at the end of an epoch; returns `control`."""
         if args.logging_strategy == "epoch":
             control.should_log = True

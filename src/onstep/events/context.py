@@ -12,9 +12,16 @@ from onstep.events.events import BY_NAME
 from onstep.events.readable import ReadableField
 from onstep.events.run_state import RunState
 from onstep.events.views import OptimizerView, RunView, SchedulerView
+from onstep.record.kinds import Metrics
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+UserState = dict[str, Any]
+"""What callbacks share, by names of their own."""
+
+Keywords = dict[str, object]
+"""Keyword arguments of Hugging Face-style handlers."""
 
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "OptimizedModule"})
 _WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -48,7 +55,7 @@ class CallbackContext:
     """`GlobalState`: `cfg`, `train_state`, `trainer_state`, `world`."""
     model: list[nn.Module]
     """The model chunks; one unless the model is split into several."""
-    user_state: dict[str, Any] = field(default_factory=dict)
+    user_state: UserState = field(default_factory=dict)
     """Shared by all callbacks of a manager, for the manager's lifetime."""
     optimizer: OptimizerView | None = None
     scheduler: SchedulerView | None = None
@@ -64,8 +71,8 @@ class CallbackContext:
     control: Control = field(default_factory=Control)
     """Requests a stop, save, evaluation or log."""
     rank: int = 0
-    logs: dict[str, Any] | None = None
-    metrics: dict[str, Any] | None = None
+    logs: Metrics | None = None
+    metrics: Metrics | None = None
     loss: Tensor | None = None
     """This rank's mean loss of the step, or of the micro-batch; not reduced."""
     tokens: Tensor | float | None = None
@@ -86,9 +93,9 @@ class CallbackContext:
     """The decision that was recorded, or the command to carry out."""
     callback_timer: CallbackTimer | None = None
     """Measures how long callbacks take, once started."""
-    hf_objects: dict[str, Any] = field(default_factory=dict, repr=False)
+    hf_objects: Keywords = field(default_factory=dict, repr=False)
     """Optimizer, scheduler and loaders for Hugging Face-style handlers of events whose context has none."""
-    keywords: dict[str, Any] | None = field(default=None, init=False, repr=False)
+    keywords: Keywords | None = field(default=None, init=False, repr=False)
     """`event_keywords()`, cached by the first Hugging Face-style handler for all handlers of the same firing."""
 
     @property
@@ -118,7 +125,7 @@ class CallbackContext:
         chunks = self.model if isinstance(self.model, list) else [self.model]
         return unwrap(chunks[0]) if len(chunks) == 1 else [unwrap(chunk) for chunk in chunks]
 
-    def hf_keywords(self) -> dict[str, Any]:
+    def hf_keywords(self) -> Keywords:
         """Keyword arguments of every Hugging Face-style handler, without those specific to an event."""
         return {
             "args": getattr(self.state, "args", None),
@@ -135,7 +142,7 @@ class CallbackContext:
             **self.hf_objects,
         }
 
-    def event_keywords(self) -> dict[str, Any]:
+    def event_keywords(self) -> Keywords:
         """`hf_keywords()` plus the keywords of this event."""
         keywords, given = self.hf_keywords(), self.__dict__
         for name in BY_NAME[self.event].own_fields:

@@ -14,6 +14,7 @@ from onstep.errors import ConfigError, warn_once
 from onstep.events.events import events_named
 from onstep.events.exportable_state import ExportableState
 from onstep.events.settings import DeclaredSetting, check_setting
+from onstep.train_state import StateDict
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class TrainerControl(ExportableState):
     should_log: bool = False
     should_abort_without_save: bool = False
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> StateDict:
         """Hugging Face's flags, as its Trainer saves them."""
         return {"args": {flag: getattr(self, flag) for flag in _HF_FLAGS}, "attributes": {}}
 
@@ -118,7 +119,7 @@ class Control(TrainerControl):
     commands: dict[str, str] = field(default_factory=dict, repr=False)
     """Commands that registered callbacks carry out, and what they do."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in FLAGS:
             value = bool(value)
             if "requests" in self.__dict__ and value != self.__dict__[name]:
@@ -138,7 +139,7 @@ class Control(TrainerControl):
         copied.__dict__.update(self.user_attributes())
         return copied
 
-    def user_attributes(self) -> dict[str, Any]:
+    def user_attributes(self) -> dict[str, object]:
         """The attributes that callbacks have added."""
         return _added_to(self)
 
@@ -182,7 +183,7 @@ class Control(TrainerControl):
             )
         self._request_once("skip", reason)
 
-    def rollback(self, reason: str = "", **details: Any) -> None:
+    def rollback(self, reason: str = "", **details: object) -> None:
         """Request a rollback after this step to the newest checkpoint before it; data continues after this step.
 
         Args:
@@ -208,7 +209,7 @@ class Control(TrainerControl):
         """Request that the next `count` steps only read their batches: they count, but nothing is trained on them."""
         self._note("skip_batch", reason, count=count)
 
-    def command(self, name: str, data: Mapping[str, Any] | None = None, reason: str = "") -> None:
+    def command(self, name: str, data: Mapping[str, object] | None = None, reason: str = "") -> None:
         """Request that `on_command` fires after this step, on all ranks, for callbacks that carry out `name`.
 
         `data` must be picklable: the other ranks receive it.
@@ -259,7 +260,7 @@ class Control(TrainerControl):
     def merge(self, returned: object) -> None:
         """Merge a control that a callback returned: its flags and added attributes. Stop flags cannot be reset.
 
-        Any other return value is ignored; one that is not None is named once.
+        Another return value is ignored; one that is not None is named once.
         """
         if returned is None or returned is self:
             return
@@ -315,7 +316,7 @@ class Control(TrainerControl):
 _FIELDS = frozenset(Control.__dataclass_fields__)
 
 
-def _added_to(control: object) -> dict[str, Any]:
+def _added_to(control: object) -> dict[str, object]:
     return {name: value for name, value in vars(control).items() if name not in _FIELDS}
 
 

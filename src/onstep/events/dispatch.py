@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from onstep.events.context import CallbackContext
+from torch import nn
+
+from onstep.events.context import CallbackContext, UserState
 from onstep.events.events import EVENTS, TRAINING, VALID_EVENTS, Event
 from onstep.events.manager import CallbackManager
 from onstep.events.registration import Listeners, author_of
 from onstep.events.settings import declared_commands, declared_settings
-from onstep.events.views import RunView
+from onstep.events.views import OptimizerView, RunView, SchedulerView
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,19 +31,19 @@ class Dispatcher:
         manager: CallbackManager | None,
         run: RunView,
         model: list[nn.Module] | None = None,
-        optimizer: Any = None,
-        scheduler: Any = None,
+        optimizer: OptimizerView | None = None,
+        scheduler: SchedulerView | None = None,
     ) -> None:
         self.manager = manager
         self.on = Listeners() if manager is None else manager.listeners
         """The listeners of each event, for code that prepares something only if there are any."""
         self.run = run
-        self._held: Any = getattr(run, "entry_point", run)
+        self._held = getattr(run, "entry_point", run)
         """The object that stores trainer, loaders and tokenizer as plain attributes; reading them calls no property."""
         self.model = model if model is not None else []
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self._user_state: dict[str, Any] = {} if manager is None else manager.user_state
+        self._user_state: UserState = {} if manager is None else manager.user_state
         if manager is not None:
             manager.follow(self)
         self.refresh()
@@ -71,7 +73,7 @@ class Dispatcher:
         def __getattr__(self, name: str) -> Callable[..., None]: ...
 
 
-NO_OP: Callable[..., Any] = "".format
+NO_OP: Callable[..., object] = "".format
 """Accepts anything and does nothing, without a Python-level call; replaces the method of an event without listeners."""
 
 
@@ -79,7 +81,7 @@ def _method(event: Event) -> Callable[..., None]:
     name, own_fields = event.name, event.own_fields
     without = [field for field in TRAINING if field not in event.fields]
 
-    def fire(self: Dispatcher, source: object = None, /, **fields: Any) -> None:
+    def fire(self: Dispatcher, source: object = None, /, **fields: object) -> None:
         run, manager = self.run, self.manager
         if manager is None:
             return

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from collections.abc import Iterable
+from typing import Self
+
+from onstep.train_state import StateDict
 
 
 class ExportableState:
@@ -13,13 +15,13 @@ class ExportableState:
         def __init__(self, limit: int) -> None:
             self.limit, self.count = limit, 0
 
-        def state(self) -> dict[str, Any]:
+        def state(self):
             return {"args": {"limit": self.limit}, "attributes": {"count": self.count}}
 
     `args` are the arguments of the constructor; both must be plain values.
     """
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> StateDict:
         """The constructor's arguments as `args`, and as `attributes` what is set on the object afterwards.
 
         Raises:
@@ -28,7 +30,7 @@ class ExportableState:
         raise NotImplementedError(f"{type(self).__name__} derives from ExportableState and must define state().")
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Self:
+    def from_state(cls, state: StateDict) -> Self:
         """A new object with this state; `args` and `attributes` may be missing."""
         instance = cls(**state.get("args", {}))
         for name, value in state.get("attributes", {}).items():
@@ -41,9 +43,9 @@ def is_exportable(thing: object) -> bool:
     return all(callable(getattr(type(thing), name, None)) for name in ("state", "from_state"))
 
 
-def exported_states(things: Iterable[object]) -> dict[str, Any]:
+def exported_states(things: Iterable[object]) -> StateDict:
     """The states of those that are exportable by class name, as in `trainer_state.json`; of several, a list."""
-    states: dict[str, Any] = {}
+    states: StateDict = {}
     for thing in things:
         if is_exportable(thing):
             states.setdefault(type(thing).__name__, []).append(thing.state())  # type: ignore[attr-defined]

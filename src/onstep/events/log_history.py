@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-Record = dict[str, Any]
+from onstep.record.kinds import Metrics
+
+Record = Metrics
 
 MOST_RECORDS = 20_000
 """Records that are kept, of 1 to 3 kB each; the metrics log has them all."""

@@ -7,12 +7,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from inspect import ismethod
-from typing import Any
+from typing import Protocol
 from weakref import WeakSet
 
 from onstep.errors import CallbackError, named_text, of_exhausted_iterator
 from onstep.events.callback_timer import CallbackTimer
-from onstep.events.context import CallbackContext
+from onstep.events.context import CallbackContext, UserState
 from onstep.events.control import Control
 from onstep.events.events import VALID_EVENTS, Event, event_named
 from onstep.events.registration import (
@@ -28,10 +28,15 @@ from onstep.processes.heartbeat import HEARTBEAT
 logger: logging.Logger = logging.getLogger(__name__)
 
 
-class _Followers(WeakSet[Any]):
+class _Follower(Protocol):
+    def refresh(self) -> None:
+        """The listeners of some event have changed."""
+
+
+class _Followers(WeakSet[_Follower]):
     """The objects notified when a manager's callbacks change; a copy of the manager starts with none."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), ()
 
 
@@ -49,9 +54,9 @@ class CallbackManager:
 
     def __init__(self, *, in_loop: bool = True) -> None:
         self._in_loop = in_loop
-        self._user_state: dict[str, Any] = {}
+        self._user_state: UserState = {}
         self._registrations: list[Registration] = []
-        self._disabled: dict[int, Any] = {}
+        self._disabled: dict[int, object] = {}
         """Disabled callbacks by id; keeping the objects alive prevents reuse of their ids."""
         self._followers = _Followers()
         self.listeners = Listeners()
@@ -59,7 +64,7 @@ class CallbackManager:
         """Measures the time spent in each callback, while it is started."""
 
     @property
-    def user_state(self) -> dict[str, Any]:
+    def user_state(self) -> UserState:
         """Mutable dictionary that lives as long as the manager; neither saved nor cleared between runs."""
         return self._user_state
 
@@ -69,11 +74,11 @@ class CallbackManager:
         return VALID_EVENTS
 
     @property
-    def callbacks(self) -> list[Any]:
+    def callbacks(self) -> list[object]:
         """The registered callbacks and functions, in order."""
         return [registration.owner for registration in self._registrations]
 
-    def add(self, callback: Any, *, before: Any = None, after: Any = None) -> None:
+    def add(self, callback: object, *, before: object = None, after: object = None) -> None:
         """Register a callback, a callback class (instantiated without arguments), or a list or tuple of them.
 
         `before` and `after` name a registered callback, by instance, class or name; by default, callbacks are appended.
@@ -90,7 +95,7 @@ class CallbackManager:
         self._registrations[position:position] = registrations
         self._rebuild()
 
-    def register(self, event_name: str, fn: Callable[..., Any], every: int = 1) -> None:
+    def register(self, event_name: str, fn: Callable[..., object], every: int = 1) -> None:
         """Register `fn(context)`, `fn()` or `fn(args, state, control, **kwargs)` for one event.
 
         With `every=n`, it is called only at steps that are multiples of n; for events outside of steps, every n-th time
@@ -105,7 +110,7 @@ class CallbackManager:
         self._registrations.append(function_registration(event_name, fn, every))
         self._rebuild()
 
-    def remove(self, callback: Any) -> Any:
+    def remove(self, callback: object) -> object:
         """Remove the first registration of an instance, function or exact class; returns what was removed.
 
         Raises:
@@ -118,7 +123,7 @@ class CallbackManager:
         self._rebuild()
         return owner
 
-    def replace(self, callbacks: list[Any]) -> None:
+    def replace(self, callbacks: list[object]) -> None:
         """Register exactly these, in this order: owners that are registered already, and new callbacks or classes."""
         known = list(self._registrations)
         kept: list[Registration] = []
@@ -129,7 +134,7 @@ class CallbackManager:
         self._registrations[:] = kept
         self._rebuild()
 
-    def list_callbacks(self, event_name: str) -> list[Callable[..., Any]]:
+    def list_callbacks(self, event_name: str) -> list[Callable[..., object]]:
         """The callables registered for an event, as they were given, in calling order.
 
         Raises:
@@ -153,7 +158,7 @@ class CallbackManager:
         lines = [f"  {number}. {self._entry(listener)}" for number, listener in enumerate(listeners, start=1)]
         return "\n".join([f"{event.name}{also}: {event.when}.", *(lines or ["  no listeners"])])
 
-    def fire(self, event_name: str, context: Any) -> None:
+    def fire(self, event_name: str, context: object) -> None:
         """Call every listener of an event, in order.
 
         The context may be any object: a listener of the context convention gets the object itself, one of Hugging
@@ -167,7 +172,8 @@ class CallbackManager:
             ValueError: for an unknown event.
         """
         event = event_named(event_name)
-        if not issubclass(type(context), CallbackContext):  # not isinstance: a Mock(spec=CallbackContext) claims to be
+        # a Mock(spec=CallbackContext) claims to be an instance
+        if not (isinstance(context, CallbackContext) and issubclass(type(context), CallbackContext)):
             self._fire_with(event, context)
             return
         outer = context.event  # a callback may fire another event with the same context
@@ -180,7 +186,7 @@ class CallbackManager:
         finally:
             context.event, context.keywords = outer or event.name, None
 
-    def _fire_with(self, event: Event, given: Any) -> None:
+    def _fire_with(self, event: Event, given: object) -> None:
         """`fire` with an object of another class than `CallbackContext`."""
         context = CallbackContext(getattr(given, "state", None), getattr(given, "model", []), self._user_state)  # type: ignore[arg-type]
         for name, kind in (("control", Control), ("rank", int)):
@@ -238,7 +244,7 @@ class CallbackManager:
         if first is not None:
             raise first
 
-    def follow(self, follower: Any) -> None:
+    def follow(self, follower: _Follower) -> None:
         """Call `refresh()` of an object, as long as it lives, whenever callbacks are added or removed."""
         self._followers.add(follower)
 
@@ -270,7 +276,7 @@ class CallbackManager:
         )
         return True
 
-    def _position(self, before: Any, after: Any) -> int:
+    def _position(self, before: object, after: object) -> int:
         position = len(self._registrations) if before is None else self._index_of(before)
         if after is None:
             return position
@@ -281,7 +287,7 @@ class CallbackManager:
             )
         return earliest
 
-    def _index_of(self, wanted: Any) -> int:
+    def _index_of(self, wanted: object) -> int:
         for index, registration in enumerate(self._registrations):
             owner = registration.owner
             if owner is wanted or type(owner) is wanted or (isinstance(wanted, str) and author_of(owner) == wanted):
@@ -307,14 +313,14 @@ def _call_timed(clock: CallbackTimer, listener: Listener, context: CallbackConte
         clock.leave()
 
 
-def _with_object(listener: Listener, given: Any) -> Listener:
+def _with_object(listener: Listener, given: object) -> Listener:
     """A listener that gets `given` in place of the context, if it is one of the context convention."""
     if listener.handle is not listener.original:
         return listener
     return replace(listener, handle=lambda context: listener.original(given))
 
 
-def _instances(callback: Any) -> Iterator[Any]:
+def _instances(callback: object) -> Iterator[object]:
     if isinstance(callback, (list, tuple)):
         for one in callback:
             yield from _instances(one)
@@ -322,7 +328,7 @@ def _instances(callback: Any) -> Iterator[Any]:
         yield _instance(callback) if isinstance(callback, type) else callback
 
 
-def _instance(callback: type) -> Any:
+def _instance(callback: type) -> object:
     try:
         return callback()
     except TypeError as error:
@@ -333,7 +339,7 @@ def _instance(callback: type) -> Any:
         ) from error
 
 
-def normalize_callbacks(callbacks: Any) -> CallbackManager | None:
+def normalize_callbacks(callbacks: object) -> CallbackManager | None:
     """Return None and managers unchanged; add anything else to a new manager."""
     if callbacks is None or isinstance(callbacks, CallbackManager):
         return callbacks

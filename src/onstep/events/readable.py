@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, SupportsFloat
 
 EVENT = "on_train_step_end"
 """The event at which Megatron Bridge's callbacks use the norm as a number; losses are tensors to them."""
@@ -14,9 +14,9 @@ class Reading(float):
     Methods and attributes of the tensor (`item`, `detach`, `device`), and torch functions, use the tensor itself.
     """
 
-    tensor: Any
+    tensor: SupportsFloat
 
-    def __new__(cls, tensor: Any) -> Reading:
+    def __new__(cls, tensor: SupportsFloat) -> Reading:
         """Read the tensor from its device."""
         self = super().__new__(cls, float(tensor))
         self.tensor = tensor
@@ -32,10 +32,10 @@ class Reading(float):
         return getattr(self.tensor, name)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: object = (), kwargs: object = None) -> object:
         return func(*_tensors(args), **_tensors(kwargs or {}))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return float, (float(self),)
 
 
@@ -52,7 +52,7 @@ class ReadableField:
         is_read = holder.__dict__.get("event") == EVENT and hasattr(given, "is_floating_point") and given.numel() == 1
         return Reading(given) if is_read else given
 
-    def __set__(self, holder: Any, value: Any) -> None:
+    def __set__(self, holder: object, value: object) -> None:
         holder.__dict__[self._name] = value
 
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from onstep.errors import CallbackError
 from onstep.events.callback import Callback, DefaultFlowCallback, TrainerCallback
@@ -36,9 +36,9 @@ class Listener:
     """One handler of one event."""
 
     handle: Handler
-    original: Callable[..., Any]
+    original: Callable[..., object]
     """The callable as the user gave it."""
-    owner: Any
+    owner: object
     """The callback instance, or the function itself."""
     event_and_author: tuple[str, str]
     """The event, as the user's method calls it, and the author, which is the callback's name in messages."""
@@ -69,11 +69,11 @@ class Listeners:
 class Registration:
     """A callback or function, and its listeners by event name."""
 
-    owner: Any
+    owner: object
     listeners: dict[str, list[Listener]]
 
 
-def registration_of(callback: Any, *, in_loop: bool = True) -> Registration:
+def registration_of(callback: object, *, in_loop: bool = True) -> Registration:
     """Scan a callback instance for the event methods that it overrides.
 
     Args:
@@ -102,7 +102,7 @@ def registration_of(callback: Any, *, in_loop: bool = True) -> Registration:
     return Registration(callback, listeners)
 
 
-def function_registration(event_name: str, fn: Callable[..., Any], every: int) -> Registration:
+def function_registration(event_name: str, fn: Callable[..., object], every: int) -> Registration:
     """Register a function for one event, called at every `every`-th step (or firing, for events outside of steps)."""
     event = event_named(event_name)
     listener = _listener(fn, event, None, fn)
@@ -111,7 +111,7 @@ def function_registration(event_name: str, fn: Callable[..., Any], every: int) -
     return Registration(fn, {event.name: [listener]})
 
 
-def own_event_listeners(callbacks: Iterable[Any], name: str) -> tuple[Listener, ...]:
+def own_event_listeners(callbacks: Iterable[object], name: str) -> tuple[Listener, ...]:
     """The methods called `name`, which is not an event of the loop, of all callbacks that have one.
 
     Those in Hugging Face's convention get all keywords of the context that they accept.
@@ -126,7 +126,7 @@ def own_event_listeners(callbacks: Iterable[Any], name: str) -> tuple[Listener, 
     return tuple(found)
 
 
-def author_of(owner: Any) -> str:
+def author_of(owner: object) -> str:
     """Name of a callback or function in messages."""
     if isinstance(owner, partial):
         return author_of(owner.func)
@@ -136,17 +136,19 @@ def author_of(owner: Any) -> str:
     return getattr(owner, "__qualname__", None) or type(owner).__name__
 
 
-def _listener(fn: Callable[..., Any], event: Event, style: Style | None, owner: Any, name: str = "") -> Listener:
+def _listener(fn: Callable[..., object], event: Event, style: Style | None, owner: object, name: str = "") -> Listener:
     return _listener_of(as_handler(fn, event, style), fn, (name or event.name, author_of(owner)), owner)
 
 
-def _listener_of(handle: Handler, fn: Callable[..., Any], event_and_author: tuple[str, str], owner: Any) -> Listener:
+def _listener_of(
+    handle: Handler, fn: Callable[..., object], event_and_author: tuple[str, str], owner: object
+) -> Listener:
     main_only = _option(owner, "ranks", ("all", "main")) == "main"
     on_error = _option(owner, "on_error", ("raise", "warn", "disable"))
     return Listener(handle, fn, owner, event_and_author, main_only, on_error)
 
 
-def _option(owner: Any, name: str, allowed: tuple[str, ...]) -> str:
+def _option(owner: object, name: str, allowed: tuple[str, ...]) -> str:
     """A class attribute that controls the dispatch; the first of `allowed` if it is missing."""
     holder = owner.__self__ if inspect.ismethod(owner) else owner
     value = getattr(holder, name, allowed[0])
@@ -174,26 +176,24 @@ def _is_marker(cls: type) -> bool:
     return is_theirs or cls in (Callback, TrainerCallback)
 
 
-def _style_of(callback: Any) -> Style | None:
+def _style_of(callback: object) -> Style | None:
     marker = next((cls for cls in type(callback).__mro__ if _is_marker(cls)), None)
     if marker is None:
         return None
     return "context" if marker is Callback else "hf"
 
 
-def _event_methods(callback: Any, in_loop: bool) -> Iterator[tuple[str, Callable[..., Any]]]:
-    may_skip = isinstance(callback, (Callback, TrainerCallback))
-    if isinstance(callback, DefaultFlowCallback) and not in_loop:
-        may_skip = False
+def _event_methods(callback: object, in_loop: bool) -> Iterator[tuple[str, Callable[..., object]]]:
+    may_skip = in_loop or not isinstance(callback, DefaultFlowCallback)
     for name in _EVENT_NAMES:
-        if may_skip and callback.skips_event(name):
+        if may_skip and isinstance(callback, (Callback, TrainerCallback)) and callback.skips_event(name):
             continue
         method = getattr(callback, name, None)
         if callable(method) and not _left_empty(callback, name, method):
             yield name, method
 
 
-def _left_empty(callback: Any, name: str, method: Any) -> bool:
+def _left_empty(callback: object, name: str, method: object) -> bool:
     """Whether `name` is a method that a base class only declares, so calling it would have no effect."""
     if name in getattr(callback, "__dict__", {}):
         return False
@@ -204,7 +204,7 @@ def _left_empty(callback: Any, name: str, method: Any) -> bool:
     return inner is not None and inner is not callback and _left_empty(inner, name, method)
 
 
-def _is_empty(attribute: Any) -> bool:
+def _is_empty(attribute: Callable[..., object]) -> bool:
     """Whether a function's body is only a docstring, `pass`, `...` or `return None`."""
     code = getattr(inspect.unwrap(getattr(attribute, "__func__", attribute)), "__code__", None)
     if code is None:
@@ -223,7 +223,7 @@ def _documented() -> None:
 _EMPTY_BODIES = {_bare.__code__.co_code, _documented.__code__.co_code}
 
 
-def _near_misses(callback: Any) -> list[str]:
+def _near_misses(callback: object) -> list[str]:
     """Warnings about methods whose names look like misspelled events."""
     markers = [cls for cls in type(callback).__mro__ if _is_marker(cls)]
     known = HF_EVENTS.union(VALID_EVENTS, *map(vars, markers))  # a base class may have events that Onstep does not fire

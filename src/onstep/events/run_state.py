@@ -6,13 +6,19 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from onstep.events.control import Control
 from onstep.events.log_history import LogHistory
 from onstep.events.trainer_state import Record, TrainerState
 from onstep.record.kinds import Kind
-from onstep.train_state import TrainState
+from onstep.train_state import StateDict, TrainState
+
+
+class Tags(Protocol):
+    """What collects Megatron Bridge's tags: `onstep.trackers.tag_record`."""
+
+    def state_dict(self) -> StateDict: ...
 
 
 @dataclass
@@ -42,7 +48,7 @@ class RunInfo:
     rank: int = 0
     local_rank: int = 0
     history: LogHistory = field(default_factory=LogHistory, repr=False)
-    bridge_tags: Any = None
+    bridge_tags: Tags | None = None
     """Megatron Bridge's tags since the metrics log's last record (`onstep.trackers.tag_record`); None if not
     collected.
     """
@@ -105,7 +111,7 @@ def _kept(name: str, words: str) -> Any:
     )
 
 
-def _of_user(name: str, default: Any = None) -> Any:
+def _of_user(name: str, default: object = None) -> Any:
     """A field that only users set."""
     return property(
         lambda self: self._progress.user_attributes.get(name, default),
@@ -118,7 +124,7 @@ class RunState(TrainerState):
 
     The counters show the run as it moves. Callbacks may set `best_metric`, `best_global_step`, `best_model_checkpoint`,
     `total_flos`, `num_input_tokens_seen` and `log_history`; setting `max_steps`, `logging_steps`, `eval_steps` or
-    `save_steps` is a request to `control`, which holds on all ranks from the next step on. Any other name is an
+    `save_steps` is a request to `control`, which holds on all ranks from the next step on. Every other name is an
     attribute of the user, which checkpoints save. A copy is a plain `TrainerState` with the current values.
 
     Args:
@@ -132,16 +138,16 @@ class RunState(TrainerState):
     _progress: TrainState
     _info: RunInfo
     _control: Callable[[], Control]
-    _exported: Callable[[], dict[str, Any]]
-    _append: Callable[[Kind, Mapping[str, Any]], None]
+    _exported: Callable[[], StateDict]
+    _append: Callable[[Kind, Mapping[str, object]], None]
 
     def __init__(
         self,
         progress: TrainState,
         info: RunInfo,
         control: Callable[[], Control] | None = None,
-        stateful_callbacks: Callable[[], dict[str, Any]] = dict,
-        append: Callable[[Kind, Mapping[str, Any]], None] = lambda kind, data: None,
+        stateful_callbacks: Callable[[], StateDict] = dict,
+        append: Callable[[Kind, Mapping[str, object]], None] = lambda kind, data: None,
     ) -> None:
         made = control if control is not None else _one_control()
         vars(self).update(_progress=progress, _info=info, _control=made, _exported=stateful_callbacks, _append=append)
@@ -154,7 +160,7 @@ class RunState(TrainerState):
             return getattr(info, name)
         raise AttributeError(f"TrainerState has no field {name!r}")
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in _SETTABLE:
             object.__setattr__(self, name, value)
         elif name in _REFUSED:
@@ -168,7 +174,7 @@ class RunState(TrainerState):
             raise AttributeError(f"state.{name} is not an attribute of yours, which alone can be deleted")
         del self._progress.user_attributes[name]
 
-    def append_to_record(self, kind: Kind, data: Mapping[str, Any]) -> None:
+    def append_to_record(self, kind: Kind, data: Mapping[str, object]) -> None:
         """Append a line about the last step to the record of the run; on rank 0, if the run has a directory."""
         self._append(kind, data)
 
@@ -183,7 +189,7 @@ class RunState(TrainerState):
         vars(copied).update(facts | {name: getattr(self, name) for name in _COMPUTED} | self._progress.user_attributes)
         return copied
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Copy deeply, and pickle, the current values as a plain `TrainerState`."""
         return _plain_state, (vars(self.__copy__()),)
 
@@ -269,13 +275,13 @@ class RunState(TrainerState):
         self._info.log_history = records
 
     @property
-    def stateful_callbacks(self) -> dict[str, Any]:
+    def stateful_callbacks(self) -> StateDict:
         """The current state of each `ExportableState`, and of the control, by class name."""
-        given: dict[str, Any] | None = self._progress.user_attributes.get("stateful_callbacks")
+        given: StateDict | None = self._progress.user_attributes.get("stateful_callbacks")
         return self._exported() if given is None else given
 
     @stateful_callbacks.setter
-    def stateful_callbacks(self, states: dict[str, Any]) -> None:
+    def stateful_callbacks(self, states: StateDict) -> None:
         self._progress.user_attributes["stateful_callbacks"] = states
 
 
@@ -283,7 +289,7 @@ _SETTABLE = {name for name, one in vars(RunState).items() if isinstance(one, pro
 _COMPUTED = ("raw_epoch", "epoch_start_step", "epoch_train_steps")
 
 
-def _plain_state(attributes: dict[str, Any]) -> TrainerState:
+def _plain_state(attributes: StateDict) -> TrainerState:
     state = TrainerState()
     vars(state).update(attributes)
     return state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from onstep.commands import MOST_LR_FACTOR
 from onstep.config.suggestions import nearest
@@ -42,21 +42,22 @@ SETTABLE: dict[str, Setting] = {
 class DeclaredSetting:
     """A value that a registered callback declares as settable."""
 
-    owner: Any
+    owner: object
     attribute: str
     setting: Setting
 
     @property
-    def value(self) -> Any:
+    def value(self) -> float:
         """The current value."""
-        return getattr(self.owner, self.attribute)
+        value: float = getattr(self.owner, self.attribute)
+        return value
 
     def put(self, value: float | None) -> None:
         """Assign a value."""
         setattr(self.owner, self.attribute, value)
 
 
-def declared_settings(callbacks: Iterable[tuple[str, Any]]) -> dict[str, DeclaredSetting]:
+def declared_settings(callbacks: Iterable[tuple[str, object]]) -> dict[str, DeclaredSetting]:
     """What callbacks, given with their names, declare in `settable`, by `<name>.<attribute>`."""
     found: dict[str, DeclaredSetting] = {}
     for name, owner in callbacks:
@@ -67,7 +68,7 @@ def declared_settings(callbacks: Iterable[tuple[str, Any]]) -> dict[str, Declare
     return found
 
 
-def declared_commands(callbacks: Iterable[Any]) -> dict[str, str]:
+def declared_commands(callbacks: Iterable[object]) -> dict[str, str]:
     """The commands, with their help, that callbacks with an `on_command` declare in `commands`."""
     found: dict[str, str] = {}
     for owner in callbacks:

@@ -6,13 +6,13 @@ import dis
 import inspect
 from collections.abc import Callable
 from types import CodeType
-from typing import Any, Literal
+from typing import Literal
 
 from onstep.errors import CallbackError
-from onstep.events.context import CallbackContext
+from onstep.events.context import CallbackContext, Keywords
 from onstep.events.events import EVENTS, Event
 
-Handler = Callable[[CallbackContext], None]
+Handler = Callable[[CallbackContext], object]
 Style = Literal["context", "hf"]
 
 ACCEPTED = (
@@ -89,7 +89,7 @@ class _Shape:
         return self.has_var_kwargs and len(self.required) >= len(_LEADING) and self.fits_hf_by_position()
 
 
-def as_handler(fn: Callable[..., Any], event: Event, style: Style | None = None) -> Handler:
+def as_handler(fn: Callable[..., object], event: Event, style: Style | None = None) -> Handler:
     """Adapt `fn` to a `handler(context)` for an event.
 
     `style` is the convention of the base class; without it, or if the signature does not fit it, the signature decides.
@@ -116,7 +116,7 @@ def as_handler(fn: Callable[..., Any], event: Event, style: Style | None = None)
     )
 
 
-def _refuse_what_never_runs(fn: Callable[..., Any], event: Event) -> None:
+def _refuse_what_never_runs(fn: Callable[..., object], event: Event) -> None:
     for code in (fn, type(fn).__call__):
         if inspect.iscoroutinefunction(code) or inspect.isasyncgenfunction(code):
             kind = "async"
@@ -136,7 +136,7 @@ def _refuse_what_never_runs(fn: Callable[..., Any], event: Event) -> None:
         )
 
 
-def _shape_of(fn: Callable[..., Any]) -> _Shape | None:
+def _shape_of(fn: Callable[..., object]) -> _Shape | None:
     try:
         shape = _Shape(list(inspect.signature(fn, follow_wrapped=False).parameters.values()))
     except ValueError:  # some builtins have no signature; they are called with the context
@@ -146,7 +146,7 @@ def _shape_of(fn: Callable[..., Any]) -> _Shape | None:
     return shape
 
 
-def _hf_handler(fn: Callable[..., Any], event: Event, shape: _Shape) -> Handler | None:
+def _hf_handler(fn: Callable[..., object], event: Event, shape: _Shape) -> Handler | None:
     by_position = shape.fits_hf_by_position()
     selected = _selection(event, shape)
 
@@ -163,7 +163,7 @@ def _hf_handler(fn: Callable[..., Any], event: Event, shape: _Shape) -> Handler 
         context.control.merge(fn(context.args, context.trainer_state, context.control, **further))
 
     def call_with_leading(context: CallbackContext) -> None:
-        state, given, keywords = context.state, context.__dict__, dict[str, Any]()
+        state, given, keywords = context.state, context.__dict__, dict[str, object]()
         for name in further:
             keywords[name] = given[name] if name in given else getattr(context, name)
         returned = fn(getattr(state, "args", None), getattr(state, "trainer_state", None), context.control, **keywords)
@@ -179,13 +179,13 @@ def _hf_handler(fn: Callable[..., Any], event: Event, shape: _Shape) -> Handler 
     return call_by_position if by_position else None
 
 
-def takes_context(fn: Callable[..., Any]) -> bool:
+def takes_context(fn: Callable[..., object]) -> bool:
     """Whether a function has one parameter that has to be passed, and no keywords: the context convention."""
     shape = _shape_of(fn)
     return shape is not None and shape.fits_context() and len(shape.required) == 1 and not shape.has_var_kwargs
 
 
-def call_with_keywords(fn: Callable[..., Any], context: CallbackContext) -> None:
+def call_with_keywords(fn: Callable[..., object], context: CallbackContext) -> None:
     """Call a Hugging Face-style function with the first three arguments by position, and those keywords it accepts."""
     shape, keywords = _shape_of(fn), dict(context.keywords or {})
     leading = [keywords.pop(name) for name in _LEADING]
@@ -194,7 +194,7 @@ def call_with_keywords(fn: Callable[..., Any], context: CallbackContext) -> None
     context.control.merge(fn(*leading, **keywords))
 
 
-def _ignores_keywords(fn: Callable[..., Any]) -> bool:
+def _ignores_keywords(fn: Callable[..., object]) -> bool:
     """Whether a function's code never reads its `**kwargs`, which can then be omitted."""
     code = getattr(getattr(fn, "__func__", fn), "__code__", None)
     if not isinstance(code, CodeType) or hasattr(fn, "__wrapped__") or not code.co_flags & inspect.CO_VARKEYWORDS:
@@ -205,7 +205,7 @@ def _ignores_keywords(fn: Callable[..., Any]) -> bool:
     return all(step.argval != keywords for step in dis.get_instructions(code))
 
 
-def _selection(event: Event, shape: _Shape) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+def _selection(event: Event, shape: _Shape) -> Callable[[Keywords], Keywords] | None:
     """Build a function that selects a handler's keywords from the event's; None if the handler gets them unchanged.
 
     Keywords that a handler requires and the event does not have are None.
@@ -222,5 +222,5 @@ def _selection(event: Event, shape: _Shape) -> Callable[[dict[str, Any]], dict[s
     return lambda keywords: keywords | {name: keywords.get(name) for name in further}
 
 
-def _describe(fn: Callable[..., Any]) -> str:
+def _describe(fn: Callable[..., object]) -> str:
     return getattr(fn, "__qualname__", None) or repr(fn)

@@ -8,13 +8,22 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Protocol, Self
 
 from onstep.errors import DataError
 from onstep.events.exportable_state import exported_states, is_exportable
 from onstep.files.bounded_reading import MAX_JSON_BYTES, parse_json, read_bytes
+from onstep.record.kinds import Metrics
+from onstep.train_state import StateDict
 
-Record = dict[str, Any]
+Record = Metrics
+
+
+class _Process(Protocol):
+    """Whether this process is the first."""
+
+    def is_local_process_zero(self) -> bool: ...
+    def is_world_process_zero(self) -> bool: ...
 
 
 @dataclass
@@ -48,13 +57,13 @@ class TrainerState:
     is_hyper_param_search: bool = False
     trial_name: str | None = None
     trial_params: dict[str, str | float | int | bool] | None = None
-    stateful_callbacks: dict[str, Any] = None  # type: ignore[assignment]
+    stateful_callbacks: StateDict = None  # type: ignore[assignment]
     """The state of each `ExportableState` by class name; made from a list of such callbacks."""
 
     def __post_init__(self) -> None:
         if self.log_history is None:
             self.log_history = []
-        given: Any = self.stateful_callbacks
+        given = self.stateful_callbacks
         if not isinstance(given, dict):
             self.stateful_callbacks = _states_of([] if given is None else given)
 
@@ -81,14 +90,14 @@ class TrainerState:
             raise DataError(f"{json_path} is not a saved TrainerState: it has no field {', '.join(unknown)}.")
         return cls(**values)
 
-    def compute_steps(self, args: Any, max_steps: int) -> None:
+    def compute_steps(self, args: object, max_steps: int) -> None:
         """Set `logging_steps`, `eval_steps` and `save_steps` from `args`, where a number below 1 is a share."""
         for name in ("logging_steps", "eval_steps", "save_steps"):
             steps = getattr(args, name)
             if steps is not None:
                 setattr(self, name, math.ceil(max_steps * steps) if steps < 1 else steps)
 
-    def init_training_references(self, trainer: Any, max_steps: int, num_train_epochs: int, trial: Any) -> None:
+    def init_training_references(self, trainer: _Process, max_steps: int, num_train_epochs: int, trial: object) -> None:
         """Set the length of a training, and whether this process is the first; `trial` must be None.
 
         Raises:
@@ -104,7 +113,7 @@ class TrainerState:
         self.is_world_process_zero = trainer.is_world_process_zero()
 
 
-def _states_of(callbacks: Iterable[Any]) -> dict[str, Any]:
+def _states_of(callbacks: Iterable[object]) -> StateDict:
     callbacks = list(callbacks)
     for one in callbacks:
         if not is_exportable(one):

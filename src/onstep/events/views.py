@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from onstep.config import ConfigContainer
+from onstep.config import ConfigContainer, TrainingArguments
 from onstep.events.control import Control
 from onstep.events.run_state import RunInfo, RunState
 from onstep.record.kinds import Listener
-from onstep.train_state import TrainState
+from onstep.train_state import StateDict, TrainState
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
+
+
+Item = TypeVar("Item")
 
 
 class WorldView(Protocol):
@@ -29,7 +34,10 @@ class WorldView(Protocol):
     def is_main(self) -> bool:
         """Whether this is rank 0."""
 
-    def gather(self, item: Any) -> list[Any]:
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place. Collective, on the tensor's device."""
+
+    def gather(self, item: Item) -> list[Item]:
         """Every rank's item, in rank order, on every rank. Collective; for small Python objects."""
 
 
@@ -44,6 +52,35 @@ class RecordView(Protocol):
         """`record.jsonl` in the directory of the run; None on other ranks and in a run without a directory."""
 
 
+class RunDirView(Protocol):
+    """The directory of a run."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+
+    def read(self) -> Mapping[str, object]:
+        """The content of its `run.json`."""
+
+
+class ScalarWriter(Protocol):
+    """A logger with TensorBoard's method."""
+
+    add_scalar: Callable[..., object]
+
+
+class TableLogger(Protocol):
+    """A logger with W&B's method."""
+
+    log: Callable[..., object]
+
+
+class MetricsLogger(Protocol):
+    """A logger with the method of MLflow and Comet."""
+
+    log_metrics: Callable[..., object]
+
+
 class RunView(Protocol):
     """The run as callbacks see it, in `context.state`."""
 
@@ -55,27 +92,31 @@ class RunView(Protocol):
     """Facts about the run."""
     control: Control
     """Requests a stop, save, evaluation or log."""
-    checkpoints: Any
-    """The run's checkpoints; None if it has no directory for them."""
-    run_dir: Any
-    """The directory of the run, with its `path`; None if the run has none."""
     tokenizer: Any
     """The tokenizer of the data; None if there is none."""
-    tensorboard_logger: Any
+    tensorboard_logger: ScalarWriter | None
     """TensorBoard writer with `add_scalar`; None if Megatron Bridge's tags are not sent to it."""
-    wandb_logger: Any
+    wandb_logger: TableLogger | None
     """W&B logger with `log`; None likewise."""
-    mlflow_logger: Any
+    mlflow_logger: MetricsLogger | None
     """MLflow logger with `log_metrics`; None likewise."""
-    comet_logger: Any
+    comet_logger: MetricsLogger | None
     """Comet logger with `log_metrics`; None likewise."""
+
+    @property
+    def checkpoints(self) -> object:
+        """The run's checkpoints; None if it has no directory for them."""
+
+    @property
+    def run_dir(self) -> RunDirView | None:
+        """The directory of the run; None if the run has none."""
 
     @property
     def trainer_state(self) -> RunState:
         """The progress as Hugging Face's `TrainerState`."""
 
     @property
-    def args(self) -> Any:
+    def args(self) -> TrainingArguments:
         """The configuration as Hugging Face's `TrainingArguments`."""
 
     @property
@@ -114,17 +155,18 @@ class RunView(Protocol):
 class OptimizerView(Protocol):
     """The interface that every optimizer of a run has, built-in or third-party."""
 
-    param_groups: list[dict[str, Any]]
-    """Groups of parameters with their options, as in `torch.optim`."""
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups of parameters with their options, as in `torch.optim`."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Its state, as in `torch.optim`."""
 
 
 class SchedulerView(Protocol):
     """The interface that every learning-rate scheduler has."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Its state, as in `torch.optim.lr_scheduler`."""
 
 

@@ -12,6 +12,9 @@ Kind = Literal["start", "log", "evaluation", "test", "decision", "sample", "chec
 model, a checkpoint whose state holds everything up to this line, the end of a process, Megatron Bridge's tags that no
 logged step follows, or what the user's code sends to one tracker."""
 
+Metrics = dict[str, Any]
+"""A record of the log by name: numbers, and values that callbacks add."""
+
 Listener = Callable[[Kind, int, Mapping[str, Any]], None]
 """Hears of a line: its kind, its step and its data."""
 

@@ -57,6 +57,7 @@ from onstep.training import GlobalState
 from onstep.training.features import SETUP
 from onstep.training.lifecycle.endings import Endings
 from onstep.training.opening import open_run
+from onstep.training.protocols import Trained
 from onstep.training.runs.claims import Claim
 from onstep.training.runs.hold import Hold
 from onstep.training.setup.model_and_data import idle_parameters
@@ -266,7 +267,7 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
         iters = train_iters(config, num_samples, world_size=state.world.size)
         made = make_optimizers(trainer, session.module, config, Length(iters, state.world.size, num_samples))
         session.optimizer, session.scheduler = notify.optimizer, notify.scheduler = made
-    load_checkpoint(state, notify)
+    load_checkpoint(state, Trained(session.model, session.optimizer, session.scheduler))
     recall_history(state)
     notify.on_data_init_start()
     with state.timers(DATA_TIMER).measure(barrier=True):

@@ -10,12 +10,8 @@ from torch import nn
 from onstep.data import Batch, EvalLoader
 from onstep.data.loaders.iterable_loader import is_stateful
 from onstep.optim.protocol import HasParamGroups, HasState, ParamScheduler
-
-StateDict = dict[str, Any]
-"""The result of a `state_dict()`: tensors, numbers, strings, and containers of these."""
-
-Metrics = dict[str, Any]
-"""A record of the log by name: numbers, and values that callbacks add."""
+from onstep.record.kinds import Metrics as Metrics
+from onstep.train_state import StateDict as StateDict
 
 ForwardStep = Callable[..., tuple[object, Callable[..., object]]]
 """`forward_step(data_iterator, model)`, optionally with the state first and `return_schedule_plan` last; returns

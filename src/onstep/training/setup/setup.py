@@ -68,7 +68,7 @@ def set_up(state: Run, notify: Dispatcher, pre_wrap_hooks: Sequence[ModelHook] =
         waits = iters is None or has_rampup_tails(config, world.size)
         scheduler = None if optimizer is None or waits else scheduler_for(config, optimizer, iters, world.size)
     notify.model, notify.optimizer, notify.scheduler = model, optimizer, scheduler
-    load_checkpoint(state, notify)
+    load_checkpoint(state, Trained(model, optimizer, scheduler))
     notify.on_data_init_start()
     with timers(DATA_TIMER).measure(barrier=True):
         train_data, valid_data, test_data = build_data(config, world, state.tokenizer)
@@ -87,11 +87,11 @@ def set_up(state: Run, notify: Dispatcher, pre_wrap_hooks: Sequence[ModelHook] =
     return TrainingSetup(model, optimizer, scheduler, train_data, valid_data, test_data)
 
 
-def load_checkpoint(state: Run, notify: Dispatcher) -> None:
+def load_checkpoint(state: Run, trained: Trained) -> None:
     """Pass the checkpoint that the run continues from, if any, to the callbacks' context. Collective."""
     if state.checkpoints is not None:
         with state.timers("load-checkpoint").measure(barrier=True):
-            state.checkpoints.load_progress(Trained(notify.model, notify.optimizer, notify.scheduler))
+            state.checkpoints.load_progress(trained)
     if state.is_resumed:
         state.print_timers(["load-checkpoint"])
 

@@ -8,19 +8,21 @@ from pathlib import Path
 from typing import Any, cast
 from weakref import ref
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from onstep.callbacks import DefaultMetrics, add_control
-from onstep.config import ConfigContainer, merge
+from onstep.config import ConfigContainer, TrainingArguments, merge
 from onstep.console import level_of, shown_by_default
-from onstep.data import default_data_collator
+from onstep.data import Batch, default_data_collator
+from onstep.data.loaders.collate import Collate
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager, normalize_callbacks
+from onstep.record.kinds import Metrics
 from onstep.trainer.computing.attributes import set_attributes
 from onstep.trainer.computing.batch_size_search import Search
-from onstep.trainer.computing.label_smoothing import smoothed_loss
+from onstep.trainer.computing.label_smoothing import LabelSmoother, smoothed_loss
 from onstep.trainer.loss_convention import MAPPING, NUM_ITEMS, accepts_num_items, called, of_model
 from onstep.trainer.model_step import function_loss, model_loss
 from onstep.trainer.overrides import check_overrides
@@ -32,12 +34,11 @@ from onstep.training import GlobalState
 from onstep.training.runs.identity import Identity
 from onstep.training.runs.run_dir import RunDir
 
-Collate = Callable[[Sequence[Any]], Any]
-
 
 class BaseTrainer:
     """Stores what the user passed; `Trainer` trains and evaluates with it."""
 
+    neftune_noise_alpha: float | None
     loss_is_scaled_for_ga: bool | None = None
     """What your own `compute_loss` returns: True means a share of the step's loss, already divided by
     `num_items_in_batch`; False means the mean of its micro-batch; None detects it from the code."""
@@ -46,20 +47,20 @@ class BaseTrainer:
     def __init__(
         self,
         model: nn.Module | None = None,
-        args: Any = None,
+        args: TrainingArguments | None = None,
         data_collator: Collate | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
+        train_dataset: object = None,
+        eval_dataset: object = None,
+        processing_class: object = None,
         model_init: Callable[..., nn.Module] | None = None,
-        compute_loss_func: Callable[..., Any] | None = None,
-        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
-        callbacks: list[Any] | CallbackManager | None = None,
+        compute_loss_func: Callable[..., Tensor] | None = None,
+        compute_metrics: Callable[[EvalPrediction], Metrics] | None = None,
+        callbacks: Sequence[object] | CallbackManager | None = None,
         optimizers: tuple[Any, Any] = (None, None),
-        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
-        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        optimizer_cls_and_kwargs: tuple[type, dict[str, object]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., object] | None = None,
         *,
-        tokenizer: Any = None,
+        tokenizer: object = None,
         default_callbacks: bool = True,
     ) -> None:
         before = set(vars(self))
@@ -84,16 +85,16 @@ class BaseTrainer:
         self.eval_dataset = eval_dataset
         self.processing_class = processing_class
         self.compute_loss_func = compute_loss_func
-        self._known_function: tuple[Any, bool] = (None, False)
+        self._known_function: tuple[object, bool] = (None, False)
         """The cached result of `accepts_num_items`, so that it does not run for every micro-batch."""
         self._known_model: tuple[ref[nn.Module], bool] | None = None
         """Likewise for a model that returns a share."""
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = optimizers
-        self.previous: tuple[Any, Any] = (None, None)
+        self.previous: tuple[object, object] = (None, None)
         """Optimizer and scheduler of the last training."""
-        self.put_back: dict[str, Any] = {}
+        self.put_back: dict[str, object] = {}
         """What the next training puts back in the place of those that the last one made."""
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.memory = MemoryMetrics(enabled=not self.args.skip_memory_metrics)
@@ -102,7 +103,7 @@ class BaseTrainer:
             configured = ConfigContainer()
             merge(configured, self.args.config_overrides or {})
             has_defaults = default_callbacks and configured.run.default_callbacks
-            shown: list[Any] = []
+            shown = []
             if has_defaults:
                 level = level_of(configured)
                 shown = shown_by_default(level, use_tqdm=False if self.args.disable_tqdm else None)
@@ -122,23 +123,27 @@ class BaseTrainer:
         """Ranks that a share of the step's loss is averaged over, in an overridden `training_step`."""
         self.stated_loss_kwargs: bool | None = None
         """The value that a subclass assigned to `model_accepts_loss_kwargs`."""
-        self.label_smoother: Any = None
+        self.label_smoother: LabelSmoother | None = None
         """The loss with `label_smoothing_factor`; None without it."""
         set_attributes(self)
         self.library_attributes = frozenset(vars(self)) - before
         """Names of the attributes that are not a user's own."""
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> object:
         """`processing_class` under its name in transformers 4."""
         return self.processing_class
 
     @tokenizer.setter
-    def tokenizer(self, tokenizer: Any) -> None:
+    def tokenizer(self, tokenizer: object) -> None:
         self.processing_class = tokenizer
 
     def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The loss of a micro-batch, and the outputs if requested; override it for a custom loss.
 
@@ -146,7 +151,8 @@ class BaseTrainer:
         the step's loss; one that does not returns a mean, weighted by the micro-batch's labels or samples. If its code
         does not show which, set `loss_is_scaled_for_ga`.
         """
-        function, further = self.compute_loss_func, {NUM_ITEMS: num_items_in_batch}
+        function = self.compute_loss_func
+        further: dict[str, object] = {NUM_ITEMS: num_items_in_batch}
         if function is not None:
             loss, outputs = function_loss(function, model, inputs, further if self._accepts_items(function) else {})
         elif self.label_smoother is not None and isinstance(inputs, MAPPING) and "labels" in inputs:
@@ -158,10 +164,18 @@ class BaseTrainer:
             loss = loss * self.num_averaged_ranks
         return (loss, outputs) if return_outputs else loss
 
-    def _accepts_items(self, function: Callable[..., Any]) -> bool:
+    def _accepts_items(self, function: Callable[..., object]) -> bool:
         if self._known_function[0] is not function:
             self._known_function = function, accepts_num_items(function)
         return self._known_function[1]
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self.args.local_process_index == 0
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.args.process_index == 0
 
     def _gives_share(self, model: nn.Module) -> bool:
         if self.stated_loss_kwargs is not None:
@@ -177,12 +191,12 @@ def default_collator(processing_class: Any) -> Collate:
     if hasattr(processing_class, "pad") and hasattr(processing_class, "padding_side"):
         from transformers import DataCollatorWithPadding
 
-        padding: Any = DataCollatorWithPadding(processing_class)
+        padding: object = DataCollatorWithPadding(processing_class)
         return cast(Collate, padding)
     return default_data_collator
 
 
-def _check_callable(name: str, value: Any, example: str, *counts: int) -> None:
+def _check_callable(name: str, value: object, example: str, *counts: int) -> None:
     """Check that a function or callable object accepts one of these `counts` of arguments, as it will be called."""
     if value is None:
         return
@@ -213,7 +227,7 @@ def _accepts(signature: inspect.Signature, count: int) -> bool:
     return False
 
 
-def _check_optimizers(optimizers: Any) -> None:
+def _check_optimizers(optimizers: tuple[object, object]) -> None:
     """Check that `optimizers` is (optimizer, scheduler), of objects, factories or None."""
     if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
         raise ConfigError(
@@ -235,7 +249,7 @@ def _check_optimizers(optimizers: Any) -> None:
             )
 
 
-def _check_model(model: Any, model_init: Any) -> None:
+def _check_model(model: nn.Module | None, model_init: object) -> None:
     if (model is None) == (model_init is None):
         raise ConfigError("Trainer requires exactly one of model and model_init; pass the other as None.")
     if model is not None and not isinstance(model, nn.Module):
@@ -259,7 +273,7 @@ def _check_model(model: Any, model_init: Any) -> None:
         )
 
 
-def _with_defaults(callbacks: Any, defaults: list[Any]) -> CallbackManager:
+def _with_defaults(callbacks: object, defaults: Sequence[object]) -> CallbackManager:
     """A manager with the defaults first, then the user's; an instance of a default's class replaces that default.
 
     A user's own `CallbackManager` is extended, not copied, so that callbacks registered later count too.

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableSequence
-from typing import Any, overload
+from typing import Any, TypeVar, overload
+
+from torch import nn
 
 from onstep.callbacks import ProgressCallback
+from onstep.config import TrainingArguments
 from onstep.errors import ConfigError
-from onstep.events import CallbackContext, CallbackManager, Control, TrainerCallback
+from onstep.events import CallbackContext, CallbackManager, Control, TrainerCallback, TrainerState
 from onstep.events.events import BY_NAME, HF_EVENTS, events_named
 from onstep.events.registration import own_event_listeners
+from onstep.events.views import OptimizerView, SchedulerView
+from onstep.trainer.base_trainer import BaseTrainer
+from onstep.trainer.call import Session
 
 _CLEARED = {
     "on_train_begin": ("should_training_stop",),
@@ -23,7 +29,10 @@ _CLEARED = {
 _BY_POSITION = {"on_evaluate": ("metrics",), "on_predict": ("metrics",), "on_log": ("logs",)}
 
 
-class CallbackList(MutableSequence[Any]):
+Returned = TypeVar("Returned")
+
+
+class CallbackList(MutableSequence[object]):
     """The callbacks of a manager as a list: changing it changes which callbacks are called."""
 
     def __init__(self, manager: CallbackManager) -> None:
@@ -33,13 +42,13 @@ class CallbackList(MutableSequence[Any]):
         return len(self._manager.callbacks)
 
     @overload
-    def __getitem__(self, index: int) -> Any: ...
+    def __getitem__(self, index: int) -> object: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: slice) -> list[object]: ...
+    def __getitem__(self, index: int | slice) -> object:
         return self._manager.callbacks[index]
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: Any, value: object) -> None:
         callbacks = self._manager.callbacks
         callbacks[index] = value
         self._manager.replace(callbacks)
@@ -49,19 +58,19 @@ class CallbackList(MutableSequence[Any]):
         del callbacks[index]
         self._manager.replace(callbacks)
 
-    def insert(self, index: int, value: Any) -> None:
+    def insert(self, index: int, value: object) -> None:
         """Add a callback, or a callback class, before the one at `index`."""
         callbacks = self._manager.callbacks
         callbacks.insert(index, value)
         self._manager.replace(callbacks)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return iter(self._manager.callbacks)
 
-    def __add__(self, other: Iterable[Any]) -> list[Any]:
+    def __add__(self, other: Iterable[object]) -> list[object]:
         return [*self, *other]
 
-    def __radd__(self, other: Iterable[Any]) -> list[Any]:
+    def __radd__(self, other: Iterable[object]) -> list[object]:
         return [*other, *self]
 
     def __eq__(self, other: object) -> bool:
@@ -82,15 +91,20 @@ class CallbackHandler(TrainerCallback):
     """
 
     def __init__(
-        self, callbacks: Iterable[Any], model: Any, processing_class: Any, optimizer: Any, lr_scheduler: Any
+        self,
+        callbacks: Iterable[object],
+        model: nn.Module,
+        processing_class: object,
+        optimizer: OptimizerView | None,
+        lr_scheduler: SchedulerView | None,
     ) -> None:
         self.callback_manager = CallbackManager(in_loop=False)
         for callback in callbacks:
             self.add_callback(callback)
         self.model, self.processing_class = model, processing_class
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
-        self.train_dataloader: Any = None
-        self.eval_dataloader: Any = None
+        self.train_dataloader: object = None
+        self.eval_dataloader: object = None
 
     @property
     def callbacks(self) -> CallbackList:
@@ -98,7 +112,7 @@ class CallbackHandler(TrainerCallback):
         return CallbackList(self.callback_manager)
 
     @callbacks.setter
-    def callbacks(self, callbacks: Iterable[Any]) -> None:
+    def callbacks(self, callbacks: Iterable[object]) -> None:
         self.callback_manager.replace(list(callbacks))
 
     @property
@@ -106,18 +120,18 @@ class CallbackHandler(TrainerCallback):
         """The class of each callback, one per line."""
         return "\n".join(type(callback).__name__ for callback in self.callbacks)
 
-    def add_callback(self, callback: Any) -> None:
+    def add_callback(self, callback: object) -> None:
         """Add a callback, or a callback class."""
         self.callback_manager.add(callback)
 
-    def pop_callback(self, callback: Any) -> Any:
+    def pop_callback(self, callback: object) -> object:
         """Remove and return the first callback that equals this one, or is an instance of this class; None if none."""
         for one in self.callbacks:
             if isinstance(one, callback) if isinstance(callback, type) else one == callback:
                 return self.callback_manager.remove(one)
         return None
 
-    def remove_callback(self, callback: Any) -> None:
+    def remove_callback(self, callback: object) -> None:
         """Remove the same callback as `pop_callback`.
 
         Raises:
@@ -126,7 +140,9 @@ class CallbackHandler(TrainerCallback):
         if self.pop_callback(callback) is None and not isinstance(callback, type):
             raise ValueError(f"{callback!r} is not among the callbacks: {', '.join(self.callback_list.split())}.")
 
-    def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+    def call_event(
+        self, event: str, args: TrainingArguments, state: TrainerState, control: Returned, **kwargs: object
+    ) -> Returned:
         """Call every callback that has a method named `event`, which may be a name of your own; returns `control`.
 
         Callbacks in Hugging Face's convention get `args`, `state`, `control`, the objects of this handler and `kwargs`;
@@ -147,9 +163,10 @@ class CallbackHandler(TrainerCallback):
             vars(control).update(own.user_attributes())
         return control
 
-    def _context(self, name: str, args: Any, state: Any, control: Control) -> CallbackContext:
+    def _context(self, name: str, args: TrainingArguments, state: TrainerState, control: Control) -> CallbackContext:
+        run: Any = _RunAsGiven(self._run, args, state, control)
         return CallbackContext(
-            _RunAsGiven(self._run, args, state, control),
+            run,
             self.model if isinstance(self.model, list) else [self.model],
             self.callback_manager.user_state,
             optimizer=self.optimizer,
@@ -165,18 +182,25 @@ class CallbackHandler(TrainerCallback):
         )
 
     @property
-    def _run(self) -> Any:
+    def _run(self) -> object:
         return None
 
     @property
-    def _trainer(self) -> Any:
+    def _trainer(self) -> object:
         return None
 
 
-def _event_method(event: str) -> Callable[..., Any]:
+def _event_method(event: str) -> Callable[..., object]:
     cleared, names = _CLEARED.get(event, ()), _BY_POSITION.get(event, ())
 
-    def fire(self: CallbackHandler, args: Any, state: Any, control: Any, *given: Any, **kwargs: Any) -> Any:
+    def fire(
+        self: CallbackHandler,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: object,
+        *given: object,
+        **kwargs: object,
+    ) -> object:
         for flag in cleared:
             setattr(control, flag, False)
         return self.call_event(event, args, state, control, **dict(zip(names, given, strict=False)), **kwargs)
@@ -193,7 +217,7 @@ for _name in HF_EVENTS | {"on_push_begin"}:
 class _RunAsGiven:
     """The run as callbacks in the context convention see it, with the objects that an event is fired with."""
 
-    def __init__(self, run: Any, args: Any, trainer_state: Any, control: Control) -> None:
+    def __init__(self, run: object, args: TrainingArguments, trainer_state: TrainerState, control: Control) -> None:
         self._run, self.args, self.trainer_state, self.control = run, args, trainer_state, control
 
     def __getattr__(self, name: str) -> Any:
@@ -204,7 +228,7 @@ class _RunAsGiven:
         return getattr(self._run, name)
 
 
-def _as_control(control: Any) -> Control:
+def _as_control(control: object) -> Control:
     """A control that records requests, with the flags and attributes of one made by hand."""
     own = Control()
     own.merge(control)
@@ -212,15 +236,15 @@ def _as_control(control: Any) -> Control:
     return own
 
 
-def _held(in_session: Callable[[Any], tuple[Any, str]], name: str) -> Any:
+def _held(in_session: Callable[[Session], tuple[object, str]], name: str) -> Any:
     """An object that the session's loop passes to callbacks; outside of one, what was set, else the Trainer's."""
 
-    def get(self: TrainerCallbackHandler) -> Any:
+    def get(self: TrainerCallbackHandler) -> object:
         if self._trainer.session is not None:
             return getattr(*in_session(self._trainer.session))
         return self._given.get(name, getattr(self._trainer, name, None))
 
-    def put(self: TrainerCallbackHandler, value: Any) -> None:
+    def put(self: TrainerCallbackHandler, value: object) -> None:
         if self._trainer.session is None:
             self._given[name] = value
         else:
@@ -229,7 +253,7 @@ def _held(in_session: Callable[[Any], tuple[Any, str]], name: str) -> Any:
     return property(get, put)
 
 
-def pop_default(trainer: Any, callback: Any) -> Any:
+def pop_default(trainer: BaseTrainer, callback: object) -> object:
     """Remove and return the callback that has the place of one of Hugging Face's defaults; None for any other class.
 
     Hugging Face's Trainer has a `PrinterCallback` with `disable_tqdm`, else a `ProgressCallback`.
@@ -256,8 +280,8 @@ def pop_default(trainer: Any, callback: Any) -> Any:
 class TrainerCallbackHandler(CallbackHandler):
     """The handler of a Trainer: its callbacks are those that the loop calls, with the loop's current objects."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._of, self._given = trainer, dict[str, Any]()
+    def __init__(self, trainer: BaseTrainer) -> None:
+        self._of, self._given = trainer, dict[str, object]()
 
     @property
     def callback_manager(self) -> CallbackManager:  # type: ignore[override]
@@ -272,7 +296,7 @@ class TrainerCallbackHandler(CallbackHandler):
     train_dataloader = _held(lambda session: (session.state.entry_point, "train_dataloader"), "train_dataloader")
     eval_dataloader = _held(lambda session: (session.state.entry_point, "eval_dataloader"), "eval_dataloader")
 
-    def pop_callback(self, callback: Any) -> Any:
+    def pop_callback(self, callback: object) -> object:
         """As in `CallbackHandler`; the defaults of Hugging Face's Trainer stand for those that have their place here.
 
         Raises:
@@ -281,7 +305,7 @@ class TrainerCallbackHandler(CallbackHandler):
         return pop_default(self._of, callback) or super().pop_callback(callback)
 
     @property
-    def _run(self) -> Any:
+    def _run(self) -> object:
         return self._of.global_state
 
     @property

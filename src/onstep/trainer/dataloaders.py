@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from onstep.config import ConfigContainer, TrainingArguments
 from onstep.config.lengths import sizes_of
-from onstep.data import EvalLoader, IterableLoader, Loader, StepSource, TrainLoader, is_map_style
-from onstep.data.loaders.collate import length_of, name_sample, samples_in
+from onstep.data import Batch, EvalLoader, IterableLoader, Loader, StepSource, TrainLoader, is_map_style
+from onstep.data.loaders.collate import Collate, length_of, name_sample, samples_in
 from onstep.data.loaders.hf_streams import SplitRows, check_split, node_split
 from onstep.distributed import World
 from onstep.errors import ConfigError, DataError
-from onstep.trainer.base_trainer import BaseTrainer, Collate
+from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.loaders.users_data import check_lengths, users_eval_data
 from onstep.trainer.loss_convention import inner_module
 from onstep.trainer.overrides import overrides
@@ -37,7 +37,7 @@ EVALUATION_LOADING = (
 class WholeLoader(EvalLoader):
     """An `EvalLoader` that always reads the whole set: predictions cover every sample."""
 
-    def batches(self, max_batches: int | None = None) -> Any:
+    def batches(self, max_batches: int | None = None) -> Iterator[Batch]:
         """The global batches from the start to the end of the dataset."""
         return super().batches(None)
 
@@ -75,13 +75,13 @@ def _split_stream(dataset: Any, world: World, options: dict[str, Any]) -> Loader
 
 
 def eval_loader(
-    dataset: Any,
+    dataset: object,
     collate: Collate | None,
     config: ConfigContainer,
     world: World,
     *,
     is_test: bool = False,
-    **options: Any,
+    **options: object,
 ) -> EvalLoader:
     """The loader of an evaluation set: every sample once, in order; a test set is always read completely.
 
@@ -106,7 +106,7 @@ def eval_loader(
 
 def eval_loader_of(
     trainer: BaseTrainer,
-    dataset: Any,
+    dataset: object,
     collate: Collate,
     config: ConfigContainer,
     world: World,
@@ -121,7 +121,7 @@ def eval_loader_of(
     return eval_loader(collate=collate, config=config, world=world, is_test=is_test, **options)
 
 
-def check_eval_data(given: Any) -> None:
+def check_eval_data(given: object) -> None:
     """Check what was passed as `eval_dataset`: one dataset, or a dict of them by name.
 
     Raises:
@@ -138,7 +138,7 @@ def check_eval_data(given: Any) -> None:
     check_samples("eval_dataset", given, "pass a dict of them by name, eval_dataset={'a': a, 'b': b}")
 
 
-def check_samples(name: str, given: Any, remedy: str) -> None:
+def check_samples(name: str, given: object, remedy: str) -> None:
     """Check that what was passed as a dataset is not a list of datasets.
 
     Raises:
@@ -149,7 +149,7 @@ def check_samples(name: str, given: Any, remedy: str) -> None:
 
 
 def as_eval_loader(
-    batches: Any, args: TrainingArguments, config: ConfigContainer, world: World, *, is_test: bool = False
+    batches: object, args: TrainingArguments, config: ConfigContainer, world: World, *, is_test: bool = False
 ) -> EvalLoader:
     """The loader itself if it is Onstep's, else one of a user's loader, or of any iterable of this rank's batches."""
     if isinstance(batches, EvalLoader):
@@ -203,7 +203,7 @@ def parameters_of(model: nn.Module) -> list[str]:
     return [parameter.name for parameter in forward_parameters(model)]
 
 
-def num_samples_of(dataset: Any) -> int | None:
+def num_samples_of(dataset: object) -> int | None:
     """Number of samples of a dataset; None if it has no length."""
     return samples_in(dataset, already_batched=isinstance(dataset, DataLoader))
 
@@ -217,7 +217,7 @@ class ColumnFilter:
 
     def __init__(
         self,
-        collate: Callable[[Sequence[Any]], Any],
+        collate: Collate,
         model: nn.Module,
         label_names: Iterable[str] = (),
         columns: Iterable[str] | None = None,
@@ -230,7 +230,7 @@ class ColumnFilter:
         self._wanted = self._parameters | self._labels
         self._model_name = type(model).__name__
 
-    def __call__(self, samples: Sequence[Any]) -> Any:
+    def __call__(self, samples: list[Batch]) -> Batch:
         """Collate a list of samples.
 
         Raises:
@@ -248,7 +248,7 @@ class ColumnFilter:
                 raise DataError(f"The samples have no column that {self._model_name}.forward accepts.")
         return self._collate(samples)
 
-    def check(self, dataset: Any) -> None:
+    def check(self, dataset: object) -> None:
         """Check that a dataset has a column for the model, using its `column_names` or its first sample.
 
         The columns that are dropped are logged.

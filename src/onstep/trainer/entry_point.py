@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from onstep.config import ConfigContainer
 from onstep.events.exportable_state import exported_states
+from onstep.train_state import StateDict
+from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.output_dir.identity import trainer_identity
 from onstep.training.entry_point import EntryPoint
 from onstep.training.runs.identity import Identity
@@ -16,6 +18,9 @@ from onstep.training.runs.identity import Identity
 @dataclass
 class TrainerEntryPoint(EntryPoint):
     """The entry point of a run that is configured by `TrainingArguments`."""
+
+    trainer: BaseTrainer
+    """The Trainer, for callbacks."""
 
     accepts_changes: ClassVar[bool] = True
     """As in Hugging Face's Trainer; they are named."""
@@ -30,13 +35,11 @@ class TrainerEntryPoint(EntryPoint):
 
     def identify(self, config: ConfigContainer) -> Identity:
         """What the Trainer was given to train, and on what."""
-        trainer: Any = self.trainer
-        return trainer_identity(trainer)
+        return trainer_identity(self.trainer)
 
-    def exported_states(self) -> dict[str, Any]:
+    def exported_states(self) -> StateDict:
         """The states of the Trainer's callbacks."""
-        trainer: Any = self.trainer
-        return exported_states(trainer.callback_manager.callbacks)
+        return exported_states(self.trainer.callback_manager.callbacks)
 
     def without_optimizer(self, checkpoint: Path) -> str:
         """What continues from a checkpoint without its optimizer."""

@@ -8,9 +8,9 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 from onstep.checkpoint import SaveRequest
+from onstep.config import TrainingArguments
 from onstep.config.hf.argument import LOG_LEVELS
 from onstep.optim import RecallsRates
 from onstep.trainer.output_dir.files import files_of_checkpoint
@@ -144,7 +144,7 @@ class TrainerFeature(Feature[Run]):
 
 
 @contextmanager
-def replica_level(args: Any) -> Iterator[None]:
+def replica_level(args: TrainingArguments) -> Iterator[None]:
     """Set the level of Onstep's messages to `log_level_replica`, except on the ranks that report."""
     level = LOG_LEVELS[args.log_level_replica]
     if args.should_log or level is None:

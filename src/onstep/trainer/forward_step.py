@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from torch import nn
 
@@ -18,7 +17,7 @@ from onstep.trainer.loss_convention import (
     of_function,
     of_model,
 )
-from onstep.trainer.model_step import ModelStep
+from onstep.trainer.model_step import ModelStep, StepOptions
 from onstep.trainer.overrides import overrides
 from onstep.training.compute.forward_errors import check_forward
 from onstep.training.run import Run
@@ -42,9 +41,13 @@ def forward_step_of(trainer: BaseTrainer, module: nn.Module, labels: Labels, sta
         unit = "labels if they have any, else by their samples" if weighting == "auto" else weighting
         means = f"means of micro-batches, weighted by their {unit} (train.loss_weighting)"
         logger.info("loss: %s returns %s", source, "a share of the step's loss" if convention == "share" else means)
-    options: dict[str, Any] = {"convention": convention, "weighting": weighting, "world": state.world}
-    if convention == "share" and _has_own_loss(trainer) and multiplies_by_ranks(trainer.compute_loss):
-        options["num_averaged_ranks"] = state.world.size
+    averages = convention == "share" and _has_own_loss(trainer) and multiplies_by_ranks(trainer.compute_loss)
+    options: StepOptions = {
+        "convention": convention,
+        "weighting": weighting,
+        "world": state.world,
+        "num_averaged_ranks": state.world.size if averages else 1,
+    }
     if is_own:
         return CustomStep(trainer, labels, scales_shares=not _has_own_loss(trainer), **options)
     return ModelStep(trainer.compute_loss, labels, **options)

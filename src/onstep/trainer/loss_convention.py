@@ -13,10 +13,11 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import CodeType
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor, nn
 
+from onstep.data import Batch
 from onstep.events.context import unwrap
 from onstep.training.compute.losses import IGNORE_INDEX
 
@@ -40,7 +41,7 @@ def of_model(model: nn.Module) -> Convention:
     return "share" if _divides_by_items(getattr(forward, "__func__", forward)) else "mean"
 
 
-def of_function(function: Callable[..., Any]) -> Convention:
+def of_function(function: Callable[..., object]) -> Convention:
     """A function that reads its `num_items_in_batch` divides by it; one that ignores it returns a mean.
 
     Many overrides of `compute_loss` have the parameter only because the base class does, and return a plain mean.
@@ -53,7 +54,7 @@ def of_function(function: Callable[..., Any]) -> Convention:
     return "share" if _accepts_keywords(function) and code is not None and _spells(code, NUM_ITEMS) else "mean"
 
 
-def hands_on(compute_loss: Callable[..., Any]) -> bool:
+def hands_on(compute_loss: Callable[..., object]) -> bool:
     """Whether an overridden `compute_loss` passes `num_items_in_batch`, or all its keywords, to another function.
 
     The result of `super().compute_loss(...)` then determines the result of the override.
@@ -67,7 +68,7 @@ def hands_on(compute_loss: Callable[..., Any]) -> bool:
     return any(_loads(code, name) for name in (NUM_ITEMS, *keywords))
 
 
-def multiplies_by_ranks(compute_loss: Callable[..., Any]) -> bool:
+def multiplies_by_ranks(compute_loss: Callable[..., object]) -> bool:
     """Whether an overridden `compute_loss` multiplies by the number of ranks, as Hugging Face's own does for a share.
 
     Its loss is then to be averaged over ranks, not added up.
@@ -95,19 +96,19 @@ def _reads_ranks(node: ast.AST, names: set[str]) -> bool:
     )
 
 
-def called(function: Callable[..., Any]) -> Callable[..., Any]:
+def called(function: Callable[..., object]) -> Callable[..., object]:
     """The function that has the signature of a call: `forward` of a module, whose `__call__` accepts anything."""
     return function.forward if isinstance(function, nn.Module) else function
 
 
-def accepts_num_items(function: Callable[..., Any]) -> bool:
+def accepts_num_items(function: Callable[..., object]) -> bool:
     """Whether a function can be called with `num_items_in_batch`."""
     function = called(function)
     return NUM_ITEMS in inspect.signature(function).parameters or _accepts_keywords(function)
 
 
 @lru_cache(maxsize=64)
-def _divides_by_items(forward: Callable[..., Any]) -> bool:
+def _divides_by_items(forward: Callable[..., object]) -> bool:
     if NUM_ITEMS in inspect.signature(forward).parameters:
         return True
     try:
@@ -123,7 +124,7 @@ def _divides_by_items(forward: Callable[..., Any]) -> bool:
     )
 
 
-def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+def _plain(function: Callable[..., object]) -> Callable[..., object]:
     """The Python function behind methods, decorators, partials and callable objects."""
     while hasattr(function, "func"):  # partials
         function = function.func
@@ -132,7 +133,7 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
     return function if hasattr(function, "__code__") else type(function).__call__
 
 
-def _accepts_keywords(function: Callable[..., Any]) -> bool:
+def _accepts_keywords(function: Callable[..., object]) -> bool:
     parameters = inspect.signature(function).parameters.values()
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
@@ -165,7 +166,7 @@ class Labels:
         self._found = () if names or list(found) == ["labels"] else tuple(found)
         self._shifted = shifted
 
-    def of(self, batch: Any) -> Any:
+    def of(self, batch: Batch) -> object:
         """The labels: a tensor, a tuple of them for several names, None unless all are present."""
         if isinstance(batch, MAPPING):
             suggested = tuple(batch.get(name) for name in self._found)
@@ -177,11 +178,11 @@ class Labels:
             return None if any(labels is None for labels in found) else found
         return batch[-1] if isinstance(batch, (list, tuple)) and len(batch) > 1 else None
 
-    def count(self, batch: Any) -> Tensor | None:
+    def count(self, batch: Batch) -> Tensor | None:
         """Number of labels that are trained on, as a 0-d tensor; None if they are not integers."""
         return self.measure(batch)[0]
 
-    def measure(self, batch: Any) -> tuple[Tensor | None, bool]:
+    def measure(self, batch: Batch) -> tuple[Tensor | None, bool]:
         """`count`, and whether there is one label per position of a sequence, rather than one per sample."""
         labels = self._main(batch)
         known = labels if isinstance(labels, Tensor) and _is_class_ids(labels) else None
@@ -193,7 +194,7 @@ class Labels:
             known = shifted
         return None if known is None else known.ne(IGNORE_INDEX).sum(), are_tokens
 
-    def items(self, batch: Any) -> Tensor | None:
+    def items(self, batch: Batch) -> Tensor | None:
         """What a micro-batch adds to `num_items_in_batch`, as Hugging Face counts it; None without a label tensor.
 
         It equals `count` where that is known. Labels of any other type, such as a regression's, count by their
@@ -205,13 +206,13 @@ class Labels:
         labels = self._main(batch)
         return labels.ne(IGNORE_INDEX).sum() if isinstance(labels, Tensor) else None
 
-    def _main(self, batch: Any) -> Any:
+    def _main(self, batch: Batch) -> object:
         return batch.get("labels") if self._found and isinstance(batch, MAPPING) else self.of(batch)
 
 
 def inner_module(module: nn.Module) -> nn.Module:
     """The user's module without data-parallel, compile and PEFT wrappers."""
-    inner: Any = unwrap(module)
+    inner = unwrap(module)
     get_base_model = getattr(inner, "get_base_model", None)
     base: nn.Module = get_base_model() if callable(get_base_model) else inner
     return base
@@ -234,5 +235,5 @@ def label_parameters(module: nn.Module) -> list[str]:
     return [name for name in names if "label" in name or name in spans]
 
 
-def _is_class_ids(labels: Any) -> bool:
+def _is_class_ids(labels: object) -> bool:
     return isinstance(labels, Tensor) and labels.ndim > 0 and not labels.is_floating_point()

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
 
+from onstep.data import Batch
 from onstep.distributed import World
 from onstep.errors import ConfigError
 from onstep.trainer.loss_convention import MAPPING, NUM_ITEMS, Convention, Labels, accepts_num_items
 from onstep.training.compute.batch_notes import contents
 from onstep.training.compute.losses import ONE_ELEMENT, LossShare, MeanLoss, described, mean_weight
 from onstep.training.compute.step import MicroBatches, to_device
+
+
+class StepOptions(TypedDict):
+    """How the losses of a step are weighted."""
+
+    convention: Convention
+    weighting: str
+    world: World
+    num_averaged_ranks: int
 
 
 class ModelStep:
@@ -31,7 +41,7 @@ class ModelStep:
 
     def __init__(
         self,
-        compute_loss: Callable[..., Any],
+        compute_loss: Callable[..., Tensor],
         labels: Labels,
         *,
         convention: Convention,
@@ -46,12 +56,12 @@ class ModelStep:
         self._weighting = weighting
         self._world = world
         self._num_averaged_ranks = num_averaged_ranks
-        self.predict: Callable[[nn.Module, Any], Any] | None = None
+        self.predict: Callable[[nn.Module, Batch], Tensor | None] | None = None
         """In an evaluation that keeps predictions, called with the model and the inputs; returns the loss."""
         self.is_filler = False
         """Whether the current micro-batch counts as zero, as far as noted: in evaluations, and by a `CustomStep`."""
 
-    def __call__(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
+    def __call__(self, data_iterator: Iterator[Batch], model: nn.Module) -> tuple[object, Callable[..., object]]:
         """Run one micro-batch; returns `(loss, loss function)`. The loss is None for a test without labels."""
         inputs, trains = next(data_iterator), model.training  # which compute_loss may change
         if not trains:
@@ -67,8 +77,8 @@ class ModelStep:
         return self._result(loss, inputs, measured, is_share=own_items is not None and trains)
 
     def _result(
-        self, loss: Any, inputs: Any, measured: tuple[Any, bool], *, is_share: bool
-    ) -> tuple[Any, Callable[..., Any]]:
+        self, loss: Tensor | None, inputs: Batch, measured: tuple[Tensor | float | None, bool], *, is_share: bool
+    ) -> tuple[object, Callable[..., object]]:
         """The loss as the loop reads it: a share of the step's, or a mean with its weight.
 
         Args:
@@ -85,14 +95,14 @@ class ModelStep:
         tokens = num_labels if are_tokens else None
         return loss, lambda loss: MeanLoss(loss, weight, tokens, {})
 
-    def _loss(self, model: nn.Module, inputs: Any, num_items: Any) -> Any:
+    def _loss(self, model: nn.Module, inputs: Batch, num_items: Tensor | int | None) -> Tensor | None:
         if self.predict is not None:
             return self.predict(model, inputs)
         keywords = {NUM_ITEMS: num_items} if self._accepts_num_items else {}
         given = inputs.copy() if type(inputs) is dict else _copied(inputs)
         return self._compute_loss(model, given, **keywords)
 
-    def loss_and_outputs(self, model: nn.Module, inputs: Any) -> tuple[Any, Any]:
+    def loss_and_outputs(self, model: nn.Module, inputs: Batch) -> tuple[Tensor, object]:
         """The loss of a micro-batch of an evaluation, and the model's outputs.
 
         Raises:
@@ -109,7 +119,7 @@ class ModelStep:
             )
         return result
 
-    def _num_items(self, data_iterator: Iterator[Any], model: nn.Module, num_labels: Tensor) -> Tensor:
+    def _num_items(self, data_iterator: Iterator[Batch], model: nn.Module, num_labels: Tensor) -> Tensor:
         if not (model.training and isinstance(data_iterator, MicroBatches)):
             return num_labels
         items = data_iterator.items
@@ -125,7 +135,7 @@ class ModelStep:
         assert counted is not None  # only shares are counted
         return counted
 
-    def count_items(self, batches: list[Any], *, over_ranks: bool) -> Tensor | None:
+    def count_items(self, batches: list[Batch], *, over_ranks: bool) -> Tensor | None:
         """The labels in micro-batches, at least 1; None for a loss that is a mean. Collective with `over_ranks`."""
         if not self._gives_shares:
             return None
@@ -135,25 +145,25 @@ class ModelStep:
         return (self._world.sum(moved.clone()) if over_ranks else moved).clamp(min=1)
 
 
-def counted_micro_batches(micro_batches: MicroBatches) -> list[Any]:
+def counted_micro_batches(micro_batches: MicroBatches) -> list[Batch]:
     """The micro-batches of a step on this rank, on the host, without fillers."""
     step = micro_batches.batches
     return [batch for batch, is_filler in zip(step.micro_batches, step.is_filler, strict=True) if not is_filler]
 
 
-def _copied(inputs: Any) -> Any:
+def _copied(inputs: Batch) -> Batch:
     """A copy, since a `compute_loss` may pop the labels."""
     return copy.copy(inputs) if isinstance(inputs, MAPPING) else inputs
 
 
-def call_model(model: nn.Module, inputs: Any) -> Any:
+def call_model(model: nn.Module, inputs: Batch) -> object:
     """The model's outputs: a mapping is passed as keywords, a tuple or list by position, a tensor directly."""
     if isinstance(inputs, MAPPING):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (list, tuple)) else model(inputs)
 
 
-def model_loss(model: nn.Module, inputs: Any, further: dict[str, Any]) -> tuple[Tensor, Any]:
+def model_loss(model: nn.Module, inputs: Batch, further: dict[str, object]) -> tuple[Tensor, object]:
     """The loss that the model itself returns, and its outputs. A mapping of inputs is extended with `further`.
 
     Raises:
@@ -179,8 +189,8 @@ def model_loss(model: nn.Module, inputs: Any, further: dict[str, Any]) -> tuple[
 
 
 def function_loss(
-    compute_loss_func: Callable[..., Any], model: nn.Module, inputs: Any, further: dict[str, Any]
-) -> tuple[Tensor, Any]:
+    compute_loss_func: Callable[..., Tensor], model: nn.Module, inputs: Batch, further: dict[str, object]
+) -> tuple[Tensor, object]:
     """The loss that a user's function returns for the outputs, labels and `further` keywords, and the outputs.
 
     The labels, `labels` of a mapping or the last element of a tuple, are not passed to the model.
@@ -202,7 +212,7 @@ def function_loss(
         raise
 
 
-def find_loss(outputs: Any) -> Tensor | None:
+def find_loss(outputs: object) -> Tensor | None:
     """The loss in a model's outputs: `loss`, the first element of a tuple, or the output itself; one element."""
     loss = outputs.get("loss") if isinstance(outputs, MAPPING) else _loss_entry(outputs)  # mostly without a call
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
@@ -210,7 +220,7 @@ def find_loss(outputs: Any) -> Tensor | None:
     return loss.reshape(()) if loss.ndim else loss
 
 
-def _loss_entry(outputs: Any) -> Any:
+def _loss_entry(outputs: object) -> object:
     """What a model returned as its loss; None if it returned none."""
     if isinstance(outputs, MAPPING):
         return outputs.get("loss")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 from dataclasses import MISSING, Field, fields, is_dataclass
-from typing import Any
 
 from onstep.config import (
     AnomalyConfig,
@@ -21,7 +20,7 @@ from onstep.config.hf.optimizers import check_options
 from onstep.errors import ConfigError
 
 
-def own_arguments(args: Any) -> TrainingArguments:
+def own_arguments(args: TrainingArguments | None) -> TrainingArguments:
     """`args` as Onstep's `TrainingArguments`; None means the defaults.
 
     An instance of Hugging Face's class is converted field by field. Fields added by a user's subclass of it are kept as
@@ -97,10 +96,10 @@ def shown_arguments(args: TrainingArguments, directory: str | None) -> TrainingA
     return shown
 
 
-def _converted(args: Any, theirs: type) -> TrainingArguments:
+def _converted(args: TrainingArguments, theirs: type) -> TrainingArguments:
     known = {field.name for field in fields(TrainingArguments) if field.init}
     of_hugging_face = {field.name: field for field in fields(theirs)}
-    values: dict[str, Any] = args.to_dict()
+    values = args.to_dict()
     for name in values.keys() - known:
         if name in of_hugging_face and values[name] != _default(of_hugging_face[name]):
             raise ConfigError(f"TrainingArguments.{name}={values[name]!r} is not supported; leave it at its default.")
@@ -110,5 +109,5 @@ def _converted(args: Any, theirs: type) -> TrainingArguments:
     return own
 
 
-def _default(field: Field[Any]) -> Any:
+def _default(field: Field[object]) -> object:
     return field.default if field.default_factory is MISSING else field.default_factory()

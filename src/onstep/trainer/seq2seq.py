@@ -7,15 +7,25 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from onstep.config import Seq2SeqTrainingArguments
 from onstep.config.hf.seq2seq import check_generation
+from onstep.data import Batch
 from onstep.errors import ConfigError
+from onstep.record.kinds import Metrics
 from onstep.trainer.predictions import PredictionOutput
 from onstep.trainer.trainer import Trainer
+
+
+class Lengths(Protocol):
+    """The limits of a generation config."""
+
+    max_length: int
+    max_new_tokens: int | None
 
 
 class Seq2SeqTrainer(Trainer):
@@ -28,17 +38,19 @@ class Seq2SeqTrainer(Trainer):
         ValueError: for an invalid generation config.
     """
 
+    args: Seq2SeqTrainingArguments
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_generation(self.args)
-        self._gen_kwargs: dict[str, Any] = {}
+        self._gen_kwargs: dict[str, object] = {}
         """Arguments of `generate` in the evaluation in progress."""
-        given: Any = self.args.generation_config  # type: ignore[attr-defined]
+        given = self.args.generation_config
         if given is not None:
             self._use_generation_config(self.load_generation_config(given))
 
     @staticmethod
-    def load_generation_config(gen_config_arg: Any) -> Any:
+    def load_generation_config(gen_config_arg: Any) -> object:
         """A copy of a `GenerationConfig`, or the one of a file, a directory or a name, checked strictly.
 
         Raises:
@@ -58,21 +70,21 @@ class Seq2SeqTrainer(Trainer):
 
     def evaluate(
         self,
-        eval_dataset: Any = None,
+        eval_dataset: object = None,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
-        **gen_kwargs: Any,
-    ) -> dict[str, Any]:
+        **gen_kwargs: object,
+    ) -> Metrics:
         """As `Trainer.evaluate`; `max_length`, `num_beams` and further keywords are passed to `generate`."""
         with self._generating(gen_kwargs):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(
         self,
-        test_dataset: Any,
+        test_dataset: object,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "test",
-        **gen_kwargs: Any,
+        **gen_kwargs: object,
     ) -> PredictionOutput:
         """As `Trainer.predict`; `max_length`, `num_beams` and further keywords are passed to `generate`."""
         with self._generating(gen_kwargs):
@@ -81,13 +93,13 @@ class Seq2SeqTrainer(Trainer):
     def prediction_step(
         self,
         model: nn.Module,
-        inputs: Any,
+        inputs: Batch,
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
-        **gen_kwargs: Any,
-    ) -> tuple[Any, Any, Any]:
+        **gen_kwargs: object,
+    ) -> tuple[Tensor | None, object, object]:
         """The loss, generated ids and labels of one batch, padded to the length of the generation config."""
-        if not self.args.predict_with_generate or prediction_loss_only:  # type: ignore[attr-defined]
+        if not self.args.predict_with_generate or prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         inputs = self._placed(inputs)
         labels = inputs.get("labels")
@@ -96,7 +108,7 @@ class Seq2SeqTrainer(Trainer):
         loss = None if labels is None else super().prediction_step(model, inputs, True)[0]
         return loss, self._padded(generated), None if labels is None else self._padded(labels)
 
-    def _generate(self, inputs: Any, gen_kwargs: dict[str, Any]) -> Tensor:
+    def _generate(self, inputs: Batch, gen_kwargs: dict[str, object]) -> Tensor:
         module: Any = self.model
         asked = {name: value for name, value in gen_kwargs.items() if value is not None}
         decoded, labels = inputs.get("decoder_input_ids"), inputs.get("labels")
@@ -120,12 +132,13 @@ class Seq2SeqTrainer(Trainer):
             return self._pad_tensors_to_max_len(ids, config.max_new_tokens + 1)
         return ids
 
-    def _whole_generation_config(self) -> Any:
+    def _whole_generation_config(self) -> Lengths:
         """A copy of the model's generation config, with transformers' defaults where it has no value."""
         module: Any = self.model
         config = copy.deepcopy(module.generation_config)
         config.update(**config._get_default_generation_params(), defaults_only=True)
-        return config
+        lengths: Lengths = config
+        return lengths
 
     def _pad_tensors_to_max_len(self, tensor: Tensor, max_length: int) -> Tensor:
         pad = _padding_of(self.processing_class)
@@ -141,12 +154,12 @@ class Seq2SeqTrainer(Trainer):
         return padded
 
     @contextmanager
-    def _generating(self, gen_kwargs: dict[str, Any]) -> Iterator[None]:
+    def _generating(self, gen_kwargs: dict[str, object]) -> Iterator[None]:
         """Pass these keywords to `generate` in the block; those of `args` apply where nothing else says so.
 
         In a dict of evaluation sets each is evaluated by a call of its own, within the block of the first.
         """
-        args: Any = self.args
+        args = self.args
         before = self._gen_kwargs
         asked = {**before, **gen_kwargs}
         if asked.get("max_length") is None and asked.get("max_new_tokens") is None:
@@ -168,7 +181,7 @@ class Seq2SeqTrainer(Trainer):
         assert make is not None
 
         @functools.wraps(make)
-        def configured(*args: Any) -> nn.Module:
+        def configured(*args: object) -> nn.Module:
             model: Any = make(*args)
             model.generation_config = copy.deepcopy(config)
             return model  # type: ignore[no-any-return]

@@ -7,9 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import contextmanager
 
 from torch import nn
 from torch.utils.data import DataLoader
@@ -22,9 +20,8 @@ from onstep.distributed import World, check_ranks, data_parallel, open_world, wo
 from onstep.events import Control, Dispatcher
 from onstep.models import Transformer
 from onstep.models.generation.generate import inner_transformer
-from onstep.record.kinds import Kind
 from onstep.trackers.report_to import attach_trackers
-from onstep.trainer.base_trainer import Collate
+from onstep.trainer.call import Session
 from onstep.trainer.computing.model_options import compiled, model_options, torch_options
 from onstep.trainer.dataloaders import (
     ColumnFilter,
@@ -39,14 +36,13 @@ from onstep.trainer.loaders.users_data import UsersData, count_examples, decides
 from onstep.trainer.loss_convention import Labels, label_parameters, shifts_labels
 from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.methods.callbacks import adopt_state, shown_steps
-from onstep.trainer.model_step import ModelStep
 from onstep.trainer.optimizers import (
     Length,
     known_optimizers,
     make_optimizers,
     use_evaluation_weights,
 )
-from onstep.trainer.output_dir.claim import acquire_dir
+from onstep.trainer.output_dir.claim import Resume, acquire_dir
 from onstep.trainer.output_dir.files import recall_history
 from onstep.trainer.overrides import overrides
 from onstep.trainer.own_arguments import config_of, shown_arguments
@@ -75,46 +71,11 @@ from onstep.training.watchdog.watchdog import Watching
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Session:
-    """The objects of one `train`, `evaluate` or `predict` call."""
-
-    state: GlobalState
-    module: nn.Module
-    """The user's module."""
-    model: list[nn.Module]
-    """The chunks that the loop trains: the module, wrapped if there are several ranks."""
-    forward_step: ModelStep
-    labels: Labels
-    collate: Collate
-    notify: Dispatcher
-    optimizer: Any = None
-    scheduler: Any = None
-    train_data: Any = None
-    trains: bool = False
-    ignore_keys: list[str] | None = None
-    """The outputs that evaluations of a training do not keep as predictions."""
-    compiled: ExitStack = field(default_factory=ExitStack)
-    """Holds the compiled code of the model."""
-    is_test: bool = False
-    """Whether the evaluation in progress is a prediction, whose data may have no labels."""
-    record_kind: Kind = "log"
-    """What is being logged: a step, or an evaluation."""
-    means: dict[str, Any] = field(default_factory=dict)
-    """The mean losses of the most recent evaluation."""
-    preparation_seconds: float = 0.0
-    """How long it took to place the model."""
-
-    def release(self) -> None:
-        """End worker processes and release the data-parallel wrapper."""
-        if self.train_data is not None:
-            self.train_data.close()
-        self.model = self.notify.model = [self.module]
-
-
 @contextmanager
 def training_session(
-    trainer: TrainerMethods, resume_from_checkpoint: Any = None, ignore_keys: list[str] | None = None
+    trainer: TrainerMethods,
+    resume_from_checkpoint: Resume = None,
+    ignore_keys: list[str] | None = None,
 ) -> Iterator[Session]:
     """Set up the ranks, the run's directory, the model, optimizer, scheduler and data. Collective."""
     size = world_size_from_environment()

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 from onstep.errors import ConfigError
+from onstep.trainer.call import Session
 from onstep.trainer.computing.batch_size_search import with_largest_batch
 from onstep.trainer.methods import TrainerMethods
-from onstep.trainer.output_dir.claim import unfinished_batch_size
+from onstep.trainer.output_dir.claim import Resume, unfinished_batch_size
 from onstep.trainer.output_dir.files import write_final_files
 from onstep.trainer.overrides import check_overrides
 from onstep.trainer.predictions import TrainOutput
 from onstep.trainer.reporting.argument_errors import errors_name_arguments
-from onstep.trainer.session import Session, evaluation_session, training_session
+from onstep.trainer.session import evaluation_session, training_session
 from onstep.trainer.training_checks import check_training
 from onstep.training import GlobalState
 from onstep.training.pretrain import load_best_model
@@ -47,7 +47,7 @@ class Trainer(TrainerMethods):
 
     @errors_name_arguments
     def train(
-        self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: list[str] | None = None
+        self, resume_from_checkpoint: Resume = None, trial: object = None, ignore_keys_for_eval: list[str] | None = None
     ) -> TrainOutput:
         """Train as `args` specify. Collective; may be called again to continue training from the model's weights.
 
@@ -70,12 +70,13 @@ class Trainer(TrainerMethods):
             unfinished_batch_size(self, resume),
         )
 
-    def _train_once(self, resume_from_checkpoint: Any, ignore_keys_for_eval: list[str] | None) -> TrainOutput:
+    def _train_once(self, resume_from_checkpoint: Resume, ignore_keys_for_eval: list[str] | None) -> TrainOutput:
         check_training(self, resume_from_checkpoint)
         self.check_evaluation()
         if self.model_init is not None:
             self.model = None
         with training_session(self, resume_from_checkpoint, ignore_keys_for_eval) as session:
+            assert session.optimizer is not None
             job = Job.of(
                 session.state,
                 session.forward_step,

@@ -6,7 +6,6 @@ import inspect
 import os
 from collections.abc import Mapping
 from types import NoneType
-from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -21,7 +20,7 @@ from onstep.trainer.optimizers import withdraw_optimizers
 from onstep.trainer.overrides import overrides
 
 
-def check_training(trainer: TrainerMethods, resume_from_checkpoint: Any = None) -> None:
+def check_training(trainer: TrainerMethods, resume_from_checkpoint: object = None) -> None:
     """Reject (ConfigError, DataError) a `train()` that lacks something; the message names it."""
     args, dataset = trainer.args, trainer.train_dataset
     if trainer.session is not None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import gc
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader
 from onstep.config import DistributedInitConfig
 from onstep.distributed import World, open_world
 from onstep.optim import LossScaler, TrainingOptimizer
+from onstep.train_state import StateDict
 from onstep.trainer.computing.gathering import gather, gather_rows, pad_to_longest, reduce
 from onstep.training.compute.step import LastStep, Step
 from onstep.training.profiling.memory import empty_unused_memory
@@ -34,6 +36,9 @@ _REMEDIES = {
     "register_for_checkpointing": "give a callback state_dict and load_state_dict",
 }
 _OTHERWISE = "use torch itself, or accelerate's own Accelerator outside of the Trainer"
+
+
+Given = TypeVar("Given")
 
 
 class ScaledLoss:
@@ -78,7 +83,7 @@ class Accelerator:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._opened: World | None = None
-        self._prepared: WeakSet[Any] = WeakSet()
+        self._prepared: WeakSet[object] = WeakSet()
 
     def __getattr__(self, name: str) -> Any:
         remedy = _REMEDIES.get(name, _OTHERWISE)
@@ -153,83 +158,88 @@ class Accelerator:
         first: AbstractContextManager[None] = self._trainer.args.main_process_first(local=True)
         return first
 
-    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def on_main_process(self, function: Callable[..., object]) -> Callable[..., object]:
         """Decorate a function that only rank 0 runs; None on the others."""
         return lambda *args, **kwargs: function(*args, **kwargs) if self.is_main_process else None
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
+    def print(self, *args: object, **kwargs: Any) -> None:
         """Print on the first rank of each machine."""
         if self.is_local_main_process:
             print(*args, **kwargs)  # noqa: T201 - what the method is for
 
     # ---- values of all ranks
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: Given) -> Given:
         """Every rank's tensors, joined along the first axis, on every rank; numbers become a vector. Collective.
 
         They must have the same shape on all ranks; see `pad_across_processes`. One rank returns its own, unchanged.
         """
         return gather(tensor, self._world())
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+    def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> object:
         """`gather` for the rows of an evaluation: any number on each rank, and none of a filler. Collective.
 
         Anything but tensors is joined as lists.
         """
         return gather_rows(input_data, self._world(), is_filler=self._is_filler(), as_objects=use_gather_object)
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: Given, reduction: str = "sum", scale: float = 1.0) -> Given:
         """The sum or mean over all ranks, in new tensors; `scale` has no effect, as in accelerate. Collective."""
         return reduce(tensor, self._world(), reduction)
 
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    def pad_across_processes(self, tensor: Given, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Given:
         """Tensors padded to the longest of all ranks along an axis. Collective."""
         return pad_to_longest(tensor, self._world(), dim=dim, value=pad_index, first=pad_first)
 
     # ---- objects of a run
 
-    def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
+    def prepare(self, *objects: object, device_placement: object = None) -> Any:
         """The same objects: the Trainer wraps models and optimizers itself. Loaders are noted: see `is_prepared`."""
         self._prepared.update(one for one in objects if isinstance(one, DataLoader))
         return objects[0] if len(objects) == 1 else objects
 
-    def is_prepared(self, loader: Any) -> bool:
+    def is_prepared(self, loader: object) -> bool:
         """Whether a loader was passed to `prepare`, so that its batches are to be distributed over the ranks."""
         return loader in self._prepared
 
-    def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> nn.Module:
+    def prepare_model(
+        self, model: nn.Module, device_placement: object = None, evaluation_mode: bool = False
+    ) -> nn.Module:
         """The model on this rank's device."""
         return model.to(self.device)
 
-    def prepare_data_loader(self, data_loader: Any, device_placement: Any = None) -> Any:
+    def prepare_data_loader(self, data_loader: Given, device_placement: object = None) -> Given:
         """`prepare` for one loader."""
-        return self.prepare(data_loader)
+        prepared: Given = self.prepare(data_loader)
+        return prepared
 
-    def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
+    def prepare_optimizer(self, optimizer: Given, device_placement: object = None) -> Given:
         """The same optimizer."""
         return optimizer
 
-    def prepare_scheduler(self, scheduler: Any) -> Any:
+    def prepare_scheduler(self, scheduler: Given) -> Given:
         """The same scheduler."""
         return scheduler
 
-    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
         """The model without its data-parallel wrapper, and without that of `torch.compile` if asked."""
         compiled = model if isinstance(getattr(model, "_modules", {}).get("_orig_mod"), nn.Module) else None
-        inner = model if compiled is None else compiled._orig_mod
+        inner = model if compiled is None else compiled.get_submodule("_orig_mod")
         if compiled is not None and keep_torch_compile and not isinstance(inner, DistributedDataParallel):
             return compiled
         while isinstance(inner, (DistributedDataParallel, nn.DataParallel)):
             inner = inner.module
         return inner
 
-    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> StateDict:
         """The weights of a model, under the names of the unwrapped module."""
         inner = self.unwrap_model(model, keep_torch_compile=False) if unwrap else model
-        weights: dict[str, Any] = inner.state_dict()
+        weights: StateDict = inner.state_dict()
         return weights
 
-    def free_memory(self, *objects: Any) -> list[None]:
+    def free_memory(self, *objects: object) -> list[None]:
         """Collect garbage and release the device's unused memory; returns a None for each object."""
         gc.collect()
         empty_unused_memory()
@@ -237,7 +247,7 @@ class Accelerator:
 
     clear = free_memory
 
-    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+    def save(self, obj: dict[str, Tensor], f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write an object on rank 0: with `torch.save`, or a dictionary of tensors as safetensors."""
         if not self.is_main_process:
             return
@@ -246,7 +256,7 @@ class Accelerator:
         else:
             torch.save(obj, f)
 
-    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
+    def log(self, values: Mapping[str, object], step: int | None = None, log_kwargs: object = None) -> None:
         """`trainer.log`: add a record to the log and the trackers, at the current step."""
         self._trainer.log(dict(values))
 
@@ -258,7 +268,7 @@ class Accelerator:
         args = self._trainer.args
         return "bf16" if args.bf16 else "fp16" if args.fp16 else args.mixed_precision or "no"
 
-    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[object]:
+    def autocast(self, autocast_handler: object = None) -> AbstractContextManager[object]:
         """Context of a forward pass in the run's precision."""
         if self.mixed_precision == "no":
             return nullcontext()
@@ -271,7 +281,7 @@ class Accelerator:
         scaler = self._loss_scaler()
         return None if scaler is None else ScaledLoss(scaler)
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, **kwargs: object) -> None:
         """Run `loss.backward(**kwargs)`, with float16's loss scale."""
         scaler = self._loss_scaler()
         with torch.autocast(loss.device.type, enabled=False):  # the loop computes a whole training_step in autocast
@@ -283,15 +293,15 @@ class Accelerator:
         step = self._step()
         return step is None or len(step.micros) >= len(step.batches.micro_batches) - 1
 
-    def accumulate(self, *models: Any) -> AbstractContextManager[object]:
+    def accumulate(self, *models: object) -> AbstractContextManager[object]:
         """An empty context: the Trainer accumulates gradients itself."""
         return nullcontext()
 
-    def no_sync(self, model: Any) -> AbstractContextManager[object]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
         """Context in which backward passes do not exchange gradients."""
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip the global norm of gradients, and return it as it was; float16's loss scale does not count."""
         scaler, step = self._loss_scaler(), self._step()
         is_scaled = scaler is not None and step is not None and not hasattr(step, "total")
@@ -299,7 +309,7 @@ class Accelerator:
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm * scale, norm_type=norm_type)
         return norm / scale
 
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clip each value of the gradients."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from onstep.config import TrainingArguments
 from onstep.errors import ConfigError
 from onstep.trainer.computing.accelerator import Accelerator
 from onstep.trainer.computing.label_smoothing import LabelSmoother
@@ -27,13 +28,13 @@ def set_attributes(trainer: Any) -> None:
     trainer.is_deepspeed_enabled = trainer.is_fsdp_enabled = trainer.is_tp_enabled = False
     trainer.deepspeed = trainer.hp_name = trainer.hp_search_backend = None
     trainer.neftune_noise_alpha = trainer.args.neftune_noise_alpha
-    trainer.label_smoother = _label_smoother(trainer)
+    trainer.label_smoother = _label_smoother(trainer.args, trainer.model)
 
 
-def _label_smoother(trainer: Any) -> LabelSmoother | None:
-    if not trainer.args.label_smoothing_factor:
+def _label_smoother(args: TrainingArguments, model: object) -> LabelSmoother | None:
+    if not args.label_smoothing_factor:
         return None
-    if getattr(getattr(trainer.model, "config", None), "problem_type", None) == "multi_label_classification":
+    if getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
         logger.warning("label_smoothing_factor has no effect on multi-label classification")
         return None
-    return LabelSmoother(epsilon=trainer.args.label_smoothing_factor)
+    return LabelSmoother(epsilon=args.label_smoothing_factor)

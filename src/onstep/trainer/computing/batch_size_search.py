@@ -7,10 +7,12 @@ import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
+from torch import nn
 
+from onstep.config import TrainingArguments
 from onstep.errors import text_of
 from onstep.training.profiling.memory import empty_unused_memory
 
@@ -37,7 +39,15 @@ class Search:
     """Whether an earlier attempt of this training ran out of memory."""
 
 
-def with_largest_batch(trainer: Any, train: Callable[[bool], T], start: int | None) -> T:
+class Searching(Protocol):
+    """The attributes of a Trainer that a search reads and sets."""
+
+    args: TrainingArguments
+    model: nn.Module | None
+    batch_size_search: Search | None
+
+
+def with_largest_batch(trainer: Searching, train: Callable[[bool], T], start: int | None) -> T:
     """The result of a training whose micro-batches fit into memory: each attempt has nine tenths of the last size.
 
     An attempt starts from the first step with the weights as they are, like Hugging Face's Trainer. The next training
@@ -82,7 +92,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(sign in text_of(error) for sign in _SIGNS)
 
 
-def _release(trainer: Any) -> None:
+def _release(trainer: Searching) -> None:
     if trainer.model is not None:
         trainer.model.zero_grad()
     gc.collect()

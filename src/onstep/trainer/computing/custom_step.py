@@ -6,15 +6,16 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from onstep.data import Batch
 from onstep.errors import ConfigError
 from onstep.models.generation.generate import inner_transformer
-from onstep.trainer.loss_convention import NUM_ITEMS
-from onstep.trainer.model_step import ModelStep, counted_micro_batches
+from onstep.trainer.loss_convention import NUM_ITEMS, Labels
+from onstep.trainer.model_step import ModelStep, StepOptions, counted_micro_batches
 from onstep.trainer.overrides import overrides
 from onstep.training.compute.losses import LossShare, mean_weight
 from onstep.training.compute.step import MicroBatches
@@ -41,8 +42,8 @@ class CustomStep(ModelStep):
         ConfigError: for a `training_step` and a model whose experts have auxiliary losses.
     """
 
-    def __init__(self, trainer: Any, *args: Any, scales_shares: bool, **options: Any) -> None:
-        super().__init__(trainer.compute_loss, *args, **options)
+    def __init__(self, trainer: Any, labels: Labels, *, scales_shares: bool, **options: Unpack[StepOptions]) -> None:
+        super().__init__(trainer.compute_loss, labels, **options)
         self._trainer = trainer
         self._scales_shares = scales_shares
         """Whether the Trainer's own `compute_loss` gives the share, and multiplies it by the number of ranks itself."""
@@ -50,7 +51,7 @@ class CustomStep(ModelStep):
         parameters = inspect.signature(trainer.training_step).parameters.values()
         self._passes_items = len(parameters) > 2 or any(one.kind is one.VAR_POSITIONAL for one in parameters)
         """Whether `training_step` has a third parameter, which transformers 4.45 and earlier did not pass."""
-        self._weight: Any = 1.0
+        self._weight: Tensor | float = 1.0
         self._total_weight: Any = None
         transformer = inner_transformer(trainer.model)
         if self.runs_backward and transformer is not None and transformer.config.num_moe_experts:
@@ -59,7 +60,7 @@ class CustomStep(ModelStep):
                 f"losses of experts; override compute_loss instead."
             )
 
-    def __call__(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
+    def __call__(self, data_iterator: Iterator[Batch], model: nn.Module) -> tuple[object, Callable[..., object]]:
         """Run one micro-batch, and its backward pass if `training_step` is overridden."""
         inputs = next(data_iterator)
         step = data_iterator if model.training and isinstance(data_iterator, MicroBatches) else None
@@ -88,19 +89,21 @@ class CustomStep(ModelStep):
         factor = self._weight * size / self._total_weight
         return loss * (factor.to(loss) if isinstance(factor, Tensor) else factor)
 
-    def _items_in(self, step: MicroBatches | None, inputs: Any) -> Any:
+    def _items_in(self, step: MicroBatches | None, inputs: Batch) -> Tensor | int | None:
         """The result of `_get_num_items_in_batch`, once for a step."""
         device = self._world.device
         if step is None:
-            return self._trainer._get_num_items_in_batch([inputs], device)
+            items: Tensor | int | None = self._trainer._get_num_items_in_batch([inputs], device)
+            return items
         if NUM_ITEMS not in step.items:
             counted = counted_micro_batches(step)
             step.items[NUM_ITEMS] = self._trainer._get_num_items_in_batch(counted, device)
             if self.runs_backward and not self._gives_shares:
                 self._total_weight = self._weigh(step, counted)
-        return step.items[NUM_ITEMS]
+        known: Tensor | int | None = step.items[NUM_ITEMS]
+        return known
 
-    def _weigh(self, step: MicroBatches, counted: list[Any]) -> Any:
+    def _weigh(self, step: MicroBatches, counted: list[Batch]) -> Tensor | float | None:
         """The weight of all means of a step over all ranks; None for the only one. Collective."""
         if self._world.size == 1 and len(step) == 1:
             return None
@@ -109,10 +112,12 @@ class CustomStep(ModelStep):
             return max(total, 1.0)
         return self._world.sum(torch.tensor(total, dtype=torch.float64, device=self._world.device)).clamp(min=1)
 
-    def _weight_of(self, batch: Any) -> Any:
+    def _weight_of(self, batch: Batch) -> Tensor | float:
         return mean_weight(batch, self._labels.count(batch), self._weighting)
 
-    def _trained(self, model: nn.Module, inputs: Any, num_items: Any) -> tuple[Tensor, Callable[..., Any]]:
+    def _trained(
+        self, model: nn.Module, inputs: Batch, num_items: Tensor | int | None
+    ) -> tuple[Tensor, Callable[..., object]]:
         trainer, size = self._trainer, self._world.size
         if not self._gives_shares:
             self._weight = self._weight_of(inputs)

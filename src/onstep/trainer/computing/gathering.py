@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,11 @@ from torch import Tensor
 from onstep.data.loaders.collate import mapping_like
 from onstep.distributed import World
 
+Data = TypeVar("Data")
+"""Tensors in any nesting."""
 
-def mapped(function: Callable[[Tensor], Any], data: Any) -> Any:
+
+def mapped(function: Callable[[Tensor], object], data: object) -> Any:
     """`data` with every tensor replaced by the function's result.
 
     Raises:
@@ -30,12 +33,15 @@ def mapped(function: Callable[[Tensor], Any], data: Any) -> Any:
     raise TypeError(f"only tensors can be gathered, padded and reduced, got {type(data).__name__}; convert it first.")
 
 
-def gather(data: Any, world: World) -> Any:
+def gather(data: Data, world: World) -> Data:
     """Every rank's tensors of the same shape, joined along the first axis; unchanged for one rank. Collective."""
-    return data if world.size == 1 else mapped(lambda tensor: torch.cat(_all(_with_rows(tensor), world)), data)
+    if world.size == 1:
+        return data
+    joined: Data = mapped(lambda tensor: torch.cat(_all(_with_rows(tensor), world)), data)
+    return joined
 
 
-def gather_rows(data: Any, world: World, *, is_filler: bool, as_objects: bool = False) -> Any:
+def gather_rows(data: object, world: World, *, is_filler: bool, as_objects: bool = False) -> object:
     """Every rank's rows, of any number and width 0 for a filler; objects as one list. Collective."""
     if world.size == 1:
         return data
@@ -51,7 +57,7 @@ def gather_rows(data: Any, world: World, *, is_filler: bool, as_objects: bool = 
     return mapped(joined, data)
 
 
-def reduce(data: Any, world: World, reduction: str = "sum") -> Any:
+def reduce(data: Data, world: World, reduction: str = "sum") -> Data:
     """The `sum` or `mean` over all ranks, in new tensors. Collective."""
 
     def reduced(tensor: Tensor) -> Tensor:
@@ -63,10 +69,11 @@ def reduce(data: Any, world: World, reduction: str = "sum") -> Any:
         world.sum(total)
         return total.div_(world.size) if reduction == "mean" else total
 
-    return mapped(reduced, data)
+    moved: Data = mapped(reduced, data)
+    return moved
 
 
-def pad_to_longest(data: Any, world: World, *, dim: int = 0, value: float = 0, first: bool = False) -> Any:
+def pad_to_longest(data: Data, world: World, *, dim: int = 0, value: float = 0, first: bool = False) -> Data:
     """Tensors padded with `value` along an axis to the longest of all ranks, behind or in front. Collective."""
 
     def padded(tensor: Tensor) -> Tensor:
@@ -81,7 +88,8 @@ def pad_to_longest(data: Any, world: World, *, dim: int = 0, value: float = 0, f
         filling = tensor.new_full(shape, value)
         return torch.cat([filling, tensor] if first else [tensor, filling], dim=axis)
 
-    return mapped(padded, data)
+    moved: Data = mapped(padded, data)
+    return moved
 
 
 def _all(tensor: Tensor, world: World) -> list[Tensor]:
@@ -96,7 +104,7 @@ def _with_rows(tensor: Tensor) -> Tensor:
     return tensor.clone()[None] if tensor.ndim == 0 else tensor
 
 
-def _has_only_tensors(data: Any) -> bool:
+def _has_only_tensors(data: object) -> bool:
     if isinstance(data, Mapping):
         return all(_has_only_tensors(value) for value in data.values())
     if isinstance(data, (list, tuple)):

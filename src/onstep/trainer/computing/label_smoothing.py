@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from onstep.data import Batch
 from onstep.errors import ConfigError
 from onstep.trainer.loss_convention import MAPPING, shifts_labels
 from onstep.training.compute.losses import IGNORE_INDEX
@@ -25,7 +25,11 @@ class LabelSmoother:
     ignore_index: int = IGNORE_INDEX
 
     def __call__(
-        self, model_output: Any, labels: Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
+        self,
+        model_output: Mapping[str, Tensor] | Sequence[Tensor],
+        labels: Tensor,
+        shift_labels: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """The loss, 0-d.
 
@@ -49,8 +53,8 @@ class LabelSmoother:
 
 
 def smoothed_loss(
-    smoother: Callable[..., Tensor], model: nn.Module, inputs: Mapping[str, Any], further: dict[str, Any]
-) -> tuple[Tensor, Any]:
+    smoother: Callable[..., Tensor], model: nn.Module, inputs: Batch, further: dict[str, object]
+) -> tuple[Tensor, object]:
     """The smoothed loss of a model that is not passed the labels, and its outputs.
 
     Raises:

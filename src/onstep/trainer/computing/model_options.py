@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -106,8 +106,15 @@ def only_deterministic() -> Iterator[None]:
                 os.environ[name] = value
 
 
+class Configured(Protocol):
+    """A Trainer, as far as it has options of a model."""
+
+    args: TrainingArguments
+    neftune_noise_alpha: float | None
+
+
 @contextmanager
-def model_options(trainer: Any, module: nn.Module, *, trains: bool) -> Iterator[None]:
+def model_options(trainer: Configured, module: nn.Module, *, trains: bool) -> Iterator[None]:
     """Context in which a model has the options of the arguments.
 
     Kernels, activation checkpointing, `use_cache` and debugging stay, as in Hugging Face's Trainer; noise on embeddings
@@ -117,8 +124,8 @@ def model_options(trainer: Any, module: nn.Module, *, trains: bool) -> Iterator[
         ConfigError: for a model that lacks what an option requires.
     """
     args = trainer.args
-    config: Any = getattr(inner_module(module), "config", None)
-    if hasattr(config, "use_cache"):
+    config = getattr(inner_module(module), "config", None)
+    if config is not None and hasattr(config, "use_cache"):
         config.use_cache = args.use_cache
     if not trains:
         yield
@@ -147,7 +154,7 @@ class Noise:
     def __init__(self, alpha: float) -> None:
         self._alpha = alpha
 
-    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    def __call__(self, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
         """The output (batch, seq, hidden) with noise."""
         if not module.training:
             return output
@@ -155,7 +162,7 @@ class Noise:
         return output + torch.zeros_like(output).uniform_(-size, size)
 
 
-def checkpoint_activations(module: nn.Module, options: dict[str, Any]) -> None:
+def checkpoint_activations(module: nn.Module, options: dict[str, object]) -> None:
     """Make a model recompute its activations in the backward pass, by its own method.
 
     Raises:
@@ -196,7 +203,7 @@ def compiled(config: TrainingConfig, model: nn.Module) -> Iterator[None]:
         model._compiled_call_impl = before
 
 
-def _use_liger_kernel(model: nn.Module, options: dict[str, Any]) -> None:
+def _use_liger_kernel(model: nn.Module, options: dict[str, object]) -> None:
     if not hasattr(model, "config"):
         warnings.warn(
             f"{type(model).__name__} is not a model of transformers: no Liger kernel is applied", stacklevel=2
@@ -206,10 +213,11 @@ def _use_liger_kernel(model: nn.Module, options: dict[str, Any]) -> None:
 
 
 def _embeddings(module: nn.Module) -> nn.Module:
-    inner: Any = inner_module(module)
+    inner = inner_module(module)
     found = inner.embedding if isinstance(inner, Transformer) else None
-    if found is None and callable(getattr(inner, "get_input_embeddings", None)):
-        found = inner.get_input_embeddings()
+    get = getattr(inner, "get_input_embeddings", None)
+    if found is None and callable(get):
+        found = get()
     if not isinstance(found, nn.Module):
         raise ConfigError(
             f"neftune_noise_alpha requires a model with a method get_input_embeddings, which {type(inner).__name__} "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -28,7 +28,11 @@ def data_seed(args: TrainingArguments) -> int:
     return args.seed if args.data_seed is None else args.data_seed
 
 
-def check_strategy(args: TrainingArguments, stream: Any) -> None:
+Order = Sampler[int] | Sampler[list[int]]
+"""The order of samples, or of the batches of all ranks."""
+
+
+def check_strategy(args: TrainingArguments, stream: object) -> None:
     """Refuse (ConfigError) to group the samples of a dataset without an index."""
     if args.train_sampling_strategy in GROUPING:
         raise ConfigError(
@@ -37,7 +41,7 @@ def check_strategy(args: TrainingArguments, stream: Any) -> None:
         )
 
 
-def training_sampler(args: TrainingArguments, dataset: Any, processing_class: Any) -> Any:
+def training_sampler(args: TrainingArguments, dataset: Any, processing_class: object) -> Order | None:
     """The sampler for `train_sampling_strategy`; None for a dataset without a length or an index."""
     strategy = args.train_sampling_strategy
     if dataset is None or not is_map_style(dataset):
@@ -51,7 +55,7 @@ def training_sampler(args: TrainingArguments, dataset: Any, processing_class: An
     return ShuffledSampler(dataset, data_seed(args))
 
 
-def _grouped(args: TrainingArguments, dataset: Any, processing_class: Any) -> Any:
+def _grouped(args: TrainingArguments, dataset: Any, processing_class: Any) -> Order:
     try:
         from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
     except ImportError as error:
@@ -89,17 +93,17 @@ def _grouped(args: TrainingArguments, dataset: Any, processing_class: Any) -> An
     )
 
 
-def call_train_sampler(sampler_fn: Callable[..., Any], dataset: Any) -> Any:
+def call_train_sampler(sampler_fn: Callable[..., Order | None], dataset: object) -> Order | None:
     """The result of a `_get_train_sampler`, which has no parameter in transformers 4."""
     return sampler_fn(dataset) if inspect.signature(sampler_fn).parameters else sampler_fn()
 
 
-def yields_batches(sampler: Any) -> bool:
+def yields_batches(sampler: object) -> bool:
     """Whether a sampler yields micro-batches rather than samples."""
     return isinstance(sampler, (BatchSampler, _Rebalanced, WholeUnits))
 
 
-class _Rebalanced(Sampler[Any]):
+class _Rebalanced(Sampler[list[int]]):
     """The micro-batches of `BatchRebalanceSampler` of all ranks, in turn."""
 
     def __init__(self, samplers: list[Any]) -> None:
@@ -112,7 +116,7 @@ class _Rebalanced(Sampler[Any]):
     def __len__(self) -> int:
         return sum(map(len, self._samplers))
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[list[int]]:
         return (batch for row in zip(*self._samplers, strict=True) for batch in row)
 
 
@@ -126,7 +130,7 @@ class WholeUnits(Sampler[list[int]]):
     def __len__(self) -> int:
         return len(self._batches) // self._unit * self._unit
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[list[int]]:
         batches = iter(self._batches)
         while len(unit := list(islice(batches, self._unit))) == self._unit:
             yield from unit

@@ -2,19 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypedDict, TypeGuard, Unpack
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from onstep.config import TrainingArguments
-from onstep.data import EpochOrders, OrderedBatches, OrderedSamples, OrderRandomness, is_map_style
+from onstep.data import Batch, EpochOrders, OrderedBatches, OrderedSamples, OrderRandomness, is_map_style
+from onstep.data.loaders.collate import Collate
 from onstep.data.loaders.end_of_data import items_of
-from onstep.trainer.loaders.samplers import WholeUnits, check_strategy, data_seed, reseeds_shuffling, yields_batches
+from onstep.trainer.loaders.samplers import (
+    Order,
+    WholeUnits,
+    check_strategy,
+    data_seed,
+    reseeds_shuffling,
+    yields_batches,
+)
+
+
+class Reading(TypedDict, total=False):
+    """How a DataLoader reads its batches."""
+
+    collate_fn: Collate | None
+    num_workers: int
+    pin_memory: bool
+    prefetch_factor: int | None
+    multiprocessing_context: str | None
+    timeout: float
+    worker_init_fn: Callable[[int], None] | None
+
+
+class LoaderOptions(Reading, total=False):
+    """The options of a DataLoader besides its data."""
+
+    persistent_workers: bool
 
 
 def training_loader(
-    args: TrainingArguments, dataset: Any, batch_size: int, sampler: Any, unit: int, **options: Any
-) -> Any:
+    args: TrainingArguments,
+    dataset: Any,
+    batch_size: int,
+    sampler: Any,
+    unit: int,
+    **options: Unpack[LoaderOptions],
+) -> Iterable[Batch]:
     """A DataLoader of this rank's micro-batches of a training set, in the order of `sampler` (None: as it is).
 
     With `dataloader_drop_last`, an epoch ends with the last full `unit` micro-batches of all ranks.
@@ -39,7 +72,13 @@ def training_loader(
     return DataLoader(dataset, batch_size=batch_size, sampler=OrderedSamples(ordered), **options)
 
 
-def evaluation_loader(args: TrainingArguments, dataset: Any, batch_size: int, sampler: Any, **options: Any) -> Any:
+def evaluation_loader(
+    args: TrainingArguments,
+    dataset: Any,
+    batch_size: int,
+    sampler: Order | None,
+    **options: Unpack[LoaderOptions],
+) -> Iterable[Batch]:
     """A DataLoader of this rank's batches of an evaluation set, in the order of `sampler` (None: as it is)."""
     if isinstance(dataset, DataLoader):
         return dataset
@@ -48,7 +87,7 @@ def evaluation_loader(args: TrainingArguments, dataset: Any, batch_size: int, sa
     return loader if args.world_size == 1 else prepared_loader(args, loader)
 
 
-def prepared_loader(args: TrainingArguments, loader: Any) -> Any:
+def prepared_loader(args: TrainingArguments, loader: DataLoader[Batch]) -> Iterable[Batch]:
     """A user's loader as `accelerator.prepare` returns it: its batches are dealt to the ranks in turn.
 
     With `use_seedable_sampler`, the default of `accelerator_config`, torch's `RandomSampler` is seeded with
@@ -74,7 +113,7 @@ def prepared_loader(args: TrainingArguments, loader: Any) -> Any:
     return loader if args.world_size == 1 else _Dealt(loader, args.process_index, args.world_size)
 
 
-def lists_batches(loader: Any) -> bool:
+def lists_batches(loader: object) -> TypeGuard[DataLoader[Batch]]:
     """Whether a loader is torch's own over a map-style dataset, so that its batches can be listed before reading."""
     own = (DataLoader.__iter__, DataLoader._get_iterator)
     return (
@@ -85,7 +124,9 @@ def lists_batches(loader: Any) -> bool:
     )
 
 
-def _seeded_orders(args: TrainingArguments, batch_sampler: Any, generator: Any = None) -> EpochOrders:
+def _seeded_orders(
+    args: TrainingArguments, batch_sampler: Iterable[object] | None, generator: torch.Generator | None = None
+) -> EpochOrders:
     return EpochOrders(
         batch_sampler,
         OrderRandomness(args.seed),
@@ -104,7 +145,7 @@ def batches_of_run(args: TrainingArguments) -> int | None:
 class _Dealt:
     """This rank's batches of a loader without a sampler; the last row is completed with the first batches."""
 
-    def __init__(self, loader: Any, rank: int, world_size: int) -> None:
+    def __init__(self, loader: DataLoader[Batch], rank: int, world_size: int) -> None:
         self.dataset = getattr(loader, "dataset", None)
         self._loader, self._rank, self._world_size = loader, rank, world_size
 
@@ -117,9 +158,9 @@ class _Dealt:
             if callable(set_epoch):
                 set_epoch(epoch)
 
-    def __iter__(self) -> Any:
-        first: list[Any] = []
-        row: list[Any] = []
+    def __iter__(self) -> Iterator[Batch]:
+        first: list[Batch] = []
+        row: list[Batch] = []
         for batch in items_of(self._loader):
             row.append(batch)
             if len(first) < self._world_size:
@@ -131,11 +172,11 @@ class _Dealt:
             yield [*row, *first * self._world_size][self._rank]
 
 
-class _Stream(IterableDataset[Any]):
+class _Stream(IterableDataset[Batch]):
     """A plain iterable for a DataLoader."""
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Iterable[Batch]) -> None:
         self.source = source
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Batch]:
         return iter(self.source)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 from onstep.config import ConfigContainer, TrainingArguments, merge
 from onstep.config.hf.argument import argument_of
 from onstep.config.keys import diff
 from onstep.data import (
+    Batch,
     EpochOrders,
     IterableLoader,
     ListedRows,
@@ -28,7 +31,7 @@ from onstep.distributed import World
 from onstep.errors import ConfigError, DataError
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.loaders.samplers import GROUPING, reseeds_shuffling
-from onstep.trainer.loaders.torch_loaders import batches_of_run, lists_batches, prepared_loader
+from onstep.trainer.loaders.torch_loaders import Reading, batches_of_run, lists_batches, prepared_loader
 from onstep.trainer.overrides import overrides
 from onstep.training.run import Run
 
@@ -46,7 +49,7 @@ LOADING = (
 class UsersData:
     """What a training reads where a user's methods or arguments decide it."""
 
-    loader: Any
+    loader: object
     """What `get_train_dataloader` returned."""
     num_samples: int | None
     """Samples of an epoch as the length of the run counts them: all micro-batches full; None if unknown."""
@@ -125,7 +128,9 @@ def count_examples(trainer: BaseTrainer, run: Run, data: UsersData | None) -> No
         run.info.num_examples = user.num_examples(data.loader) if has_length else None
 
 
-def _orders_of(loader: Any, randomness: OrderRandomness, args: TrainingArguments) -> tuple[EpochOrders, bool]:
+def _orders_of(
+    loader: DataLoader[Batch], randomness: OrderRandomness, args: TrainingArguments
+) -> tuple[EpochOrders, bool]:
     """The micro-batches of a loader by epoch, and whether they are this rank's only, as of a loader that was not
     prepared for several ranks.
     """
@@ -137,7 +142,7 @@ def _orders_of(loader: Any, randomness: OrderRandomness, args: TrainingArguments
 
 
 def _open_listed(
-    loader: Any,
+    loader: DataLoader[Batch],
     orders: EpochOrders,
     args: TrainingArguments,
     is_share: bool,
@@ -162,7 +167,7 @@ def _open_listed(
     return Loader(rows, drop_last=False)
 
 
-def _reading(loader: Any, world: World) -> dict[str, Any]:
+def _reading(loader: DataLoader[Batch], world: World) -> Reading:
     """How a DataLoader reads its batches, for our own readers."""
     return {
         "collate_fn": loader.collate_fn,
@@ -175,7 +180,7 @@ def _reading(loader: Any, world: World) -> dict[str, Any]:
     }
 
 
-def _start_worker(users: Callable[[int], Any] | None, worker_id: int) -> None:
+def _start_worker(users: Callable[[int], object] | None, worker_id: int) -> None:
     outlive_the_group(worker_id)
     if users is not None:
         users(worker_id)
@@ -184,7 +189,7 @@ def _start_worker(users: Callable[[int], Any] | None, worker_id: int) -> None:
 class _ReadyLoader(IterableLoader):
     """An `IterableLoader` of ready-made batches with the length that the run was planned with."""
 
-    def __init__(self, source: Any, num_samples: int | None, **options: Any) -> None:
+    def __init__(self, source: Iterable[Batch], num_samples: int | None, **options: Any) -> None:
         super().__init__(source, already_batched=True, drop_last=False, **options)
         self._num_samples = num_samples
 
@@ -194,7 +199,7 @@ class _ReadyLoader(IterableLoader):
 
 
 def _open_ready(
-    loader: Any, args: TrainingArguments, num_samples: int | None, config: ConfigContainer, world: World
+    loader: DataLoader[Batch], args: TrainingArguments, num_samples: int | None, config: ConfigContainer, world: World
 ) -> StepSource:
     check_lengths(num_samples, config, world)
     return _ReadyLoader(
@@ -223,7 +228,7 @@ def check_lengths(num_samples: int | None, config: ConfigContainer, world: World
         )
 
 
-def users_eval_data(loader: Any, args: TrainingArguments, world: World) -> dict[str, Any]:
+def users_eval_data(loader: object, args: TrainingArguments, world: World) -> dict[str, Any]:
     """A user's loader of an evaluation set as arguments of `EvalLoader`: its batches are dealt to the ranks.
 
     The batches of one that splits its samples itself (a DistributedSampler), and those that cannot be listed before

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
 
+from onstep.config import TrainingArguments
 from onstep.errors import ConfigError
 from onstep.events import Control, RunState, TrainerState
 from onstep.events.exportable_state import exported_states
@@ -23,7 +25,7 @@ class CallbackMethods(BaseTrainer):
     _handler: TrainerCallbackHandler | None = None
 
     @property
-    def state(self) -> Any:
+    def state(self) -> TrainerState:
         """The progress of the current or most recent run; before the first, a state without progress.
 
         One that is assigned outside of a run is what is read here until the next run.
@@ -42,15 +44,22 @@ class CallbackMethods(BaseTrainer):
         return self.given_state
 
     @state.setter
-    def state(self, state: Any) -> None:
+    def state(self, state: TrainerState) -> None:
         if self.session is not None and state is not self.state:
             raise ConfigError(
                 "Trainer.state cannot be replaced during a run, whose progress it shows; set its attributes instead."
             )
         self.given_state = state
 
+    def save_state(self) -> None:
+        """Write the progress to `trainer_state.json` in `args.output_dir`, on rank 0."""
+        if self.is_world_process_zero():
+            directory = Path(str(self.args.output_dir))
+            directory.mkdir(parents=True, exist_ok=True)
+            self.state.save_to_json(os.fspath(directory / "trainer_state.json"))
+
     @property
-    def control(self) -> Any:
+    def control(self) -> Control:
         """Accepts requests to the running loop, as a callback's `control`; outside of a run they have no effect."""
         if self.global_state is not None:
             return self.global_state.control
@@ -59,7 +68,7 @@ class CallbackMethods(BaseTrainer):
         return self._first_control
 
     @control.setter
-    def control(self, control: Any) -> None:
+    def control(self, control: object) -> None:
         self.control.merge(control)
 
     @property
@@ -69,11 +78,11 @@ class CallbackMethods(BaseTrainer):
             self._handler = TrainerCallbackHandler(self)
         return self._handler
 
-    def add_callback(self, callback: Any) -> None:
+    def add_callback(self, callback: object) -> None:
         """Register a callback, or a callback class."""
         self.callback_manager.add(callback)
 
-    def pop_callback(self, callback: Any) -> Any:
+    def pop_callback(self, callback: object) -> object:
         """Remove the first callback that equals this one, or is an instance of this class; returns it, or None.
 
         Hugging Face's `ProgressCallback`, or with `disable_tqdm` its `PrinterCallback`, stands for the one that prints
@@ -88,7 +97,7 @@ class CallbackMethods(BaseTrainer):
             return self.callback_manager.remove(callback)
         return None
 
-    def remove_callback(self, callback: Any) -> None:
+    def remove_callback(self, callback: object) -> None:
         """Remove the same callback as `pop_callback`; a class without a match changes nothing.
 
         Raises:
@@ -120,7 +129,7 @@ def adopt_state(given: TrainerState | None, run: Run) -> None:
     progress.user_attributes.update({name: value for name, value in vars(given).items() if name not in fields})
 
 
-def shown_steps(args: Any, max_steps: int) -> dict[str, int]:
+def shown_steps(args: TrainingArguments, max_steps: int) -> dict[str, int]:
     """The intervals that Hugging Face's state has, also where the strategy is not 'steps' and they have no effect."""
     state = TrainerState()
     state.compute_steps(args, max_steps)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any
 
 from torch.utils.data import SequentialSampler
 
-from onstep.data import is_map_style
+from onstep.config import TrainingArguments
+from onstep.data import Batch, is_map_style
+from onstep.data.loaders.collate import Collate
 from onstep.errors import ConfigError
-from onstep.trainer.base_trainer import BaseTrainer, Collate
+from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.dataloaders import LABEL_COLUMNS, column_filter, parameters_of
-from onstep.trainer.loaders.samplers import call_train_sampler, training_sampler
-from onstep.trainer.loaders.torch_loaders import evaluation_loader, training_loader
+from onstep.trainer.loaders.samplers import Order, call_train_sampler, training_sampler
+from onstep.trainer.loaders.torch_loaders import LoaderOptions, evaluation_loader, training_loader
 from onstep.trainer.loaders.users_data import decides_data
 from onstep.training.runs.fingerprints import is_arrow_dataset
 
@@ -36,7 +38,7 @@ class LoadingMethods(BaseTrainer):
         search, given = self.batch_size_search, self.args.train_batch_size
         return search.size if search is not None and search.given == given else given
 
-    def get_train_dataloader(self) -> Any:
+    def get_train_dataloader(self) -> Iterable[Batch]:
         """A DataLoader of the training set: this rank's micro-batches, in the order of a training.
 
         `set_epoch` of its sampler selects the epoch.
@@ -50,7 +52,7 @@ class LoadingMethods(BaseTrainer):
             self.train_dataset, "Training", self._train_batch_size, self._get_train_sampler, is_training=True
         )
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+    def get_eval_dataloader(self, eval_dataset: object = None) -> Iterable[Batch]:
         """A DataLoader of an evaluation set: one passed here, one of a dict by name, or the constructor's.
 
         Raises:
@@ -65,7 +67,7 @@ class LoadingMethods(BaseTrainer):
             )
         return self._get_dataloader(dataset, "Evaluation", self.args.eval_batch_size, self._get_eval_sampler)
 
-    def get_test_dataloader(self, test_dataset: Any) -> Any:
+    def get_test_dataloader(self, test_dataset: object) -> Iterable[Batch]:
         """A DataLoader of a test set."""
         return self._get_dataloader(test_dataset, "test", self.args.eval_batch_size, self._get_eval_sampler)
 
@@ -76,19 +78,19 @@ class LoadingMethods(BaseTrainer):
         except (AttributeError, TypeError):
             return len(dataloader) * self.args.per_device_train_batch_size
 
-    def get_total_train_batch_size(self, args: Any) -> int:
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Samples of an optimizer step over all ranks."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
     def _get_dataloader(
         self,
-        dataset: Any,
+        dataset: object,
         description: str,
         batch_size: int,
-        sampler_fn: Callable[..., Any] | None = None,
+        sampler_fn: Callable[..., Order | None] | None = None,
         is_training: bool = False,
         dataloader_key: str | None = None,
-    ) -> Any:
+    ) -> Iterable[Batch]:
         collate, whole = self.data_collator, dataset
         if is_arrow_dataset(dataset):
             dataset = self._remove_unused_columns(dataset, description=description)
@@ -96,7 +98,7 @@ class LoadingMethods(BaseTrainer):
             collate = self._get_collator_with_removed_columns(collate, description=description)
         args = self.args
         has_workers = args.dataloader_num_workers > 0
-        options = {
+        options: LoaderOptions = {
             "collate_fn": collate,
             "num_workers": args.dataloader_num_workers,
             "pin_memory": args.dataloader_pin_memory,
@@ -113,11 +115,11 @@ class LoadingMethods(BaseTrainer):
         unit = args.world_size * (1 if decides_data(self) else args.gradient_accumulation_steps)
         return training_loader(args, dataset, batch_size, sampler, unit, **options)
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+    def _get_train_sampler(self, train_dataset: object = None) -> Order | None:
         dataset = self.train_dataset if train_dataset is None else train_dataset
         return training_sampler(self.args, dataset, self.processing_class)
 
-    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+    def _get_eval_sampler(self, eval_dataset: Sized) -> Order | None:
         return SequentialSampler(eval_dataset) if is_map_style(eval_dataset) else None
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -143,5 +145,5 @@ class LoadingMethods(BaseTrainer):
             logger.info("columns of the %s set that forward does not accept: %s", description, ", ".join(unused))
         return dataset.remove_columns(unused)
 
-    def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Collate:
+    def _get_collator_with_removed_columns(self, data_collator: Collate, description: str | None = None) -> Collate:
         return column_filter(self, data_collator)

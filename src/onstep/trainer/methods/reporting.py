@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from onstep.data import Batch
 from onstep.errors import ConfigError
 from onstep.events import Dispatcher
+from onstep.record.kinds import Metrics
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.reporting.input_counts import InputCounts, num_input_flops
 from onstep.trainer.reporting.metric_files import formatted, lines, write_metrics
@@ -23,7 +23,7 @@ class ReportingMethods(BaseTrainer):
     input_counts: InputCounts | None = None
     """Counts the input tokens, with `include_num_input_tokens_seen`."""
 
-    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+    def log(self, logs: Metrics, start_time: float | None = None) -> None:
         """Add a record to `state.log_history`, and fire `on_log`, from where metrics log and trackers have it.
 
         The records of steps and evaluations and the final one pass through an override. You may also call it, for
@@ -48,37 +48,21 @@ class ReportingMethods(BaseTrainer):
         record(state, logs, notify)
         notify.on_run_end(reason="completed")  # what opens a file for the record closes it
 
-    def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
+    def metrics_format(self, metrics: Metrics) -> dict[str, object]:
         """Metrics as `log_metrics` prints them."""
         return formatted(metrics)
 
-    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+    def log_metrics(self, split: str, metrics: Metrics) -> None:
         """Print metrics under a heading with the name of the split, on rank 0."""
         if self.is_world_process_zero():
             print("\n".join(lines(split, metrics)), flush=True)  # noqa: T201 - this output is what was asked for
 
-    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+    def save_metrics(self, split: str, metrics: Metrics, combined: bool = True) -> None:
         """Write `<split>_results.json` to `args.output_dir`, and add to `all_results.json` if `combined`, on rank 0."""
         if self.is_world_process_zero():
             write_metrics(Path(str(self.args.output_dir)), split, metrics, combined=combined)
 
-    def save_state(self) -> None:
-        """Write the progress to `trainer_state.json` in `args.output_dir`, on rank 0."""
-        if self.is_world_process_zero():
-            directory = Path(str(self.args.output_dir))
-            directory.mkdir(parents=True, exist_ok=True)
-            trainer: Any = self
-            trainer.state.save_to_json(os.fspath(directory / "trainer_state.json"))
-
-    def is_local_process_zero(self) -> bool:
-        """Whether this is the first rank of its machine."""
-        return self.args.local_process_index == 0
-
-    def is_world_process_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return self.args.process_index == 0
-
-    def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
+    def floating_point_ops(self, inputs: Batch) -> int:
         """FLOPs of the forward and backward pass of a micro-batch; an override is what `total_flos` adds up."""
         return num_input_flops(self.model, inputs)
 
@@ -95,7 +79,7 @@ class ReportingMethods(BaseTrainer):
         if self.global_state is not None:
             self.global_state.world.close()
 
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def hyperparameter_search(self, *args: object, **kwargs: object) -> NoReturn:
         """Refused: there is no search here.
 
         Raises:

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from safetensors.torch import save_file
 from safetensors.torch import save_model as save_safetensors
@@ -16,6 +16,7 @@ from onstep.config import TrainingArguments
 from onstep.errors import ConfigError
 from onstep.events.context import unwrap
 from onstep.models import Transformer, hf_obstacle, save_hf
+from onstep.train_state import StateDict
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.overrides import overrides
 from onstep.trainer.reporting.model_card import Words, model_card
@@ -30,7 +31,7 @@ class SavingMethods(BaseTrainer):
     """Writes the checkpoint that is due, while `_save_checkpoint` runs."""
 
     @property
-    def saved_processing_class(self) -> Any:
+    def saved_processing_class(self) -> object:
         """What is saved with the weights to process data: the `processing_class`, else the collator's tokenizer."""
         given = self.processing_class
         return getattr(self.data_collator, "tokenizer", None) if given is None else given
@@ -51,7 +52,7 @@ class SavingMethods(BaseTrainer):
         if self.args.should_save:
             self._save(str(self.args.output_dir) if output_dir is None else output_dir)
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: StateDict | None = None) -> None:
         """Write the model, or the given weights, and what belongs to them, on rank 0."""
         is_main = self.args.should_save if self.global_state is None else self.global_state.world.is_main
         if is_main and self.model is not None:
@@ -59,12 +60,12 @@ class SavingMethods(BaseTrainer):
             save_model(self.model, directory, self.saved_processing_class, state_dict)
             write_arguments(self.args, directory)
 
-    def _get_output_dir(self, trial: Any = None) -> str:
+    def _get_output_dir(self, trial: object = None) -> str:
         """The directory with the checkpoints, `checkpoint-<step>`."""
         checkpoints = None if self.global_state is None else self.global_state.checkpoints
         return str(self.args.output_dir) if checkpoints is None else str(checkpoints.root)
 
-    def _save_checkpoint(self, model: nn.Module | None, trial: Any = None, metrics: Any = None) -> None:
+    def _save_checkpoint(self, model: nn.Module | None, trial: object = None, metrics: object = None) -> None:
         """Write the checkpoint that is due. Collective; an override is called at each save, on every rank.
 
         What it writes to `checkpoint-<step>` in `_get_output_dir(trial)`, before or after calling `super()`, becomes
@@ -120,7 +121,7 @@ class SavingMethods(BaseTrainer):
         )
         (directory / "README.md").write_text(card, encoding="utf-8")
 
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def push_to_hub(self, *args: object, **kwargs: object) -> NoReturn:
         """Refused: nothing is uploaded.
 
         Raises:
@@ -145,7 +146,7 @@ class SavingMethods(BaseTrainer):
 
 
 def save_model(
-    model: nn.Module, directory: Path, processing_class: Any = None, state_dict: dict[str, Any] | None = None
+    model: nn.Module, directory: Path, processing_class: object = None, state_dict: StateDict | None = None
 ) -> None:
     """Write `model` to `directory`: with its own `save_pretrained`, as a Hugging Face directory, or as safetensors.
 
@@ -157,7 +158,7 @@ def save_model(
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise ConfigError(f"the model cannot be saved in {directory}: {error}; name a directory, not a file") from error
-    module: Any = unwrap(model)
+    module = unwrap(model)
     if hasattr(module, "save_pretrained"):
         module.save_pretrained(directory, **({} if state_dict is None else {"state_dict": dict(state_dict)}))
     elif state_dict is not None:

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onstep.data import Batch
 from onstep.data.loaders.collate import mapping_like
 from onstep.errors import ConfigError
+from onstep.record.kinds import Metrics
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.computing.accelerator import Accelerator
 from onstep.trainer.dataloaders import forward_parameters
@@ -27,7 +29,7 @@ class SteppingMethods(BaseTrainer):
 
     # ---- a micro-batch
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Forward and backward pass of a micro-batch; returns its part of the step's loss, detached.
 
         An override runs the backward pass itself, by `super().training_step`, `self.accelerator.backward(loss)` or
@@ -41,7 +43,7 @@ class SteppingMethods(BaseTrainer):
         model.train()
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
-            further = {NUM_ITEMS: num_items_in_batch} if accepts_num_items(self.compute_loss) else {}
+            further: Metrics = {NUM_ITEMS: num_items_in_batch} if accepts_num_items(self.compute_loss) else {}
             loss: Tensor = step.part_of_step(self.compute_loss(model, inputs, **further))
         del inputs
         self.accelerator.backward(loss)
@@ -60,11 +62,11 @@ class SteppingMethods(BaseTrainer):
         context: AbstractContextManager[object] = self.session.state.autocast()
         return context
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
+    def _prepare_inputs(self, inputs: Batch) -> Batch:
         """The inputs of a micro-batch, with every tensor on the device."""
         return self._prepare_input(inputs)
 
-    def _prepare_input(self, data: Any) -> Any:
+    def _prepare_input(self, data: Batch) -> Batch:
         """A tensor on the device, or a nested structure of them."""
         if isinstance(data, Mapping):
             return mapping_like(data, {key: self._prepare_input(value) for key, value in data.items()})
@@ -72,13 +74,14 @@ class SteppingMethods(BaseTrainer):
             return type(data)(self._prepare_input(value) for value in data)
         return to_device(data, self.accelerator.device)
 
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+    def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> Tensor | int | None:
         """The number of labels in all micro-batches of a step, over all ranks; None for a loss that is a mean.
 
         Collective in training.
         """
         step = self._running_step("_get_num_items_in_batch")
-        return step.count_items(batch_samples, over_ranks=self.session.model[0].training)
+        counted: Tensor | None = step.count_items(batch_samples, over_ranks=self.session.model[0].training)
+        return counted
 
     def _running_step(self, name: str) -> Any:
         if self.session is None:
@@ -87,9 +90,10 @@ class SteppingMethods(BaseTrainer):
 
     # ---- the model
 
-    def call_model_init(self, trial: Any = None) -> nn.Module:
+    def call_model_init(self, trial: object = None) -> nn.Module:
         """A new model from `model_init`, which receives `trial` if it has a parameter."""
-        model_init: Any = self.model_init
+        model_init = self.model_init
+        assert model_init is not None
         parameters = inspect.signature(model_init).parameters.values()
         accepts_trial = any(
             p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters
@@ -105,13 +109,13 @@ class SteppingMethods(BaseTrainer):
         if getattr(model, "hf_device_map", None) is None and not is_placed:
             model.to(device)
 
-    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: object = None) -> nn.Module:
         """The model as an override wraps it; returned unchanged, it is wrapped for data parallelism if needed."""
         return model
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create `self.accelerator`; an override calls `super()` first."""
-        self.accelerator: Any = Accelerator(self)
+        self.accelerator = Accelerator(self)
 
     @property
     def model_wrapped(self) -> nn.Module | None:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from onstep.checkpoint import checkpoints, resolve
 from onstep.checkpoint.catalog.discovery import named_dirs
@@ -43,11 +42,15 @@ SEARCHED_FROM = "auto_find_batch_size_from"
 """Entry of run.json: the batch size with which `auto_find_batch_size` began; None without it."""
 
 
+Resume = str | os.PathLike[str] | bool | None
+"""A checkpoint, or whether to continue from the newest one."""
+
+
 @dataclass(frozen=True)
 class Wish:
     """What the user asks for, and what this Trainer knows of the directory."""
 
-    resume: Any
+    resume: Resume
     """`resume_from_checkpoint`: a path, True, False or None."""
     overwrites: bool = False
     """`overwrite_output_dir` of transformers 4."""
@@ -65,14 +68,14 @@ class Wish:
         return self.search is not None and self.search.is_retry
 
     @property
-    def entries(self) -> dict[str, Any]:
+    def entries(self) -> dict[str, object]:
         """What run.json records of this start."""
         searched_from = None if self.search is None else self.search.given
         return {"launch": _launch(), SEARCHED_FROM: searched_from, "hub_revisions": dict(self.revisions)}
 
 
 def acquire_dir(
-    trainer: BaseTrainer, config: ConfigContainer, world: World, resume: Any
+    trainer: BaseTrainer, config: ConfigContainer, world: World, resume: Resume
 ) -> tuple[Claim | None, Hold | None]:
     """Claim the run's directory; rank 0 decides for all. Collective.
 
@@ -282,7 +285,7 @@ class _Arrival:
         return "; ".join(text for text in (other, changed) if text)
 
 
-def unfinished_batch_size(trainer: BaseTrainer, resume: Any) -> int | None:
+def unfinished_batch_size(trainer: BaseTrainer, resume: Resume) -> int | None:
     """The batch size that `auto_find_batch_size` reached in the run that `resume` continues; None without one."""
     args, asked = trainer.args, Path(trainer.args.output_dir or ".").absolute()
     if resume is None:
@@ -332,7 +335,7 @@ def _nothing_there(directory: RunDir) -> CheckpointError:
     )
 
 
-def _launch() -> dict[str, Any]:
+def _launch() -> dict[str, object]:
     """The launch by torchrun that started this process, and its attempt; empty without torchrun."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return {}

@@ -7,13 +7,13 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from onstep.errors import DataError
 from onstep.events import TrainerState
 from onstep.events.context import unwrap
+from onstep.record.kinds import Metrics
 from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.methods.saving import write_arguments
 from onstep.training.run import Run
@@ -33,7 +33,7 @@ def files_of_checkpoint(trainer: TrainerMethods) -> Callable[[Path], None]:
 
     def write(directory: Path) -> None:
         _write_configuration(trainer.model, directory)
-        processing_class: Any = trainer.saved_processing_class
+        processing_class = trainer.saved_processing_class
         if hasattr(processing_class, "save_pretrained"):
             processing_class.save_pretrained(directory)
         _write_records(trainer, state, directory)
@@ -51,7 +51,7 @@ def recall_history(run: Run) -> None:
     if path is None or len(history) >= history.num_saved or not path.is_file():
         return
 
-    def read() -> list[dict[str, Any]] | None:
+    def read() -> list[Metrics] | None:
         try:
             return TrainerState.load_from_json(str(path)).log_history
         except (OSError, DataError) as error:
@@ -93,7 +93,7 @@ def _write_records(trainer: TrainerMethods, state: str, directory: Path) -> None
 
 def _write_configuration(model: nn.Module | None, directory: Path) -> None:
     """Write what `from_pretrained` needs beside the weights of a `transformers` model, or of its adapter."""
-    module: Any = unwrap(model)
+    module = unwrap(model)
     bases = {base.__module__.partition(".")[0] for base in type(module).__mro__}
     if "peft" in bases:
         module.save_pretrained(directory)

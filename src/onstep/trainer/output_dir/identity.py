@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from onstep.config import TrainingArguments
+from onstep.data import Batch
 from onstep.data.corpus.input_files import InputFiles
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.computing.custom_step import METHODS
@@ -68,13 +68,13 @@ def trainer_identity(trainer: BaseTrainer) -> Identity:
     return Identity({name: _part(values) for name, values in parts.items()})
 
 
-def _part(values: Mapping[str, Any]) -> InputFiles:
+def _part(values: Mapping[str, object]) -> InputFiles:
     digests = {name: digest_of(value) for name, value in values.items()}
     text = "\n".join(f"{name}\0{digest}" for name, digest in sorted(digests.items()))
     return InputFiles(f"{VALUES}{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}", digests)
 
 
-def _data(dataset: Any) -> dict[str, Any]:
+def _data(dataset: object) -> dict[str, object]:
     """The columns of rows and tables, the attributes and methods of a class of the user."""
     if isinstance(dataset, DataLoader):
         settings = (dataset.batch_size, type(dataset.sampler).__name__, dataset.drop_last)
@@ -96,9 +96,9 @@ def _data(dataset: Any) -> dict[str, Any]:
     }
 
 
-def _rows(rows: Sequence[Any]) -> dict[str, Any]:
+def _rows(rows: Sequence[Batch]) -> dict[str, object]:
     chosen = [rows[position] for position in sampled(len(rows), _ROWS)]
-    values: dict[str, Any] = {"the number of rows": len(rows)}
+    values: dict[str, object] = {"the number of rows": len(rows)}
     columns = list(chosen[0]) if chosen and all(isinstance(row, Mapping) for row in chosen) else []
     if not 0 < len(columns) <= _COLUMNS or not all(isinstance(name, str) for name in columns):
         return {**values, "the rows": chosen}
@@ -109,13 +109,13 @@ def _rows(rows: Sequence[Any]) -> dict[str, Any]:
     return values
 
 
-def _code(trainer: BaseTrainer) -> dict[str, Any]:
+def _code(trainer: BaseTrainer) -> dict[str, object]:
     """The user's methods and functions that decide what is learned, and the attributes and arguments that they name."""
     own, collator, model = vars(trainer), trainer.data_collator, trainer.model
     methods = reachable(type(trainer), _LEARNING)
     names = {name for function in methods.values() for name in names_in(function.__code__)}
     foreign = names - {field.name for field in fields(TrainingArguments)}
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         **methods,
         **{f"trainer.{name}": own[name] for name in {*_LEARNING, *(names - trainer.library_attributes)} & own.keys()},
         **{f"args.{name}": value for name, value in vars(trainer.args).items() if name in foreign},
@@ -132,7 +132,7 @@ def _code(trainer: BaseTrainer) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _settings(optimizer: Any) -> Any:
+def _settings(optimizer: object) -> object:
     """Of an optimizer the class and settings; a factory is itself."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
@@ -140,11 +140,11 @@ def _settings(optimizer: Any) -> Any:
     return type(optimizer).__qualname__, groups
 
 
-def _weights(model: nn.Module) -> dict[str, Any]:
+def _weights(model: nn.Module) -> dict[str, object]:
     """Each parameter and buffer, and how the model is built."""
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     limit = max(64, _TENSOR_VALUES // max(1, len(tensors)))
-    values: dict[str, Any] = {name: tensor_digest(value, limit) for name, value in tensors.items()}
+    values: dict[str, object] = {name: tensor_digest(value, limit) for name, value in tensors.items()}
     values["the architecture"] = structure(model)
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     if callable(to_dict):

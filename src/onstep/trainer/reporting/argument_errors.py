@@ -8,7 +8,7 @@ import re
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from onstep.config.field_types import accepts_text
 from onstep.config.hf.argument import argument_of
@@ -50,7 +50,7 @@ class _Records:
     def __init__(self, trainer: object, make: Callable[..., logging.LogRecord]) -> None:
         self.trainer, self.make = trainer, make
 
-    def __call__(self, name: str, *args: Any, **kwargs: Any) -> logging.LogRecord:
+    def __call__(self, name: str, *args: object, **kwargs: object) -> logging.LogRecord:
         record = self.make(name, *args, **kwargs)
         if name.startswith("onstep."):
             said = record.getMessage()
@@ -76,7 +76,7 @@ class _Records:
                 logging.setLogRecordFactory(before)
 
 
-def _overridden(trainer: object) -> Collection[Any]:
+def _overridden(trainer: object) -> Collection[str]:
     return getattr(getattr(trainer, "args", None), "config_overrides", None) or ()
 
 
@@ -91,7 +91,7 @@ _OWN_WORDS = {
 """What the functional door calls an object or a parameter, and what a Trainer's user passes or overrides instead."""
 
 
-def in_arguments(text: str, overridden: Collection[Any] = ()) -> str:
+def in_arguments(text: str, overridden: Collection[str] = ()) -> str:
     """The text with every key of the configuration replaced by its argument; `key=word` becomes `argument='word'`.
 
     Keys that are `overridden` have no other argument. A text that speaks of `config_overrides` is written for the

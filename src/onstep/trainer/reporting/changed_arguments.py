@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from onstep.config.hf.argument import KEY_OF
 from onstep.errors import warn_once
@@ -31,7 +30,7 @@ _INSTEAD = {name: f"state.{name}" for name in ("max_steps", "logging_steps", "ev
 """What a callback sets in mid-training in place of an argument."""
 
 
-def watched_arguments(*owners: Any) -> Callable[[], None]:
+def watched_arguments(*owners: object) -> Callable[[], None]:
     """A function that warns of each argument of these objects that has changed since; called at logged steps."""
     before = [_read(owner) for owner in owners]
 
@@ -50,6 +49,6 @@ def watched_arguments(*owners: Any) -> Callable[[], None]:
     return check
 
 
-def _read(owner: Any) -> dict[str, Any]:
+def _read(owner: object) -> dict[str, object]:
     values = vars(owner)
     return {name: values.get(name) for name in _READ_AT_THE_START}

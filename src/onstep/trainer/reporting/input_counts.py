@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import torch
+from torch import nn
 
+from onstep.data import Batch
 from onstep.errors import warn_once
 from onstep.events import Callback, CallbackContext
+from onstep.trainer.reporting.memory_metrics import MemoryMetrics
 from onstep.training.run import Run
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+
+class Counted(Protocol):
+    """The parts of a Trainer that counting uses."""
+
+    current_flos: float
+    memory: MemoryMetrics
+    model: nn.Module | None
+    processing_class: object
+    floating_point_ops: Callable[[Batch], int]
 
 
 class InputCounts(Callback):
@@ -24,7 +37,7 @@ class InputCounts(Callback):
         kind: `include_num_input_tokens_seen`: no | all | non_padding.
     """
 
-    def __init__(self, trainer: Any, run: Run, *, kind: str, counts_flops: bool) -> None:
+    def __init__(self, trainer: Counted, run: Run, *, kind: str, counts_flops: bool) -> None:
         self._trainer, self._run, self._kind, self._counts_flops = trainer, run, kind, counts_flops
         self._local = 0
         """Tokens of this rank that are not in the run's count yet."""
@@ -75,7 +88,7 @@ class InputCounts(Callback):
         local, self._local = self._local, 0
         self._run.train_state.num_input_tokens_seen = self.tokens + sum(self._run.world.gather(local))
 
-    def _tokens_of(self, inputs: Any) -> int:
+    def _tokens_of(self, inputs: Batch) -> int:
         name = main_input_name(self._trainer.model)
         ids = inputs.get(name) if isinstance(inputs, Mapping) else None
         if not isinstance(ids, torch.Tensor):
@@ -99,17 +112,18 @@ class InputCounts(Callback):
         return ids.numel()
 
 
-def main_input_name(model: Any) -> str:
+def main_input_name(model: nn.Module | None) -> str:
     """The name of a model's main input, as models of `transformers` declare it."""
     return str(getattr(model, "main_input_name", "input_ids"))
 
 
-def num_input_flops(model: Any, inputs: Any) -> int:
+def num_input_flops(model: nn.Module | None, inputs: Batch) -> int:
     """6 FLOPs for each input element and each parameter outside the embeddings; 0 if the model cannot count these.
 
     Source: `floating_point_ops` of transformers 5.23, after Kaplan et al. 2020.
     """
     ids = inputs.get(main_input_name(model)) if isinstance(inputs, Mapping) else None
-    if ids is None or not hasattr(model, "num_parameters"):
+    num_parameters = getattr(model, "num_parameters", None)
+    if ids is None or num_parameters is None:
         return 0
-    return 6 * int(ids.numel()) * int(model.num_parameters(exclude_embeddings=True))
+    return 6 * int(ids.numel()) * int(num_parameters(exclude_embeddings=True))

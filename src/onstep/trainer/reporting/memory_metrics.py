@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from onstep.errors import MissingExtraError
+from onstep.record.kinds import Metrics
 
 _INTERVAL = 0.005
 """Seconds between two samples of the process's memory; the tracker's own thread never sleeps."""
@@ -37,9 +38,9 @@ class MemoryMetrics:
         return self._tracker is not None
 
     @contextmanager
-    def measured(self, name: str) -> Iterator[dict[str, Any]]:
+    def measured(self, name: str) -> Iterator[Metrics]:
         """Measure a stage; the dictionary has the metrics at the end."""
-        metrics: dict[str, Any] = {}
+        metrics: Metrics = {}
         if not self.enabled or self._stage is not None:
             yield metrics
             return
@@ -54,9 +55,9 @@ class MemoryMetrics:
                 self._tracker.update_metrics(name, metrics)
             self._stage = None
 
-    def current(self) -> dict[str, Any]:
+    def current(self) -> Metrics:
         """The metrics of the current stage, whose measurement the first call ends; {} outside of one."""
-        metrics: dict[str, Any] = {}
+        metrics: Metrics = {}
         if self._stage is not None:
             self._stop()
             self._tracker.update_metrics(self._stage, metrics)

@@ -6,10 +6,12 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import yaml
+from torch import nn
 
+from onstep.config import TrainingArguments
+from onstep.record.kinds import Metrics
 from onstep.training.run import Run
 
 Words = str | list[str] | None
@@ -35,8 +37,8 @@ _OF_TRAINING = ("train_loss", "train_runtime", "total_tokens", "total_flos")
 
 
 def model_card(
-    args: Any,
-    model: Any,
+    args: TrainingArguments,
+    model: nn.Module | None,
     run: Run | None,
     given: Mapping[str, Words],
     *,
@@ -76,16 +78,16 @@ def model_card(
     return "\n".join(section for section in sections if section)
 
 
-def _origin(base: Any, datasets: list[str], configurations: list[str]) -> str:
+def _origin(base: object, datasets: list[str], configurations: list[str]) -> str:
     how = f"Fine-tuned from `{base}`" if base else "Trained from scratch"
     data = f" on {', '.join(datasets)}" if datasets else ""
     which = f" ({', '.join(configurations)})" if datasets and configurations else ""
     return f"{how}{data}{which} with Onstep.\n"
 
 
-def _results(history: list[dict[str, Any]]) -> str:
+def _results(history: list[Metrics]) -> str:
     """The last training's totals, and a table of its evaluations."""
-    final: dict[str, Any] = next((one for one in reversed(history) if "train_runtime" in one), {})
+    final: Metrics = next((one for one in reversed(history) if "train_runtime" in one), {})
     totals = {key: final[key] for key in _OF_TRAINING if key in final}
     evaluations = [one for one in history if any(key.startswith("eval_") for key in one)]
     timing = ("_runtime", "_per_second")
@@ -112,7 +114,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _base_of(model: Any) -> str | None:
+def _base_of(model: nn.Module | None) -> str | None:
     """The name that a model of `transformers` was loaded by, unless that is a directory."""
     name = getattr(getattr(model, "config", None), "_name_or_path", None)
     return str(name) if name and not Path(str(name)).is_dir() else None
@@ -122,9 +124,9 @@ def _listed(words: Words) -> list[str]:
     return [words] if isinstance(words, str) else list(words or ())
 
 
-def _items(values: Mapping[str, Any]) -> str:
+def _items(values: Mapping[str, object]) -> str:
     return "".join(f"- {key}: {_shown(value)}\n" for key, value in values.items())
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)

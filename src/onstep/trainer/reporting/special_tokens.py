@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+
+from torch import nn
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 _NAMES = ("eos_token_id", "bos_token_id", "pad_token_id")
 
 
-def align_special_tokens(model: Any, processing_class: Any, *, logs: bool = True) -> dict[str, int]:
+def align_special_tokens(model: nn.Module, processing_class: object, *, logs: bool = True) -> dict[str, int]:
     """Set the special tokens of a model's configurations to those of a tokenizer of `transformers`, or a processor's.
 
     The generation configuration keeps its other end tokens, and so does a configuration with a list of them. A token
@@ -19,9 +20,10 @@ def align_special_tokens(model: Any, processing_class: Any, *, logs: bool = True
     Source: `align_special_tokens` of transformers 5.23.
     """
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
-    if not (_is_theirs(tokenizer) and hasattr(getattr(model, "config", None), "get_text_config")):
+    of_model = getattr(model, "config", None)
+    if of_model is None or not (_is_theirs(tokenizer) and hasattr(of_model, "get_text_config")):
         return {}
-    config, generation = model.config.get_text_config(), getattr(model, "generation_config", None)
+    config, generation = of_model.get_text_config(), getattr(model, "generation_config", None)
     changed = {}
     for name in _NAMES:
         token = getattr(tokenizer, name, None)
@@ -39,7 +41,7 @@ def align_special_tokens(model: Any, processing_class: Any, *, logs: bool = True
     return changed
 
 
-def _is_theirs(tokenizer: Any) -> bool:
+def _is_theirs(tokenizer: object) -> bool:
     """Whether it is a tokenizer of `transformers`, which is not imported for that."""
     return any(
         base.__name__ == "PreTrainedTokenizerBase" and base.__module__.startswith("transformers.")
@@ -47,6 +49,6 @@ def _is_theirs(tokenizer: Any) -> bool:
     )
 
 
-def _with(token: int, ids: Any) -> list[int]:
+def _with(token: int, ids: object) -> list[int]:
     known = ids if isinstance(ids, list) else [ids]
-    return [token, *(one for one in known if one is not None and one != token)]
+    return [token, *(one for one in known if isinstance(one, int) and one != token)]

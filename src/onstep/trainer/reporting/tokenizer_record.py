@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import nn
+
+from onstep.data import Batch
 from onstep.data.corpus.tokenizers import library_fingerprint
 from onstep.training.compute.losses import IGNORE_INDEX
 from onstep.training.run import Run
@@ -17,7 +20,7 @@ _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditional
 """Endings of the names of classes whose loss is per token, whatever their data."""
 
 
-def record_tokenizer(run: Run, model: Any, collator: Any, *datasets: Any) -> None:
+def record_tokenizer(run: Run, model: nn.Module, collator: object, *datasets: object) -> None:
     """Write the fingerprint of a Trainer's tokenizer and the bytes of text of its tokens to `run.json`.
 
     Only rows of a list or a `datasets.Dataset` are read, because reading a user's dataset may have effects. Nothing is
@@ -29,16 +32,16 @@ def record_tokenizer(run: Run, model: Any, collator: Any, *datasets: Any) -> Non
     tokenizer = getattr(run.processing_class, "tokenizer", run.processing_class)
     if run.run_dir is None or not run.world.is_main or not hasattr(tokenizer, "get_vocab"):
         return
-    ratios = [_bytes_per_token(one, tokenizer, collator) for one in datasets]
+    ratios = [_bytes_per_token(one, getattr(tokenizer, "decode", None), collator) for one in datasets]
     ratio = next((one for one in ratios if one is not None), None)
     if ratio is not None or type(model).__name__.endswith(_LANGUAGE_MODELS):
         write_tokenizer(run.run_dir, library_fingerprint(tokenizer), ratio)
 
 
-def _bytes_per_token(dataset: Any, tokenizer: Any, collator: Any) -> float | None:
+def _bytes_per_token(dataset: Any, decode: Callable[..., str] | None, collator: object) -> float | None:
     """The UTF-8 bytes of text per token that is predicted; None if rows are not those of a causal model."""
     is_plain = is_arrow_dataset(dataset) and dataset.format["type"] != "custom"
-    if not (is_plain or isinstance(dataset, (list, tuple))):
+    if decode is None or not (is_plain or isinstance(dataset, (list, tuple))):
         return None
     count = min(_ROWS, len(dataset))
     shifts = getattr(collator, "mlm", None) is False
@@ -46,11 +49,11 @@ def _bytes_per_token(dataset: Any, tokenizer: Any, collator: Any) -> float | Non
     found = [ids for ids in rows if ids is not None]
     if len(found) < count or not any(found):
         return None
-    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in found]
+    texts = [decode(ids, skip_special_tokens=True) for ids in found]
     return bytes_of(texts) / sum(map(len, found))
 
 
-def _predicted(row: Any, copies_inputs: bool) -> list[int] | None:
+def _predicted(row: Batch, copies_inputs: bool) -> list[int] | None:
     """The tokens of a row that count in the loss; None if the labels are not the inputs.
 
     Args:
@@ -66,7 +69,7 @@ def _predicted(row: Any, copies_inputs: bool) -> list[int] | None:
     return [one for one, _ in pairs] if all(one == label and one >= 0 for one, label in pairs) else None
 
 
-def _numbers(values: Any) -> list[int] | None:
+def _numbers(values: object) -> list[int] | None:
     """Integers of a list, an array or a tensor of one dimension; None for anything else."""
     values = values.tolist() if hasattr(values, "tolist") else values
     return values if isinstance(values, list) and all(type(one) is int for one in values) else None

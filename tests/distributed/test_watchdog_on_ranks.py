@@ -167,7 +167,7 @@ def test_a_simulated_fault_is_found_like_a_real_one(processes: Processes, tmp_pa
     codes, report = run(processes, tmp_path, how="nothing", pace=0.3, max_steps=40, overrides=overrides)
     assert "rank 1 hangs: its process has been stopped" in report.splitlines()[0], report
     assert codes[1] == -signal.SIGKILL
-    assert "ft.simulate_fault: rank 1 will fail (rank_hung) in 1." in output_of(tmp_path)
+    assert "rank 1 will fail (rank_hung) in 1." in output_of(tmp_path)
 
 
 @pytest.mark.slow

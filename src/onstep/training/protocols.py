@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from torch import nn
 
-from onstep.data import Batch, EvalLoader
+from onstep.checkpoint import CheckpointInfo, CheckpointManager
+from onstep.data import Batch, EvalLoader, StepSource
 from onstep.data.loaders.iterable_loader import is_stateful
 from onstep.optim.protocol import HasParamGroups, HasState, ParamScheduler
 from onstep.record.kinds import Metrics as Metrics
@@ -32,6 +34,43 @@ class Trained(NamedTuple):
     model: list[nn.Module]
     optimizer: UserOptimizer | None
     scheduler: UserScheduler | None
+
+
+class Checkpoints(Protocol):
+    """The interface of a run's checkpoints that the loop uses: `checkpointing.writing.RunCheckpoints`."""
+
+    saved_mark: tuple[object, ...] | None
+    """The `mark` of the newest checkpoint, or of the start of the training; None before both."""
+    failure: str | None
+    """Why the newest checkpoint or the final weights could not be written, if the run continued all the same
+    (`checkpoint.on_save_error=continue`)."""
+    some_rank_writes: bool
+    """Whether a rank is still writing its files of an asynchronous save, as last agreed."""
+
+    @property
+    def is_writing(self) -> bool: ...
+    @property
+    def root(self) -> Path: ...
+    @property
+    def manager(self) -> CheckpointManager: ...
+    @property
+    def start(self) -> CheckpointInfo | None: ...
+    @property
+    def is_chosen_start(self) -> bool: ...
+    @property
+    def is_loaded(self) -> bool: ...
+    def check_states(self, trained: Trained) -> None: ...
+    def load_progress(self, trained: Trained) -> None: ...
+    def load_features(self) -> None: ...
+    def load_position(self, reader: StepSource, scheduler: UserScheduler | None = None) -> None: ...
+    def to_go_back_to(self, max_step: int, went_to: int | None, branch: int) -> CheckpointInfo | None: ...
+    def restore(self, info: CheckpointInfo, trained: Trained) -> None: ...
+    def save(
+        self, trained: Trained, reader: StepSource, persistent: bool = True, adopts: bool = False, reason: str = ""
+    ) -> None: ...
+    def load_best_model(self, model: list[nn.Module]) -> None: ...
+    def finalize_if_written(self) -> None: ...
+    def finish(self) -> None: ...
 
 
 DataSource = EvalLoader | Iterator[Batch] | list[Iterator[Batch]] | None

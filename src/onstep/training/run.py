@@ -9,15 +9,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 
-from onstep.checkpoint import CheckpointInfo, CheckpointManager
 from onstep.config import ConfigContainer, config_to_args
 from onstep.config.lengths import batch_sizes
-from onstep.data import StepSource
 from onstep.distributed import World, existing_world
 from onstep.events import Control, RunInfo, RunState
 from onstep.optim import LossScaler, TrainingOptimizer, build_loss_scaler
@@ -25,7 +22,7 @@ from onstep.record.kinds import FILE_NAME, Kind
 from onstep.train_state import TrainState
 from onstep.training.entry_point import EntryPoint
 from onstep.training.feature import Features
-from onstep.training.protocols import Metrics, Trained, UserOptimizer, UserScheduler
+from onstep.training.protocols import Checkpoints, Metrics, UserOptimizer
 from onstep.training.reporting.bridge_trackers import BridgeTrackers
 from onstep.training.reporting.log_interval import LogInterval
 from onstep.training.reporting.run_record import RunRecord
@@ -48,43 +45,6 @@ class EvaluationRecord:
     last_metrics: Metrics = field(default_factory=dict)
     at_step: int | None = None
     """Step of `last_metrics`."""
-
-
-class Checkpoints(Protocol):
-    """The interface of a run's checkpoints that the loop uses: `checkpointing.writing.RunCheckpoints`."""
-
-    saved_mark: tuple[object, ...] | None
-    """The `mark` of the newest checkpoint, or of the start of the training; None before both."""
-    failure: str | None
-    """Why the newest checkpoint or the final weights could not be written, if the run continued all the same
-    (`checkpoint.on_save_error=continue`)."""
-    some_rank_writes: bool
-    """Whether a rank is still writing its files of an asynchronous save, as last agreed."""
-
-    @property
-    def is_writing(self) -> bool: ...
-    @property
-    def root(self) -> Path: ...
-    @property
-    def manager(self) -> CheckpointManager: ...
-    @property
-    def start(self) -> CheckpointInfo | None: ...
-    @property
-    def is_chosen_start(self) -> bool: ...
-    @property
-    def is_loaded(self) -> bool: ...
-    def check_states(self, trained: Trained) -> None: ...
-    def load_progress(self, trained: Trained) -> None: ...
-    def load_features(self) -> None: ...
-    def load_position(self, reader: StepSource, scheduler: UserScheduler | None = None) -> None: ...
-    def to_go_back_to(self, max_step: int, went_to: int | None, branch: int) -> CheckpointInfo | None: ...
-    def restore(self, info: CheckpointInfo, trained: Trained) -> None: ...
-    def save(
-        self, trained: Trained, reader: StepSource, persistent: bool = True, adopts: bool = False, reason: str = ""
-    ) -> None: ...
-    def load_best_model(self, model: list[nn.Module]) -> None: ...
-    def finalize_if_written(self) -> None: ...
-    def finish(self) -> None: ...
 
 
 @lru_cache(maxsize=64)

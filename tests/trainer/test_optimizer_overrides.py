@@ -309,6 +309,12 @@ def test_a_method_that_makes_nothing_is_named(tmp_path: Path) -> None:
         trainer.train()
 
 
+def test_parameters_are_not_counted_before_there_is_a_model(tmp_path: Path) -> None:
+    trainer = Trainer(args=arguments(tmp_path), model_init=Regression, default_callbacks=False)
+    with pytest.raises(ConfigError, match="has no model yet: model_init runs when training starts"):
+        trainer.get_num_trainable_parameters()
+
+
 def test_what_the_optimizer_has_is_shown_as_by_hugging_face(tmp_path: Path) -> None:
     trainer = Trainer(Regression(), arguments(tmp_path), train_dataset=regression_rows(4), default_callbacks=False)
     theirs = transformers.Trainer(

@@ -5,19 +5,23 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypeVar
 
 from torch import Tensor
 
 from onstep.config.hf.arguments import TrainingArguments
+from onstep.data import Batch
 from onstep.data.loaders.iterable_loader import count_samples
 from onstep.distributed import World
 from onstep.errors import ConfigError, OnstepError, warn_once
+from onstep.record.kinds import Metrics
 from onstep.trainer.predictions import Collected, EvalPrediction, join_rows, to_numpy, to_tensors
 from onstep.training.compute.batch_notes import contents
 from onstep.training.compute.losses import described
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 class BatchMetrics:
@@ -26,14 +30,14 @@ class BatchMetrics:
     It receives tensors on the device, with the samples of all ranks in dataset order.
     """
 
-    def __init__(self, compute_metrics: Callable[..., Any], wanted: list[str], world: World) -> None:
+    def __init__(self, compute_metrics: Callable[..., Metrics], wanted: list[str], world: World) -> None:
         self._compute_metrics = compute_metrics
         self._wanted = wanted
         self._world = world
         self._last: EvalPrediction | None = None
         """The most recent batch: whether it is the last one is known when the next one comes."""
 
-    def add(self, inputs: Any, logits: Any, labels: Any, loss: Tensor | None, is_filler: bool) -> None:
+    def add(self, inputs: Batch, logits: object, labels: object, loss: Tensor | None, is_filler: bool) -> None:
         """Add a micro-batch. Collective."""
         losses = None if loss is None else loss.detach().repeat(count_samples(inputs) or 1)
         row = Collected(logits, labels, inputs if "inputs" in self._wanted else None, losses)
@@ -47,21 +51,21 @@ class BatchMetrics:
         losses = row.losses if "loss" in self._wanted else None
         self._last = EvalPrediction(row.predictions, row.label_ids, row.inputs, losses)
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> Metrics:
         """The metrics of all batches."""
         return self._compute(is_last=True) or {}
 
-    def _compute(self, *, is_last: bool) -> Any:
+    def _compute(self, *, is_last: bool) -> Metrics | None:
         batch, self._last = self._last, None
         return None if batch is None else call_named(self._compute_metrics, batch, compute_result=is_last)
 
 
-def batch_metrics(compute: Callable[..., Any] | None, args: TrainingArguments, world: World) -> BatchMetrics | None:
+def batch_metrics(compute: Callable[..., Metrics] | None, args: TrainingArguments, world: World) -> BatchMetrics | None:
     """What calls the user's function after every batch; None if that is not asked for."""
     return BatchMetrics(compute, args.include_for_metrics, world) if compute and args.batch_eval_metrics else None
 
 
-def call_named(function: Callable[..., Any], *values: Any, **named: Any) -> Any:
+def call_named(function: Callable[..., Result], *values: object, **named: object) -> Result:
     """`function(*values, **named)`, for a user's function of metrics, which a note on its errors names.
 
     Raises:
@@ -82,7 +86,7 @@ def call_named(function: Callable[..., Any], *values: Any, **named: Any) -> Any:
         raise
 
 
-def prefixed(computed: dict[str, Any], prefix: str, measured: Mapping[str, Any]) -> dict[str, Any]:
+def prefixed(computed: Metrics, prefix: str, measured: Metrics) -> Metrics:
     """A user's metrics under the prefix, as Python numbers; one that replaces a measured one is named."""
     start = f"{prefix}_"
     metrics = {key if key.startswith(start) else start + key: _plain(value) for key, value in computed.items()}
@@ -92,12 +96,12 @@ def prefixed(computed: dict[str, Any], prefix: str, measured: Mapping[str, Any])
     return metrics
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A NumPy or torch scalar as a Python number."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
 
 
-def check_batch_metrics(compute: Callable[..., Any]) -> None:
+def check_batch_metrics(compute: Callable[..., object]) -> None:
     """Refuse (ConfigError) a `compute_metrics` that does not know which batch is the last."""
     parameters = inspect.signature(compute).parameters.values()
     if not any(p.name == "compute_result" or p.kind is p.VAR_KEYWORD for p in parameters):
@@ -108,8 +112,8 @@ def check_batch_metrics(compute: Callable[..., Any]) -> None:
 
 
 def computed_metrics(
-    compute: Callable[..., Any] | None, collected: Collected, args: TrainingArguments, *, are_preprocessed: bool
-) -> dict[str, Any]:
+    compute: Callable[..., object] | None, collected: Collected, args: TrainingArguments, *, are_preprocessed: bool
+) -> Metrics:
     """The metrics of a whole set; {} without predictions or labels.
 
     Args:

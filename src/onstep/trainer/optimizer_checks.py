@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from onstep.config import ConfigContainer, merge
 from onstep.config.hf.checks import evaluates
@@ -39,7 +38,7 @@ def check_optimizers(trainer: BaseTrainer) -> None:
         check_evaluates(trainer, scheduler)
 
 
-def check_metrics(trainer: BaseTrainer, metrics: Any) -> None:
+def check_metrics(trainer: BaseTrainer, metrics: object) -> None:
     """Refuse (ConfigError) what an overridden `evaluate` returns instead of metrics, where one of them is followed."""
     if not isinstance(metrics, Mapping):
         raise ConfigError(
@@ -48,7 +47,7 @@ def check_metrics(trainer: BaseTrainer, metrics: Any) -> None:
         )
 
 
-def is_object(given: Any) -> bool:
+def is_object(given: object) -> bool:
     """Whether `given` is an optimizer or scheduler, rather than a factory or nothing."""
     return given is not None and not isinstance(given, type) and hasattr(given, "step")
 
@@ -81,7 +80,7 @@ def check_schedule_is_free(trainer: BaseTrainer) -> None:
         )
 
 
-def check_evaluates(trainer: BaseTrainer, scheduler: Any) -> None:
+def check_evaluates(trainer: BaseTrainer, scheduler: object) -> None:
     """Refuse a scheduler that follows a metric in a run without evaluations."""
     if follows_metric(scheduler) and not evaluates(trainer.args):
         raise ConfigError(

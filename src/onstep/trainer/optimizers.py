@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from onstep.optim import (
 from onstep.optim.fused_step import are_members
 from onstep.optim.named_optimizers import construct, decay_groups, is_native
 from onstep.optim.named_schedules import named_schedule
+from onstep.record.kinds import Metrics
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.optimizer_checks import (
     check_evaluates,
@@ -41,11 +43,12 @@ from onstep.trainer.optimizer_checks import (
 )
 from onstep.trainer.overrides import overrides
 from onstep.trainer.own_arguments import config_of
+from onstep.training.protocols import UserOptimizer, UserScheduler
 from onstep.training.setup.setup import scheduler_for
 from onstep.training.stages.left_out import check_trains
 
 
-def own_optimizer(trainer: BaseTrainer, module: nn.Module | None) -> Any:
+def own_optimizer(trainer: BaseTrainer, module: nn.Module | None) -> object:
     """A new torch optimizer for `module`: of the user's factory or class, or of the arguments.
 
     A factory is called with the trainable parameters; a class, in `optimizers` with the learning rate of the arguments
@@ -73,7 +76,7 @@ def own_optimizer(trainer: BaseTrainer, module: nn.Module | None) -> Any:
     return construct(cls, keywords, module, decay_groups(module, decayed, _config(trainer).optimizer.weight_decay))
 
 
-def own_scheduler(trainer: BaseTrainer, optimizer: Any, num_training_steps: int) -> Any:
+def own_scheduler(trainer: BaseTrainer, optimizer: Any, num_training_steps: int) -> object:
     """A new scheduler for `optimizer`: of the user's factory, or the schedule of the arguments as a torch scheduler."""
     if optimizer is None:
         raise ConfigError("Trainer optimizer is None; call create_optimizer() before create_scheduler().")
@@ -101,7 +104,7 @@ class Length:
 
 def make_optimizers(
     trainer: BaseTrainer, module: nn.Module, config: ConfigContainer, length: Length
-) -> tuple[Any, Any]:
+) -> tuple[UserOptimizer, UserScheduler]:
     """The optimizer and the scheduler for the loop; those in them become `trainer.optimizer` and `lr_scheduler`.
 
     They are the user's, or created by factories or the Trainer's methods. The schedule of the arguments scales the
@@ -128,7 +131,7 @@ def make_optimizers(
     return optimizer, _as_loop_scheduler(trainer)
 
 
-def known_optimizers(trainer: BaseTrainer) -> tuple[Any, Any]:
+def known_optimizers(trainer: BaseTrainer) -> tuple[UserOptimizer | None, UserScheduler | None]:
     """The optimizer and the scheduler that the user passed or the last training created; None for one not made yet."""
     optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
     return optimizer if is_object(optimizer) else None, scheduler if is_object(scheduler) else None
@@ -146,7 +149,7 @@ def withdraw_optimizers(trainer: BaseTrainer) -> None:
     trainer.put_back = {}
 
 
-def step_on_metric(trainer: BaseTrainer, scheduler: Any, metrics: dict[str, Any]) -> None:
+def step_on_metric(trainer: BaseTrainer, scheduler: object, metrics: Metrics) -> None:
     """Step a scheduler that follows a metric with the one of this evaluation. All ranks have the same metrics.
 
     Raises:
@@ -168,15 +171,16 @@ def step_on_metric(trainer: BaseTrainer, scheduler: Any, metrics: dict[str, Any]
 class OptimizerModes(TrainerCallback):
     """Switches an optimizer that has other weights for evaluations, such as a schedule-free one, back for each step."""
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: object, control: object, **kwargs: Any) -> None:
         """Switch to the weights that are trained."""
         getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"]).train()
 
 
-def use_evaluation_weights(optimizer: Any) -> None:
+def use_evaluation_weights(optimizer: object) -> None:
     """Switch an optimizer that has other weights for evaluations to these; as in Hugging Face, until the next step."""
-    if is_object(optimizer) and callable(getattr(optimizer, "eval", None)):
-        optimizer.eval()
+    use = getattr(optimizer, "eval", None) if is_object(optimizer) else None
+    if callable(use):
+        use()
 
 
 def _is_configured(trainer: BaseTrainer) -> bool:
@@ -224,7 +228,7 @@ def _create_scheduler(trainer: BaseTrainer, config: ConfigContainer, length: Len
             trainer.lr_scheduler = named_schedule(trainer.args, trainer.optimizer, iters)
 
 
-def _scheduler_of(factory: Any, optimizer: Any) -> Any:
+def _scheduler_of(factory: Callable[..., object], optimizer: UserOptimizer) -> object:
     """What a factory of schedulers makes; an error, or what is not a scheduler, is refused (ConfigError)."""
     name = getattr(factory, "__name__", type(factory).__name__)
     rule = (
@@ -242,7 +246,7 @@ def _scheduler_of(factory: Any, optimizer: Any) -> Any:
 
 
 def _call_create_scheduler(trainer: BaseTrainer, iters: int | None) -> None:
-    create: Any = trainer.create_scheduler  # type: ignore[attr-defined]
+    create: Callable[..., object] = trainer.create_scheduler  # type: ignore[attr-defined]
     optimizer = inspect.signature(create).parameters.get("optimizer")
     is_required = optimizer is not None and optimizer.default is optimizer.empty  # as in scripts for 4.x
     created = create(num_training_steps=iters, **({"optimizer": trainer.optimizer} if is_required else {}))
@@ -253,7 +257,7 @@ def _call_create_scheduler(trainer: BaseTrainer, iters: int | None) -> None:
         )
 
 
-def _as_loop_scheduler(trainer: BaseTrainer) -> Any:
+def _as_loop_scheduler(trainer: BaseTrainer) -> UserScheduler:
     scheduler, known = trainer.lr_scheduler, trainer.callback_manager.callbacks
     has_modes = callable(getattr(trainer.optimizer, "train", None))
     if has_modes and not any(isinstance(callback, OptimizerModes) for callback in known):
@@ -278,7 +282,7 @@ def _is_native_schedule(trainer: BaseTrainer, config: ConfigContainer, iters: in
     return False
 
 
-def _continue_state(previous: Any, optimizer: Any) -> None:
+def _continue_state(previous: Any, optimizer: torch.optim.Optimizer) -> None:
     """Let a new optimizer of the same parameters and kind continue with the state of the previous training's."""
     if type(previous) is type(optimizer) and are_members(
         optimizer.param_groups, [list(group["params"]) for group in previous.param_groups]
@@ -290,7 +294,7 @@ def _trainable(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def _keep_own_values(optimizer: Any) -> None:
+def _keep_own_values(optimizer: UserOptimizer) -> None:
     """Make the configuration's schedule scale each group's own rate, and leave its weight decay alone."""
     for group in optimizer.param_groups:
         group.setdefault("max_lr", float(group["lr"]))

@@ -5,17 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from onstep.config.hf.arguments import TrainingArguments
+from onstep.data import Batch
 from onstep.data.loaders.iterable_loader import count_samples
 from onstep.distributed import World
+from onstep.record.kinds import Metrics
 
 logger = logging.getLogger(__name__)
+
+Arrays: TypeAlias = "NDArray[Any] | Tensor | list[Arrays] | tuple[Arrays, ...] | dict[str, Arrays] | None"
+"""Predictions of a model, or their labels: arrays, or tensors with `batch_eval_metrics`, nested like its outputs."""
 
 
 class TrainOutput(NamedTuple):
@@ -24,27 +30,27 @@ class TrainOutput(NamedTuple):
     global_step: int
     training_loss: float
     """Mean of the losses of all steps."""
-    metrics: dict[str, Any]
+    metrics: Metrics
     """The final metrics, and the mean loss as `train_loss`."""
 
 
 class PredictionOutput(NamedTuple):
     """Result of `Trainer.predict`."""
 
-    predictions: Any
+    predictions: Arrays
     """Array, or tuple of arrays, with one row per sample in dataset order."""
-    label_ids: Any
-    metrics: dict[str, Any]
+    label_ids: Arrays
+    metrics: Metrics
 
 
 class EvalLoopOutput(NamedTuple):
     """Result of `Trainer.evaluation_loop`."""
 
-    predictions: Any
+    predictions: Arrays
     """Array, or tuple of arrays, with one row per sample in dataset order; a list of them by batch with
     `eval_do_concat_batches=False`; None if not kept."""
-    label_ids: Any
-    metrics: dict[str, Any]
+    label_ids: Arrays
+    metrics: Metrics
     num_samples: int | None
 
 
@@ -55,19 +61,19 @@ class EvalPrediction:
     It unpacks to `(predictions, label_ids)`, followed by the inputs and losses that `include_for_metrics` requests.
     """
 
-    predictions: Any
-    label_ids: Any
-    inputs: Any = None
-    losses: Any = None
+    predictions: Arrays
+    label_ids: Arrays
+    inputs: Arrays = None
+    losses: Arrays = None
 
-    def _parts(self) -> tuple[Any, ...]:
+    def _parts(self) -> tuple[Arrays, ...]:
         wanted = tuple(part for part in (self.inputs, self.losses) if part is not None)
         return (self.predictions, self.label_ids, *wanted)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Arrays]:
         return iter(self._parts())
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Arrays:
         return self._parts()[index]
 
 
@@ -93,7 +99,7 @@ class PredictionCollector:
     """Whether a list, as of one object for each sample, is continued by the next rank's, instead of item by item."""
     _rows: list[Collected | None] = field(default_factory=list)
 
-    def add(self, inputs: Any, logits: Any, labels: Any, loss: Tensor | None, is_filler: bool) -> None:
+    def add(self, inputs: Batch, logits: object, labels: object, loss: Tensor | None, is_filler: bool) -> None:
         """Record a micro-batch; a filler only keeps its place."""
         if is_filler:
             self._rows.append(None)
@@ -119,7 +125,7 @@ class PredictionCollector:
         return Collected(*(None if column[0] is None else column for column in columns))
 
 
-def collector_for(args: TrainingArguments, module: Any, *, is_test: bool) -> PredictionCollector | None:
+def collector_for(args: TrainingArguments, module: nn.Module, *, is_test: bool) -> PredictionCollector | None:
     """The collector of an evaluation; None if its metrics are computed batch by batch."""
     if args.batch_eval_metrics and not is_test:
         return None
@@ -131,9 +137,9 @@ def collector_for(args: TrainingArguments, module: Any, *, is_test: bool) -> Pre
     )
 
 
-def logits_of(outputs: Any, ignore_keys: set[str], *, has_loss: bool) -> Any:
+def logits_of(outputs: object, ignore_keys: set[str], *, has_loss: bool) -> object:
     """The predictions among a model's outputs: one, or a tuple of those that are not ignored."""
-    values: tuple[Any, ...]
+    values: tuple[object, ...]
     if isinstance(outputs, Mapping):
         values = tuple(v for key, v in outputs.items() if key not in ignore_keys and v is not None)
     elif isinstance(outputs, (list, tuple)):
@@ -144,7 +150,7 @@ def logits_of(outputs: Any, ignore_keys: set[str], *, has_loss: bool) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def mean_of(loss: Any) -> Any:
+def mean_of(loss: object) -> Tensor | None:
     """The loss that a `prediction_step` returned, 0-d and detached; None if there is none."""
     if loss is None:
         return None
@@ -152,7 +158,7 @@ def mean_of(loss: Any) -> Any:
     return values.to(torch.promote_types(values.dtype, torch.float32)).mean()
 
 
-def to_numpy(value: Any) -> Any:
+def to_numpy(value: object) -> object:
     """Tensors, in any nesting, as arrays in host memory."""
     if isinstance(value, Tensor):
         value = value.detach()
@@ -165,7 +171,7 @@ def to_numpy(value: Any) -> Any:
     return value
 
 
-def to_tensors(value: Any, device: torch.device) -> Any:
+def to_tensors(value: object, device: torch.device) -> object:
     """Arrays, in any nesting, as tensors on the device."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value).to(device)

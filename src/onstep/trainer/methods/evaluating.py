@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from onstep.data import Batch
 from onstep.errors import ConfigError, warn_once
+from onstep.record.kinds import Metrics
 from onstep.trainer.base_trainer import BaseTrainer
+from onstep.trainer.call import Session
 from onstep.trainer.computed_metrics import (
     batch_metrics,
     call_named,
@@ -50,7 +52,7 @@ logger = logging.getLogger(__name__)
 class EvaluatingMethods(BaseTrainer):
     """Hugging Face's methods of an evaluation."""
 
-    _gather_function: Any = None
+    _gather_function: Callable[..., object] | None = None
     model_preparation_time: float | None = None
     """Seconds in which the model was placed for the first evaluation; None if a training placed it."""
 
@@ -62,7 +64,7 @@ class EvaluatingMethods(BaseTrainer):
         return [] if self.model is None else label_parameters(self.model)
 
     @property
-    def gather_function(self) -> Any:
+    def gather_function(self) -> Callable[..., object]:
         """For an overridden `evaluation_loop`: gathers the tensors of all ranks, without those of fillers. Collective.
 
         It may be assigned; Onstep's own loop gathers at its end, and does not call it.
@@ -70,7 +72,7 @@ class EvaluatingMethods(BaseTrainer):
         return self._gather_function or self.accelerator.gather_for_metrics  # type: ignore[attr-defined]
 
     @gather_function.setter
-    def gather_function(self, function: Any) -> None:
+    def gather_function(self, function: Callable[..., object]) -> None:
         self._gather_function = function
 
     @property
@@ -80,8 +82,8 @@ class EvaluatingMethods(BaseTrainer):
 
     @errors_name_arguments
     def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, Any]:
+        self, eval_dataset: object = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> Metrics:
         """Compute the metrics of a dataset, or of each in a dict of them under `<prefix>_<name>`. Collective.
 
         A callback may call it during training. `eval_dataset` may be a key of the dict passed to the constructor.
@@ -106,7 +108,7 @@ class EvaluatingMethods(BaseTrainer):
 
     @errors_name_arguments
     def predict(
-        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+        self, test_dataset: object, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Predictions, labels and metrics of a whole dataset, in its order. Collective.
 
@@ -119,7 +121,7 @@ class EvaluatingMethods(BaseTrainer):
 
     def evaluation_loop(
         self,
-        dataloader: Any,
+        dataloader: object,
         description: str,
         prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None,
@@ -141,7 +143,7 @@ class EvaluatingMethods(BaseTrainer):
             collector = None if loss_only else collector_for(self.args, session.module, is_test=is_test)
             batches = None if loss_only else batch_metrics(self.compute_metrics, self.args, state.world)
 
-            def predict(model: nn.Module, inputs: Any) -> Any:
+            def predict(model: nn.Module, inputs: Batch) -> Tensor | None:
                 loss, logits, labels = self.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
                 loss = mean_of(loss)
                 if self.preprocess_logits_for_metrics is not None and logits is not None:
@@ -186,7 +188,7 @@ class EvaluatingMethods(BaseTrainer):
 
     def prediction_loop(
         self,
-        dataloader: Any,
+        dataloader: object,
         description: str,
         prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None,
@@ -196,8 +198,8 @@ class EvaluatingMethods(BaseTrainer):
         return self.evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
 
     def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Any, Any, Any]:
+        self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, object, object]:
         """The loss, logits and labels of one batch; None for those that it lacks or that are not asked for."""
         with self._evaluation() as session, torch.no_grad(), session.state.autocast():
             inputs = self._placed(inputs)
@@ -210,7 +212,7 @@ class EvaluatingMethods(BaseTrainer):
         if prediction_loss_only:
             return loss, None, None
         # outputs, such as a key/value cache, that a `transformers` model declares not to be predictions
-        config: Any = getattr(inner_module(model), "config", None)
+        config = getattr(inner_module(model), "config", None)
         no_predictions = getattr(config, "keys_to_ignore_at_inference", None) or ["past_key_values"]
         return (
             loss,
@@ -218,18 +220,18 @@ class EvaluatingMethods(BaseTrainer):
             labels,
         )
 
-    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Any) -> tuple[Any, Any]:
+    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Batch) -> tuple[object, Batch]:
         """For a `prediction_step` copied from Hugging Face's: a context that does nothing, and the inputs."""
         return nullcontext, inputs
 
-    def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False) -> Any:
+    def _evaluate(self, trial: object, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False) -> Metrics:
         """The evaluation of a run, when one is due."""
         metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
         if not skip_scheduler:
             step_on_metric(self, self.session.scheduler, metrics)
         return metrics
 
-    def _determine_best_metric(self, metrics: dict[str, Any], trial: Any) -> bool:
+    def _determine_best_metric(self, metrics: Metrics, trial: object) -> bool:
         """Remember the value of `metric_for_best_model` if it is the best so far; returns whether it is.
 
         Raises:
@@ -271,12 +273,12 @@ class EvaluatingMethods(BaseTrainer):
         if not is_first and self._determine_best_metric(metrics=metrics, trial=None):
             save_best(state)
 
-    def _evaluation(self) -> AbstractContextManager[Any]:
+    def _evaluation(self) -> AbstractContextManager[Session]:
         """The session of an evaluation; inside of a run, that of the run."""
         raise NotImplementedError
 
     def _evaluate_one(
-        self, session: Any, dataset: Any, ignore_keys: list[str] | None, prefix: str, *, is_test: bool = False
+        self, session: Session, dataset: object, ignore_keys: list[str] | None, prefix: str, *, is_test: bool = False
     ) -> EvalLoopOutput:
         """Evaluate one dataset, record its metrics, and fire the event of its end. Collective."""
         self.check_evaluation()
@@ -302,7 +304,7 @@ class EvaluatingMethods(BaseTrainer):
             session.notify.fire(f"on_{kind}_end", total_loss_dict=session.means, metrics=output.metrics)
         return output
 
-    def _publish(self, session: Any, metrics: dict[str, Any]) -> None:
+    def _publish(self, session: Session, metrics: Metrics) -> None:
         """Log an evaluation; Megatron Bridge's tags wait for the record of a step."""
         info = session.state.info
         tags, info.bridge_tags, session.record_kind = info.bridge_tags, None, "evaluation"
@@ -312,7 +314,7 @@ class EvaluatingMethods(BaseTrainer):
         finally:
             info.bridge_tags, session.record_kind = tags, "log"
 
-    def _complete(self, output: EvalLoopOutput, prefix: str, seconds: float, epoch: Any) -> None:
+    def _complete(self, output: EvalLoopOutput, prefix: str, seconds: float, epoch: float) -> None:
         """Add the rates and the epoch to the metrics of an overridden `evaluation_loop`, which need not have them."""
         metrics, samples = output.metrics, output.num_samples or 0
         steps = math.ceil(samples / (self.args.eval_batch_size * self.args.world_size))
@@ -321,7 +323,7 @@ class EvaluatingMethods(BaseTrainer):
         metrics.setdefault(f"{prefix}_steps_per_second", round(steps / seconds, 3))
         metrics.setdefault("epoch", epoch)
 
-    def _dataloader(self, session: Any, dataset: Any, is_test: bool) -> Any:
+    def _dataloader(self, session: Session, dataset: object, is_test: bool) -> object:
         """The loader of a dataset; an overridden loop gets one with Hugging Face's interface."""
         if overrides(self, "evaluation_loop") or overrides(self, "prediction_loop"):
             return getattr(self, "get_test_dataloader" if is_test else "get_eval_dataloader")(dataset)
@@ -330,7 +332,7 @@ class EvaluatingMethods(BaseTrainer):
     def _computes_own_loss(self) -> bool:
         return self.compute_loss_func is not None or overrides(self, "compute_loss")
 
-    def _placed(self, inputs: Any) -> Any:
+    def _placed(self, inputs: Batch) -> Batch:
         """The inputs on the device, prepared by the user's method if there is one."""
         if overrides(self, "_prepare_inputs"):
             return self._prepare_inputs(inputs)  # type: ignore[attr-defined]
@@ -342,13 +344,13 @@ class EvaluatingMethods(BaseTrainer):
             return None
         return torch.bfloat16 if self.args.bf16_full_eval else torch.float16 if self.args.fp16_full_eval else None
 
-    def _preparation_time(self, session: Any) -> float | None:
+    def _preparation_time(self, session: Session) -> float | None:
         is_first = self.model_preparation_time is None and not session.state.train_state.do_train
         if is_first and not self.is_in_train:
             self.model_preparation_time = round(session.preparation_seconds, 4)
         return self.model_preparation_time
 
-    def _write_to_trackers(self, session: Any, prefix: str, is_test: bool) -> None:
+    def _write_to_trackers(self, session: Session, prefix: str, is_test: bool) -> None:
         """Send the mean losses to trackers under Megatron Bridge's tags: `validation`, or `validation <name>`."""
         state = session.state
         if session.means and state.bridge_trackers.recipients:
@@ -357,7 +359,7 @@ class EvaluatingMethods(BaseTrainer):
                 name = prefix.removeprefix(own).removeprefix("_")
                 write_evaluation(state, session.means, f"{kind} {name}".rstrip())
 
-    def _named(self, eval_dataset: Any) -> Any:
+    def _named(self, eval_dataset: object) -> object:
         if not isinstance(eval_dataset, str):
             return eval_dataset
         known = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Callable
 
 from torch import nn
 
+from onstep.config import TrainingArguments
 from onstep.errors import ConfigError
 from onstep.optim.named_optimizers import optimizer_class
+from onstep.optim.protocol import Groups
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.optimizer_checks import is_object
 from onstep.trainer.optimizers import own_optimizer, own_scheduler
+from onstep.training.protocols import UserOptimizer
 
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Source: transformers 5.23, Trainer.get_decay_parameter_names."""
@@ -29,7 +32,7 @@ class OptimizingMethods(BaseTrainer):
         self.create_optimizer()
         self.create_scheduler(num_training_steps=num_training_steps)
 
-    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+    def create_optimizer(self, model: nn.Module | None = None) -> object:
         """Set `self.optimizer`, unless it is set, and return it: a torch optimizer of the trainable parameters.
 
         It is the one of `optimizers`, `optimizer_cls_and_kwargs` or `args`; one of `args` has a group of the parameters
@@ -39,7 +42,7 @@ class OptimizingMethods(BaseTrainer):
             self.optimizer = own_optimizer(self, self.model if model is None else model)
         return self.optimizer
 
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+    def create_scheduler(self, num_training_steps: int, optimizer: UserOptimizer | None = None) -> object:
         """Set `self.lr_scheduler`, unless it is set, and return it: the schedule of `args` as a torch scheduler.
 
         Args:
@@ -53,7 +56,9 @@ class OptimizingMethods(BaseTrainer):
         return self.lr_scheduler
 
     @staticmethod
-    def get_optimizer_cls_and_kwargs(args: Any, model: nn.Module | None = None) -> tuple[Any, dict[str, Any]]:
+    def get_optimizer_cls_and_kwargs(
+        args: TrainingArguments, model: nn.Module | None = None
+    ) -> tuple[Callable[..., UserOptimizer], dict[str, object]]:
         """The class and the keywords of the optimizer that `args` name.
 
         Raises:
@@ -68,9 +73,14 @@ class OptimizingMethods(BaseTrainer):
         return [name for name in names if not name.startswith(norms) and not _NOT_DECAYED.search(name.lower())]
 
     def get_num_trainable_parameters(self) -> int:
-        """Number of trainable values of the model."""
-        model: Any = self.model
-        return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        """Number of trainable values of the model.
+
+        Raises:
+            ConfigError: before there is a model.
+        """
+        if self.model is None:
+            raise ConfigError("Trainer has no model yet: model_init runs when training starts; call train().")
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
     def get_learning_rates(self) -> list[float]:
         """The next learning rate of each parameter group.
@@ -80,7 +90,7 @@ class OptimizingMethods(BaseTrainer):
         """
         return [group["lr"] for group in self._groups()]
 
-    def get_optimizer_group(self, param: nn.Parameter | None = None) -> Any:
+    def get_optimizer_group(self, param: nn.Parameter | None = None) -> object:
         """The group of a parameter; for None, or a parameter that is in no group, the parameters of each group.
 
         Raises:
@@ -92,8 +102,8 @@ class OptimizingMethods(BaseTrainer):
                 return group
         return [group["params"] for group in groups]
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def _groups(self) -> Groups:
         if not is_object(self.optimizer):
             raise ConfigError("Trainer optimizer is None; call create_optimizer() or train() first.")
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        groups: Groups = self.optimizer.param_groups
         return groups

@@ -6,14 +6,15 @@ import logging
 import math
 from collections.abc import Mapping
 from pprint import pformat
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from onstep.config import TrainingArguments
 from onstep.console.formats import format_si
 from onstep.console.line_writer import LineWriter
 from onstep.events import RunState, TrainerCallback
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _LONGEST_ON_ONE_LINE = 80
 _UNAVAILABLE = "Unavailable"

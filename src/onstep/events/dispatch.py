@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from onstep.events.context import CallbackContext, UserState
 from onstep.events.events import EVENTS, TRAINING, VALID_EVENTS, Event
 from onstep.events.manager import CallbackManager

@@ -70,6 +70,18 @@ def test_wrappers_leave_no_trace_in_the_names(world: World) -> None:
         assert list(ModelState([model]).state_dict()) == ["weight", "bias"]
 
 
+def test_a_wrapper_with_weights_of_its_own_is_saved_whole() -> None:
+    class DistributedDataParallel(nn.Module):  # named as Megatron names its own
+        def __init__(self) -> None:
+            super().__init__()
+            self.module, self.head = nn.Linear(2, 2), nn.Linear(2, 1)
+
+    source, target = DistributedDataParallel(), DistributedDataParallel()
+    ModelState([target]).load_state_dict(stored(ModelState([source])))
+    assert torch.equal(target.head.weight, source.head.weight)
+    assert list(ModelState([nn.DataParallel(source)]).state_dict()) == [f"module.{key}" for key in source.state_dict()]
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

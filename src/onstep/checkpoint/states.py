@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from onstep.config.suggestions import listed
 from onstep.errors import CheckpointError
-from onstep.events.context import unwrap
 
 NAMES_SHOWN = 5
 """How many names of each kind an error lists; the remaining ones are counted."""
@@ -34,7 +34,7 @@ class ModelState:
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
-        self._modules = [unwrap(chunk) for chunk in chunks]
+        self._modules = [_bare_module(chunk) for chunk in chunks]
 
     def state_dict(self) -> dict[str, Any]:
         """The tensors themselves, not copies; tied tensors share their storage."""
@@ -70,6 +70,19 @@ class ModelState:
         if len(self._modules) == 1:
             return [("", self._modules[0])]
         return [(f"chunk_{i}.", module) for i, module in enumerate(self._modules)]
+
+
+def _bare_module(module: nn.Module) -> nn.Module:
+    """The module inside torch's data-parallel and compile wrappers, which have no tensors of their own.
+
+    Any other wrapper, such as Megatron's, is part of the model: its own tensors are saved, and its keys begin with the
+    name that it has for the inner module.
+    """
+    while True:  # torch.compile's wrapper is recognized by its attribute, which avoids importing it
+        inner = module.module if isinstance(module, DistributedDataParallel) else module._modules.get("_orig_mod")
+        if inner is None:
+            return module
+        module = inner
 
 
 def _loads_its_own_way(module: nn.Module) -> bool:

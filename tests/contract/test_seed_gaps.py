@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -293,6 +294,15 @@ def test_a_state_begins_again() -> None:
     assert state.signal_handler is not handler
     state.reset_for_restart()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_state_that_begins_again_saves_the_same_step_again(state: GlobalState, tmp_path: Path) -> None:
+    state.cfg.train.exit_interval = 3
+    assert decide(state, 3)
+    shutil.rmtree(tmp_path / "checkpoint-3")
+    state.reset_for_restart()
+    assert decide(state, 3)
+    assert saved(tmp_path) == {"checkpoint-3"}
 
 
 # Trackers

@@ -129,6 +129,8 @@ class GlobalState(Run):
         if given.handler is not None:
             given.handler.release()
         kept = {name: getattr(self, name) for name in _KEPT}
+        if self.checkpoints is not None:  # what comes at the same step may be something else
+            self.checkpoints.saved_mark = self.checkpoints.failure = None
         self.__dict__.clear()
         self.__init__(**kept)  # type: ignore[misc]
 

@@ -16,6 +16,14 @@ def reads(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
     SEEN.append(sorted(kwargs))
 
 
+def reads_beside_another(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    note(control, kwargs)
+
+
+def note(control: Any, keywords: dict[str, Any]) -> None:
+    SEEN.append(sorted(keywords))
+
+
 def closes_over(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
     SEEN.append((lambda: sorted(kwargs))())
 
@@ -34,13 +42,13 @@ def test_who_reads_the_keywords_is_handed_them() -> None:
     control = Control()
     SEEN.clear()
 
-    for handler in (reads, closes_over, shows_all, ignores):
+    for handler in (reads, reads_beside_another, closes_over, shows_all, ignores):
         context = CallbackContext(state=state, model=[], control=control, event="on_step_end")
         as_handler(handler, event_named("on_step_end"))(context)
 
     assert "optimizer" in SEEN[0]
-    assert SEEN[0] == SEEN[1] == SEEN[2]
-    assert SEEN[3] == ("args", "state", control)
+    assert SEEN[0] == SEEN[1] == SEEN[2] == SEEN[3]
+    assert SEEN[4] == ("args", "state", control)
 
 
 def names_a_field(args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:

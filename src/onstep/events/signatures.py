@@ -202,7 +202,11 @@ def _ignores_keywords(fn: Callable[..., object]) -> bool:
     if code.co_flags & inspect.CO_VARARGS or not _SEE_ALL.isdisjoint(code.co_names):
         return False
     keywords = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]
-    return all(step.argval != keywords for step in dis.get_instructions(code))
+    for step in dis.get_instructions(code):
+        # from Python 3.13 on, one instruction can name two variables
+        if keywords in (step.argval if isinstance(step.argval, tuple) else (step.argval,)):
+            return False
+    return True
 
 
 def _selection(event: Event, shape: _Shape) -> Callable[[Keywords], Keywords] | None:

@@ -390,6 +390,25 @@ def test_a_service_that_restarts_empty_in_the_run_gets_the_whole_run(run: Run) -
     assert tracker.points == [(step, float(step)) for step in range(1, 6)]
 
 
+def test_a_service_that_loses_the_run_at_the_same_line_again_gets_the_run_twice(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("onstep.trackers.lines._BLOCK", 256)  # lines that are sent before a failure are a success
+
+    class Loses(Kept):
+        def log(self, metrics: Any, step: int, timestamp: float) -> None:
+            if step == 40:
+                raise CannotContinueError("no such run")
+            super().log(metrics, step, timestamp)
+
+    tracker = Loses()
+    run.write(range(1, 51))
+    close(run.feed(tracker))
+    before, after = list(range(1, 40)), list(range(41, 51))
+    assert [step for step, _ in tracker.points] == before + before + after
+    assert "refuses a line of step 40, which it will lack" in warnings(caplog)[-1]
+
+
 def test_a_service_that_never_has_the_run_only_costs_a_warning(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     run.write(range(1, 4))
     close(run.feed(Raising("open", error=CannotContinueError("no such run"))))

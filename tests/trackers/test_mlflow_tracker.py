@@ -30,6 +30,16 @@ def identity(directory: Path, config: dict[str, Any] | None = None, **info: Any)
     return RunIdentity("pretty", "run-1", directory, config or {"optimizer": {"lr": 0.5}}, **info)
 
 
+class Raising:
+    """A function that raises an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __call__(self, *arguments: Any, **options: Any) -> None:
+        raise self.error
+
+
 def only_run(directory: Path, experiment: str = "onstep") -> tuple[Any, Any]:
     client, (run,) = mlflow_runs(directory, experiment)
     return client, run
@@ -160,6 +170,49 @@ def test_points_wait_for_each_other_no_longer_than_asked(tmp_path: Path) -> None
     assert recorded() == 3
     tracker.close("completed")
     assert recorded() == 4
+
+
+def test_points_that_wait_are_kept_while_the_service_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.tracking import MlflowClient
+
+    tracker = MlflowTracker(flush_seconds=10.0)
+    now = 0.0
+    tracker.clock = lambda: now
+    tracker.open(identity(tmp_path), {})
+    tracker.log({"a": 1.0}, 1, 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "log_batch", Raising(MlflowException("too many requests")))
+        now = 10.0
+        for _ in range(3):
+            with pytest.raises(MlflowException, match="too many requests"):
+                tracker.log({"a": 2.0}, 2, 0.0)
+    tracker.log({"a": 2.0}, 2, 0.0)
+    tracker.close("completed")
+    client, run = only_run(tmp_path)
+    assert mlflow_points(client, run, "a") == [(1, 1.0), (2, 2.0)]
+
+
+def test_points_that_wait_and_are_refused_do_not_hold_up_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
+    from mlflow.tracking import MlflowClient
+
+    tracker = MlflowTracker(flush_seconds=10.0)
+    now = 0.0
+    tracker.clock = lambda: now
+    tracker.open(identity(tmp_path), {})
+    tracker.log({"a": 1.0}, 1, 0.0)
+    with monkeypatch.context() as patch:
+        refusal = MlflowException("such a name is not allowed", error_code=INVALID_PARAMETER_VALUE)
+        patch.setattr(MlflowClient, "log_batch", Raising(refusal))
+        now = 10.0
+        with pytest.raises(MlflowException, match="not allowed"):
+            tracker.log({"a": 2.0}, 2, 0.0)
+    tracker.log({"a": 2.0}, 2, 0.0)
+    tracker.close("completed")
+    client, run = only_run(tmp_path)
+    assert mlflow_points(client, run, "a") == [(2, 2.0)]
 
 
 def test_store_and_experiment_come_from_the_argument_else_from_the_environment(

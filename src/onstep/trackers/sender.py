@@ -70,6 +70,8 @@ class Sender:
         """The highest step since the tracker was opened."""
         self._num_calls: dict[int, int] = {}
         """How many calls have succeeded for a line that the tracker does not have as a whole yet, by its end."""
+        self._lost_after = -1
+        """The position that the tracker had when the service last lost the run; -1 if it has not."""
 
     def send_now(self, session: Session, status: str) -> int:
         """Open the tracker, send what it lacks, and close it; a service that lacks nothing is not opened.
@@ -101,6 +103,7 @@ class Sender:
         """Send lines until the close; a tracker is never used by two threads at once."""
         if previous is not None and previous.thread is not None:
             previous.thread.join()
+        self._lost_after = -1
         self._continue(session)
         self._write(session)  # what another run left there is not this one's
         while not session.is_abandoned:
@@ -139,7 +142,8 @@ class Sender:
             except BaseException as error:  # noqa: BLE001 - third-party code; its faults must not affect training
                 self._breaker.failed()
                 self._warn(f"failed with {type(error).__name__}: {error}", session)
-                if isinstance(error, CannotContinueError) and not self._takes_back:
+                if isinstance(error, CannotContinueError) and self._may_begin_again():
+                    self._lost_after = self._last.end
                     self._begin_again(session)
                 may_try = not self._breaker.is_open or self._leaves_out(session)
             else:
@@ -160,8 +164,13 @@ class Sender:
         session.settled = self._progress
         if self._takes_back:
             self._close_tracker(session, "preempted")
+        self._lost_after = -1  # positions are other lines now
         self._continue(session)
         self._open_tracker(session)
+
+    def _may_begin_again(self) -> bool:
+        """Whether a service that says it has lost the run gets it again: not where it has lost it before."""
+        return not self._takes_back and self._last.end > self._lost_after
 
     def _begin_again(self, session: Session) -> None:
         """Let a service that has lost the run, such as one that has restarted empty, get everything again."""

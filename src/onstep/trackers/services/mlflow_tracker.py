@@ -31,6 +31,8 @@ SEGMENTS_TAG = "onstep.segments"
 
 _STATUS = {"completed": "FINISHED", "stopped": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
 
+_REFUSALS = frozenset({"INVALID_PARAMETER_VALUE", "BAD_REQUEST"})
+"""MLflow's codes for points that it would not accept later either."""
 _SEARCH_PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8)
 """Seconds between two attempts to search a store."""
 _TORN_SECONDS = 600.0
@@ -117,9 +119,12 @@ class MlflowTracker(ServiceTracker):
         from mlflow.entities import Metric
 
         milliseconds = round(timestamp * 1000)
-        self._waiting += [Metric(metric_name(name), value, milliseconds, step) for name, value in metrics.items()]
-        if len(self._waiting) >= METRICS_PER_BATCH or self.clock() - self._last_flush >= self._interval:
-            self._flush()
+        points = [Metric(metric_name(name), value, milliseconds, step) for name, value in metrics.items()]
+        is_full = len(self._waiting) + len(points) >= METRICS_PER_BATCH
+        if is_full or self.clock() - self._last_flush >= self._interval:
+            self._flush(points)
+        else:
+            self._waiting += points
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Save the text as the artifact `text/<tag>/step-<step>.txt`."""
@@ -140,11 +145,12 @@ class MlflowTracker(ServiceTracker):
             client, self._client = self._client, None
             client.set_terminated(self._id, _STATUS.get(status, "FAILED"))
 
-    def _flush(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        self._last_flush = self.clock()
-        for batch in _batches(waiting, METRICS_PER_BATCH):
+    def _flush(self, points: Sequence[Any] = ()) -> None:
+        """Send pending points and others; if the service fails, pending ones stay, and the caller has the others."""
+        for batch in _batches([*self._waiting, *points], METRICS_PER_BATCH):
             self._log_batch(batch)
+            del self._waiting[: len(batch)]
+        self._last_flush = self.clock()
 
     def _log_batch(self, batch: Sequence[Any]) -> None:
         from mlflow.exceptions import MlflowException
@@ -154,6 +160,8 @@ class MlflowTracker(ServiceTracker):
         except MlflowException as error:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                 raise CannotContinueError(f"mlflow: the run {self._id} is gone: {error.message}") from error
+            if error.error_code in _REFUSALS:  # it would refuse them each time
+                del self._waiting[: len(batch)]
             raise
 
     def _experiment_id(self) -> str:

@@ -16,8 +16,8 @@ def lazy_names(
 
     Args:
         package: full name of the package.
-        homes: maps each public name to the full name of its module; by default, the imports of the package under
-            `if TYPE_CHECKING` do.
+        homes: maps each public name to the full name of its module; by default, the imports of the package, those
+            under `if TYPE_CHECKING` included, do so for the names in its `__all__`.
     """
 
     @cache
@@ -36,10 +36,16 @@ def lazy_names(
 
 
 def _imports_for_types(package: str) -> dict[str, str]:
-    """The module of each name that a package imports in its first `if`."""
-    import ast  # not before: these two are slower to import than the package
-    import inspect
+    """The module of each public name that a package imports, from its compiled code: it may have no source."""
+    import dis  # not before: it is slower to import than the package
 
-    block = next(one for one in ast.parse(inspect.getsource(sys.modules[package])).body if isinstance(one, ast.If))
-    imports = [one for one in block.body if isinstance(one, ast.ImportFrom)]
-    return {name.name: str(one.module) for one in imports for name in one.names}
+    module = sys.modules[package]
+    assert module.__spec__ is not None
+    loader: Any = module.__spec__.loader
+    homes, home = dict[str, str](), ""
+    for one in dis.get_instructions(loader.get_code(package)):
+        if one.opname == "IMPORT_NAME":
+            home = one.argval
+        elif one.opname == "IMPORT_FROM":
+            homes[one.argval] = home
+    return {name: homes[name] for name in module.__all__}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from pathlib import Path
 from typing import Any
@@ -90,3 +91,14 @@ def test_without_tensorboard_the_error_names_the_extra(monkeypatch: pytest.Monke
     monkeypatch.setattr("onstep.trackers.tracker.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"pip install 'onstep\[tensorboard\]'"):
         make_tracker("tensorboard")
+
+
+def test_an_event_file_that_cannot_be_made_leaves_only_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unraisable: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", unraisable.append)
+    with pytest.raises(FileNotFoundError):
+        module.EventFile(tmp_path / "missing" / "events")
+    gc.collect()
+    assert unraisable == []

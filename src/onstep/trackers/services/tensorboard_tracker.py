@@ -143,8 +143,10 @@ class EventFile:
         FileExistsError: if there is a file of this name.
     """
 
+    _descriptor: int | None = None
+
     def __init__(self, path: Path) -> None:
-        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
 
     def write(self, event: Any) -> None:
         """Append an event."""

@@ -65,7 +65,8 @@ def path_id(directory: Path) -> str:
 class CannotContinueError(OnstepError):
     """A tracker does not have what a state says: its files were lost or replaced, or the service no longer has the run.
 
-    Raised by `open`, or by `log` of a tracker that does not take points back: it then gets the whole run again.
+    Raised by `open`, or by `log` of a tracker that does not take points back: it then gets the whole run again, unless
+    it has lost the run at this line before.
     """
 
 

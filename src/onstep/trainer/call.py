@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,9 @@ from onstep.trainer.loss_convention import Labels
 from onstep.trainer.model_step import ModelStep
 from onstep.training import GlobalState
 from onstep.training.protocols import UserOptimizer, UserScheduler
+
+Resume = str | os.PathLike[str] | bool | None
+"""A checkpoint, or whether to continue from the newest one."""
 
 
 @dataclass

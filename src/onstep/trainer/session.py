@@ -21,7 +21,7 @@ from onstep.events import Control, Dispatcher
 from onstep.models import Transformer
 from onstep.models.generation.generate import inner_transformer
 from onstep.trackers.report_to import attach_trackers
-from onstep.trainer.call import Session
+from onstep.trainer.call import Resume, Session
 from onstep.trainer.computing.model_options import compiled, model_options, torch_options
 from onstep.trainer.dataloaders import (
     ColumnFilter,
@@ -42,7 +42,7 @@ from onstep.trainer.optimizers import (
     make_optimizers,
     use_evaluation_weights,
 )
-from onstep.trainer.output_dir.claim import Resume, acquire_dir
+from onstep.trainer.output_dir.claim import acquire_dir
 from onstep.trainer.output_dir.files import recall_history
 from onstep.trainer.overrides import overrides
 from onstep.trainer.own_arguments import config_of, shown_arguments

@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from onstep.errors import ConfigError
-from onstep.trainer.call import Session
+from onstep.trainer.call import Resume, Session
 from onstep.trainer.computing.batch_size_search import with_largest_batch
 from onstep.trainer.methods import TrainerMethods
-from onstep.trainer.output_dir.claim import Resume, unfinished_batch_size
+from onstep.trainer.output_dir.claim import unfinished_batch_size
 from onstep.trainer.output_dir.files import write_final_files
 from onstep.trainer.overrides import check_overrides
 from onstep.trainer.predictions import TrainOutput

@@ -23,6 +23,7 @@ from onstep.distributed import World
 from onstep.errors import CheckpointError, ConfigError
 from onstep.files.bounded_reading import integer_from_environment
 from onstep.trainer.base_trainer import BaseTrainer
+from onstep.trainer.call import Resume
 from onstep.trainer.computing.batch_size_search import Search
 from onstep.trainer.output_dir.identity import trainer_identity
 from onstep.training.opening import claim_for_all
@@ -40,10 +41,6 @@ logger = logging.getLogger(__name__)
 _ARGUMENTS_SHOWN = 4
 SEARCHED_FROM = "auto_find_batch_size_from"
 """Entry of run.json: the batch size with which `auto_find_batch_size` began; None without it."""
-
-
-Resume = str | os.PathLike[str] | bool | None
-"""A checkpoint, or whether to continue from the newest one."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import pytest
 
-from onstep.cli import verify_resume
+from onstep.cli import user_job
 from onstep.cli.main import main
 from onstep.cli.verify_resume import kill_steps
 from onstep.errors import ConfigError
@@ -91,7 +91,7 @@ class Forked:
 def forked(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both runs are processes that are forked from one."""
     known = SimpleNamespace(Popen=partial(Forked, processes), DEVNULL=subprocess.DEVNULL)
-    monkeypatch.setattr(verify_resume, "subprocess", known)
+    monkeypatch.setattr(user_job, "subprocess", known)
 
 
 @pytest.mark.usefixtures("forked")

@@ -42,6 +42,9 @@ RULES = {
     r"\bof somebody else\b|\bsomebody else's\b": "another process's, another run's",
     r"\bthinn(?:ed|ing)\b": "downsampled",
     r"\bcertificates?\b(?![/\"'])": "trajectory hash",
+    r"\bwhat (?:became|becomes) of\b": "the outcome of, what happened to",
+    r"\bwhoever\b": "anyone who, the code that, the user who",
+    r"\bstrangers?\b": "unknown, untrusted, other users",
 }
 PATTERNS = [(re.compile(pattern.replace(" ", r"\s+"), re.IGNORECASE), rather) for pattern, rather in RULES.items()]
 RIDDLE = re.compile(r"(?:What|Who|How|Where|When|Why|Which)\b|.*\?$")

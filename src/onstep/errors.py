@@ -17,7 +17,7 @@ def text_of(error: BaseException) -> str:
     """The text of any exception, or the name of its class if that has a `__str__` that fails itself."""
     try:
         return str(error)
-    except Exception:  # noqa: BLE001 - it is the code of whoever wrote the class
+    except Exception:  # noqa: BLE001 - the code of the class's author
         return type(error).__name__
 
 

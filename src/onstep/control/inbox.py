@@ -147,7 +147,7 @@ class Inbox:
     def _carry_out(self, ticket: Ticket) -> None:
         try:
             self.settle(ticket, "applied", result=self._at_once[ticket.command]())
-        except Exception as error:  # noqa: BLE001 - whoever waits gets an answer, whatever goes wrong in this thread
+        except Exception as error:  # noqa: BLE001 - the caller gets an answer, whatever goes wrong in this thread
             self.settle(ticket, "refused", message=f"{type(error).__name__}: {text_of(error)}")
 
     def _remember(self, ticket: Ticket) -> None:

@@ -1,4 +1,4 @@
-"""Describes a run as it is right now, for whoever asks; the training thread does nothing for it."""
+"""Describes the present state of a run on request, at no cost to the training thread."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class ClientLimits:
     """What the clients of a server may cost; by default of one beside a training."""
 
     connections: int = 64
-    """Open at a time. Room for a new one is made by closing those of strangers, then idle ones."""
+    """Open at a time. Room for a new one is made by closing unauthenticated ones, then idle ones."""
     accepts_per_second: float = 40.0
     accepts_at_once: float = 128.0
     backlog: int = 32
@@ -179,7 +179,7 @@ class Listener(socket.socket):
         return connection
 
     def _make_room(self) -> None:
-        """Cut off some strangers, or else the first idle client; a busy server answers 503 by itself."""
+        """Cut off some unauthenticated clients, or else the first idle client; a busy server answers 503 by itself."""
         self._forget_closed()
         if len(self._clients) < self.limits.connections:
             return

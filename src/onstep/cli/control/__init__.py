@@ -1,4 +1,4 @@
 """`onstep control`: finds running jobs and steers them; `group` has the commands.
 
-`target` resolves JOB and --remote, `outcome` prints what became of a command, and the other modules are the commands.
+`target` resolves JOB and --remote, `outcome` prints the outcome of a command, and the other modules are the commands.
 """

@@ -1,4 +1,4 @@
-"""Prints what became of a command, and asks before one that can lose work."""
+"""Prints the outcome of a command, and asks before one that can lose work."""
 
 from __future__ import annotations
 

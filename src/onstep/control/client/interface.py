@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass
 class ControlResponse:
-    """What became of a command."""
+    """The outcome of a command."""
 
     success: bool
     """Whether the job queued the command; if the call waited, whether the job applied it."""

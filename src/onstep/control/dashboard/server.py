@@ -45,7 +45,7 @@ def serve(dashboard: Dashboard, host: str = "127.0.0.1", port: int | None = None
         from onstep.http.access import Access, names_of
     if host not in LOOPBACK:
         logger.warning(
-            "The dashboard listens on %s: whoever has a link can steer the jobs, and it is not encrypted.", host
+            "The dashboard listens on %s: anyone with a link can steer the jobs, and it is not encrypted.", host
         )
     access = Access(secrets.token_hex(32), names_of(host))
     app = build_app(dashboard.jobs, access=access, listed=dashboard.listed, title="Onstep dashboard", is_dashboard=True)

@@ -1,4 +1,4 @@
-"""Checks every request before it reaches a route, and bounds what strangers may cost."""
+"""Checks every request before it reaches a route, and bounds what unauthenticated clients can cost."""
 
 from __future__ import annotations
 

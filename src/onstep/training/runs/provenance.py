@@ -102,7 +102,7 @@ def _git(directory: Path, timeout_seconds: float, *words: str) -> str:
 def _without_filters(keys: str) -> list[str]:
     """Options of git that switch off the filters that these configuration keys, each followed by NUL, define.
 
-    Git would run them to compare a file whose time has changed, whoever wrote the repository's configuration.
+    Git would run them to compare a file whose time has changed, no matter who wrote the repository's configuration.
 
     Raises:
         ValueError: for a filter that no option can name.

@@ -188,7 +188,7 @@ class TrainerControlCallback(TrainerCallback):
             context.control.evaluate("checkpoint.load_best_model_at_end compares what is saved")
 
     def on_decision(self, context: CallbackContext) -> None:
-        """Show what was decided, and answer whoever asked for it."""
+        """Show what was decided, and answer the client that asked for it."""
         request = context.request
         assert request is not None
         shown = {"step": context.step, **vars(request)}
@@ -316,7 +316,7 @@ class TrainerControlCallback(TrainerCallback):
         self._show("evaluating")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Show an evaluation, and answer whoever asked for it."""
+        """Show an evaluation, and answer the client that asked for it."""
         self._show()
         self._evaluated_step = state.global_step
         if not self._server.is_open:
@@ -331,7 +331,7 @@ class TrainerControlCallback(TrainerCallback):
         self._show("saving")
 
     def on_save(self, context: CallbackContext) -> None:
-        """Show a checkpoint, and answer whoever asked for it."""
+        """Show a checkpoint, and answer the client that asked for it."""
         self._show()
         if self._server.is_open:
             saved = {*self.feed.status["checkpoints"], context.checkpoint_step}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TypeVar
+
+Given = TypeVar("Given")
 
 
 class CallbackTimer:
@@ -42,16 +45,16 @@ class CallbackTimer:
         self._charge()
         return self._last, sum(self.seconds.values())
 
-    def enter(self, author: str) -> None:
-        """Note that a callback is about to be called. Called by the manager."""
+    def call(self, author: str, handle: Callable[[Given], object], given: Given) -> None:
+        """Call a callback, and charge the time until it returns to its author."""
         self._charge()
         self._inside.append(author)
-
-    def leave(self) -> None:
-        """Note that the callback has returned. Called by the manager for every `enter`."""
-        if self._inside:
-            self._charge()
-            self._inside.pop()
+        try:
+            handle(given)
+        finally:
+            if self._inside:
+                self._charge()
+                self._inside.pop()
 
     def _charge(self) -> None:
         now = self.read()

@@ -215,7 +215,7 @@ class CallbackManager:
                 HEARTBEAT.beats += 1
                 try:
                     if clock.is_running:
-                        _call_timed(clock, listener, context)
+                        clock.call(listener.author, listener.handle, context)
                     else:
                         listener.handle(context)
                 except StopIteration as error:  # it would end a generator that fires the event
@@ -303,14 +303,6 @@ class CallbackManager:
             setattr(self.listeners, event, tuple(listening))
         for follower in self._followers:
             follower.refresh()
-
-
-def _call_timed(clock: CallbackTimer, listener: Listener, context: CallbackContext) -> None:
-    clock.enter(listener.author)
-    try:
-        listener.handle(context)
-    finally:
-        clock.leave()
 
 
 def _with_object(listener: Listener, given: object) -> Listener:

@@ -183,6 +183,7 @@ class SendsAt(TrainerCallback):
         with connected() as client:
             for (command, _), identity in zip(self.commands, self.ids, strict=True):
                 self.tickets[command] = client.get(f"/jobs/{JOB}/commands/{identity}").json()
+            self.latest = client.get(f"/jobs/{JOB}/status").json()
 
 
 @pytest.mark.parametrize("stop", ["graceful_stop", "save_and_stop"])
@@ -195,6 +196,20 @@ def test_a_stop_sent_with_a_rollback_ends_the_run_after_it(steered: Any, stop: s
     assert {one["status"] for one in sends.tickets.values()} == {"applied"}
     assert [one["flag"] for one in decisions(directory)][-2:] == ["rolled_back", "saved"]
     assert json.loads((directory / "run.json").read_text())["step"] == 2
+
+
+def test_values_of_steps_that_are_rolled_back_are_no_longer_shown(steered: Any) -> None:
+    class Once(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_log = state.global_step == 3 and not sends.ids
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                logs["only_at_3"] = 1.0
+
+    saves, sends = SendsAt(2, ("save_checkpoint", {})), SendsAt(4, ("rollback", {"step": 2}), ("graceful_stop", {}))
+    steered(None, callbacks=[saves, Once(), sends], steps=8)
+    assert "only_at_3" not in sends.latest
 
 
 def test_what_cannot_be_done_after_the_last_step_is_not_answered_as_applied(steered: Any) -> None:

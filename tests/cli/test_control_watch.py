@@ -210,4 +210,4 @@ def test_an_event_is_a_line(kind: str, data: dict[str, Any], text: str) -> None:
 def test_a_rollback_has_a_second_line() -> None:
     details = {"to_step": 4, "bad_step": 9, "lr_factor": 0.5}
     lines = event_lines(FeedEvent(1, "decision", 0.0, {"step": 4, "flag": "rolled_back", "details": details}))
-    assert lines[1] == "    the data continues after step 9; the learning rate is multiplied by 0.5"
+    assert lines[1] == "    the data continues after step 9; the factor on the learning rate is now 0.5"

@@ -63,7 +63,7 @@ def test_every_kind_of_decision_is_reported_in_order(tmp_path: Path, capsys: pyt
     assert "    loss nan, gradient norm 2.5" in lines
     assert "    skipped from the next epoch on: samples [4, 9]" in lines
     assert any("[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11] and 8 more" in line for line in lines)
-    assert "    the data continues after step 8; the learning rate is multiplied by 0.25" in lines
+    assert "    the data continues after step 8; the factor on the learning rate is now 0.25" in lines
 
 
 def test_one_step_is_reported_with_its_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

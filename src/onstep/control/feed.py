@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -86,6 +86,10 @@ class Feed:
         is_evaluation = "loss" not in record and any(name.startswith("eval_") for name in record)
         self._latest = {**self._latest, **record}
         self._append("evaluation" if is_evaluation else "metrics", time_of(record), record)
+
+    def go_back(self, records: Iterable[dict[str, Any]]) -> None:
+        """Show the newest values of these records as `latest`: those that a rollback has kept."""
+        self._latest = {name: value for record in records for name, value in record.items()}
 
     def add_event(self, kind: str, data: dict[str, Any]) -> None:
         """Add something that happened now; `kind` is one of `KINDS`. After `end` nothing is added."""

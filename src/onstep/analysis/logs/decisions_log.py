@@ -52,7 +52,7 @@ def decision_lines(decision: Decision) -> list[str]:
         )
     if flag == "rolled_back":
         factor = details.get("lr_factor", 1.0)
-        rate = "" if factor == 1.0 else f"; the learning rate is multiplied by {factor}"
+        rate = "" if factor == 1.0 else f"; the factor on the learning rate is now {factor}"
         lines.append(f"    the data continues after step {details.get('bad_step')}{rate}")
     return lines
 

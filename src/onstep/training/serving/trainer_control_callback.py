@@ -202,6 +202,8 @@ class TrainerControlCallback(TrainerCallback):
         if request.flag == "rolled_back":
             kept = [step for step in self.feed.status.get("checkpoints", ()) if step <= context.step]
             self.feed.update(checkpoints=kept)
+            history = context.state.trainer_state.log_history
+            self.feed.go_back([one for one in history if one.get("step", 0) <= context.step])
         self._delivery.note_decision(request, context.step)
 
     def on_command(self, context: CallbackContext) -> None:

@@ -50,6 +50,21 @@ def sync_dir(path: Path) -> None:
         os.close(descriptor)
 
 
+def append_all(descriptor: int, data: bytes) -> None:
+    """Append to a file that no other process writes to: all of it, or nothing if the disk refuses.
+
+    Raises:
+        OSError: if the disk refuses; the file is as before.
+    """
+    size = os.fstat(descriptor).st_size
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+    except OSError:
+        os.ftruncate(descriptor, size)
+        raise
+
+
 def replace_durably(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
     """Replace a file: a crash leaves the old or the new one. A link in place of either is replaced, not followed.
 

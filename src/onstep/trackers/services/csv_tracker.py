@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from onstep.errors import OnstepError
-from onstep.files.durability import replacing
+from onstep.files.durability import append_all, replacing
 from onstep.record.names import numbered_name
 from onstep.trackers.numbers import is_step
 from onstep.trackers.tracker import CannotContinueError, RunIdentity
@@ -149,13 +149,7 @@ class CsvTable:
 
     def _append(self, line: str) -> None:
         assert self._descriptor is not None
-        size, data = self._size(), line.encode()
-        try:
-            while data:
-                data = data[os.write(self._descriptor, data) :]
-        except OSError:
-            os.ftruncate(self._descriptor, size)
-            raise
+        append_all(self._descriptor, line.encode())
 
     def _size(self) -> int:
         assert self._descriptor is not None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from onstep.files.bounded_reading import brief
+from onstep.files.durability import append_all
 from onstep.trackers.numbers import is_step
 from onstep.trackers.tracker import CannotContinueError, RunIdentity, require_package
 
@@ -155,13 +156,7 @@ class EventFile:
         assert self._descriptor is not None
         content = BytesIO()
         RecordWriter(content).write(event.SerializeToString())
-        data, size = content.getvalue(), os.fstat(self._descriptor).st_size
-        try:
-            while data:
-                data = data[os.write(self._descriptor, data) :]
-        except OSError:
-            os.ftruncate(self._descriptor, size)
-            raise
+        append_all(self._descriptor, content.getvalue())
 
     def close(self) -> None:
         """Close the file; idempotent."""

@@ -36,7 +36,11 @@ def replay(
     ] = None,
     names: Annotated[
         str,
-        typer.Option(metavar="NAMES", help="Metric names to send: hf (train/loss), bridge (lm loss), or hf,bridge."),
+        typer.Option(
+            metavar="NAMES",
+            help="Metric names to send: hf (train/loss), bridge (lm loss), or hf,bridge. A tracker that has the run "
+            "already keeps the names that it shows.",
+        ),
     ] = "hf,bridge",
 ) -> None:
     """Send a tracker what it lacks of a run, and wait until everything is delivered.

@@ -97,3 +97,12 @@ def test_readers_get_every_event_once_and_in_order_while_others_write() -> None:
     feed.add_event("end", {})
     reader.join()
     assert [one.id for one in seen] == list(range(1, 1802))
+
+
+def test_after_a_rollback_the_newest_values_are_those_that_remain() -> None:
+    feed = Feed()
+    kept = [{"step": 1, "loss": 3.0, "grad_norm": 1.0}, {"step": 2, "loss": 2.0}]
+    for record in (*kept, {"step": 3, "loss": 1.0, "eval_loss": 0.5}):
+        feed.add_record(record)
+    feed.go_back(kept)
+    assert feed.latest == {"step": 2, "loss": 2.0, "grad_norm": 1.0}

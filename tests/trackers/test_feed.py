@@ -290,10 +290,12 @@ def test_tags_that_a_service_lacks_of_a_step_that_comes_again_are_sent(run: Run)
         write(5, **{"lm loss": lm_loss})
         close(run.feed(service, names=["bridge"]), "failed")
         run.cut(0)
-    run.write(range(1, 5), checkpoint=4)
-    write(5, **{"lm loss": 0.75})
-    write(5, **{"lm loss validation": 0.25})
-    close(run.feed(service, names=["bridge"]))
+    for _ in range(2):  # at the second time the service has both tags, from two lines
+        run.write(range(1, 5), checkpoint=4)
+        write(5, **{"lm loss": 0.75})
+        write(5, **{"lm loss validation": 0.25})
+        close(run.feed(service, names=["bridge"]), "failed")
+        run.cut(0)
     sent = [(call[2], call[1]) for call in service.calls if call[0] == "log"]
     assert sent == [(5, {"lm loss": 0.5}), (5, {"lm loss validation": 0.25})]
 

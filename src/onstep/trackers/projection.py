@@ -56,10 +56,6 @@ class Projection:
         self._has_late_tags = is_record and BRIDGE in names
         self._keeps_names = bool(getattr(tracker, "keeps_names", False))
         self._step, self._values = step, dict(values or {})
-        self.tags_until = -1
-        """The highest step of Megatron Bridge's tags so far."""
-        self.tags: frozenset[str] = frozenset()
-        """The tags of that step."""
         self.is_complete = True
         """Whether no later line has points of the steps so far."""
 
@@ -89,8 +85,6 @@ class Projection:
             self._values = {**self.values_at(step), **shown}
             self._step = step
         _, *of_tags = self.steps_of(line)
-        if of_tags:
-            self._took_tags(line)
         if self._has_late_tags and (of_tags or is_reported(line) or line.get("kind") == "tracker"):
             self.is_complete = bool(of_tags)
 
@@ -98,11 +92,11 @@ class Projection:
         """What the tracker shows at a step, if that is the last one."""
         return self._values if step == self._step else {}
 
-    def _took_tags(self, line: Record) -> None:
-        for row in checked_rows(line.get(BRIDGE_KEY, {})) or ():
-            if row.step >= self.tags_until:
-                self.tags = frozenset(row.tags) | (self.tags if row.step == self.tags_until else frozenset())
-                self.tags_until = row.step
+    def tags_of(self, line: Record) -> Shown:
+        """The highest step of a line's tags, and the tags of that step."""
+        rows = (checked_rows(line.get(BRIDGE_KEY, {})) or ()) if BRIDGE in self._names else ()
+        until = max((row.step for row in rows), default=-1)
+        return Shown(until, frozenset(tag for row in rows if row.step == until for tag in row.tags))
 
     def steps_of(self, line: Record) -> list[int]:
         """The steps of a line and of its tags."""

@@ -279,6 +279,11 @@ class Sender:
         self._highest = max(self._highest, *steps)
         if self._skips is None or step >= self._skips.step:
             projection.took(line.data)
+            of_line = projection.tags_of(line.data)
+            if of_line.tags and of_line.tags_until >= progress.tags_until:
+                before = progress.tags if of_line.tags_until == progress.tags_until else ()
+                tags = tuple(sorted({*before, *of_line.tags}))
+                progress = replace(progress, tags_until=of_line.tags_until, tags=tags)
         is_checkpoint = line.data.get("kind") == "checkpoint"
         if is_new_step:
             state = self._state_before if self._takes_back else {}
@@ -289,10 +294,6 @@ class Sender:
         if step >= progress.step:
             num_own = (progress.num_own if step == progress.step else 0) + self._is_own(line)
             progress = replace(progress, step=step, values=projection.values_at(step), num_own=num_own)
-        if projection.tags_until >= progress.tags_until:
-            before = progress.tags if projection.tags_until == progress.tags_until else ()
-            tags = tuple(sorted({*before, *projection.tags}))
-            progress = replace(progress, tags_until=projection.tags_until, tags=tags)
         self._progress = replace(progress, last=Place(line.end, line.size, line.digest))
         self._last = line
         if self._takes_back:

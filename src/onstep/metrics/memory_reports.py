@@ -11,6 +11,7 @@ import torch
 
 from onstep.config import ProfilingConfig
 from onstep.distributed import shards
+from onstep.metrics.memory_peaks import MemoryPeaks
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,9 @@ _GIGABYTE = 1e9
 _DIGITS = 5
 
 
-def report_memory(memory_keys: Mapping[str, str] | None = None) -> dict[str, int | float]:
+def report_memory(
+    memory_keys: Mapping[str, str] | None = None, *, peaks: MemoryPeaks | None = None
+) -> dict[str, int | float]:
     """GPU memory statistics of this process; `{}` if CUDA is not in use.
 
     Byte statistics are given in gigabytes (1e9), rounded to 5 significant digits, with `bytes` in their names replaced
@@ -41,8 +44,11 @@ def report_memory(memory_keys: Mapping[str, str] | None = None) -> dict[str, int
     Args:
         memory_keys: names of statistics of `torch.cuda.memory_stats()` with the names to report them under, in the
             order of the report; None or `{}` means `MEMORY_KEYS`.
+        peaks: those of a run that resets torch's counter; its maxima are reported.
     """
     statistics = torch.cuda.memory_stats()
+    if peaks is not None:
+        statistics = peaks.over_run(statistics)
     report: dict[str, int | float] = {}
     for key, name in (memory_keys or MEMORY_KEYS).items():
         if key not in statistics:

@@ -7,11 +7,12 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from onstep.checkpoint import SaveRequest
 from onstep.config import TrainingArguments
 from onstep.config.hf.argument import LOG_LEVELS
+from onstep.metrics.memory_peaks import MemoryPeaks
 from onstep.optim import RecallsRates
 from onstep.trainer.output_dir.files import files_of_checkpoint
 from onstep.trainer.overrides import overrides
@@ -64,11 +65,15 @@ class TrainerFeature(Feature[Run]):
         if self._trains:
             trainer.input_counts = counts if kind != "no" else None
         try:
-            with replica_level(trainer.args), trainer.memory.measured("train") if self._trains else nullcontext():
+            with replica_level(trainer.args), self._memory_measured():
                 yield
         finally:
             if counts is not None:
                 trainer.callback_manager.remove(counts)
+
+    def _memory_measured(self) -> AbstractContextManager[object]:
+        peaks = self.host.features.room(MemoryPeaks)
+        return self._trainer.memory.measured("train", peaks) if self._trains else nullcontext()
 
     def before_log(self) -> None:
         """Warn of arguments that have changed."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from onstep.errors import MissingExtraError
+from onstep.metrics.memory_peaks import ALLOCATED, MemoryPeaks
 from onstep.record.kinds import Metrics
 
 _INTERVAL = 0.005
@@ -30,6 +31,7 @@ class MemoryMetrics:
 
     def __init__(self, enabled: bool) -> None:
         self._stage: str | None = None
+        self._peaks: MemoryPeaks | None = None
         self._tracker: Any = _tracker() if enabled else None
 
     @property
@@ -38,13 +40,18 @@ class MemoryMetrics:
         return self._tracker is not None
 
     @contextmanager
-    def measured(self, name: str) -> Iterator[Metrics]:
-        """Measure a stage; the dictionary has the metrics at the end."""
+    def measured(self, name: str, peaks: MemoryPeaks | None = None) -> Iterator[Metrics]:
+        """Measure a stage; the dictionary has the metrics at the end.
+
+        Args:
+            name: the name of the stage.
+            peaks: those of a run that resets torch's counter during the stage.
+        """
         metrics: Metrics = {}
         if not self.enabled or self._stage is not None:
             yield metrics
             return
-        self._stage = name
+        self._stage, self._peaks = name, peaks
         self._tracker.derive_stage = lambda: name
         self._tracker.start()
         try:
@@ -66,6 +73,10 @@ class MemoryMetrics:
     def _stop(self) -> None:
         if self._tracker.cur_stage is not None:
             self._tracker.stop(self._stage)
+            on_gpu: dict[str, int] | None = getattr(self._tracker, "gpu", {}).get(self._stage)
+            if on_gpu is not None and self._peaks is not None:  # the tracker has seen the last interval alone
+                peak = self._peaks.of_run(ALLOCATED, on_gpu["end"] + on_gpu["peaked"])
+                on_gpu["peaked"] = peak - on_gpu["end"]
 
 
 def _tracker() -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from onstep.config import ConfigContainer
 from onstep.metrics.memory_estimate import report_theoretical_memory
+from onstep.metrics.memory_peaks import MemoryPeaks
 from onstep.metrics.memory_reports import report_memory, save_memory_snapshot
 from onstep.metrics.norms.parameter_norms import report_l2_norm_grad
 from onstep.metrics.reductions import reduce_max_memory_across_pp_group
@@ -95,7 +96,7 @@ def step_reports(run: LogContext, batch_size: int, history_wct: Sequence[float])
         timers = state.timers.maxima(state.timers.names(), normalizer=max(1, steps))
     if options.log_memory_to_tensorboard:
         stages = getattr(run.pg_collection, "pp", None)
-        report = reduce_max_memory_across_pp_group(report_memory(options.memory_keys), stages)
+        report = reduce_max_memory_across_pp_group(memory_of(run), stages)
         memory = {f"memory/{name}": value for name, value in report.items()}
     if options.log_l2_norm_grad_to_tensorboard:
         gradients = report_l2_norm_grad(run.model)
@@ -209,6 +210,11 @@ def whole(count: Tensor | float | None) -> Tensor | int | None:
     return count.detach().to(torch.int64) if isinstance(count, Tensor) else int(count)
 
 
+def memory_of(run: LogContext) -> dict[str, int | float]:
+    """The configured statistics of CUDA's allocator, with the peaks of the run."""
+    return report_memory(run.config.logger.memory_keys, peaks=run.state.features.room(MemoryPeaks))
+
+
 def print_memory(run: LogContext) -> None:
     """Print, on rank 0, the memory that training needs in theory and the memory in use on its GPU."""
     state = run.state
@@ -217,7 +223,7 @@ def print_memory(run: LogContext) -> None:
     sizes = describing_config(run.config, run.model)
     if sizes is not None and sizes.vocab_size is not None:
         report_theoretical_memory(replace(run.config, model=sizes))
-    report = report_memory(run.config.logger.memory_keys)
+    report = memory_of(run)
     if report:
         held = "".join(f" | {name}: {value}" for name, value in report.items())
         line = f"[Rank {state.world.rank}] (after {state.train_state.step} iterations) memory (GB){held}"

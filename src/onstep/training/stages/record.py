@@ -16,6 +16,7 @@ from onstep.checkpoint import check_encodable
 from onstep.errors import warn_once
 from onstep.events import Dispatcher
 from onstep.events.registration import Listeners
+from onstep.metrics.memory_peaks import MemoryPeaks
 from onstep.record.history import BRIDGE_KEY
 from onstep.record.kinds import Kind
 from onstep.train_state import TrainState
@@ -202,9 +203,8 @@ def build_logs(state: Run, report: IntervalReport, optimizer: UserOptimizer, ext
     scaler = state.loss_scaler(optimizer)
     if scaler is not None:
         logs["loss_scale"] = scaler.scale
-    if state.world.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(state.world.device)
-        torch.cuda.reset_peak_memory_stats(state.world.device)
+    peak = state.features.room(MemoryPeaks).end_interval(state.world.device)
+    if peak is not None:
         logs["peak_mem_allocated"] = state.world.gather(peak)
     return logs
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from onstep.optim import DeviceFiniteGate, FiniteGate, HostFiniteGate, finite_gate
+from tests.support.emulated_device import lack_bfloat16_check
 
 CPU = torch.device("cpu")
 BAD = [float("nan"), float("inf")]
@@ -58,6 +59,55 @@ def test_losses_of_any_precision_count(gate: FiniteGate, dtype: torch.dtype) -> 
     assert gate.poll(force=True) is None
     gate.observe_loss(torch.tensor([float("nan")], dtype=dtype))
     assert gate.poll(force=True) == 0
+
+
+@pytest.mark.parametrize("bad", [*BAD, -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_one_bad_element_of_a_gradient_of_any_precision_is_seen(
+    gate: FiniteGate, dtype: torch.dtype, bad: float
+) -> None:
+    largest = torch.finfo(dtype).max
+    gradients = [torch.full((5,), largest, dtype=dtype), torch.zeros(3, 4, dtype=dtype), torch.zeros(0, dtype=dtype)]
+    gate.observe_gradients(gradients)
+    assert gate.poll(force=True) is None, "finite, although their norm overflows"
+    gradients[1][2, 3] = bad
+    gate.begin_step(1)
+    gate.observe_gradients(gradients)
+    assert gate.poll(force=True) == 1
+
+
+def test_gradients_of_several_precisions_are_checked_together(gate: FiniteGate) -> None:
+    gradients = [torch.ones(2, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.float16)]
+    gate.observe_gradients(gradients)
+    assert gate.poll(force=True) is None
+    gradients[0][1] = float("nan")
+    gate.observe_gradients(gradients)
+    assert gate.poll(force=True) == 0
+
+
+def test_the_device_gate_needs_no_kernel_that_cuda_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    lack_bfloat16_check(monkeypatch)
+    gate = DeviceFiniteGate(CPU)
+    gate.observe_loss(torch.tensor(1.0, dtype=torch.bfloat16, requires_grad=True))
+    gate.observe_norm(torch.tensor(1.0, dtype=torch.bfloat16))
+    gate.observe_gradients([torch.ones(3, dtype=torch.bfloat16)])
+    assert gate.poll(force=True) is None
+    gate.observe_loss(torch.tensor(float("nan"), dtype=torch.bfloat16))
+    assert gate.poll(force=True) == 0
+
+
+def test_the_device_gate_only_reads_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients, written = [torch.ones(3), torch.ones(2, 2)], []
+    check = torch._amp_foreach_non_finite_check_and_unscale_
+
+    def writing(values: list[torch.Tensor], *args: torch.Tensor) -> None:
+        written.extend(value.data_ptr() for value in values)
+        check(values, *args)
+
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", writing)
+    DeviceFiniteGate(CPU).observe_gradients(gradients)
+    assert written
+    assert {one.data_ptr() for one in gradients}.isdisjoint(written)
 
 
 def test_the_host_gate_knows_at_once_and_gives_the_value() -> None:

@@ -215,3 +215,23 @@ def test_a_learning_rate_on_the_device_is_written_in_place_without_waiting(
     torch.cuda.set_sync_debug_mode("default")
     assert optimizer.param_groups[0]["lr"] is rate
     assert float(rate) == 0.25
+
+
+@pytest.mark.parametrize("clip_grad", [None, 1.0])
+@pytest.mark.parametrize("make_optimizer", EVERY.values(), ids=EVERY.keys())
+def test_losses_and_gradients_in_bfloat16_are_checked(make_optimizer: Any, clip_grad: float | None) -> None:
+    model = make_model().bfloat16()
+    optimizer = TrainingOptimizer(make_optimizer(model.parameters()), clip_grad=clip_grad)
+    for step in range(4):
+        optimizer.gate.begin_step(step)
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.5)
+        if step == 3:
+            spoil(model, float("nan"))
+        optimizer.observe_loss(torch.tensor(1.0, dtype=torch.bfloat16, device="cuda", requires_grad=True))
+        optimizer.prepare(needs_norm=False)
+        before = [param.clone() for param in model.parameters()]
+        optimizer.apply()
+        is_same = [torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True)]
+        assert all(is_same) if step == 3 else not any(is_same)
+    assert optimizer.gate.poll(force=True) == 3

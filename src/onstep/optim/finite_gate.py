@@ -121,18 +121,22 @@ class DeviceFiniteGate(FiniteGate):
         self._updates_since_copy = 0
 
     def observe_norm(self, norm: Tensor) -> None:
-        self.observe_gradients([norm])
-
-    def observe_gradients(self, gradients: list[Tensor]) -> None:
-        self._raise_flag(gradients)
+        self._raise_flag(norm)
         self._updates_since_copy += 1
 
-    def observe_loss(self, loss: Tensor) -> None:
-        self._raise_flag([loss.detach()])
+    def observe_gradients(self, gradients: list[Tensor]) -> None:
+        # The largest elements show it, too, and finding them only reads; the check below would also write them all.
+        largest = torch._foreach_norm([one for one in gradients if one.numel()], math.inf)
+        self.observe_norm(torch.stack(largest))
 
-    def _raise_flag(self, values: list[Tensor]) -> None:
+    def observe_loss(self, loss: Tensor) -> None:
+        self._raise_flag(loss.detach())
+
+    def _raise_flag(self, values: Tensor) -> None:
+        if values.dtype is torch.bfloat16:  # which has no such kernel on CUDA (pytorch#127176)
+            values = values.float()
         # One kernel that sets the flag and never clears it; the scale of 1 does not change the values.
-        torch._amp_foreach_non_finite_check_and_unscale_(values, self.found_inf, self._one)
+        torch._amp_foreach_non_finite_check_and_unscale_([values], self.found_inf, self._one)
         self._bad_step_plus_one.masked_fill_(self.found_inf > self._bad_step_plus_one, self.step + 1)
 
     def poll(self, force: bool = False) -> int | None:

@@ -182,8 +182,9 @@ class TrainingOptimizer:
         Args:
             grad_scale: factor > 0 for all gradients, a number or a 0-d tensor; it requires no extra pass.
             needs_norm: whether the caller uses the norm. If not, and if neither clipping, a scaler nor
-                `grad_norm_skip_threshold` needs it, the gate checks the gradients instead, at a third of the cost.
-                Gradients that are finite, but whose norm would overflow, are then applied.
+                `grad_norm_skip_threshold` needs it, the gate checks the gradients instead, which reads them once (and
+                takes a third of the time of a norm on a CPU). Gradients that are finite, but whose norm would overflow,
+                are then applied.
 
         Returns:
             The L2 norm of the scaled gradients before clipping, 0-d on their device; the host waits for it only with a

@@ -13,6 +13,7 @@ from onstep.training.experts.experts import Experts
 from onstep.training.fault_tolerance.sections import FaultToleranceSections
 from onstep.training.feature import Feature
 from onstep.training.interval_log.bridge_log import BridgeLog
+from onstep.training.lifecycle.cuda_graphs import CudaGraphs
 from onstep.training.lifecycle.endings import Endings, TrainingEnd
 from onstep.training.lifecycle.environment import EnvironmentVariables, LogLevel, TrackerSessions
 from onstep.training.lifecycle.rampup import BatchRampup
@@ -66,6 +67,7 @@ TRAINING: tuple[type[Feature[Job]], ...] = (
     RerunMachine,  # inside it: may recompute the step, or exit
     Experts,  # inside it: every run of the step restarts the counts
     AttentionLogits,
+    CudaGraphs,  # innermost around forward and backward: every run of the step marks its passes
     ModelParallelAgreement,
     BridgeLog,  # after the gate: sees what was applied
     TrajectoryHash,
@@ -83,6 +85,7 @@ STEP: tuple[type[Feature[Job]], ...] = (
     RerunMachine,
     Experts,
     AttentionLogits,
+    CudaGraphs,
     ModelParallelAgreement,
 )
 """The features of a step that is trained without `train()`."""

@@ -131,7 +131,7 @@ class Loop:
                 start = compute.backward_start_of(job, micro, last + 1)
                 on.before_backward(step, micro, start)
                 self.backward(micro, start)
-            micro.loss = micro.loss.detach()
+            micro.keep()
             step.micros.append(micro)
             if notify.on.on_forward_backward_end:
                 notify.on_forward_backward_end(micro_batch=batch, loss=mean_loss([micro]))

@@ -111,6 +111,15 @@ class MicroLoss:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             raise ConfigError(f"the loss is {described(loss)}; {ONE_ELEMENT}")
 
+    def keep(self) -> None:
+        """Copy loss and report into memory of their own, without their graphs; call it after the backward pass.
+
+        A loss may be a view of a larger tensor, and what a CUDA graph returns is overwritten by its next replay.
+        """
+        self.loss = self.loss.detach().clone()
+        if self.report and isinstance(self.report, Mapping):
+            self.report = {key: owned(value) for key, value in self.report.items()}
+
     def backward(self, start: Scalar | None) -> None:
         """Run backward from `loss * start`; None means 1.
 
@@ -160,8 +169,9 @@ def read_loss(result: object, batch: object, weighting: str, is_filler: bool) ->
         return MicroLoss(result.loss, weight, "share", result.report, items)
     if isinstance(result, MeanLoss):
         loss, weight, tokens, report = result
+        is_counted = tokens is weight
         weight = counted("weight", weight)
-        tokens = 0 if is_filler and tokens is not None else tokens
+        tokens = 0 if is_filler and tokens is not None else weight if is_counted else owned(tokens)
         return MicroLoss(loss, 0 if is_filler else weight, "mean", report, tokens)
     if isinstance(result, tuple) and len(result) == 3:
         loss, num_tokens, report = result
@@ -184,7 +194,7 @@ def read_loss(result: object, batch: object, weighting: str, is_filler: bool) ->
 
 
 def counted(name: str, count: Any) -> Scalar:
-    """A count that a loss function returns, a tensor as one of no dimension.
+    """A count that a loss function returns; a tensor as a copy of no dimension, see `MicroLoss.keep`.
 
     Raises:
         ConfigError: if it is not one number, or known to be negative: a tensor on an accelerator is not read here, but
@@ -200,7 +210,8 @@ def counted(name: str, count: Any) -> Scalar:
     is_readable = count.device == device and type(count) is Tensor and count.dtype in dtypes
     if is_readable and not count.requires_grad and count.numpy() < 0:  # without an operator, nor anything to wait for
         raise ConfigError(f"the loss function returned {name}={count.numpy().item()}; {_A_COUNT}")
-    return count.reshape(()) if count.ndim else count
+    copy: Tensor = owned(count)
+    return copy.reshape(()) if copy.ndim else copy
 
 
 def check_tokens(num_tokens: int) -> None:
@@ -250,6 +261,15 @@ def count_labels(batch: object) -> Scalar | None:
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim < 2:
         return None
     return labels.ne(IGNORE_INDEX).sum()
+
+
+def owned(value: Any) -> Any:
+    """A detached copy of a tensor, or of each in a tuple or list; anything else unchanged."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) is tuple or type(value) is list:
+        return type(value)(owned(part) for part in value)
+    return value
 
 
 def as_scalar(value: Scalar, dtype: torch.dtype, device: torch.device) -> Tensor:

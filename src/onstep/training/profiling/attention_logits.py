@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onstep.events.context import unwrap
-from onstep.training.compute.losses import MicroLoss, Scalar
+from onstep.training.compute.losses import MicroLoss, Scalar, owned
 from onstep.training.compute.step import Step
 from onstep.training.feature import Feature
 from onstep.training.stages.job import Job
@@ -40,7 +40,7 @@ class AttentionLogits(Feature[Job]):
         """Read the model's value after the forward pass of each micro-batch."""
         logit = getattr(self._model, "max_attention_logit", None)
         if logit is not None:
-            self._logits.append(logit)
+            self._logits.append(owned(logit))
 
     def before_update(self, step: Step) -> None:
         """Reduce the largest value over all ranks; None for a model that records none. Collective."""

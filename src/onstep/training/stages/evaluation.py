@@ -224,7 +224,7 @@ def _sum_batches(
         with torch.no_grad():
             results = zip(_results(state, forward_step_func, step, model), step.is_filler, strict=True)
             micros = [
-                _in_full(read_loss(result, batch, weighting, is_filler))
+                _kept(read_loss(result, batch, weighting, is_filler))
                 for (batch, result), is_filler in results
                 if result is not None
             ]
@@ -246,8 +246,9 @@ def _sum_batches(
     return totals
 
 
-def _in_full(micro: MicroLoss) -> MicroLoss:
-    """The loss in float32 if it has less, so that weighting it costs no precision."""
+def _kept(micro: MicroLoss) -> MicroLoss:
+    """The loss in memory of its own, in float32 if it has less, so that weighting it costs no precision."""
+    micro.keep()
     micro.loss = micro.loss.to(torch.promote_types(micro.loss.dtype, torch.float32))
     return micro
 

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         normalize_callbacks,
         should_fire,
     )
+    from onstep.past import rewind
     from onstep.trainer import Seq2SeqTrainer, Trainer
     from onstep.trainer.callback_handler import CallbackHandler
     from onstep.training.pretrain import finetune, pretrain
@@ -83,6 +84,7 @@ __all__ = [
     "finetune",
     "normalize_callbacks",
     "pretrain",
+    "rewind",
     "should_fire",
 ]
 

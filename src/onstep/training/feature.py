@@ -222,6 +222,8 @@ class Features(Hooks):
         self.built: list[Feature[Any]] = []
         self._open: set[int] = set()
         self._rooms: dict[type[object], object] = {}
+        self.instruments: tuple[type[Feature[Any]], ...] = ()
+        """Features that the caller of one training adds to it, after those of the table."""
         self.of_the_loop: dict[str, Any] = {}
         """The loop's own state between steps, by its key in checkpoints."""
         self._compose()

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
 from functools import partial
+from typing import cast
 
 from torch import nn
 
@@ -23,7 +24,7 @@ from onstep.recipes import RECIPES
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.bridge.housekeeping import _finish_train
 from onstep.training.entry_point import EntryPoint
-from onstep.training.opening import already_finished, claim_for_all, open_run
+from onstep.training.opening import ClaimRun, already_finished, claim_for_all, open_run
 from onstep.training.protocols import ForwardStep
 from onstep.training.run import Run
 from onstep.training.run_job import run_job
@@ -74,32 +75,8 @@ def pretrain(
         RunExistsError: if the run's directory holds another run, or one whose data or tokenizer files have changed.
         NonFiniteError: if a loss or gradient norm is NaN or infinite.
     """
-    config = own_copy(config)
-    recipe = RECIPES.get(config.run.recipe or "")
-    base = None if recipe is None else recipe()
-    fit_changed_seq_length(config, base or ConfigContainer())
-    config, note = with_fitting_warmup(config, base)
-    if note is not None:
-        logger.warning("%s", note)
-    config = resolve(fill_from_pretrained(config), world_size_from_environment())
-    check_memory(config)
-    manager = with_progress(normalize_callbacks(callbacks), config)
-    if config.run.control:
-        manager = CallbackManager() if manager is None else manager
-        add_control(manager)
-    run = GlobalState(cfg=config, world=World(), entry_point=_Configured(forward_step_func=forward_step_func))
-    with open_run(run, manager, _joined, _claim_run) as opened:
-        notify, claim = opened.notify, opened.claim
-        if claim is not None and claim.is_finished:
-            if run.world.is_main:
-                print(already_finished(claim), flush=True)  # noqa: T201 - the answer to the command
-            return run
-        setup = set_up(run, notify, pre_wrap_hooks)
-        try:
-            _train_and_evaluate(run, setup, forward_step_func, notify)
-            _finish_train(run)
-        finally:
-            setup.close()
+    run, manager = configured_run(config, forward_step_func, callbacks)
+    train_configured(run, manager, pre_wrap_hooks)
     return run
 
 
@@ -140,16 +117,60 @@ def finetune(
     return pretrain(config, forward_step_func, callbacks, pre_wrap_hooks=pre_wrap_hooks)
 
 
+def configured_run(
+    config: ConfigContainer, forward_step_func: ForwardStep, callbacks: list[object] | CallbackManager | None
+) -> tuple[GlobalState, CallbackManager | None]:
+    """A run of a configuration, which is copied, completed and checked, and its callbacks; see `pretrain`."""
+    config = own_copy(config)
+    recipe = RECIPES.get(config.run.recipe or "")
+    base = None if recipe is None else recipe()
+    fit_changed_seq_length(config, base or ConfigContainer())
+    config, note = with_fitting_warmup(config, base)
+    if note is not None:
+        logger.warning("%s", note)
+    config = resolve(fill_from_pretrained(config), world_size_from_environment())
+    check_memory(config)
+    manager = with_progress(normalize_callbacks(callbacks), config)
+    if config.run.control:
+        manager = CallbackManager() if manager is None else manager
+        add_control(manager)
+    entry_point = _Configured(forward_step_func=forward_step_func)
+    return GlobalState(cfg=config, world=World(), entry_point=entry_point), manager
+
+
+def claim_configured(config: ConfigContainer, world: World) -> tuple[Claim | None, Hold | None]:
+    """Claim the directory of a run on configured data. Collective."""
+    acquire = partial(acquire_run_dir, revisions=pin_datasets(config, world))
+    return claim_for_all(config, world, configured_identity, acquire)
+
+
+def train_configured(
+    run: GlobalState,
+    manager: CallbackManager | None,
+    pre_wrap_hooks: Sequence[ModelHook] = (),
+    claim_run: ClaimRun = claim_configured,
+) -> None:
+    """Open a run of `configured_run`, train it and evaluate it. Collective."""
+    forward_step_func = cast(ForwardStep, run.entry_point.forward_step_func)
+    with open_run(run, manager, _joined, claim_run) as opened:
+        notify, claim = opened.notify, opened.claim
+        if claim is not None and claim.is_finished:
+            if run.world.is_main:
+                print(already_finished(claim), flush=True)  # noqa: T201 - the answer to the command
+            return
+        setup = set_up(run, notify, pre_wrap_hooks)
+        try:
+            _train_and_evaluate(run, setup, forward_step_func, notify)
+            _finish_train(run)
+        finally:
+            setup.close()
+
+
 class _Configured(EntryPoint):
     """The entry point of a run on configured data."""
 
     def identify(self, config: ConfigContainer) -> Identity:
         return configured_identity(config)
-
-
-def _claim_run(config: ConfigContainer, world: World) -> tuple[Claim | None, Hold | None]:
-    acquire = partial(acquire_run_dir, revisions=pin_datasets(config, world))
-    return claim_for_all(config, world, configured_identity, acquire)
 
 
 def _joined(config: ConfigContainer) -> AbstractContextManager[World]:

@@ -39,7 +39,7 @@ def run_job(job: Job) -> None:
         run.features.open(RUN, run, run.world),
         own_checkpoints(run, notify, job.trained),
         run.features.open(() if sections_of(run).client is None else SECTIONS, run, run.world),
-        run.features.open(TRAINING, job, run.world),
+        run.features.open((*TRAINING, *run.features.instruments), job, run.world),
         dead_workers_named(),
         run.world.no_collectives_after_an_error(),
     ):

@@ -68,6 +68,7 @@ class RunCheckpoints:
         self.root = root
         self._place = SavePlace(state, root)
         self.components = RunComponents(state, notify)
+        self._given = None if claim is None else claim.start
         self.start: CheckpointInfo | None = None
         """The checkpoint from which the run continues."""
         self.is_chosen_start = False
@@ -111,6 +112,9 @@ class RunCheckpoints:
             CheckpointError: if a requested checkpoint does not exist.
             RunExistsError: if another live run saves in the same directory.
         """
+        if self._given is not None:
+            self.start = self._given
+            return self.start
         self._place.lock()
         state, asked = self.state, asked_start(self.state.cfg)
         directory = state.run_dir

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from onstep.checkpoint import CheckpointInfo
 from onstep.config import ChangeClass, ConfigContainer
 from onstep.config.differences import Change, changes, decide, of_kind
 from onstep.config.trackers import TRACKERS
@@ -58,6 +59,8 @@ class Claim:
     """Digests of what the run is trained on."""
     notes: tuple[str, ...] = ()
     """What the user should know about the data of a run that exists: it has changed, or could not be compared."""
+    start: CheckpointInfo | None = None
+    """The verified checkpoint that a repeated run begins with, in the directory of the original; None looks for one."""
 
 
 def acquire_run_dir(

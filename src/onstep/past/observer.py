@@ -1,0 +1,108 @@
+"""The feature that holds a repeated run at the steps that its caller wants to see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from onstep.checkpoint import RngState
+from onstep.events import Request
+from onstep.past.turns import Turns
+from onstep.training.compute.step import Step
+from onstep.training.feature import Feature
+from onstep.training.protocols import StateDict
+from onstep.training.runs.decisions import DecisionLog
+from onstep.training.stages.job import Job
+
+UPDATE = "before the update"
+END = "after the step"
+OPENING = "before the first step"
+
+
+class Watch:
+    """What the caller wants to see, and what the training shows it. Lives in a room of the run."""
+
+    def __init__(self) -> None:
+        self.turns = Turns()
+        self.job: Job
+        self.step: Step
+        """The step that is held."""
+        self.wanted = 0
+        """The step to hold at; every step from there on, as the caller continues."""
+        self.branch = 0
+        """The number of rollbacks after which it is held."""
+        self.holds_at_end = False
+        """Whether the caller wants to see the end of the step that is held."""
+        self.random_state: StateDict = {}
+        """The random generators right before the step's first forward pass."""
+        self.around_step: Callable[[int], AbstractContextManager[object]] = lambda number: nullcontext()
+        """Context around the forward and backward passes and the update of each step that is repeated."""
+        self.on_rollback: Callable[[int], None] = lambda to_step: None
+
+    def is_wanted(self, number: int) -> bool:
+        """Whether to hold at this step."""
+        return number >= self.wanted and self.job.run.features.room(DecisionLog).branch >= self.branch
+
+
+class Observer(Feature[Job]):
+    """Holds the training before the update of each wanted step, and at its end if that is asked for."""
+
+    name = "rewind"
+    when = "a run that `onstep.rewind` repeats"
+    needs_grad_norm = True
+
+    @classmethod
+    def wanted(cls, host: Job) -> bool:
+        """Only runs that are repeated have it in their table."""
+        return True
+
+    def __init__(self, host: Job) -> None:
+        super().__init__(host)
+        self._watch = host.run.features.room(Watch)
+        self._watch.job = host
+        self._random = RngState(host.run.world.device)
+        self._loss_scale: Tensor | float | None = None
+
+    def wrap_step(self, train_step: Callable[[Step], None]) -> Callable[[Step], None]:
+        """Enter the caller's context around each step."""
+
+        def watched(step: Step) -> None:
+            with self._watch.around_step(step.number):
+                train_step(step)
+
+        return watched
+
+    def before_iteration(self) -> None:
+        """End here if the caller has given up, as by Ctrl-C."""
+        self._watch.turns.check()
+
+    def after_zero_grad(self) -> None:
+        """Keep the random state of a step that will be held."""
+        if self._watch.is_wanted(self.host.run.train_state.step + 1):
+            self._watch.random_state = self._random.state_dict()
+
+    def before_update(self, step: Step) -> None:
+        """Hold a wanted step: its gradients are ready, and its weights are those that computed them."""
+        if self._watch.is_wanted(step.number):
+            self._watch.step = step
+            self._watch.turns.hold(UPDATE)
+
+    def after_iteration(self, step: Step) -> None:
+        """Hold at the end of a step."""
+        if self._watch.holds_at_end:
+            self._watch.holds_at_end = False
+            self._watch.turns.hold(END)
+
+    def rolled_back(self, bad_step: int, request: Request) -> None:
+        """What was logged since is not part of the run any more."""
+        self._watch.on_rollback(self.host.run.train_state.step)
+
+
+def attach(run: Any) -> Watch:
+    """Let a run that is not open yet be watched."""
+    run.features.instruments = (*run.features.instruments, Observer)
+    watch: Watch = run.features.room(Watch)
+    return watch

@@ -137,3 +137,33 @@ def test_the_device_gate_does_not_copy_at_every_step() -> None:
 
 def test_the_device_decides_which_gate() -> None:
     assert isinstance(finite_gate(CPU), HostFiniteGate)
+
+
+def test_a_read_gives_values_and_what_was_observed(gate: FiniteGate) -> None:
+    observe(gate, 3, 1.0)
+    values = torch.tensor([0.1], dtype=torch.float64), torch.tensor(2.0, dtype=torch.bfloat16, requires_grad=True)
+    assert gate.read(*values) == [0.1, 2.0]
+    assert gate.poll() is None
+    observe(gate, 4, float("nan"))
+    assert gate.read() == []
+    assert gate.poll() == 4
+
+
+@pytest.mark.parametrize("bad_step", range(1, 13))
+def test_reads_between_do_not_delay_the_host(bad_step: int) -> None:
+    gate = DeviceFiniteGate(CPU)
+    for step in range(1, bad_step + 11):
+        observe(gate, step, float("nan") if step == bad_step else 1.0)
+        if gate.poll() is not None:
+            break
+        if step in (2, 6):
+            gate.read()
+    assert gate.first_bad_step == bad_step
+
+
+def test_a_norm_that_the_host_has_read_is_not_observed_again(gate: FiniteGate) -> None:
+    gate.read()
+    assert gate.observe_norm(torch.tensor(float("nan")), value=2.5) == 2.5
+    assert gate.poll(force=True) is None
+    gate.observe_norm(torch.tensor(float("nan")), value=float("nan"))
+    assert gate.poll(force=True) == 0

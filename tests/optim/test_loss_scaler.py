@@ -32,7 +32,7 @@ def scales(scaler: LossScaler, steps: str) -> list[float]:
     """The scale after each step, x for one that overflows and . for a clean one."""
     seen = []
     for step in steps:
-        scaler.is_overflow(torch.tensor(INFINITY if step == "x" else 1.0))
+        scaler.is_overflow(INFINITY if step == "x" else 1.0)
         seen.append(scaler.scale)
     return seen
 
@@ -102,7 +102,7 @@ def test_steps_scale_as_worked_out_by_hand(
 
 def test_an_overflow_is_one_only_while_the_scale_can_fall() -> None:
     scaler = LossScaler(4.0, min_scale=1.5, window=3, hysteresis=1)
-    calls = [scaler.is_overflow(torch.tensor(INFINITY)) for _ in range(4)]
+    calls = [scaler.is_overflow(INFINITY) for _ in range(4)]
     assert calls == [True, True, False, False]
     assert scaler.scale == 1.5
     assert scales(scaler, "..x...") == [1.5, 1.5, 1.5, 1.5, 1.5, 3.0], "an anomaly ends a row of clean steps too"
@@ -112,16 +112,18 @@ def test_a_constant_scale_never_changes_and_knows_no_overflow() -> None:
     scaler = build_loss_scaler(OptimizerConfig(loss_scale=1000.0, loss_scale_window=2), "fp16_mixed")
     assert scaler is not None
     assert scales(scaler, "....x..") == [1000.0] * 7
-    assert scaler.is_overflow(torch.tensor(INFINITY)) is False
+    assert scaler.is_overflow(INFINITY) is False
 
 
 @pytest.mark.parametrize("loss", [math.nan, INFINITY])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_loss_that_is_not_finite_is_not_its_business(loss: float, dtype: torch.dtype) -> None:
-    scaler = LossScaler(64.0, hysteresis=1)
-    assert scaler.is_overflow(torch.tensor(math.nan), torch.tensor(loss, dtype=dtype)) is False
+@pytest.mark.parametrize("make_gate", GATES.values(), ids=GATES.keys())
+def test_a_loss_that_is_not_finite_is_not_its_business(make_gate: Any, loss: float, dtype: torch.dtype) -> None:
+    scaler, gate = LossScaler(64.0, hysteresis=1), make_gate()
+    losses = [torch.tensor(value, dtype=dtype, requires_grad=True) for value in (loss, 1.0)]
+    assert scaler.is_overflow(math.nan, *gate.read(losses[0])) is False
     assert scaler.state_dict() == LossScaler(64.0, hysteresis=1).state_dict()
-    assert scaler.is_overflow(torch.tensor(math.nan), torch.tensor(1.0, dtype=dtype)) is True
+    assert scaler.is_overflow(math.nan, *gate.read(losses[1])) is True
 
 
 def test_growth_ends_where_float32_would() -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import onstep.optim.loss_scaler
 import onstep.optim.megatron_optimizer
 import onstep.optim.optimizer
 from onstep import Callback
@@ -71,8 +70,6 @@ class WaitCounter(Callback):
         with pytest.MonkeyPatch.context() as patch:
             for name in self.READS:
                 patch.setattr(Tensor, name, self._counted(getattr(Tensor, name)))
-            scaler = onstep.optim.loss_scaler
-            patch.setattr(scaler, "_are_finite", self._counted(scaler._are_finite))
             self._watch_copies(patch)
             yield self
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from onstep import CallbackManager
-from onstep.optim import DeviceFiniteGate, as_step_optimizer
-from tests.support.emulated_device import lack_bfloat16_check, use_device_gate
+from onstep.optim import DeviceFiniteGate, LossScaler, as_step_optimizer
+from tests.support.emulated_device import WaitCounter, lack_bfloat16_check, use_device_gate
 from tests.support.small_runs import TinyModel, run, small_state, sum_step
 
 CPU = torch.device("cpu")
@@ -53,3 +54,77 @@ def test_a_model_in_bfloat16_is_trained_by_kernels_that_cuda_has(
     assert set(losses) == {torch.bfloat16}
     assert state.train_state.step == 12
     assert not any(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+
+
+def adamw(model: TinyModel) -> Any:
+    return torch.optim.AdamW(model.parameters(), fused=True)
+
+
+OPTIMIZERS: dict[str, tuple[Callable[[TinyModel], Any], int]] = {
+    "configured AdamW": (adamw, 0),
+    "configured SGD": (lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True), 0),
+    "Megatron": (lambda model: Megatronish(model.parameters()), 10),
+}
+"""How each is made, and how often the host waits in ten steps that are not logged."""
+
+POLICIES: dict[str, tuple[dict[str, Any], int]] = {
+    "skip": ({"train.on_nonfinite": "skip"}, 10),
+    "threshold": ({"optimizer.grad_norm_skip_threshold": 1e9}, 10),
+    "spikes": ({"anomaly.on_spike": "skip"}, 10),
+    "float16": ({"float16": True}, 10),
+    "skip, spikes and threshold": (
+        {"train.on_nonfinite": "skip", "anomaly.on_spike": "skip", "optimizer.grad_norm_skip_threshold": 1e9},
+        10,
+    ),
+    "float16, skip and threshold": (
+        {"float16": True, "train.on_nonfinite": "skip", "optimizer.grad_norm_skip_threshold": 1e9},
+        10,
+    ),
+    "float16 and spikes": ({"float16": True, "anomaly.on_spike": "skip"}, 20),
+    "zeros": ({"optimizer.log_num_zeros_in_grad": True}, 0),
+}
+
+
+def waits_of_ten_steps(make_optimizer: Callable[[TinyModel], Any], settings: dict[str, Any] | None = None) -> int:
+    """Waits in steps 2 to 11: the first update creates the optimizer's state."""
+    model, state, counter, manager = TinyModel(), small_state(train_iters=12), WaitCounter(), CallbackManager()
+    settings = dict(settings or {})
+    scaler = LossScaler(2.0**8) if settings.pop("float16", False) else None
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        setattr(getattr(state.cfg, section), name, value)
+    state.cfg.logger.log_interval = 1000
+    manager.add(counter)
+    with pytest.MonkeyPatch.context() as patch, counter.counting():
+        use_device_gate(patch)
+        torchs = make_optimizer(model)
+        optimizer = as_step_optimizer(torchs, [model], state.cfg.optimizer, device=CPU, scaler=scaler)
+        run(state, manager, model=model, optimizer=optimizer)
+    assert isinstance(optimizer.gate, DeviceFiniteGate)
+    assert state.train_state.step == 12
+    assert state.train_state.num_skips == 0
+    return counter.of_steps(2, 11)
+
+
+@pytest.mark.parametrize(("make_optimizer", "expected"), OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_the_host_waits_only_for_optimizers_that_need_it(make_optimizer: Any, expected: int) -> None:
+    assert waits_of_ten_steps(make_optimizer) == expected
+
+
+@pytest.mark.parametrize(("settings", "expected"), POLICIES.values(), ids=POLICIES.keys())
+@pytest.mark.parametrize(
+    "make_optimizer", [adamw, lambda model: Megatronish(model.parameters())], ids=["torch", "mega"]
+)
+def test_what_the_policies_need_of_a_step_is_read_at_once(
+    make_optimizer: Any, settings: dict[str, Any], expected: int
+) -> None:
+    is_torchs = make_optimizer is adamw
+    assert waits_of_ten_steps(make_optimizer, settings) == (expected if is_torchs else max(expected, 10))
+
+
+def test_a_wait_is_noticed() -> None:
+    counter, norm = WaitCounter(), torch.ones(())
+    with counter.counting():
+        assert norm
+        assert float(norm) == norm.item() == norm.tolist()
+    assert counter.waits[0] == 4

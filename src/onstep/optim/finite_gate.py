@@ -25,8 +25,15 @@ class FiniteGate(ABC):
         self.step = step
 
     @abstractmethod
-    def observe_norm(self, norm: Tensor) -> float | None:
-        """Close the gate if `norm`, a 0-d tensor >= 0, is not finite. Returns its value if the host can see it."""
+    def observe_norm(self, norm: Tensor, value: float | None = None) -> float | None:
+        """Close the gate if `norm`, a 0-d tensor >= 0, is not finite.
+
+        Args:
+            value: its value, if the host has read it.
+
+        Returns:
+            Its value, if the host has read it or can without waiting.
+        """
 
     @abstractmethod
     def observe_gradients(self, gradients: list[Tensor]) -> None:
@@ -44,8 +51,16 @@ class FiniteGate(ABC):
         """
 
     @abstractmethod
+    def read(self, *values: Tensor) -> list[float]:
+        """The values of tensors of one element, and what `poll` tells from then on: all that was observed so far.
+
+        The host waits for an accelerator, once; not at all without `values` if nothing was observed since the last
+        `read`.
+        """
+
+    @abstractmethod
     def poll(self, force: bool = False) -> int | None:
-        """The first bad step, or None while none is known; `force` waits for the device."""
+        """The first bad step, or None while none is known; `force` waits for the device if it has to."""
 
     def reset(self) -> None:
         """Open the gate again."""
@@ -65,8 +80,9 @@ class HostFiniteGate(FiniteGate):
         self._flag, self._one = torch.zeros(()), torch.ones(())
         self._seen = self._flag.numpy()  # the same memory
 
-    def observe_norm(self, norm: Tensor) -> float:
-        value = host_value(norm)
+    def observe_norm(self, norm: Tensor, value: float | None = None) -> float:
+        if value is None:
+            value = host_value(norm)
         if not math.isfinite(value):
             self._close()
         return value
@@ -87,6 +103,9 @@ class HostFiniteGate(FiniteGate):
         if self.first_bad_step is None:
             self.first_bad_step = self.step
 
+    def read(self, *values: Tensor) -> list[float]:
+        return [host_value(value.detach().cpu()) for value in values]
+
     def poll(self, force: bool = False) -> int | None:
         return self.first_bad_step
 
@@ -97,6 +116,13 @@ def host_value(tensor: Tensor) -> float:
         tensor = tensor.float()
     value: float = tensor.numpy().item()
     return value
+
+
+def is_above(threshold: float | None, norm: Tensor | None, value: float | None) -> bool:
+    """Whether a norm, whose value the host has read, is above a threshold in the norm's own precision."""
+    if threshold is None or norm is None or value is None:
+        return False
+    return value > host_value(torch.tensor(threshold, dtype=norm.dtype))
 
 
 class DeviceFiniteGate(FiniteGate):
@@ -119,10 +145,14 @@ class DeviceFiniteGate(FiniteGate):
         self._copied = None if is_host else torch.Event(device=device)
         self._is_copying = False
         self._updates_since_copy = 0
+        self._is_read = True
+        """Whether the host knows all that was observed."""
 
-    def observe_norm(self, norm: Tensor) -> None:
-        self._raise_flag(norm)
-        self._updates_since_copy += 1
+    def observe_norm(self, norm: Tensor, value: float | None = None) -> float | None:
+        if value is None or not math.isfinite(value):
+            self._raise_flag(norm)
+            self._updates_since_copy += 1
+        return value
 
     def observe_gradients(self, gradients: list[Tensor]) -> None:
         # The largest elements show it, too, and finding them only reads; the check below would also write them all.
@@ -138,6 +168,17 @@ class DeviceFiniteGate(FiniteGate):
         # One kernel that sets the flag and never clears it; the scale of 1 does not change the values.
         torch._amp_foreach_non_finite_check_and_unscale_([values], self.found_inf, self._one)
         self._bad_step_plus_one.masked_fill_(self.found_inf > self._bad_step_plus_one, self.step + 1)
+        self._is_read = False
+
+    def read(self, *values: Tensor) -> list[float]:
+        if self._is_read and not values:
+            return []
+        parts = [value.detach().reshape(()).to(self._device) for value in (self.found_inf, *values)]
+        is_closed, *known = torch.stack(parts).tolist()  # in the widest of their types
+        if is_closed:
+            self.poll(force=True)
+        self._is_copying, self._updates_since_copy, self._is_read = False, 0, True
+        return known
 
     def poll(self, force: bool = False) -> int | None:
         """The first bad step, or None while none is known.
@@ -145,9 +186,9 @@ class DeviceFiniteGate(FiniteGate):
         Call it once per step: it starts a copy every `COPY_INTERVAL` updates, and reads it when the next one is due,
         not earlier. What a rank knows then depends only on its steps, never on how far its device is, so all ranks
         learn of a bad step at the same step. With `force` it waits for everything queued so far (a host
-        synchronization).
+        synchronization), unless `read` has.
         """
-        if self.first_bad_step is None:
+        if self.first_bad_step is None and not self._is_read:
             is_due = force or self._updates_since_copy >= COPY_INTERVAL
             if is_due and self._is_copying:
                 self._finish_copy()
@@ -155,13 +196,14 @@ class DeviceFiniteGate(FiniteGate):
                 self._start_copy()
             if force and self._is_copying:
                 self._finish_copy()
+                self._is_read = True
         return self.first_bad_step
 
     def reset(self) -> None:
         super().reset()
         self.found_inf.zero_()
         self._bad_step_plus_one.zero_()
-        self._is_copying = False
+        self._is_copying, self._is_read = False, True
         self._updates_since_copy = 0
 
     def _start_copy(self) -> None:

@@ -5,11 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from onstep.errors import CheckpointError, ConfigError
-from onstep.optim.finite_gate import host_value
 
 GROWTH = 2.0
 BACKOFF = 0.5
@@ -25,7 +21,7 @@ class LossScaler:
     minimum, or constant) has no overflows: non-finite values are then anomalies, which the finite gate handles. So is a
     non-finite loss, at any scale: the forward pass does not depend on the scale, so a lower one cannot help.
 
-    The scale is a host number: `is_overflow` checks a step's gradients with one read of the device.
+    The scale is a host number, and so are the arguments of `is_overflow`, which the caller reads from the device.
 
     Args:
         initial_scale: the initial scale.
@@ -79,20 +75,19 @@ class LossScaler:
         self.hysteresis_left = self.hysteresis
         """Overflows until the scale halves; at 1 or less, the next one halves it."""
 
-    def is_overflow(self, norm: Tensor, loss: Tensor | None = None) -> bool:
+    def is_overflow(self, norm: float, loss: float | None = None) -> bool:
         """Record one step, and return whether its gradients overflowed because the scale was too high.
 
-        Waits for the device, unless the scale is constant. Ranks that pass the same values keep the same scale, without
+        With a constant scale they never did. Ranks that pass the same values keep the same scale, without
         communication.
 
         Args:
-            norm: norm of the scaled gradients, 0-d, the same on all ranks.
-            loss: the step's loss, one element, the same on all ranks; None assumes that it is finite.
+            norm: norm of the scaled gradients, the same on all ranks.
+            loss: the step's loss, the same on all ranks; None assumes that it is finite.
         """
         if self.is_constant:
             return False
-        norm_is_finite, loss_is_finite = _are_finite(norm, norm if loss is None else loss)
-        if norm_is_finite:
+        if math.isfinite(norm):
             self.clean_steps += 1
             if self.window is not None and self.clean_steps >= self.window:
                 self.clean_steps = 0
@@ -100,7 +95,7 @@ class LossScaler:
                 if self.scale * GROWTH <= LARGEST_SCALE:
                     self.scale *= GROWTH
             return False
-        if loss is not None and not loss_is_finite:
+        if loss is not None and not math.isfinite(loss):
             return False
         self.clean_steps = 0
         if self.scale <= self.min_scale:
@@ -133,11 +128,3 @@ class LossScaler:
         self.scale = max(state_dict["scale"], self.min_scale)
         self.clean_steps = state_dict["clean_steps"]
         self.hysteresis_left = min(state_dict["hysteresis_left"], self.hysteresis)
-
-
-def _are_finite(*values: Tensor) -> list[bool]:
-    """Whether each tensor of one element is finite: by NumPy's view of host memory, else by one read of the device."""
-    if any(value.device.type != "cpu" for value in values):
-        flags: list[bool] = torch.stack([value.detach().isfinite().reshape(()) for value in values]).tolist()
-        return flags
-    return [math.isfinite(host_value(value.detach())) for value in values]

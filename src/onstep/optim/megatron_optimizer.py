@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from onstep.optim.finite_gate import FiniteGate, finite_gate
+from onstep.optim.finite_gate import FiniteGate, finite_gate, is_above
 from onstep.optim.loss_scaler import LossScaler
 from onstep.optim.protocol import HasParamGroups, HasState
 
@@ -26,9 +26,9 @@ class MegatronOptimizer(HasParamGroups, HasState, Protocol):
 class ForeignOptimizer:
     """An optimizer whose `step()` does everything at once, preceded by Onstep's gate, threshold and loss scale.
 
-    Loss and raw gradients are read once before each `step()`, which waits for the device. Non-finite values never reach
-    it, nor gradients that overflowed with the `scaler`, which it does not know about. The norm and the zeros of a step
-    are those that its `step()` returns.
+    Loss and raw gradients are read once before each `step()`, which waits for the device: what it does cannot be undone
+    there. Non-finite values never reach it, nor gradients that overflowed with the `scaler`, which it does not know
+    about. The norm and the zeros of a step are those that its `step()` returns.
 
     Args:
         model: the chunks whose gradients are scaled and watched; shared parameters count once.
@@ -58,6 +58,8 @@ class ForeignOptimizer:
         self._model, self._device = model, device
         self._loss: Tensor | None = None
         self._raw_norm: Tensor | None = None
+        self._norm_value: float | None = None
+        """The same on the host, if it has been read."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -81,7 +83,7 @@ class ForeignOptimizer:
         self._loss = loss
 
     def prepare(self, grad_scale: Tensor | float | None = None, *, needs_norm: bool = True) -> Tensor | None:
-        """Scale the gradients and pass them to the gate, unless they overflowed. Waits for the device.
+        """Scale the gradients and pass them to the gate, unless they overflowed. A `scaler` waits for the device.
 
         Returns:
             The L2 norm of the raw gradients, 0-d; None if they overflowed, or if neither the caller nor the threshold
@@ -97,26 +99,37 @@ class ForeignOptimizer:
         if gradients:
             norm = torch.stack(torch._foreach_norm(gradients)).norm()
         loss, self._loss = self._loss, None
-        self.grad_norm = self.num_zeros = self._raw_norm = None
-        self.overflowed = self.scaler is not None and self.scaler.is_overflow(norm, loss)
-        if self.overflowed:  # a lower scale will fix it, so the gate is not closed
-            return None
+        self.grad_norm = self.num_zeros = self._raw_norm = self._norm_value = None
         if loss is not None:
             self.gate.observe_loss(loss)
+        self.overflowed = False
+        if self.scaler is not None and not self.scaler.is_constant:
+            self._norm_value, *known = self.gate.read(norm, *([] if loss is None else [loss]))
+            self.overflowed = self.scaler.is_overflow(self._norm_value, *known)
+        if self.overflowed:  # a lower scale will fix it, so the gate is not closed
+            return None
         if gradients:
-            self.gate.observe_norm(norm)
-        self.gate.poll(force=True)
+            self.gate.observe_norm(norm, self._norm_value)
         if needs_norm or self.grad_norm_skip_threshold is not None:
             self._raw_norm = norm
         return self._raw_norm
 
+    def read(self, *values: Tensor) -> list[float]:
+        """The values of tensors of one element, with one wait for the device, after which `apply` does not wait."""
+        if self.grad_norm_skip_threshold is None or self._raw_norm is None or self._norm_value is not None:
+            return self.gate.read(*values)
+        *known, self._norm_value = self.gate.read(*values, self._raw_norm)
+        return known
+
     def apply(self) -> bool:
-        """Step, unless loss or gradients are not finite or their norm is above the threshold."""
-        if self.overflowed or self.gate.first_bad_step is not None:
+        """Step, unless loss or gradients are not finite or their norm is above the threshold. Waits for the device."""
+        if self.overflowed:
             return False
-        threshold, norm = self.grad_norm_skip_threshold, self._raw_norm
-        if threshold is not None and norm is not None and norm > threshold:
-            self.grad_norm = norm
+        self.read()
+        if self.gate.first_bad_step is not None:
+            return False
+        if is_above(self.grad_norm_skip_threshold, self._raw_norm, self._norm_value):
+            self.grad_norm = self._raw_norm
             return False
         is_applied, self.grad_norm, self.num_zeros = self.optimizer.step()
         return bool(is_applied)

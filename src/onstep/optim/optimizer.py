@@ -10,8 +10,9 @@ from torch.nn import Parameter
 
 from onstep.distributed.shards import is_sharded, whole
 from onstep.errors import CheckpointError, ConfigError
-from onstep.optim.finite_gate import DeviceFiniteGate, FiniteGate, HostFiniteGate, finite_gate
+from onstep.optim.finite_gate import DeviceFiniteGate, FiniteGate, HostFiniteGate, finite_gate, is_above
 from onstep.optim.fused_step import FusedStep, are_members
+from onstep.optim.gradient_scaling import clip_factor, like, multiply
 from onstep.optim.loss_scaler import LossScaler
 from onstep.optim.zero_counts import count_zeros
 
@@ -36,7 +37,8 @@ class TrainingOptimizer:
             means the order of the groups.
         scaler: the loss scaler of mixed precision; None does not scale.
         grad_norm_skip_threshold: a step whose gradient norm before clipping is above this updates nothing. The host,
-            which has the schedule, must know this, so each update waits for an accelerator. None disables skipping.
+            which has the schedule, must know this, so each update waits for an accelerator, unless `read` has. None
+            disables skipping.
         log_num_zeros_in_grad: count the zeros in the gradients of each step, after clipping, as `num_zeros`.
 
     Raises:
@@ -82,6 +84,8 @@ class TrainingOptimizer:
         """Zeros in the gradients of the last prepared step, 0-d int64 on their device, if they are counted and did not
         overflow."""
         self._norm: Tensor | None = None
+        self._norm_value: float | None = None
+        """The same on the host, if it has been read."""
         self._scaler = scaler
         self._survey()
 
@@ -182,13 +186,13 @@ class TrainingOptimizer:
         Args:
             grad_scale: factor > 0 for all gradients, a number or a 0-d tensor; it requires no extra pass.
             needs_norm: whether the caller uses the norm. If not, and if neither clipping, a scaler nor
-                `grad_norm_skip_threshold` needs it, the gate checks the gradients instead, which reads them once (and
-                takes a third of the time of a norm on a CPU). Gradients that are finite, but whose norm would overflow,
-                are then applied.
+                `grad_norm_skip_threshold` needs it, the gate checks the gradients instead, which only reads them (and
+                on a CPU costs a third of a norm). Gradients that are finite, but whose norm would overflow, are then
+                applied.
 
         Returns:
             The L2 norm of the scaled gradients before clipping, 0-d on their device; the host waits for it only with a
-            scaler. It is not finite if gradients overflowed, and None if it was not computed.
+            scaler that is not constant. It is not finite if gradients overflowed, and None if it was not computed.
         """
         if not are_members(self.optimizer.param_groups, self._members):
             self._survey()
@@ -197,6 +201,7 @@ class TrainingOptimizer:
         torch._C._set_grad_enabled(False)
         try:
             is_norm_used = needs_norm or self.clip_grad or self._scaler or self.grad_norm_skip_threshold
+            self._norm_value = None
             if is_norm_used or not grads or not self._can_look_through:
                 self._norm = self._scale_and_clip(grads, grad_scale)
             else:
@@ -209,6 +214,14 @@ class TrainingOptimizer:
             torch._C._set_grad_enabled(has_autograd)
         return self._norm
 
+    def read(self, *values: Tensor) -> list[float]:
+        """The values of tensors of one element, with one wait for an accelerator, after which `apply` does not wait."""
+        reads_norm = self.grad_norm_skip_threshold is not None and self._norm is not None and self._norm_value is None
+        if not reads_norm or self._norm is None:
+            return self.gate.read(*values)
+        *known, self._norm_value = self.gate.read(*values, self._norm)
+        return known
+
     def apply(self) -> bool:
         """Update the weights, unless the gate is closed or the norm is above `grad_norm_skip_threshold`.
 
@@ -219,11 +232,12 @@ class TrainingOptimizer:
         """
         if self.overflowed or self.gate.first_bad_step is not None:
             return False
-        if self._must_read and self.gate.poll(force=True) is not None:
-            return False
-        threshold, norm = self.grad_norm_skip_threshold, self._norm
-        if threshold is not None and norm is not None and norm > threshold:  # waits for an accelerator
-            return False
+        if self._must_read or self.grad_norm_skip_threshold is not None:
+            self.read()
+            if self.gate.first_bad_step is not None:
+                return False
+            if is_above(self.grad_norm_skip_threshold, self._norm, self._norm_value):
+                return False
         self._step()
         self._must_read = self._always_reads
         return True
@@ -281,7 +295,8 @@ class TrainingOptimizer:
     def _scale_unseen(self, grads: list[Tensor], grad_scale: Tensor | float | None) -> None:
         """Scale the gradients and pass them to the gate, without their norm."""
         if grad_scale is not None:
-            self._multiply(grads, _like(torch.empty((), dtype=self._wide, device=self._device), grad_scale))
+            factor = like(torch.empty((), dtype=self._wide, device=self._device), grad_scale)
+            multiply(grads, factor, spans_devices=False)
         loss = self._observed_loss
         self.gate.observe_gradients([*grads, loss] if self._is_on_host and loss is not None else grads)
 
@@ -289,20 +304,29 @@ class TrainingOptimizer:
         """Scale and clip the gradients and pass their norm to the gate. Returns the norm before clipping."""
         if self._is_on_host and self._observed_loss is not None:
             self.gate.observe_loss(self._observed_loss)
-        norm = self._global_norm(grads)
+        raw_norm = norm = self._global_norm(grads)
         if self._scaler is not None:
-            grad_scale = _like(norm, 1.0 if grad_scale is None else grad_scale) / self._scaler.scale
-            self.overflowed = self._scaler.is_overflow(norm, self._observed_loss)  # which may change the scale
+            grad_scale = like(norm, 1.0 if grad_scale is None else grad_scale) / self._scaler.scale
         if grad_scale is not None:
-            grad_scale = _like(norm, grad_scale)
+            grad_scale = like(norm, grad_scale)
             norm = norm * grad_scale
+        if self._scaler is not None:
+            self._look_for_overflow(self._scaler, raw_norm, norm)
         coefficient = grad_scale
         if not self.overflowed:  # else the gate stays open: a lower scale will fix it
-            known_norm = self.gate.observe_norm(norm)
-            coefficient = self._coefficient(norm, known_norm, grad_scale)
+            self._norm_value = self.gate.observe_norm(norm, self._norm_value)
+            coefficient = clip_factor(self.clip_grad, norm, self._norm_value, grad_scale)
         if coefficient is not None and grads:
-            self._multiply(grads, coefficient)
+            multiply(grads, coefficient, spans_devices=self._spans_devices)
         return norm
+
+    def _look_for_overflow(self, scaler: LossScaler, raw_norm: Tensor, norm: Tensor) -> None:
+        """Note whether the step overflowed, which may change the scale. Reads the norm unless the scale is constant."""
+        self.overflowed = False
+        if not scaler.is_constant:
+            losses = [] if self._observed_loss is None else [self._observed_loss]
+            self._norm_value, raw, *known = self.gate.read(norm, raw_norm, *losses)
+            self.overflowed = scaler.is_overflow(raw, *known)
 
     def _global_norm(self, grads: list[Tensor]) -> Tensor:
         """The L2 norm over all `grads`, 0-d."""
@@ -314,21 +338,6 @@ class TrainingOptimizer:
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), 2.0)
         return whole(norm) if self._is_sharded else norm
 
-    def _coefficient(self, norm: Tensor, known_norm: float | None, grad_scale: Tensor | None) -> Tensor | None:
-        """The factor for the gradients, 0-d; None if it is known to be 1."""
-        clip = self.clip_grad
-        if not clip or (known_norm is not None and known_norm < clip * 0.999 - 1e-6):
-            return grad_scale
-        coefficient = torch.clamp(clip / (norm + 1e-6), max=1.0)
-        return coefficient if grad_scale is None else coefficient * grad_scale
-
-    def _multiply(self, grads: list[Tensor], coefficient: Tensor) -> None:
-        if self._spans_devices:
-            for grad in grads:
-                grad.mul_(coefficient.to(grad.device))
-        else:
-            torch._foreach_mul_(grads, coefficient)
-
 
 def _check_scalable(scaler: LossScaler | None, params: list[Tensor]) -> None:
     if scaler is not None and any(param.dtype is torch.float16 for param in params):
@@ -336,10 +345,3 @@ def _check_scalable(scaler: LossScaler | None, params: list[Tensor]) -> None:
             "float16 mixed precision requires float32 weights, got a parameter of torch.float16, whose gradient would "
             "be rounded again when unscaled; load the model in float32 (model.float())"
         )
-
-
-def _like(norm: Tensor, factor: Tensor | float) -> Tensor:
-    """`factor` as a 0-d tensor of the norm's type and device; a number is moved without a blocking copy."""
-    if isinstance(factor, Tensor):
-        return factor.to(norm)
-    return torch.full_like(norm, factor)

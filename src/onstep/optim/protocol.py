@@ -65,6 +65,12 @@ class StepOptimizer(HasParamGroups, HasState, Protocol):
             The L2 norm of the scaled gradients before clipping, 0-d on their device; None if it was not needed.
         """
 
+    def read(self, *values: Tensor) -> list[float]:
+        """The values of tensors of one element, with one wait for an accelerator, after which `apply` does not wait.
+
+        The gate then knows all that was observed.
+        """
+
     def apply(self) -> bool:
         """Update the weights, unless the gate is closed or the norm is too large; False if nothing was updated."""
 

@@ -17,7 +17,7 @@ from onstep.models.generation.generate import inner_transformer
 from onstep.trainer.loss_convention import NUM_ITEMS, Labels
 from onstep.trainer.model_step import ModelStep, StepOptions, counted_micro_batches
 from onstep.trainer.overrides import overrides
-from onstep.training.compute.losses import LossShare, mean_weight
+from onstep.training.compute.losses import LossShare, as_scalar, mean_weight
 from onstep.training.compute.step import MicroBatches
 
 METHODS = (
@@ -110,7 +110,7 @@ class CustomStep(ModelStep):
         total = sum(float(self._weight_of(batch)) for batch in counted)
         if self._world.size == 1:
             return max(total, 1.0)
-        return self._world.sum(torch.tensor(total, dtype=torch.float64, device=self._world.device)).clamp(min=1)
+        return self._world.sum(as_scalar(total, torch.float64, self._world.device)).clamp(min=1)
 
     def _weight_of(self, batch: Batch) -> Tensor | float:
         return mean_weight(batch, self._labels.count(batch), self._weighting)

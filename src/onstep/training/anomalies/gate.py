@@ -9,6 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from onstep.data.loaders.sample_order import skip_samples
 from onstep.events import Request
 from onstep.events.control import BEFORE_UPDATE
@@ -46,7 +49,8 @@ class AnomalyGate(Feature[Job]):
 
     With `train.on_nonfinite` raise or stop, the finite gate is sticky and an accelerator is not waited for: the host
     learns of a bad step late, and until then every update is a no-op. With skip or rollback, and with spike detection,
-    the host reads loss and norm of each step before the update, so that only the bad update is skipped.
+    the host learns before each update whether the step is bad, and reads its loss and norm if spikes are looked for, in
+    one wait, so that only the bad update is skipped.
 
     The finite gate belongs to the optimizer and starts open: what an earlier `train()` found no longer applies.
     """
@@ -110,9 +114,11 @@ class AnomalyGate(Feature[Job]):
         loss, grad_norm = step.total, step.grad_norm
         values: dict[str, float] = {}
         if self._reads:
-            is_bad = self._gate.poll(force=True) is not None
-            if is_bad or (self.looks_for_spikes and grad_norm is not None):
-                values = _read(loss, grad_norm)
+            wanted = _tensors(loss, grad_norm) if self.looks_for_spikes and grad_norm is not None else {}
+            values = dict(zip(wanted, self._job.optimizer.read(*wanted.values()), strict=True))
+            is_bad = self._gate.first_bad_step is not None
+            if is_bad:
+                values = values or self._read(loss, grad_norm)
             spike = self._spikes.find(values) if values and not is_bad else None
             if is_bad:
                 self._found = Anomaly.non_finite(step.number, self._on_nonfinite, values)
@@ -120,7 +126,7 @@ class AnomalyGate(Feature[Job]):
                 self._found = Anomaly.of(step.number, f"spike: {spike}", self._on_spike, values)
         asked = self._skip_request()
         if asked is not None and self._found is None:
-            values = values or _read(loss, grad_norm)
+            values = values or self._read(loss, grad_norm)
             self._found = replace(Anomaly.of(step.number, str(asked), "skip", values), asked=asked)
         if self._found is None and values:
             self._spikes.accept(step.number, values)
@@ -165,7 +171,7 @@ class AnomalyGate(Feature[Job]):
         if step is None:
             return
         record = self._record_of(step)
-        values = {"loss": math.nan} if record is None else _read(record.loss, None)
+        values = {"loss": math.nan} if record is None else self._read(record.loss, None)
         found = self._explain(Anomaly.non_finite(step, self._on_nonfinite, values))
         if wait:  # the counters have already advanced
             self._conclude(found)
@@ -197,6 +203,11 @@ class AnomalyGate(Feature[Job]):
         for key, saved in state_dict["history"].items():
             if len(saved) > len(self._history[key]):
                 self._history[key] = list(saved)
+
+    def _read(self, loss: StepLoss, grad_norm: Scalar | None) -> dict[str, float]:
+        """Loss and gradient norm on the host; waits for the device."""
+        tensors = _tensors(loss, grad_norm)
+        return dict(zip(tensors, self._gate.read(*tensors.values()), strict=True))
 
     def _record_of(self, step: int) -> StepRecord | None:
         return next((one for one in self._records if one.step == step), None)
@@ -281,7 +292,7 @@ class AnomalyGate(Feature[Job]):
         self._state.ending.by_anomaly = self._state.ending.by_anomaly or found.action == "stop"
 
 
-def _read(loss: StepLoss, grad_norm: Scalar | None) -> dict[str, float]:
-    """Loss and gradient norm on the host; waits for the device."""
-    values = {"loss": float(loss.value())}
-    return values if grad_norm is None else {**values, "grad_norm": float(grad_norm)}
+def _tensors(loss: StepLoss, grad_norm: Scalar | None) -> dict[str, Tensor]:
+    """Loss and gradient norm of a step."""
+    values = {"loss": loss.value()}
+    return values if grad_norm is None else {**values, "grad_norm": torch.as_tensor(grad_norm)}

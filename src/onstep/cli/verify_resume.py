@@ -47,6 +47,8 @@ _CAUSES = {
     "weights": "Your own optimizer, or a callback that modifies weights or gradients, has state that is not saved in "
     "checkpoints.",
 }
+_FROM_KERNELS = ("loss", "weights")
+"""What differs first where only kernels do."""
 _STATES = ("save_rng", "save_optim", "load_rng", "load_optim")
 """Keys of `checkpoint` that leave a part of the state out if they are false."""
 
@@ -99,8 +101,13 @@ def verify_resume(
             killed = replace(killed, words=(*killed.words, f"checkpoint.save_interval={interval}"))
         chosen = kill_steps(steps, kills, random.Random(seed))
         landed = _run_killed(killed, chosen, steps, seconds, random.Random(seed + 1))
-        advise = partial(_advice, config, ranks if not (imports or callbacks) else None, landed)
+        advise = partial(advice, config, ranks if not (imports or callbacks) else None, landed)
         is_equal = _report_result(whole, killed, landed, advise)
+        if is_equal and varies(config):
+            print(
+                "train.deterministic=false: on this GPU two runs may differ by themselves, and these did not; a later "
+                "check of the same job may say otherwise."
+            )
     except (JobError, ConfigError):
         print(f"Both runs are kept in {where}.")
         raise
@@ -139,6 +146,14 @@ def _work_dir(directory: Path | None, output_dir: Path) -> tuple[Path, bool]:
     if any(directory.iterdir()):
         raise ConfigError(f"--directory {directory} is not empty; choose an empty or new directory.")
     return directory, False
+
+
+def varies(config: ConfigContainer) -> bool:
+    """Whether two uninterrupted runs of the job may differ, since it computes on a GPU with any kernels."""
+    import torch
+
+    device = config.dist.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return config.train.deterministic is False and device.startswith("cuda")
 
 
 def _saves(config: ConfigContainer) -> bool:
@@ -215,8 +230,14 @@ def _report_result(whole: UserJob, killed: UserJob, landed: list[Kill], advise: 
     return True
 
 
-def _advice(config: ConfigContainer, ranks: int | None, landed: list[Kill], difference: Difference) -> str:
+def advice(config: ConfigContainer, ranks: int | None, landed: list[Kill], difference: Difference) -> str:
     """What may be the cause of a difference; `ranks` is None for a job that has code of its own."""
+    if varies(config) and (difference.item in _FROM_KERNELS or difference.step is None):
+        return (
+            "train.deterministic=false: kernels of a GPU may sum in another order in each run, so this difference "
+            "shows neither an error in the resume nor one in your code. Equal up to there: samples, random state and "
+            "learning rate, which do not depend on kernels. Drop train.deterministic=false for a check of all bits."
+        )
     if difference.step is not None and (not landed or difference.step <= landed[0].checkpoint):
         return (
             "The first kill came later, so this job is not deterministic even without kills. Look for randomness that "

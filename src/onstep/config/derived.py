@@ -32,6 +32,7 @@ def fill(config: ConfigContainer, world_size: int) -> ConfigContainer:
         (filled.scheduler, "start_weight_decay", optimizer.weight_decay),
         (filled.scheduler, "end_weight_decay", optimizer.weight_decay),
         (filled.rng, "data_seed", filled.rng.seed),
+        (filled.train, "deterministic", chosen.certify),
     )
     for section, name, value in derived:
         if getattr(section, name) is None:

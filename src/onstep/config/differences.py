@@ -37,6 +37,8 @@ OPEN_SECTIONS = tuple(key for key, one in KEYS.items() if one.option.entries is 
 """Open dictionaries: their entries have the class of the dictionary, unless it declares another one."""
 
 POLICIES = KEYS["checkpoint.on_config_change"].option.choices
+_MOVED = {"full_determinism": "train.deterministic"}
+"""Entries of `trainer` in configurations of earlier versions that have become keys."""
 _KEYS_SHOWN = 30
 WIDTH = 40
 """Characters of a value that `describe` shows."""
@@ -219,6 +221,10 @@ def _read(
         inner = {f"{section}.{name}": value for name, value in values.items()} if has_fields else {section: values}
         for key, value in inner.items():
             (known if key in keys else gone)[key] = value
+    if isinstance(known.get("trainer"), Mapping):
+        entries = dict(known["trainer"])
+        known |= {key: entries.pop(entry) for entry, key in _MOVED.items() if entry in entries and key in keys}
+        known["trainer"] = entries
     config = kind()
     merge(config, known)
     missing = [key for key, _, _ in leaves(config) if key not in known]

@@ -51,6 +51,7 @@ from onstep.trainer.reporting.tokenizer_record import record_tokenizer
 from onstep.trainer.training_checks import check_length
 from onstep.training import GlobalState
 from onstep.training.features import SETUP
+from onstep.training.lifecycle.determinism import Determinism
 from onstep.training.lifecycle.endings import Endings
 from onstep.training.opening import open_run
 from onstep.training.protocols import Trained
@@ -139,7 +140,7 @@ def evaluation_session(trainer: TrainerMethods) -> Iterator[Session]:
             state.bridge_trackers = before.bridge_trackers
             state.bridge_trackers.recording = state
         adopt_state(trainer.given_state, state)
-        rows = (Watching, Endings)
+        rows = (Watching, Endings, Determinism)
         with (
             reports_before_sigterm(state),  # above the watchdog, which it outlives
             state.features.open(rows, state, world),

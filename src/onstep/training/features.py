@@ -14,6 +14,7 @@ from onstep.training.fault_tolerance.sections import FaultToleranceSections
 from onstep.training.feature import Feature
 from onstep.training.interval_log.bridge_log import BridgeLog
 from onstep.training.lifecycle.cuda_graphs import CudaGraphs
+from onstep.training.lifecycle.determinism import Determinism
 from onstep.training.lifecycle.endings import Endings, TrainingEnd
 from onstep.training.lifecycle.environment import EnvironmentVariables, LogLevel, TrackerSessions
 from onstep.training.lifecycle.rampup import BatchRampup
@@ -42,6 +43,7 @@ RUN: tuple[type[Feature[Run]], ...] = (
     Recording,  # above the endings: its last line says how the run ended
     TrackerSessions,  # above the endings: what `on_run_end` logs still arrives
     Endings,
+    Determinism,  # before anything is computed
     MemoryHistory,  # before the model is built
     MemoryRelease,
 )

@@ -72,6 +72,7 @@ _ARGUMENT_OF = {
     "train.train_iters": "max_steps",
     "train.num_epochs": "num_train_epochs",
     "train.global_batch_size": "per_device_train_batch_size * gradient_accumulation_steps * processes",
+    "train.deterministic": "full_determinism",
     "dataset.shuffle": "train_sampling_strategy",
     "optimizer.optimizer": "optim",
     "optimizer.clip_grad": "max_grad_norm",

@@ -150,6 +150,7 @@ def _set_run(args: TrainingArguments, config: ConfigContainer, world_size: int) 
         config.train.num_epochs = args.num_train_epochs
     config.train.global_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size
     config.validation.eval_global_batch_size = args.per_device_eval_batch_size * world_size
+    config.train.deterministic = args.full_determinism or None
     config.dataset.shuffle = args.train_sampling_strategy != "sequential"
 
 
@@ -262,6 +263,7 @@ def _named_run(config: ConfigContainer, world_size: int) -> dict[str, Any]:
         micro = train.micro_batch_size or max(1, train.global_batch_size // world_size)
         named["per_device_train_batch_size"] = micro
         named["gradient_accumulation_steps"] = max(1, train.global_batch_size // (micro * world_size))
+    named["full_determinism"] = bool(train.deterministic)
     named["train_sampling_strategy"] = "random" if config.dataset.shuffle else "sequential"
     return named
 

@@ -171,5 +171,5 @@ class CheckpointConfig(ConfigSection):
         False,
         SAFE,
         help="Extend a hash chain at each step (samples, random state, learning rate, loss, weights), saved in "
-        "checkpoints.",
+        "checkpoints. Sets `train.deterministic`, unless that is false.",
     )

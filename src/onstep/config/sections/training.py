@@ -105,6 +105,14 @@ class TrainingConfig(ConfigSection):
         needs="train.torch_compile=true",
         help="Mode of `torch_compile`; None is default.",
     )
+    deterministic: bool | None = option(
+        None,
+        TRAJECTORY,
+        effect="steps compute with other algorithms from here on, which differ in their last bits",
+        known_as=("full_determinism", "use_deterministic_algorithms"),
+        help="Compute with deterministic algorithms only, so that a repeated or resumed run has the same bits on a GPU "
+        "too; slower there, and an error where torch has no such algorithm. None is true with `checkpoint.certify`.",
+    )
     empty_unused_memory_interval: int | None = option(
         None,
         SAFE,

@@ -70,7 +70,9 @@ def token_losses(model: Transformer, tokens: Tensor) -> Tensor:
         window.include(known + 1)
         end = min(window.start + window.length, last)
         scores = model.logits(model.hidden_states(tokens[:, window.start : end])[:, known - window.start :]).float()
-        losses.append(cross_entropy(scores.transpose(1, 2), tokens[:, known + 1 : end + 1], reduction="none"))
+        targets = tokens[:, known + 1 : end + 1]
+        # in rows: over three dimensions CUDA has no deterministic algorithm
+        losses.append(cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets))
         known = end
     return torch.cat(losses, dim=1)
 

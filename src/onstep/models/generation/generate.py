@@ -15,6 +15,9 @@ from onstep.models.generation.context_window import ContextWindow, context_lengt
 from onstep.models.layers.sequence_context import KeyValueCache
 from onstep.models.transformer import Transformer
 
+_WHOLE = 2**40
+"""A probability of 1, in integers."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -67,9 +70,10 @@ class Sampling:
 
 def _keep_top_p(scores: Tensor, p: float) -> Tensor:
     ordered, order = scores.sort(dim=-1, descending=True)
-    probabilities = ordered.softmax(dim=-1)
+    # in integers: exact, and torch may refuse sums of floats on a GPU with `train.deterministic`
+    probabilities = (ordered.softmax(dim=-1) * _WHOLE).long()
     mass_before = probabilities.cumsum(dim=-1) - probabilities
-    kept = ordered.masked_fill(mass_before >= p, -math.inf)
+    kept = ordered.masked_fill(mass_before >= int(p * _WHOLE), -math.inf)
     return torch.empty_like(scores).scatter_(-1, order, kept)
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import os
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -19,12 +18,6 @@ from onstep.errors import ConfigError
 from onstep.models import Transformer
 from onstep.trainer.loss_convention import inner_module
 
-_DETERMINISTIC = {
-    "CUDA_LAUNCH_BLOCKING": "1",
-    "CUBLAS_WORKSPACE_CONFIG": ":16:8",
-    "FLASH_ATTENTION_DETERMINISTIC": "1",
-}
-"""Environment variables by which libraries choose deterministic algorithms."""
 _OWN_CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
 _OF_THE_MODEL = ("every_n_layers", "offload")
 """Entries of `activation_checkpointing_kwargs` that are not passed to `torch.utils.checkpoint`."""
@@ -59,15 +52,11 @@ def check_options(args: TrainingArguments) -> None:
 
 @contextmanager
 def torch_options(args: TrainingArguments) -> Iterator[None]:
-    """Context with the precision of float32 products and the determinism that the arguments ask for."""
-    with ExitStack() as stack:
-        wanted = args.tf32
-        if args.torch_compile and _has_tf32() and ((wanted is None and not args.fp16) or args.bf16):
-            wanted = True  # as transformers: the compiler expects it
-        if wanted is not None and _has_tf32():
-            stack.enter_context(float32_precision("tf32" if wanted else "ieee"))
-        if args.full_determinism:
-            stack.enter_context(only_deterministic())
+    """Context with the precision of float32 products that the arguments ask for."""
+    wanted = args.tf32
+    if args.torch_compile and _has_tf32() and ((wanted is None and not args.fp16) or args.bf16):
+        wanted = True  # as transformers: the compiler expects it
+    with nullcontext() if wanted is None or not _has_tf32() else float32_precision("tf32" if wanted else "ieee"):
         yield
 
 
@@ -80,30 +69,6 @@ def float32_precision(precision: str) -> Iterator[None]:
         yield
     finally:
         backends.fp32_precision = before
-
-
-@contextmanager
-def only_deterministic() -> Iterator[None]:
-    """Context in which torch uses deterministic algorithms only, or raises.
-
-    Source: `enable_full_determinism` of transformers 5.23, which never goes back.
-    """
-    cudnn = torch.backends.cudnn
-    before = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
-    variables = {name: os.environ.get(name) for name in _DETERMINISTIC}
-    os.environ.update(_DETERMINISTIC)
-    torch.use_deterministic_algorithms(True)
-    cudnn.deterministic, cudnn.benchmark = True, False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        cudnn.deterministic, cudnn.benchmark = before[1:]
-        for name, value in variables.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 class Configured(Protocol):

@@ -35,7 +35,7 @@ class ComputeArguments:
     tf32: bool | None = None
     """TensorFloat-32 for float32 products on a GPU during a run; None leaves torch's setting."""
     full_determinism: bool = False
-    """Only deterministic algorithms of torch during a run."""
+    """Only deterministic algorithms of torch during a run, as `train.deterministic`."""
     torch_compile: bool = False
     """Compile the model; its weights keep their names."""
     torch_compile_backend: str | None = None

@@ -47,6 +47,11 @@ def _was_set(details: Mapping[str, object]) -> str:
     return f"{details.get('key')} set to {'the configured value' if value is None else value}"
 
 
+def _left_out(details: Mapping[str, object]) -> str:
+    ids = details.get("sample_ids")
+    return f"samples {ids} left out"
+
+
 REQUESTS: dict[str, RequestKind] = {
     "should_log": RequestKind("log", "log"),
     "should_evaluate": RequestKind("evaluate", "evaluation"),
@@ -60,6 +65,7 @@ REQUESTS: dict[str, RequestKind] = {
     "resume": RequestKind("resume", "resumed"),
     "skip_batch": RequestKind("skip the next batch", _skipped, changes_learning=True),
     "set": RequestKind("set {key} to {value!r}", _was_set, changes_learning=True),
+    "leave_out": RequestKind("leave out samples {sample_ids}", _left_out, changes_learning=True),
     "command": RequestKind("{command}", "{command}"),
 }
 """The requests by their flag."""

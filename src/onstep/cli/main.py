@@ -27,6 +27,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "why:why",
         "Explain why a run stopped, saved or rolled back: onstep why RUN [--step N]",
     ),
+    "fork": (
+        "fork:fork",
+        "Try a change from a step of a run on, as a new run: onstep fork RUN@STEP --name b key=value",
+    ),
     "checkpoint": (
         "checkpoint.group:app",
         "Inspect and export checkpoints: onstep checkpoint list|verify|diff|export PATH",
@@ -51,7 +55,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
 }
 """Command name -> (function, or application of a group; one line of help)."""
-_TRAINING = ("train", "finetune", "verify-resume")
+_TRAINING = ("train", "finetune", "fork", "verify-resume")
 """Commands that run user code; their OSErrors keep the traceback, which shows where they were raised."""
 _DRAWING = ("logs", "plot")
 

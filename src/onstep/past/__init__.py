@@ -3,6 +3,8 @@
 `rewind` repeats a run from its nearest checkpoint to a step and holds there. `place` finds that checkpoint and makes
 the run's temporary copy, `configuration` switches off what writes, `turns` alternates between the caller and the
 training, `observer` is the feature that holds it, and `comparison` compares what is logged with the record.
+
+`forks` makes the directory of a new run that begins at a step of another one.
 """
 
 from __future__ import annotations

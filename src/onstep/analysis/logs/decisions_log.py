@@ -17,6 +17,7 @@ EVERYDAY = ("should_log", "should_evaluate")
 """Flags of what happens all the time."""
 _WHAT = {
     "rolled_back": "rolled back to step {to_step}",
+    "forked": "forked from {run} at the end of step {step}",
     "refused": "{refused} refused ({why})",
     "changed": "commands replaced by changed settings",
     "saved": "checkpoint of step {checkpoint_step} saved",

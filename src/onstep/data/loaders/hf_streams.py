@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -62,6 +62,9 @@ class SplitRows:
     def leave_out(self, entries: list[tuple[int, int]]) -> bool:
         """Do nothing: samples without an index cannot be left out."""
         return False
+
+    def to_come(self, sample_ids: Sequence[int], samples_in_epoch: int) -> None:
+        """Unknown: samples have no ids."""
 
     def start(self, epoch: int, samples_in_epoch: int, saved: dict[str, Any]) -> None:
         """Begin this epoch.

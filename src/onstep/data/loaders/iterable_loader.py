@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
@@ -257,6 +257,9 @@ class StreamRows:
     def leave_out(self, entries: list[tuple[int, int]]) -> bool:
         """Does nothing: samples without an index cannot be left out."""
         return False
+
+    def to_come(self, sample_ids: Sequence[int], samples_in_epoch: int) -> None:
+        """Unknown: samples have no ids."""
 
     def start(self, epoch: int, samples_in_epoch: int, saved: dict[str, Any]) -> None:
         """Begin this epoch; only reading finds out whether it has the position."""

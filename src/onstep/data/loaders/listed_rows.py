@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,6 +82,12 @@ class ListedRows:
         if self._ranks_alike == 1:
             self._left_out = entries
         return False
+
+    def to_come(self, sample_ids: Sequence[int], samples_in_epoch: int) -> list[bool] | None:
+        """Which of these samples the current epoch has from this position on; None for a share of one rank."""
+        batches, _ = self._current()
+        left = batches.ids[samples_in_epoch:]
+        return None if self._ranks_alike > 1 else list(np.isin(np.array(sample_ids, dtype=np.int64), left).tolist())
 
     def start(self, epoch: int, samples_in_epoch: int, saved: dict[str, Any]) -> None:
         """Begin this epoch; the position in it must be the end of a row."""

@@ -58,6 +58,9 @@ class RowSource(Protocol):
     def leave_out(self, entries: list[tuple[int, int]]) -> bool:
         """Leave out the samples of ``(epoch, sample id)`` entries; whether that affects the current epoch."""
 
+    def to_come(self, sample_ids: Sequence[int], samples_in_epoch: int) -> list[bool] | None:
+        """Which of these samples the current epoch has from this position on; None if samples have no ids."""
+
     def close(self) -> None:
         """Stop the workers."""
 
@@ -107,6 +110,10 @@ class Loader:
         """
         if self._source.leave_out([(int(added_in), int(sample_id)) for added_in, sample_id in entries]):
             self._stream = None  # the list comes from a checkpoint, so the order differs
+
+    def to_come(self, sample_ids: Sequence[int]) -> list[bool] | None:
+        """Which of these samples this epoch still has; None for data whose samples have no ids."""
+        return self._source.to_come(sample_ids, self.samples_in_epoch)
 
     def read(self, num_microbatches: int) -> StepBatches | None:
         """This rank's micro-batches of the next step; None at the end of the epoch.

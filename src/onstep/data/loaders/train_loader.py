@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
+
+import numpy as np
 
 from onstep.data.loaders.loader import Loader
 from onstep.data.loaders.micro_batch_reader import MicroBatchReader
@@ -82,6 +84,18 @@ class IndexedRows:
         before, self._out_of_epoch = self._out_of_epoch, ids_in_force(entries, self._epoch)
         self._count_samples()
         return self._out_of_epoch != before
+
+    def to_come(self, sample_ids: Sequence[int], samples_in_epoch: int) -> list[bool] | None:
+        """Which of these samples the current epoch has from this position on; None for a share of an epoch."""
+        if self._share.count > 1:
+            return None
+        ids = np.array(sample_ids, dtype=np.int64)
+        is_sample = (ids >= 0) & (ids < self.num_samples) & ~np.isin(ids, self._out_of_epoch)
+        order = SampleOrder(self.num_samples, self._seed, self._epoch, self._shuffle)
+        gaps = np.sort(order.positions_of(np.array(self._out_of_epoch, dtype=np.int64)))
+        positions = order.positions_of(np.where(is_sample, ids, 0))
+        positions -= np.searchsorted(gaps, positions)
+        return list((is_sample & (positions >= samples_in_epoch)).tolist())
 
     def take_share(self, index: int, count: int, start: int) -> None:
         """Read only one of `count` parts of each epoch, from its sample `start` on.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from onstep.analysis.logs.run_status import run_record
 from onstep.errors import ConfigError
 from onstep.record import Record
 from onstep.record.history import history_of
@@ -51,7 +53,9 @@ class Recording(Feature[Run]):
         run = self.host
         self._has_begun = True
         if run.run_dir is not None and run.world.is_main:
-            start = {"num_ranks": run.world.size}
+            start: dict[str, Any] = {"num_ranks": run.world.size}
+            if (origin := run_record(run.run_dir.path).get("forked_from")) is not None:
+                start["forked_from"] = origin
             progress, history = run.train_state, run.info.history
             read = run.record.begin(run.run_dir.path, progress.step, run.trainer_state.epoch, start)
             has_all = run.record.num_reported >= history.num_saved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from onstep.data import StepBatches
 from onstep.distributed import World
@@ -238,6 +239,31 @@ def check_that_there_was_data(job: Job) -> None:
             progress.step,
             f" of {run.train_iters}" if run.train_iters else "",
         )
+
+
+def leave_out_now(job: Job, sample_ids: list[int]) -> None:
+    """Leave out samples that are still to come in this epoch, or in the next one if nothing is left of it. Collective.
+
+    Raises:
+        DataError: for a sample that does not follow, and for data whose samples have no ids; on all ranks alike.
+    """
+    run, progress = job.run, job.run.train_state
+    is_in_epoch = job.reader.has_next(run.num_microbatches)
+    find: Callable[[list[int]], list[bool] | None] = getattr(job.reader, "to_come", lambda ids: None)
+    found = find(sample_ids)
+    if found is None:
+        raise DataError("the samples of this data have no ids, so none can be left out; filter the data itself")
+    gone = [one for one, is_to_come in zip(sample_ids, found, strict=True) if not is_to_come]
+    if is_in_epoch and gone:
+        raise DataError(
+            f"sample {gone[0]} is not read after step {progress.step} in epoch {progress.epoch}: an earlier step has "
+            "read it, or the data has no such sample; start before the step that reads it"
+        )
+    # an entry becomes effective in the epoch after its own
+    progress.skip_list.extend([progress.epoch - int(is_in_epoch), one] for one in sample_ids)
+    job.reader.leave_out(progress.skip_list)
+    if is_in_epoch:
+        job.reader.seek(progress.epoch, progress.samples_in_epoch)
 
 
 def leave_out_skipped(job: Job) -> None:

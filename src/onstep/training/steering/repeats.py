@@ -30,7 +30,7 @@ def load_repeats(run: Run, log: DecisionLog) -> tuple[int, Request] | None:
     if directory is None or checkpoints is None:
         return None
     if run.world.is_main and (since := _beginning(run, directory)) is not None:
-        step = 0 if checkpoints.start is None else checkpoints.start.step
+        step = -1 if checkpoints.start is None else checkpoints.start.step
         _name_change(directory.decisions)
         _withdraw(run, directory.decisions)
         found = decisions_after(directory.decisions, step, since=since)
@@ -92,11 +92,17 @@ def _can_be_repeated(run: Run, sent: Sent) -> bool:
             check_setting("lr_factor", details.get("lr_factor"))
         elif request.flag == "skip_batch" and not isinstance(details.get("count"), int):
             raise ConfigError(f"count must be an integer, got {details.get('count')!r}.")
+        elif request.flag == "leave_out" and not _are_ids(details.get("sample_ids")):
+            raise ConfigError(f"sample_ids must be a list of integers, got {details.get('sample_ids')!r}.")
     except ConfigError as error:
         refuse(run, request, str(error), step)
         logger.warning("a command after step %d is not repeated: %s", step, error)
         return False
     return True
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, int) for one in value)
 
 
 def repeat(run: Run, log: DecisionLog) -> bool:

@@ -15,6 +15,7 @@ from onstep.processes.heartbeat import HEARTBEAT
 from onstep.training.feature import Feature
 from onstep.training.runs.decisions import FAILED_AFTER, DecisionLog, changes_learning
 from onstep.training.stages.agreement import agree, append_decision, refuse, write_decision
+from onstep.training.stages.data_position import leave_out_now
 from onstep.training.stages.job import Job
 from onstep.training.steering.repeats import load_repeats, repeat
 
@@ -100,6 +101,8 @@ class Steering(Feature[Job]):
                 if self._pause is not None and not self._is_paused:  # it has nothing to wait for any more
                     write_decision(self._run, self._pause)
                 self._pause = None
+            case "leave_out":
+                leave_out_now(self.host, request.details["sample_ids"])
             case "command":
                 self._commands.append(request)
         if request.is_steered and request.flag != "rollback" and changes_learning(request):

@@ -7,29 +7,20 @@ A world of one follows the same path as a world of many: it has a process group 
 from __future__ import annotations
 
 import gc
-import itertools
-import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
-from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from onstep.config import DistributedInitConfig
+from onstep.distributed.process_group import control_group, is_timeout, join_group, timeout_of
 from onstep.errors import CheckpointError, CollectiveAfterErrorError, ConfigError
 from onstep.files.bounded_reading import integer_from_environment
-
-_groups_made = itertools.count()
-"""Numbers the groups of this process. Every rank creates the same groups, so each has the same number on all ranks."""
 
 
 @dataclass
@@ -44,6 +35,8 @@ class World:
     """Whether `close` destroys the process group; a group made by the caller is kept."""
     control_group: Any = None
     """A gloo group for decisions, on the CPU; None means the default group."""
+    timeout_minutes: float | None = None
+    """`dist.distributed_timeout_minutes` of the group that `open_world` made; None for a group of the caller."""
     is_assumed: bool = False
     """Nobody has chosen this world: it is of one rank because there was no process group."""
 
@@ -89,7 +82,7 @@ class World:
         if not self._communicates("agree"):
             return votes
         tensor = torch.tensor(votes, dtype=torch.int64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control_group)
+        self._run("agree", lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control_group))
         return [int(vote) for vote in tensor.numpy()]
 
     def gather(self, item: Any) -> list[Any]:
@@ -97,7 +90,7 @@ class World:
         if not self._communicates("gather"):
             return [item]
         items: list[Any] = [None] * self.size
-        dist.all_gather_object(items, item, group=self.control_group)
+        self._run("gather", lambda: dist.all_gather_object(items, item, group=self.control_group))
         return items
 
     def gather_numbers(self, numbers: list[float]) -> list[list[float]]:
@@ -106,19 +99,19 @@ class World:
             return [numbers]
         mine = torch.tensor(numbers, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(rows, mine, group=self.control_group)
+        self._run("gather_numbers", lambda: dist.all_gather(rows, mine, group=self.control_group))
         return [row.tolist() for row in rows]
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in place. Collective, on the tensor's device."""
         if self._communicates("sum"):
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+            self._run("sum", lambda: dist.all_reduce(tensor, op=dist.ReduceOp.SUM))
         return tensor
 
     def max(self, tensor: Tensor) -> Tensor:
         """The maximum over all ranks, in place. Collective, on the tensor's device."""
         if self._communicates("max"):
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+            self._run("max", lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX))
         return tensor
 
     def share(self, item: Any, source: int = 0) -> Any:
@@ -126,13 +119,13 @@ class World:
         if not self._communicates("share"):
             return item
         items = [item]
-        dist.broadcast_object_list(items, src=source, group=self.control_group)
+        self._run("share", lambda: dist.broadcast_object_list(items, src=source, group=self.control_group))
         return items[0]
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""
         if self._communicates("barrier"):
-            dist.barrier(group=self.control_group)
+            self._run("barrier", lambda: dist.barrier(group=self.control_group))
 
     def _communicates(self, collective: str) -> bool:
         """Whether there are other ranks; raises if one of them might not have seen this rank's error."""
@@ -144,16 +137,42 @@ class World:
             )
         return self.size > 1
 
+    def _run(self, collective: str, work: Callable[[], object]) -> None:
+        """Do a collective; the error of one that took too long names the limit, and who waited where."""
+        try:
+            work()
+        except RuntimeError as error:
+            if is_timeout(error):
+                limit = "" if self.timeout_minutes is None else f"={self.timeout_minutes:g}"
+                error.add_note(
+                    f"rank {self.rank} of {self.size} waited in World.{collective} for longer than "
+                    f"dist.distributed_timeout_minutes{limit} (ddp_timeout of TrainingArguments); look for the rank "
+                    f"whose output ends first, or allow more time."
+                )
+            raise
+
     def close(self) -> None:
-        """Destroy the process group if `open_world` made it; not collective, so also right after an exception."""
+        """Leave the process group if `open_world` made it; not collective, so also right after an exception.
+
+        After an exception, also one that ended the script, communicators are aborted: destroying those of NCCL waits
+        for what the other ranks no longer do, before Python prints the traceback.
+        """
         if self.owns_group and dist.is_initialized():
             if self.size > 1:  # a data-parallel wrapper in a cycle would keep gloo's threads alive past their group
                 gc.collect()
-            dist.destroy_process_group()
+            if _is_failing():
+                self.abandon()
+            else:
+                dist.destroy_process_group()
         self.owns_group = False
         if self._hooks is not None and sys.excepthook is self._hooks[1] and sys.exc_info()[1] is None:
             sys.excepthook = self._hooks[0]  # after an error it stays: the traceback is to name its rank
             self._hooks = None
+
+    def abandon(self) -> None:
+        """Leave the process group and all others without waiting for any rank."""
+        if dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()
 
     def _keep_excepthook(self, before: Any) -> None:
         """Let torch's hook name the rank if there are several; once, if an earlier group's is still there."""
@@ -184,9 +203,10 @@ def open_world(config: DistributedInitConfig) -> World:
         torch.cuda.set_device(device)
     owns_group, hook = not dist.is_initialized(), sys.excepthook
     if owns_group:
-        _init_group(config, size, rank, device)
-    world = World(rank, size, local_rank, device, owns_group, _control_group(_timeout(config)))
+        join_group(config, size, rank, device)
+    world = World(rank, size, local_rank, device, owns_group, control_group(timeout_of(config)))
     if owns_group:
+        world.timeout_minutes = config.distributed_timeout_minutes
         world._keep_excepthook(hook)
     return world
 
@@ -200,22 +220,12 @@ def existing_world() -> World:
     on_cuda = dist.get_backend() != "gloo" and torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     local_rank = integer_from_environment("LOCAL_RANK", 0)
-    return World(dist.get_rank(), dist.get_world_size(), local_rank, device, control_group=_control_group())
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, device, control_group=control_group())
 
 
 def world_size_from_environment() -> int:
     """The number of ranks that `torchrun` started; 1 without it."""
     return dist.get_world_size() if dist.is_initialized() else integer_from_environment("WORLD_SIZE", 1)
-
-
-def _timeout(config: DistributedInitConfig) -> timedelta:
-    return timedelta(minutes=config.distributed_timeout_minutes)
-
-
-def _control_group(timeout: timedelta | None = None) -> Any:
-    if dist.get_world_size() == 1 or dist.get_backend() == "gloo":
-        return None
-    return dist.new_group(backend="gloo", timeout=timeout)
 
 
 def _device(wanted: str | None, local_rank: int) -> torch.device:
@@ -235,41 +245,10 @@ def _device(wanted: str | None, local_rank: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _init_group(config: DistributedInitConfig, size: int, rank: int, device: torch.device) -> None:
-    backend = config.distributed_backend or ("nccl" if device.type == "cuda" and size > 1 else "gloo")
-    if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
-        lack = "this build of torch has no NCCL" if device.type == "cuda" else f"this run trains on {device}"
-        raise ConfigError(f"dist.distributed_backend=nccl requires GPUs and NCCL, but {lack}; use gloo or null.")
-    if size == 1:  # no need to open a port for a store without other readers
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=_timeout(config))
-        return
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"):
-        if not os.environ.get(name):
-            raise ConfigError(f"$WORLD_SIZE is {size} but ${name} is not set; start the ranks with torchrun.")
-    if not 0 < integer_from_environment("MASTER_PORT", 0) < 2**16:
-        raise ConfigError(f"$MASTER_PORT must be from 1 to 65535, got {os.environ['MASTER_PORT']}; use torchrun.")
-    # torchrun keeps the store of a failed attempt, with its keys; without a prefix a restart would find those
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    try:
-        store = _joined_store(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, size, _timeout(config))
-        # likewise, a process's second group would find the addresses of the first, whose ranks no longer listen there
-        store = PrefixStore(f"onstep/attempt_{attempt}/group_{next(_groups_made)}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_timeout(config))
-    except (dist.DistError, RuntimeError) as error:
-        if not re.search("timed? ?out", str(error), re.IGNORECASE):
-            raise
-        raise ConfigError(
-            f"rank {rank} has not met the other ranks of {size} within "
-            f"dist.distributed_timeout_minutes={config.distributed_timeout_minutes:g}: {str(error).splitlines()[0]}; "
-            f"look whether another rank has ended before it joined, start all with the same $MASTER_ADDR and "
-            f"$MASTER_PORT, or allow more time."
-        ) from None
-
-
-@cache
-def _joined_store(address: str, port: str, rank: int, size: int, timeout: timedelta) -> Any:
-    """The store at this address, kept for the process: a rank that is ahead must not join one that is being closed."""
-    return next(rendezvous("env://", rank, size, timeout=timeout))[0]
+def _is_failing() -> bool:
+    """Whether an error is being handled or has ended the script; `sys.exit` is left by all ranks together."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    return error is not None and not isinstance(error, SystemExit)
 
 
 T = TypeVar("T")

@@ -154,13 +154,19 @@ def evaluation_session(trainer: TrainerMethods) -> Iterator[Session]:
 def _world(config: ConfigContainer) -> Iterator[World]:
     """The ranks. A group of one is closed at once; one of several is kept for the next call, until the process ends."""
     world = open_world(config.dist)
+    if world.size > 1 and world.owns_group:
+        atexit.register(world.close)
     try:
         yield world
+    except SystemExit:
+        raise
+    except BaseException:
+        if world.size > 1:  # the other ranks may be elsewhere, also where the script handles this error
+            atexit.register(world.abandon)
+        raise
     finally:
         if world.size == 1:
             world.close()
-        elif world.owns_group:
-            atexit.register(world.close)
 
 
 @contextmanager

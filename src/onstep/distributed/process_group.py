@@ -1,0 +1,93 @@
+"""Joins the process group of a run: its backends, its store, its time limits, and the gloo group for decisions."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from onstep.config import DistributedInitConfig
+from onstep.errors import ConfigError
+from onstep.files.bounded_reading import integer_from_environment
+
+_groups_made = itertools.count()
+"""Numbers the groups of this process. Every rank creates the same groups, so each has the same number on all ranks."""
+
+
+def group_options(backend: str, device: torch.device) -> dict[str, Any]:
+    """Keywords of `init_process_group` for a backend.
+
+    NCCL is joined by gloo for tensors on the CPU, which callbacks reduce, too, and bound to the GPU of this rank, so
+    that it connects at once and barriers know their device.
+    """
+    if backend != "nccl":
+        return {"backend": backend}
+    return {"backend": "cuda:nccl,cpu:gloo", "device_id": device}
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether an error of torch says that other ranks did not answer in time."""
+    return re.search("timed? ?out", str(error), re.IGNORECASE) is not None
+
+
+def join_group(config: DistributedInitConfig, size: int, rank: int, device: torch.device) -> None:
+    """Make the default group with the other ranks. Collective.
+
+    Raises:
+        ConfigError: for a backend or an environment that cannot work, or ranks that do not come.
+    """
+    backend = config.distributed_backend or ("nccl" if device.type == "cuda" and size > 1 else "gloo")
+    if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
+        lack = "this build of torch has no NCCL" if device.type == "cuda" else f"this run trains on {device}"
+        raise ConfigError(f"dist.distributed_backend=nccl requires GPUs and NCCL, but {lack}; use gloo or null.")
+    options: dict[str, Any] = group_options(backend, device) | {"timeout": timeout_of(config)}
+    if size == 1:  # no need to open a port for a store without other readers
+        dist.init_process_group(store=HashStore(), rank=0, world_size=1, **options)
+        return
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"):
+        if not os.environ.get(name):
+            raise ConfigError(f"$WORLD_SIZE is {size} but ${name} is not set; start the ranks with torchrun.")
+    if not 0 < integer_from_environment("MASTER_PORT", 0) < 2**16:
+        raise ConfigError(f"$MASTER_PORT must be from 1 to 65535, got {os.environ['MASTER_PORT']}; use torchrun.")
+    # torchrun keeps the store of a failed attempt, with its keys; without a prefix a restart would find those
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        store = _joined_store(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, size, timeout_of(config))
+        # likewise, a process's second group would find the addresses of the first, whose ranks no longer listen there
+        store = PrefixStore(f"onstep/attempt_{attempt}/group_{next(_groups_made)}", store)
+        dist.init_process_group(store=store, rank=rank, world_size=size, **options)
+    except (dist.DistError, RuntimeError) as error:
+        if not is_timeout(error):
+            raise
+        raise ConfigError(
+            f"rank {rank} has not met the other ranks of {size} within "
+            f"dist.distributed_timeout_minutes={config.distributed_timeout_minutes:g}: {str(error).splitlines()[0]}; "
+            f"look whether another rank has ended before it joined, start all with the same $MASTER_ADDR and "
+            f"$MASTER_PORT, or allow more time."
+        ) from None
+
+
+@cache
+def _joined_store(address: str, port: str, rank: int, size: int, timeout: timedelta) -> Any:
+    """The store at this address, kept for the process: a rank that is ahead must not join one that is being closed."""
+    return next(rendezvous("env://", rank, size, timeout=timeout))[0]
+
+
+def timeout_of(config: DistributedInitConfig) -> timedelta:
+    """The time limit of a collective."""
+    return timedelta(minutes=config.distributed_timeout_minutes)
+
+
+def control_group(timeout: timedelta | None = None) -> Any:
+    """A gloo group for decisions, on the CPU; None where the default group is one. Collective."""
+    if dist.get_world_size() == 1 or dist.get_backend() == "gloo":
+        return None
+    return dist.new_group(backend="gloo", timeout=timeout)

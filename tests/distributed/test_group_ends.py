@@ -1,0 +1,111 @@
+"""How ranks leave their group: after an error without waiting for the others, and else as torch asks for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from onstep import Callback, pretrain
+from onstep.config import ConfigContainer, DistributedInitConfig
+from onstep.distributed import open_world
+from onstep.distributed.process_group import group_options
+from tests.support import torchrun
+from tests.support.forked_processes import Processes, output_of
+
+JOBS = "tests.support.jobs.group_end_jobs"
+GPU = torch.device("cuda", 1)
+
+
+class Ends(Callback):
+    def __init__(self, error: BaseException | None) -> None:
+        self._error = error
+
+    def on_train_step_end(self, context: Any) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the ways in which groups ended."""
+    found: list[str] = []
+    for owner, name in ((dist, "destroy_process_group"), (dist.distributed_c10d, "_abort_process_group")):
+        original = getattr(owner, name)
+
+        def end(*args: Any, name: str = name, original: Any = original) -> None:
+            found.append(name)
+            original(*args)
+
+        monkeypatch.setattr(owner, name, end)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (None, "destroy_process_group"),
+        (SystemExit(3), "destroy_process_group"),
+        (ValueError("of the test"), "_abort_process_group"),
+        (KeyboardInterrupt(), "_abort_process_group"),
+    ],
+    ids=["none", "exit", "error", "interrupt"],
+)
+def test_a_group_is_aborted_after_an_error_and_destroyed_otherwise(
+    tiny_config: ConfigContainer, ends: list[str], error: BaseException | None, expected: str
+) -> None:
+    tiny_config.train.train_iters = 3
+    if error is None:
+        pretrain(tiny_config)
+    else:
+        with pytest.raises(type(error)):
+            pretrain(tiny_config, callbacks=[Ends(error)])
+    assert ends == [expected]
+    assert not dist.is_initialized()
+
+
+def test_a_group_is_aborted_after_the_error_that_ended_the_script(
+    ends: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the exit of Python, where a group of several ranks ends, that error is not being handled any more."""
+    world = open_world(DistributedInitConfig(device="cpu"))
+    monkeypatch.setattr(sys, "last_value", ValueError("of the script"), raising=False)
+    world.close()
+    assert ends == ["_abort_process_group"]
+
+
+@pytest.mark.parametrize("door", ["pretrain", pytest.param("trainer", marks=pytest.mark.process)])
+@pytest.mark.distributed
+def test_a_failing_rank_shows_its_traceback_and_ends(
+    door: str, processes: Processes, corpus: Path, token_cache: Path, tmp_path: Path
+) -> None:
+    settings = {"door": door, "corpus": str(corpus), "cache": str(token_cache)}
+    if door == "pretrain":
+        assert processes.run(JOBS, "fails", tmp_path, settings, ranks=2) == [1, 1]
+        said = output_of(tmp_path)
+    else:  # the group ends with the process
+        code, said = torchrun.finish(torchrun.job(JOBS, "fails", settings), tmp_path)
+        assert code == 1
+    assert "ValueError: of the test" in said
+    assert "destroying the group" not in said
+
+
+@pytest.mark.distributed
+def test_tensors_on_the_cpu_are_reduced_beside_a_backend_for_the_gpu(processes: Processes, tmp_path: Path) -> None:
+    assert processes.results(JOBS, "reduces", tmp_path) == [{"sum": 3.0, "agreed": [1], "has_own_group": True}] * 2
+
+
+def test_nccl_has_gloo_beside_it_and_knows_its_gpu() -> None:
+    assert group_options("nccl", GPU) == {"backend": "cuda:nccl,cpu:gloo", "device_id": GPU}
+    assert group_options("gloo", GPU) == {"backend": "gloo"}
+
+
+@pytest.mark.distributed
+def test_a_rank_that_waits_too_long_names_the_limit(processes: Processes, tmp_path: Path) -> None:
+    notes = processes.results(JOBS, "waits", tmp_path)[1]
+    assert "rank 1 of 2 waited in World.barrier" in notes
+    assert "dist.distributed_timeout_minutes=0.02" in notes

@@ -1,0 +1,85 @@
+"""Ranks of which one fails while destroying the process group would wait for the others, as NCCL's does."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from onstep import Trainer, TrainerCallback, pretrain
+from onstep.config import DistributedInitConfig
+from onstep.distributed import open_world, process_group
+from tests.support.jobs.rank_jobs import config
+from tests.support.small_models import Regression, arguments, regression_rows
+
+
+class FailsOnRankOne(TrainerCallback):
+    """Raises on rank 1, which the others do not learn."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2 and int(os.environ["RANK"]) == 1:
+            raise ValueError("of the test")
+
+
+def wait_for_the_others(*args: object) -> None:
+    """What destroying NCCL's communicators does while other ranks do not."""
+    print("destroying the group", flush=True)
+    threading.Event().wait()
+
+
+def job_fails(settings: dict[str, Any]) -> None:
+    """A run whose rank 1 raises in its second step, without a watchdog."""
+    dist.destroy_process_group = wait_for_the_others
+    if settings["door"] == "trainer":
+        args = arguments(Path(), max_steps=6, config_overrides={"ft.watchdog_seconds": None})
+        Trainer(Regression(), args, train_dataset=regression_rows(48), callbacks=[FailsOnRankOne()]).train()
+    else:
+        chosen = config(settings)
+        chosen.ft.watchdog_seconds = None
+        pretrain(chosen, callbacks=[FailsOnRankOne()])
+
+
+@contextmanager
+def two_backends() -> Iterator[None]:
+    """A group with a backend for each kind of device, as with NCCL."""
+    mixed = {"backend": "cuda:gloo,cpu:gloo"}
+    with mock.patch.object(process_group, "group_options", return_value=mixed):
+        yield
+
+
+def job_reduces(settings: dict[str, Any]) -> dict[str, Any]:
+    """What a callback reduces, and what ranks agree on, in a group of two backends."""
+    with two_backends():
+        world = open_world(DistributedInitConfig(device="cpu"))
+    try:
+        tensor = torch.tensor([world.rank + 1.0])
+        dist.all_reduce(tensor)
+        dist.barrier()
+        has_own_group = world.control_group is not None
+        return {"sum": tensor.item(), "agreed": world.agree([world.rank]), "has_own_group": has_own_group}
+    finally:
+        world.close()
+
+
+def job_waits(settings: dict[str, Any]) -> str:
+    """The notes of the error of a rank whose peer does not come."""
+    world, ended = open_world(DistributedInitConfig(device="cpu", distributed_timeout_minutes=0.02)), Path("ended")
+    try:
+        while world.is_main and not ended.exists():
+            time.sleep(0.01)
+        if not world.is_main:
+            world.barrier()
+    except RuntimeError as error:
+        return " ".join(error.__notes__)
+    finally:
+        ended.touch()
+        world.abandon()
+    return ""

@@ -27,6 +27,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "why:why",
         "Explain why a run stopped, saved or rolled back: onstep why RUN [--step N]",
     ),
+    "rewind": (
+        "rewind:rewind",
+        "Repeat a run to a step of its past and show it: onstep rewind RUN STEP",
+    ),
     "fork": (
         "fork:fork",
         "Try a change from a step of a run on, as a new run: onstep fork RUN@STEP --name b key=value",
@@ -55,7 +59,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
 }
 """Command name -> (function, or application of a group; one line of help)."""
-_TRAINING = ("train", "finetune", "fork", "verify-resume")
+_TRAINING = ("train", "finetune", "rewind", "fork", "verify-resume")
 """Commands that run user code; their OSErrors keep the traceback, which shows where they were raised."""
 _DRAWING = ("logs", "plot")
 

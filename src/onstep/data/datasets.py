@@ -214,6 +214,11 @@ def tokenizer_source(config: DatasetConfig, *, show_progress: bool = False) -> D
     )
 
 
+def chat_source(config: DatasetConfig) -> ChatSource:
+    """The conversations of a configuration that are split into train, validation and test."""
+    return _chat_sources(config, show_progress=False)[0].train
+
+
 def _text(job: Job) -> Splits[TokenDataset]:
     boundaries = job.boundaries  # may raise, so evaluate it before the corpus is read
     job.warn_of_unread()

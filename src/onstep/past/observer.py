@@ -6,8 +6,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import Tensor
-
 from onstep.checkpoint import RngState
 from onstep.events import Request
 from onstep.past.turns import Turns
@@ -18,8 +16,8 @@ from onstep.training.runs.decisions import DecisionLog
 from onstep.training.stages.job import Job
 
 UPDATE = "before the update"
+UPDATED = "after the update"
 END = "after the step"
-OPENING = "before the first step"
 
 
 class Watch:
@@ -34,12 +32,15 @@ class Watch:
         """The step to hold at; every step from there on, as the caller continues."""
         self.branch = 0
         """The number of rollbacks after which it is held."""
+        self.holds_before_update = True
         self.holds_at_end = False
         """Whether the caller wants to see the end of the step that is held."""
         self.random_state: StateDict = {}
         """The random generators right before the step's first forward pass."""
         self.around_step: Callable[[int], AbstractContextManager[object]] = lambda number: nullcontext()
         """Context around the forward and backward passes and the update of each step that is repeated."""
+        self.tell: Callable[[str, Step], None] = lambda place, step: None
+        """Called at the places of each step that is repeated: `UPDATE` and `UPDATED`."""
         self.on_rollback: Callable[[int], None] = lambda to_step: None
 
     def is_wanted(self, number: int) -> bool:
@@ -64,7 +65,6 @@ class Observer(Feature[Job]):
         self._watch = host.run.features.room(Watch)
         self._watch.job = host
         self._random = RngState(host.run.world.device)
-        self._loss_scale: Tensor | float | None = None
 
     def wrap_step(self, train_step: Callable[[Step], None]) -> Callable[[Step], None]:
         """Enter the caller's context around each step."""
@@ -86,9 +86,17 @@ class Observer(Feature[Job]):
 
     def before_update(self, step: Step) -> None:
         """Hold a wanted step: its gradients are ready, and its weights are those that computed them."""
+        self._watch.tell(UPDATE, step)
         if self._watch.is_wanted(step.number):
             self._watch.step = step
-            self._watch.turns.hold(UPDATE)
+            if self._watch.holds_before_update:
+                self._watch.turns.hold(UPDATE)
+            else:
+                self._watch.holds_at_end = True
+
+    def after_update(self, step: Step) -> None:
+        """Tell of it."""
+        self._watch.tell(UPDATED, step)
 
     def after_iteration(self, step: Step) -> None:
         """Hold at the end of a step."""

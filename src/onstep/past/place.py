@@ -23,7 +23,7 @@ from onstep.record import Record, leading_records
 from onstep.record.kinds import FILE_NAME
 from onstep.training.runs.run_dir import RunDir
 
-_COPIED = ("decisions.jsonl", "identity.json")
+_COPIED = ("decisions.jsonl", "identity.json", "tokenizer.json")
 """What a start of a run reads in its directory, beside run.json and the checkpoints."""
 
 

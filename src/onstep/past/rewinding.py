@@ -5,25 +5,33 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from onstep.callbacks import DefaultMetrics
+from onstep.checkpoint import RngState
 from onstep.config import ConfigContainer
 from onstep.config.keys import own_copy
 from onstep.data import Batch
-from onstep.distributed import World
+from onstep.distributed import World, no_sync
 from onstep.errors import ConfigError, DataError
 from onstep.models import ModelHook
+from onstep.past.code import listen_to_evaluations, own_callbacks, own_functions
 from onstep.past.comparison import Comparison
 from onstep.past.configuration import repeating
-from onstep.past.observer import END, UPDATE, Watch, attach
+from onstep.past.layers import Means, Weights, norms_by_layer
+from onstep.past.metrics import SWITCHES, Log
+from onstep.past.observer import END, UPDATE, UPDATED, Watch, attach
 from onstep.past.place import Plan, copied, plan_rewind
-from onstep.training.compute.step import Step
+from onstep.past.samples import Sample, SampleLosses, rows_of, tokens_of, undisturbed
+from onstep.past.sources import Sources
+from onstep.past.unusual import Seen, mark
+from onstep.training.compute.loss_sums import at_least_one
+from onstep.training.compute.step import MicroBatches, Step
 from onstep.training.opening import claim_for_all
 from onstep.training.pretrain import configured_run, train_configured
 from onstep.training.protocols import ForwardStep
@@ -32,6 +40,7 @@ from onstep.training.runs.hold import Hold
 from onstep.training.runs.identity import Identify, compare, configured_identity
 from onstep.training.runs.pinned_data import pin_datasets
 from onstep.training.runs.run_dir import RunDir
+from onstep.training.stages.forward_backward import forward_of
 from onstep.training.stages.forward_step import forward_step
 from onstep.training.stages.job import Job
 
@@ -44,7 +53,7 @@ class Past:
     the random generators alone.
     """
 
-    def __init__(self, plan: Plan, watch: Watch, comparison: Comparison) -> None:
+    def __init__(self, plan: Plan, watch: Watch, comparison: Comparison, log: Log | None = None) -> None:
         self.plan = plan
         self.comparison = comparison
         """What the repeated steps have logged, beside the record."""
@@ -52,7 +61,14 @@ class Past:
         """What the repeated run warned of."""
         self.seconds = 0.0
         """The time from the first repeated step to this one; without loading."""
+        self.seen = Seen()
+        self.means = Means(10)
+        """Norms of the layers in the last steps before the one that is held."""
         self._watch = watch
+        self._weights: Weights | None = None
+        self.log = log
+        """Metrics of each repeated step, up to the one that is held; None unless asked for."""
+        watch.tell = self._hear
 
     @property
     def job(self) -> Job:
@@ -106,6 +122,52 @@ class Past:
         norm = self.current.grad_norm
         return None if norm is None else float(norm)
 
+    def forward(self) -> Tensor:
+        """The step's mean loss on this rank, 0-d, computed again with the random state of its first forward pass.
+
+        With the weights of the held step it equals the loss that the step had; a graph is built unless gradients are
+        off. Random generators and buffers are as before.
+        """
+        job, micros = self.job, []
+        iterator = MicroBatches(self.current.batches, job.run.world.device)
+        with undisturbed(job), no_sync(job.model):
+            RngState(job.run.world.device).load_state_dict(self._watch.random_state)
+            forward = forward_of(job)
+            for number in range(len(iterator)):
+                batch = iterator.stage(number)
+                micros.append(forward(iterator, batch, self.current.batches.is_filler[number]))
+        sums = [one.loss * one.weight if one.kind == "mean" else one.loss for one in micros]
+        weight = sum((one.weight for one in micros[1:]), micros[0].weight)
+        return sum(sums[1:], sums[0]) / (1 if micros[0].kind == "share" else at_least_one(weight))
+
+    def samples(self, *, with_gradients: bool = True) -> list[Sample]:
+        """The samples of the step, those of all ranks, each with its loss and the norm of its gradient. Collective.
+
+        Needs the memory of one gradient beside that of the training.
+        """
+        job = self.job
+        batches = [
+            row
+            for number, batch in enumerate(self.batches)
+            if not self.current.batches.is_filler[number]
+            for row in rows_of(batch)
+        ]
+        found = SampleLosses(job, self.current, self._watch.random_state).measure(with_gradients=with_gradients)
+        tokenizer = getattr(job.run, "tokenizer", None)
+        if tokenizer is not None and (dataset := getattr(job.reader, "dataset", None)) is not None:
+            known = [one for one in found if one.index is not None]
+            counts = [max(len(one.documents), 1) for one in known]
+            sources = Sources(job.run.cfg.dataset, dataset, tokenizer)
+            for sample, places in zip(known, sources.places([one.index or 0 for one in known], counts), strict=True):
+                sample.place = next(iter(places), None)
+                for document, place in zip(sample.documents, places, strict=False):
+                    document.place = place
+        for sample, batch in zip(found, batches, strict=True):
+            if tokenizer is not None and (tokens := tokens_of(batch)) is not None:
+                sample.text = tokenizer.decode(tokens[0].tolist())
+        mark(found, batches, self.seen)
+        return [sample for rank in job.run.world.gather(found) for sample in rank]
+
     def next(self) -> Past:
         """Apply the update and continue to the same place of the next step.
 
@@ -127,6 +189,20 @@ class Past:
         """Whether the update of the step has been applied."""
         return self._watch.turns.place == END
 
+    def _hear(self, place: str, step: Step) -> None:
+        """Note what is measured of each repeated step, and the norms of the last ones before the wanted step."""
+        is_near = self._watch.wanted - self.means.most <= step.number < self._watch.wanted
+        if place == UPDATE and self.log is not None:
+            self.log.add(self.job, step)
+        if place == UPDATE and is_near:
+            self._weights = Weights(self.model)
+            self.means.gradients.append(norms_by_layer(self.gradients.items()))
+        elif place == UPDATED:
+            self.seen.add(step)
+            if self._weights is not None:
+                self.means.updates.append(self._weights.update_norms())
+                self._weights = None
+
     def _let_go_on(self, otherwise: str) -> None:
         if not self._watch.turns.is_held:
             raise ConfigError("the rewind is closed; use past inside its `with` block.")
@@ -143,8 +219,10 @@ def rewind(
     step: int,
     *,
     callbacks: Sequence[object] = (),
-    forward_step_func: ForwardStep = forward_step,
-    pre_wrap_hooks: Sequence[ModelHook] = (),
+    log: Sequence[str] = (),
+    around_step: Callable[[int], AbstractContextManager[object]] | None = None,
+    forward_step_func: ForwardStep | None = None,
+    pre_wrap_hooks: Sequence[ModelHook] | None = None,
     plan: Plan | None = None,
 ) -> Iterator[Past]:
     """Repeat a run in memory from its nearest verified checkpoint to a step, and hold it there. Collective.
@@ -156,9 +234,13 @@ def rewind(
     Args:
         run: the directory of a run of `pretrain`, `finetune` or the command line.
         step: the step to hold at, right before its update; it counts from 1.
-        callbacks: called as those of the run are, in any convention.
-        forward_step_func: that of the run.
-        pre_wrap_hooks: those of the run.
+        callbacks: called as those of the run are, in any convention. The run's own are made again, unless one of the
+            same class is given.
+        log: metrics that `past.log` has of each repeated step: `onstep.past.metrics.KNOWN`.
+        around_step: called with the number of each repeated step; its context is entered around the step's forward and
+            backward passes and its update. The rewind then holds at the end of the step.
+        forward_step_func: that of the run, if its run.json does not tell.
+        pre_wrap_hooks: likewise.
         plan: what `plan_rewind` has found, if it is known.
 
     Raises:
@@ -170,14 +252,26 @@ def rewind(
     with ExitStack() as stack:
         directory = stack.enter_context(copied(plan, is_main=is_main))
         config = own_copy(plan.config)
-        repeating(config, directory, saves=bool(plan.rollbacks), evaluates=bool(callbacks))
+        own = own_callbacks(plan.run_json, callbacks)
+        repeating(config, directory, saves=bool(plan.rollbacks), evaluates=listen_to_evaluations([*own, *callbacks]))
+        for key in filter(None, map(SWITCHES.get, log)):
+            section, _, name = key.partition(".")
+            setattr(getattr(config, section), name, True)
+        if forward_step_func is None:
+            found = own_functions(plan.run_json, "forward_step", "forward_step_func")
+            forward_step_func = found[0] if found else forward_step
+        if pre_wrap_hooks is None:
+            pre_wrap_hooks = own_functions(plan.run_json, "pre_wrap_hooks", "pre_wrap_hooks")
+        hooks = pre_wrap_hooks
         defaults = [DefaultMetrics()] if plan.config.run.default_callbacks else []
-        state, manager = configured_run(config, forward_step_func, [*defaults, *callbacks])
+        state, manager = configured_run(config, forward_step_func, [*defaults, *own, *callbacks])
         comparison, watch = Comparison(plan), attach(state)
         watch.wanted, watch.branch = plan.step, plan.branch
         watch.on_rollback = comparison.go_back
         state.record.listeners.add(comparison.hear)
-        past = Past(plan, watch, comparison)
+        if around_step is not None:
+            watch.around_step, watch.holds_before_update = around_step, False
+        past = Past(plan, watch, comparison, Log(list(log)) if log else None)
         stack.enter_context(_warnings_kept(past.warnings))
         stack.callback(watch.turns.close)
 
@@ -188,7 +282,7 @@ def rewind(
                 config, world, configured_identity, lambda one, identify: _claimed(plan, one, identify)
             )
 
-        watch.turns.start(lambda: train_configured(state, manager, pre_wrap_hooks, claim))
+        watch.turns.start(lambda: train_configured(state, manager, hooks, claim))
         if not watch.turns.is_held:
             raise ConfigError(f"{plan.directory} ended before step {plan.step} when it was repeated.")
         if torch.cuda.is_available() and state.world.device.type == "cuda":
@@ -218,7 +312,14 @@ class _Kept(logging.Handler):
         self._messages = messages
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._messages.append(record.getMessage())
+        if not _is_of_report(record):
+            self._messages.append(record.getMessage())
+
+
+def _is_of_report(record: logging.LogRecord) -> bool:
+    """Whether a message is about the states of Onstep's own callbacks, which report and have no effect on the run."""
+    names = str(record.args[0]).split(", ") if isinstance(record.args, tuple) and record.args else []
+    return "has a state for callback" in str(record.msg) and all(name.startswith("onstep.") for name in names)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from functools import partial
 from typing import cast
@@ -32,6 +32,7 @@ from onstep.training.runs.claims import Claim, acquire_run_dir
 from onstep.training.runs.hold import Hold
 from onstep.training.runs.identity import Identity, configured_identity
 from onstep.training.runs.pinned_data import pin_datasets
+from onstep.training.runs.user_code import entries_of
 from onstep.training.serving.trainer_control_callback import add_control
 from onstep.training.setup.final_weights import save_weights
 from onstep.training.setup.pretrained import fill_from_pretrained
@@ -138,9 +139,11 @@ def configured_run(
     return GlobalState(cfg=config, world=World(), entry_point=entry_point), manager
 
 
-def claim_configured(config: ConfigContainer, world: World) -> tuple[Claim | None, Hold | None]:
+def claim_configured(
+    config: ConfigContainer, world: World, user_code: Mapping[str, object] | None = None
+) -> tuple[Claim | None, Hold | None]:
     """Claim the directory of a run on configured data. Collective."""
-    acquire = partial(acquire_run_dir, revisions=pin_datasets(config, world))
+    acquire = partial(acquire_run_dir, revisions=pin_datasets(config, world), user_code=user_code)
     return claim_for_all(config, world, configured_identity, acquire)
 
 
@@ -148,9 +151,19 @@ def train_configured(
     run: GlobalState,
     manager: CallbackManager | None,
     pre_wrap_hooks: Sequence[ModelHook] = (),
-    claim_run: ClaimRun = claim_configured,
+    claim_run: ClaimRun | None = None,
 ) -> None:
-    """Open a run of `configured_run`, train it and evaluate it. Collective."""
+    """Open a run of `configured_run`, train it and evaluate it. Collective.
+
+    Its directory is claimed by `claim_run`, as a rule by `claim_configured`.
+    """
+    if claim_run is None:
+        user_code = {
+            "callbacks": entries_of([] if manager is None else manager.callbacks),
+            "forward_step": entries_of([run.entry_point.forward_step_func]),
+            "pre_wrap_hooks": entries_of(pre_wrap_hooks),
+        }
+        claim_run = partial(claim_configured, user_code={kind: found for kind, found in user_code.items() if found})
     forward_step_func = cast(ForwardStep, run.entry_point.forward_step_func)
     with open_run(run, manager, _joined, claim_run) as opened:
         notify, claim = opened.notify, opened.claim

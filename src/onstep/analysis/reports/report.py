@@ -33,7 +33,9 @@ def _asset(name: str) -> str:
 STYLE, SCRIPT, _PAGE = _asset("report.css"), _asset("chart.js") + _asset("report.js"), _asset("report.html")
 
 
-def write_report(logs: Sequence[TrainingLog] | TrainingLog, path: str | Path, title: str | None = None) -> Path:
+def write_report(
+    logs: Sequence[TrainingLog] | TrainingLog, path: str | Path, title: str | None = None, further: str = ""
+) -> Path:
     """Write a page with a summary of the runs, the differences of their configurations, and a chart for each metric.
 
     It also shows, if the run's directory has them, text samples, decisions with their reasons, where the time went, and
@@ -45,6 +47,7 @@ def write_report(logs: Sequence[TrainingLog] | TrainingLog, path: str | Path, ti
         logs: The runs, or a single run.
         path: The HTML file; its directory is created if needed.
         title: The heading; None: the label of the run, or the number of runs.
+        further: HTML of sections that follow the summary, such as a step of the past.
 
     Returns:
         `path`.
@@ -63,11 +66,11 @@ def write_report(logs: Sequence[TrainingLog] | TrainingLog, path: str | Path, ti
     heading = title or (comparison.labels[0] if len(logs) == 1 else f"{len(logs)} runs")
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(_page(heading, logs, comparison, data), encoding="utf-8", errors="replace")
+    target.write_text(_page(heading, logs, comparison, data, further), encoding="utf-8", errors="replace")
     return target
 
 
-def _page(heading: str, logs: Sequence[TrainingLog], comparison: Comparison, data: dict[str, Any]) -> str:
+def _page(heading: str, logs: Sequence[TrainingLog], comparison: Comparison, data: dict[str, Any], further: str) -> str:
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     policy = (  # only this script may run, and nothing may be loaded
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'; "
@@ -81,7 +84,7 @@ def _page(heading: str, logs: Sequence[TrainingLog], comparison: Comparison, dat
         heading=escape(heading),
         style=STYLE,
         date=f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
-        summary=sections.summary(comparison) + sections.configuration(comparison),
+        summary=sections.summary(comparison) + further + sections.configuration(comparison),
         details=_details(logs, comparison, data["left_out"]),
         data=content,
         script=SCRIPT,

@@ -177,6 +177,28 @@ def _changes(before: Mapping[str, Any], later: Mapping[str, Any]) -> str:
     return "; ".join(words)
 
 
+def rewound_step(
+    title: str,
+    facts: Sequence[str],
+    samples: Sequence[Sequence[str]],
+    notes: Sequence[tuple[str, str]],
+    layers: Sequence[Sequence[str]],
+) -> str:
+    """A step of the past that was repeated: its facts, its samples with a note on each, and its layers.
+
+    Args:
+        title: of the section.
+        facts: a paragraph each.
+        samples: rows of a table, heading first.
+        notes: a heading and a text each, which may have several lines.
+        layers: rows of a table, heading first.
+    """
+    paragraphs = "".join(f"<p>{escape(fact)}</p>" for fact in facts)
+    tables = [_table(rows[0], [[(cell, "") for cell in row] for row in rows[1:]]) for rows in (samples, layers)]
+    texts = "".join(f"<h3>{escape(head)}</h3><pre>{escape(text)}</pre>" for head, text in notes)
+    return _section(title, paragraphs + tables[0]) + _folded("Its samples", texts) + _folded("Its layers", tables[1])
+
+
 def notes(texts: Sequence[str]) -> str:
     """Remarks on what was unknown or had to be recovered."""
     return _section("Notes", f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in texts)}</ul>") if texts else ""

@@ -64,7 +64,10 @@ class Claim:
 
 
 def acquire_run_dir(
-    config: ConfigContainer, identify: Identify | None = None, revisions: Mapping[str, str] | None = None
+    config: ConfigContainer,
+    identify: Identify | None = None,
+    revisions: Mapping[str, str] | None = None,
+    user_code: Mapping[str, object] | None = None,
 ) -> tuple[Claim, Hold | None]:
     """Claim the directory of the run that `config` names, on rank 0: a new one, or one to continue.
 
@@ -72,6 +75,7 @@ def acquire_run_dir(
         config: the run's configuration.
         identify: determines what the run is trained on; None records and compares nothing but the configuration.
         revisions: the commits of its datasets on the Hub, by name.
+        user_code: what run.json has of the user's callbacks and functions, by kind.
 
     Returns:
         The claim, and the hold that keeps other processes out; None for a finished run.
@@ -88,7 +92,9 @@ def acquire_run_dir(
         raise _not_writable(directory, error) from None
     if finished is not None:
         return finished, None
-    return hold_and_claim(directory, lambda: _start_or_continue(directory, config, identify, revisions or {}))
+    return hold_and_claim(
+        directory, lambda: _start_or_continue(directory, config, identify, revisions or {}, user_code or {})
+    )
 
 
 def hold_and_claim(
@@ -153,15 +159,20 @@ def _finished(directory: RunDir, config: ConfigContainer, identify: Identify | N
 
 
 def _start_or_continue(
-    directory: RunDir, config: ConfigContainer, identify: Identify | None, revisions: Mapping[str, str]
+    directory: RunDir,
+    config: ConfigContainer,
+    identify: Identify | None,
+    revisions: Mapping[str, str],
+    user_code: Mapping[str, object],
 ) -> Claim:
     """Start a run, or continue the existing one; no other process can by now."""
     if not directory.run_json.exists() or may_be_replaced(directory):
         directory, identity = RunDir(directory.path, "onstep"), Identity() if identify is None else identify(config)
         model = hub_revisions(config.checkpoint.pretrained_checkpoint)
-        return start(directory, config, identity, hub_revisions={**model, **revisions})
+        return start(directory, config, identity, hub_revisions={**model, **revisions}, user_code=user_code)
     claim, identity = _inspect(directory, config, identify)
-    go_on(claim, identity, hub_revisions={**recorded_revisions(directory), **revisions})
+    commits = {**recorded_revisions(directory), **revisions}
+    go_on(claim, identity, hub_revisions=commits, user_code=user_code)
     return claim
 
 

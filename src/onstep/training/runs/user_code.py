@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from collections.abc import Iterable
@@ -47,6 +48,21 @@ def short_name(function: types.FunctionType) -> str:
 def full_name(cls: type) -> str:
     """A class's name, with the module unless that is the user's own, which may be called `__main__`."""
     return f"{cls.__module__ if not is_users(cls.__module__) else ''}.{cls.__qualname__.rpartition('<locals>.')[2]}"
+
+
+def entries_of(objects: Iterable[object]) -> list[dict[str, str]]:
+    """How to find the user's own objects again, as run.json has it: `{"name": "module:Class", "file": path}` each.
+
+    A function, a class or an instance of one. What cannot be imported has a `<locals>` in its name.
+    """
+    found = []
+    for one in objects:
+        named = one if isinstance(one, (type, types.FunctionType)) else type(one)
+        if is_users(named.__module__):
+            file = getattr(sys.modules.get(named.__module__), "__file__", None)
+            place = {} if file is None else {"file": os.path.abspath(file)}
+            found.append({"name": f"{named.__module__}:{named.__qualname__}", **place})
+    return found
 
 
 @lru_cache(maxsize=4096)

@@ -1,0 +1,194 @@
+"""`onstep rewind`: repeats a run to a step of its past, compares it with the record, and shows the step."""
+
+from __future__ import annotations
+
+import code
+import importlib
+import json
+import math
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from onstep.analysis.text_tables import printable, table
+from onstep.cli.application import Imports
+from onstep.cli.config import import_file, load_callback
+from onstep.cli.first_checks import is_main
+from onstep.cli.why import find_run
+from onstep.errors import ConfigError, OnstepError, named_text
+
+if TYPE_CHECKING:
+    from onstep.past import Past, Plan
+    from onstep.past.metrics import Log
+    from onstep.past.view import StepView
+
+_MOST_ROWS = 50
+"""Steps of `--log` that a terminal shows: the last ones."""
+_OPERATORS = 15
+"""Operators that `--profile` shows."""
+
+
+def rewind(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's directory, or its name below runs/.")],
+    step: Annotated[int, typer.Argument(metavar="STEP", help="The step; the first one is 1.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything that is found as JSON.")] = False,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write the run's report, with a section on the step.")
+    ] = None,
+    all_samples: Annotated[bool, typer.Option("--all", help="Show all samples of the step.")] = False,
+    callbacks: Annotated[
+        list[str] | None,
+        typer.Option("--callback", metavar="FILE.py:CLASS", help="Attach a callback (or module:CLASS); repeatable."),
+    ] = None,
+    log: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Print these metrics of each repeated step, logged or not.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Profile the step instead, and write its trace to this file.")
+    ] = None,
+    shell: Annotated[
+        bool, typer.Option("--shell", help="Then open Python at the end of the step, with `past`.")
+    ] = False,
+    imports: Imports = None,
+) -> None:
+    """Repeat a run in memory from its nearest checkpoint to a step, and show what happened there.
+
+    Nothing in the run's directory changes, and the run may still be training. What the repeated steps log is compared
+    with the record, to the bit.
+    """
+    if as_json and shell:
+        raise ConfigError("--json and --shell both use standard output; drop one of them.")
+    directory = find_run(run)
+    for path in imports or []:
+        import_file(path)
+    from onstep.past import plan_rewind
+
+    plan = plan_rewind(directory, step)
+    _say(f"{plan.cost}; loading ...")
+    names = [one.strip() for one in log.split(",") if one.strip()] if log else []
+    try:
+        _show(plan, [_callback(one) for one in callbacks or []], names, profile, as_json, report, all_samples, shell)
+    except OnstepError:
+        raise
+    except Exception as error:
+        raise _in_one_line(error, step) from error
+
+
+def _show(
+    plan: Plan,
+    callbacks: list[Any],
+    names: list[str],
+    profile: Path | None,
+    as_json: bool,
+    report: Path | None,
+    shows_all: bool,
+    shell: bool,
+) -> None:
+    from onstep.past import rewind as rewound
+
+    profiler = _profiler() if profile is not None else None
+
+    def around(number: int) -> AbstractContextManager[object]:
+        return profiler if profiler is not None and number == plan.step else nullcontext()
+
+    around_step = None if profiler is None else around
+    with rewound(plan.directory, plan.step, callbacks=callbacks, log=names, around_step=around_step, plan=plan) as past:
+        if profiler is not None and profile is not None:
+            profiler.export_chrome_trace(str(profile))
+            _say(past.comparison.summary)
+            print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=_OPERATORS))
+            print(f"trace: {profile}")
+        else:
+            from onstep.past.view import examine
+
+            view = examine(past)
+            if is_main():
+                _print(view, past.log, as_json=as_json, shows_all=shows_all)
+                if report is not None:
+                    _write_report(view, plan.directory, report)
+        if shell:
+            _open_shell(past)
+
+
+def _print(view: StepView, log: Log | None, *, as_json: bool, shows_all: bool) -> None:
+    from onstep.past.tables import step_lines
+
+    if as_json:
+        content = view.as_dict() | ({} if log is None else {"log": log.rows})
+        print(json.dumps(_finite(content), indent=2))
+        return
+    if log is not None:
+        steps = sorted(log.rows)[-_MOST_ROWS:]
+        head = list(log.rows[steps[-1]])
+        rows = [["step", *head], *([str(step), *(_number(log.rows[step][key]) for key in head)] for step in steps)]
+        print("\n".join([*table(rows, ">" * (len(head) + 1)), ""]))
+    print("\n".join(step_lines(view, shows_all=shows_all)))
+
+
+def _write_report(view: StepView, directory: Path, target: Path) -> None:
+    from onstep.analysis.reports.report import write_report
+    from onstep.cli.logs.lookup import read_logs
+    from onstep.past.tables import report_section
+
+    write_report(read_logs([str(directory)], [], expand=False), target, further=report_section(view))
+    _say(f"report: {target}")
+
+
+def _open_shell(past: Past) -> None:
+    names = {"past": past, "batch": past.batches[0], "model": past.model, "gradients": past.gradients}
+    banner = (
+        f"the end of step {past.step}: past, past.batches, past.model, past.gradients, past.forward(), past.next(); "
+        "Ctrl-D ends it"
+    )
+    try:
+        embed: Any = importlib.import_module("IPython.terminal.embed")
+    except ImportError:
+        code.interact(banner, local=names, exitmsg="")
+    else:
+        embed.InteractiveShellEmbed(banner1=banner, user_ns=names)()
+
+
+def _callback(name: str) -> Any:
+    """The callback that `FILE.py:CLASS` or `module:CLASS` names."""
+    place, _, attribute = name.rpartition(":")
+    if place.endswith(".py"):
+        import_file(place)
+        name = f"{Path(place).stem}:{attribute}"
+    return load_callback(name)
+
+
+def _profiler() -> Any:
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    return profile(activities=[ProfilerActivity.CPU, *cuda], record_shapes=True)
+
+
+def _in_one_line(error: Exception, step: int) -> ConfigError:
+    from onstep.training.watchdog.stacks import callback_of_error
+
+    event, callback = callback_of_error(error)
+    raiser = f"callback {callback!r} in {event}" if callback else "the repeated run"
+    return ConfigError(f"{raiser} raised {printable(named_text(error))}, on the way to step {step}.")
+
+
+def _finite(value: Any) -> Any:
+    """A value for JSON, in which NaN and infinity are texts."""
+    if isinstance(value, dict):
+        return {str(key): _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
+def _say(text: str) -> None:
+    if is_main():
+        print(text, file=sys.stderr, flush=True)

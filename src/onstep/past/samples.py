@@ -1,0 +1,217 @@
+"""Computes the loss and the gradient of each sample of a step, and its share of the step's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onstep.checkpoint import RngState
+from onstep.data import Batch, StepBatches
+from onstep.data.loaders.collate import mapping_like
+from onstep.data.loaders.iterable_loader import count_samples
+from onstep.events.context import unwrap
+from onstep.models import Transformer
+from onstep.training.compute.loss_sums import local_sums
+from onstep.training.compute.losses import IGNORE_INDEX, MicroLoss
+from onstep.training.compute.step import MicroBatches, Step
+from onstep.training.protocols import StateDict
+from onstep.training.stages.forward_backward import BufferGuard, forward_of
+from onstep.training.stages.forward_step import forward_step
+from onstep.training.stages.job import Job
+
+_TOKENS = ("tokens", "input_ids")
+
+
+@dataclass
+class DocumentLoss:
+    """A document within a packed sequence."""
+
+    first: int
+    """Its first position."""
+    length: int
+    loss: float
+    """Mean over its labels; 0 without any."""
+    share: float
+    """Of the step's loss."""
+    place: str | None = None
+
+
+@dataclass
+class Sample:
+    """A sample of a step."""
+
+    rank: int
+    micro_batch: int
+    row: int
+    """Within its micro-batch; -1 for a micro-batch that cannot be divided into samples."""
+    index: int | None
+    """In its dataset; None for a sample without an index."""
+    loss: float
+    """Its mean loss."""
+    share: float
+    """Of the step's loss."""
+    grad_norm: float | None
+    """Norm of what it adds to the step's gradient, before clipping; None for a forward step that runs backward."""
+    grad_share: float | None
+    """Share of the step's gradient that it gives, in that gradient's direction: all together are 1."""
+    num_labels: int | None
+    epoch: int = 0
+    place: str | None = None
+    text: str | None = None
+    unusual: list[str] = field(default_factory=list)
+    documents: list[DocumentLoss] = field(default_factory=list)
+    fields: dict[str, str] = field(default_factory=dict)
+    """What its fields hold, where it is not text."""
+
+
+class SampleLosses:
+    """Measures the samples of a held step, one at a time: beside the training, one further gradient is in memory.
+
+    Each is computed with the random state of the step's beginning, so dropout masks are not those of the step.
+    """
+
+    def __init__(self, job: Job, step: Step, random_state: StateDict) -> None:
+        self._job, self._step, self._random_state = job, step, random_state
+        self._model = unwrap(job.model[0])
+        self._parameters = [one for one in job.model[0].parameters() if one.requires_grad and one.grad is not None]
+        self._weight = step.total.weight
+        self._total = float(step.total.numerator)
+        self._scale = float(job.scaler.scale) if job.scaler is not None else 1.0
+        is_ours = job.raw_forward_step_func is forward_step and isinstance(self._model, Transformer)
+        self._gives_tokens = is_ours
+        grads = [one.grad for one in self._parameters if one.grad is not None]
+        self._norm = float(torch.stack(torch._foreach_norm(grads)).norm()) if grads else 0.0
+        """Of the gradients as they are, after clipping."""
+        self._true_norm = self._norm if step.grad_norm is None else float(step.grad_norm)
+
+    def measure(self, *, with_gradients: bool = True) -> list[Sample]:
+        """The samples of this rank, in their order."""
+        found = []
+        with undisturbed(self._job):
+            for number, batch in enumerate(self._step.micro_batches):
+                if self._step.batches.is_filler[number]:
+                    continue
+                ids = self._step.sample_ids
+                for row, part in enumerate(rows_of(batch)):
+                    index = None if ids is None or row >= len(ids[number]) else ids[number][row]
+                    is_whole = part is batch and (count_samples(batch) or 0) != 1
+                    found.append(self._measured(part, number, -1 if is_whole else row, index, with_gradients))
+        return found
+
+    def _measured(self, part: Batch, number: int, row: int, index: int | None, with_gradients: bool) -> Sample:
+        runs_backward = getattr(self._job.forward_step_func, "runs_backward", False)
+        with torch.set_grad_enabled(with_gradients and not runs_backward):
+            RngState(self._job.run.world.device).load_state_dict(self._random_state)
+            micro, losses = self._forward(part)
+        numerator, weight, labels = local_sums([micro])
+        own = float(numerator) if micro.kind == "share" else float(numerator) / max(float(weight), 1.0)
+        norm = grad_share = None
+        if with_gradients and not runs_backward and micro.loss.requires_grad and self._parameters:
+            norm, grad_share = self._gradient(micro)
+        sample = Sample(
+            rank=self._job.run.world.rank,
+            micro_batch=number,
+            row=row,
+            index=index,
+            loss=own,
+            share=float(numerator) / self._total if self._total else 0.0,
+            grad_norm=norm,
+            grad_share=grad_share,
+            num_labels=None if labels is None else int(labels),
+            epoch=self._job.run.train_state.epoch,
+        )
+        if losses is not None:
+            sample.documents = self._documents(part, losses)
+        return sample
+
+    def _forward(self, part: Batch) -> tuple[MicroLoss, Tensor | None]:
+        """The loss of a batch of one sample and, where the model gives them, those of its tokens."""
+        job, step = self._job, StepBatches([part], None, None, [False])
+        batches = MicroBatches(step, job.run.world.device)
+        batch = batches.stage(0)
+        if not self._gives_tokens:
+            return forward_of(job)(batches, batch, False), None
+        packed = {key: batch[key] for key in ("position_ids", "document_ids") if key in batch}
+        with job.run.autocast():
+            losses = self._model(batch["tokens"], batch["labels"], reduction="none", **packed)
+        num_labels = batch["labels"].ne(IGNORE_INDEX).sum()
+        return MicroLoss(losses.sum(), num_labels, "sum", {}, num_labels), losses.detach()
+
+    def _gradient(self, micro: MicroLoss) -> tuple[float, float]:
+        """Norm of what a sample adds to the step's gradient, and its share of that."""
+        weight = micro.weight if micro.kind == "mean" else 1.0
+        total = 1.0 if micro.kind == "share" else max(float(self._weight), 1.0)
+        start = torch.full_like(micro.loss, float(weight) / total * self._scale)
+        grads = torch.autograd.grad(micro.loss, self._parameters, start, allow_unused=True)
+        pairs = [(one, own.grad) for one, own in zip(grads, self._parameters, strict=True) if one is not None]
+        norm = torch.stack(torch._foreach_norm([one for one, _ in pairs])).float().norm() / self._scale
+        dots = [(one.float() * whole.float()).sum() for one, whole in pairs if whole is not None]
+        along = torch.stack(dots).sum() / self._scale
+        scale = self._norm * self._true_norm
+        return float(norm), float(along) / scale if scale else 0.0
+
+    def _documents(self, part: Batch, losses: Tensor) -> list[DocumentLoss]:
+        """The documents of a sequence, with their losses; none for a sequence of one."""
+        labels, ids = part["labels"][0].cpu().numpy(), part.get("document_ids")
+        tokens, own = part["tokens"][0].cpu().numpy(), losses[0].float().cpu().numpy()
+        if ids is not None:
+            begins = np.flatnonzero(np.diff(ids[0].cpu().numpy(), prepend=-1))
+        else:
+            end_id = getattr(getattr(self._job.run, "tokenizer", None), "eos_id", None)
+            begins = np.flatnonzero(np.r_[True, tokens[:-1] == end_id])
+        ends = [*begins[1:], len(tokens)]
+        if len(begins) < 2:
+            return []
+        found = []
+        for first, end in zip(begins, ends, strict=True):
+            count, total = int((labels[first:end] != IGNORE_INDEX).sum()), float(own[first:end].sum())
+            share = total / self._total if self._total else 0.0
+            found.append(DocumentLoss(int(first), int(end - first), total / max(count, 1), share))
+        return found
+
+
+@contextmanager
+def undisturbed(job: Job) -> Iterator[None]:
+    """Restore random generators and buffers on exit, and let features ignore what is computed."""
+    guard = BufferGuard(job.model, saved_only=False)
+    guard.keep()
+    try:
+        with RngState(job.run.world.device).kept(), job.run.features.pause("replay"):
+            yield
+    finally:
+        guard.restore()
+
+
+def rows_of(batch: Batch) -> list[Batch]:
+    """A micro-batch as batches of one sample each; the whole one if it cannot be divided."""
+    count = count_samples(batch)
+    if count is None or count < 2:
+        return [batch]
+    return [_row(batch, number, count) for number in range(count)]
+
+
+def _row(value: Any, number: int, count: int) -> Any:
+    if isinstance(value, (Tensor, np.ndarray)):
+        return value[number : number + 1] if value.ndim and value.shape[0] == count else value
+    if isinstance(value, Mapping):
+        parts = {key: _row(one, number, count) for key, one in value.items() if key != "num_tokens"}
+        return mapping_like(value, parts)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_row(one, number, count) for one in value))
+    if isinstance(value, (list, tuple)):
+        is_of_samples = len(value) == count and not any(isinstance(one, (Tensor, np.ndarray)) for one in value)
+        return value[number : number + 1] if is_of_samples else type(value)(_row(one, number, count) for one in value)
+    return value
+
+
+def tokens_of(batch: Batch) -> np.ndarray[Any, Any] | None:
+    """The token ids (batch, seq) of a batch; None for other data."""
+    found = next((batch[key] for key in _TOKENS if key in batch), None) if isinstance(batch, Mapping) else None
+    is_ids = isinstance(found, Tensor) and not found.is_floating_point() and found.ndim == 2
+    return found.cpu().numpy() if is_ids and isinstance(found, Tensor) else None

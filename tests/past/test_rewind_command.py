@@ -1,0 +1,129 @@
+"""`onstep rewind RUN STEP` shows a step of the past; what it attaches sees each repeated step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onstep import pretrain
+from onstep.cli.main import main
+from tests.past.conftest import STEPS, content_of, run_config
+
+SPY = """
+from onstep import Callback
+
+class Spy(Callback):
+    def on_step_end(self, context):
+        print("spied on", context.step)
+
+class Angry(Callback):
+    def on_train_step_end(self, context):
+        raise ValueError("no more")
+"""
+
+
+@pytest.fixture
+def spy(tmp_path: Path) -> Path:
+    path = tmp_path / "spies.py"
+    path.write_text(SPY)
+    return path
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["rewind", *map(str, words), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    capsys.readouterr()
+    assert main(["rewind", *map(str, words)]) != 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("repeating ")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_json_has_the_step_with_its_samples_and_layers(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = content_of(run)
+    view = as_json(capsys, run, 5)
+    assert view["comparison"]["is_equal"]
+    assert view["comparison"]["steps"] == [4, 5]
+    assert len(view["samples"]) == 4
+    assert sum(one["share"] for one in view["samples"]) == pytest.approx(1, abs=0.05)  # dropout masks are others
+    assert all(one["place"] and one["text"] and one["grad_norm"] > 0 for one in view["samples"])
+    assert [one["name"] for one in view["layers"]] == ["embedding", "layers.0", "layers.1", "final_norm", "output"]
+    assert all(one["update"] > 0 and one["mean_update"] > 0 for one in view["layers"])
+    assert view["layers"][1]["attention_logit"] is not None
+    assert content_of(run) == before
+
+
+def test_the_terminal_and_the_report_show_it(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, report = content_of(run), tmp_path / "report.html"
+    assert main(["rewind", str(run), "5", "--report", str(report)]) == 0
+    shown = capsys.readouterr()
+    assert "repeating 2 steps from the checkpoint of step 3" in shown.err
+    assert "equal to the bit" in shown.out
+    assert "Step 5 of the past" in report.read_text()
+    assert content_of(run) == before
+
+
+def test_metrics_that_were_not_logged_are_given_for_each_repeated_step(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = as_json(capsys, run, 6, "--log", "params_norm,gradient/layers.0,max_attention_logit")["log"]
+    assert list(rows) == ["4", "5", "6"]
+    assert all(value > 0 for row in rows.values() for value in row.values())
+    assert "'parms_norm'. Did you mean 'params_norm'?" in error_of(capsys, run, 6, "--log", "parms_norm")
+
+
+def test_a_callback_sees_the_repeated_steps(run: Path, spy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rewind", str(run), "6", "--callback", f"{spy}:Spy"]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if "spied" in line] == [
+        "spied on 4",
+        "spied on 5",
+        "spied on 6",
+    ]
+    assert "no more, on the way to step 6" in error_of(capsys, run, 6, "--callback", f"{spy}:Angry")
+
+
+def test_a_profile_is_written(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.json"
+    assert main(["rewind", str(run), "4", "--profile", str(trace)]) == 0
+    assert "aten::" in capsys.readouterr().out
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_a_shell_has_the_past(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setitem(__import__("sys").modules, "IPython.terminal.embed", None)
+    monkeypatch.setattr(
+        "code.interact", lambda banner, local, exitmsg: given.update(local, norm=local["past"].grad_norm)
+    )
+    assert main(["rewind", str(run), "4", "--shell"]) == 0
+    assert given["gradients"]
+    assert given["norm"] > 0
+
+
+def test_a_planted_document_is_the_first_sample(
+    corpus: Path, token_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "it was a mild day and the wind came from the sea, as so often in that year. "
+    texts = [line * 3] * 120 + ["\x07\x7f\x01\x03\x02" * 50]
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    changes = {"train__train_iters": 40, "train__micro_batch_size": 4, "optimizer__lr": 1e-2, "dataset__split": "1"}
+    pretrain(run_config(path, token_cache, tmp_path / "runs", **changes, dataset__eod_mask_loss=True))
+    lines = map(json.loads, (tmp_path / "runs" / "x" / "record.jsonl").read_text().splitlines())
+    losses = {one["global_step"]: one["loss"] for one in lines if one["kind"] == "log" and "grad_norm" in one}
+    jumps = {step: losses[step] - losses[step - 1] for step in range(10, 41)}
+    view = as_json(capsys, tmp_path / "runs" / "x", max(jumps, key=lambda step: jumps[step]))
+    first = max(view["samples"], key=lambda one: one["share"])
+    assert f"{path}:121" in " ".join([first["place"], *(one["place"] or "" for one in first["documents"])])
+
+
+def test_a_step_beyond_the_run_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"choose 1 to {STEPS}" in error_of(capsys, run, STEPS + 1)

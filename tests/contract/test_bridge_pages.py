@@ -46,9 +46,10 @@ def documented_parameters(text: str) -> dict[str, Any]:
 
 IMPORT_PATHS = {
     "callbacks": CALLBACK_PAGE,
+    "checkpointing": ["load_checkpoint", "save_checkpoint"],
     "config": ["ConfigContainer", "ProfilingConfig", "TrainingConfig"],
     "forward_step_func_types": ["ForwardStepCallable"],
-    "gpt_step": ["forward_step"],
+    "gpt_step": ["GPTForwardStep", "forward_step", "get_batch"],
     "pretrain": ["pretrain"],
     "profiling": ["TNvtxContext"],
     "state": ["GlobalState", "TrainState"],

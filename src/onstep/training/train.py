@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
+from onstep.checkpoint import CheckpointManager
 from onstep.data import Batch, IteratorReader, StepBatches
 from onstep.data.loaders.step_source import only_iterator
-from onstep.errors import ConfigError
+from onstep.errors import ConfigError, warn_once
 from onstep.events import CallbackManager, Dispatcher, normalize_callbacks
 from onstep.processes.forking import check_imports_are_done
 from onstep.training.bridge.exits import checkpoint_and_decide_exit, save_checkpoint_and_time
 from onstep.training.bridge.global_state import GlobalState, TrainStepResult
 from onstep.training.bridge.housekeeping import _finish_train as _finish_train
 from onstep.training.bridge.housekeeping import post_training_step_callbacks
+from onstep.training.checkpointing.writing import RunCheckpoints
 from onstep.training.features import STEP
 from onstep.training.loop import Loop
 from onstep.training.model_parallel.model_parallel import (
@@ -36,6 +41,8 @@ from onstep.training.stages.progress_log import (
     compute_throughputs_and_append_to_progress_log,
     get_start_time_from_progress_log,
 )
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "checkpoint_and_decide_exit",
@@ -60,12 +67,13 @@ def train(
     train_data_iterator: object,
     valid_data_iterator: DataSource | None,
     global_state: GlobalState,
-    checkpointing_context: object = None,
+    checkpoint_manager: object = None,
+    pg_collection: object = None,
     process_non_loss_data_func: NonLossFunction | None = None,
     non_loss_data_func: NonLossFunction | None = None,
-    *,
-    pg_collection: object = None,
     callback_manager: CallbackManager | list[object] | None = None,
+    *,
+    checkpointing_context: object = None,
 ) -> None:
     """Train until the configured number of steps, or until a stop is requested. Collective.
 
@@ -81,11 +89,14 @@ def train(
             None for a forward step that needs no data, which is called with None.
         valid_data_iterator: an `EvalLoader` or iterator for evaluations inside the loop; None disables them.
         global_state: the run's state.
-        checkpointing_context: kept for Megatron Bridge; the state's checkpoints are used.
+        checkpoint_manager: kept for Megatron Bridge; the state's checkpoints are used, and a warning says so of a
+            manager of the caller's own.
+        pg_collection: kept for Megatron Bridge, whose version 0.2 has `process_non_loss_data_func` and
+            `non_loss_data_func` at this position and the next: a function here is the former.
         process_non_loss_data_func: passed to the evaluations inside the loop, as is
         non_loss_data_func: see `evaluate_and_print_results`.
-        pg_collection: kept for Megatron Bridge.
         callback_manager: the callbacks to call, or a list of them.
+        checkpointing_context: Megatron Bridge's older name of `checkpoint_manager`.
 
     Raises:
         NonFiniteError: if a loss or gradient norm is NaN or infinite; the update was not applied.
@@ -100,11 +111,24 @@ def train(
         raise ConfigError(
             f"global_state must be a GlobalState, got a {type(global_state).__name__}; pass GlobalState(config)"
         )
+    if inspect.isroutine(pg_collection) or isinstance(pg_collection, partial):
+        process_non_loss_data_func, non_loss_data_func = pg_collection, process_non_loss_data_func or non_loss_data_func
+    _say_if_unused(checkpoint_manager or checkpointing_context)
     callbacks = normalize_callbacks(callback_manager)
     job = Job.of(global_state, forward_step_func, model, optimizer, scheduler, train_data_iterator, callbacks)
     job.valid_data_iterator = valid_data_iterator
     job.process_non_loss_data_func, job.non_loss_data_func = process_non_loss_data_func, non_loss_data_func
     run_job(job)
+
+
+def _say_if_unused(manager: object) -> None:
+    """Warn of a checkpoint manager that the caller would expect to be called."""
+    if callable(getattr(manager, "save", None)) and not isinstance(manager, (CheckpointManager, RunCheckpoints)):
+        warn_once(
+            logger,
+            f"train(): checkpoint_manager, a {type(manager).__name__}, is not called; the run saves by itself, to "
+            f"checkpoint.save.",
+        )
 
 
 def train_step(

@@ -5,7 +5,8 @@ from __future__ import annotations
 TRAIN = {
     "train": (
         "forward_step_func, model, optimizer, scheduler, train_data_iterator, valid_data_iterator, global_state, "
-        "checkpointing_context, process_non_loss_data_func=None, non_loss_data_func=None"
+        "checkpoint_manager, pg_collection, process_non_loss_data_func=None, non_loss_data_func=None, "
+        "callback_manager=None"
     ),
     "train_step": "forward_step_func, data_iterator, model, optimizer, scheduler, global_state",
     "post_training_step_callbacks": (
@@ -28,7 +29,8 @@ TRAIN = {
     "_finish_train": "global_state",
     "_handle_mxfp8_param_buffer_copy": "optimizer, reuse_grad_buf_for_mxfp8_param_ag, overlap_param_gather",
 }
-"""The functions of the page `training.train` and their parameters."""
+"""The functions of the page `training.train` and their parameters; those of `train` are its newer ones, which accept a
+call of the page, too."""
 
 TRAIN_UTILS = {
     "LinearForLastLayer": "input_size, output_size, sequence_parallel",

@@ -1,9 +1,9 @@
 """Megatron Bridge's names over the training loop, loaded when they are first used.
 
 Replacing `megatron.bridge` by `onstep` in an import line works: `onstep.training.train`, `.pretrain`, `.callbacks`,
-`.config`, `.state`, `.profiling`, `.gpt_step`, `.forward_step_func_types` and `.utils.train_utils` have the names of
-Bridge's modules. `HOMES` says where each name lives, and `onstep.training` resolves it too. The loop and its features
-never import this room.
+`.config`, `.state`, `.profiling`, `.checkpointing`, `.gpt_step`, `.forward_step_func_types` and `.utils.train_utils`
+have the names of Bridge's modules. `HOMES` says where each name lives, and `onstep.training` resolves it too. The loop
+and its features never import this room.
 """
 
 from onstep.lazy_names import lazy_names
@@ -16,6 +16,7 @@ HOMES = {
     "EnergyMonitor": "onstep.training.reporting.gpu_telemetry",
     "FaultToleranceState": "onstep.training.fault_tolerance.sections",
     "ForwardStepCallable": "onstep.training.forward_step_func_types",
+    "GPTForwardStep": "onstep.training.bridge.gpt_forward_step",
     "GlobalState": "onstep.training.bridge.global_state",
     "LinearForLastLayer": "onstep.models.heads",
     "LossShare": "onstep.training.compute.losses",
@@ -61,6 +62,7 @@ HOMES = {
     "format_training_memory_estimate": "onstep.metrics.memory_estimate",
     "forward_step": "onstep.training.stages.forward_step",
     "freeze_moe_router": "onstep.training.setup.freezing",
+    "get_batch": "onstep.training.bridge.gpt_forward_step",
     "get_current_global_batch_size": "onstep.training.runs.microbatches",
     "get_current_running_global_batch_size": "onstep.training.runs.microbatches",
     "get_micro_batch_size": "onstep.training.runs.microbatches",
@@ -69,6 +71,7 @@ HOMES = {
     "handle_profiling_step": "onstep.training.profiling.profilers",
     "handle_profiling_stop": "onstep.training.profiling.profilers",
     "init_num_microbatches_calculator": "onstep.training.runs.microbatches",
+    "load_checkpoint": "onstep.training.bridge.checkpoint_calls",
     "logical_and_across_model_parallel_group": "onstep.metrics.reductions",
     "make_value_model": "onstep.models.heads",
     "masked_next_token_loss": "onstep.training.bridge.losses",
@@ -93,6 +96,7 @@ HOMES = {
     "report_theoretical_memory": "onstep.metrics.memory_estimate",
     "report_throughput": "onstep.metrics.throughput",
     "safe_shutdown_nvrx_straggler_manager": "onstep.training.stragglers.nvrx",
+    "save_checkpoint": "onstep.training.bridge.checkpoint_calls",
     "save_checkpoint_and_time": "onstep.training.bridge.exits",
     "should_disable_forward_pre_hook": "onstep.training.model_parallel.model_parallel",
     "should_profile_rank": "onstep.training.profiling.profilers",

@@ -55,8 +55,8 @@ def checkpoint_and_decide_exit(
     Raises:
         CheckpointError: if a checkpoint cannot be written and `checkpoint.on_save_error` is stop.
     """
-    _join_ranks(state)
-    _open_checkpoints(state)
+    join_ranks(state)
+    open_checkpoints_of(state)
     train, step = state.cfg.train, state.train_state.step
     state.stage.has_stepped = True
     if state.checkpoints is not None and is_due(step, state.cfg.checkpoint.save_interval):
@@ -101,21 +101,21 @@ def save_checkpoint_and_time(
     Raises:
         CheckpointError: if it cannot be written and `checkpoint.on_save_error` is stop; on all ranks alike.
     """
-    _join_ranks(state)
-    _open_checkpoints(state)
+    join_ranks(state)
+    open_checkpoints_of(state)
     trained, reader = Trained(model, optimizer, opt_param_scheduler), _source(train_data_iterator, state)
     flops = num_floating_point_operations_so_far
     save_and_time(state, trained, reader, flops, persistent=not non_persistent_ckpt)
 
 
-def _join_ranks(state: GlobalState) -> None:
+def join_ranks(state: GlobalState) -> None:
     """Give a state that is not a run's all ranks of the caller's process group. Collective."""
     if state.world.size == 1 and dist.is_initialized() and dist.get_world_size() > 1:
         state.world = open_world(state.cfg.dist)
         state.control.rank = state.world.rank
 
 
-def _open_checkpoints(state: GlobalState) -> None:
+def open_checkpoints_of(state: GlobalState) -> None:
     """Open `checkpoint.save` for a state that is not a run's."""
     if state.checkpoints is None and state.cfg.checkpoint.save is not None:
         state.checkpoints = RunCheckpoints(state, Dispatcher(None, state), Path(state.cfg.checkpoint.save))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from onstep.optim import DeviceFiniteGate, OptimizerParamScheduler, TrainingOptimizer, finite_gate
+from onstep.optim import DeviceFiniteGate, MuonWithAdamW, OptimizerParamScheduler, TrainingOptimizer, finite_gate
 from tests.support.exact_steps import bits, stack
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -27,8 +27,19 @@ OTHERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw-foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
     "adamw-capturable": lambda params: torch.optim.AdamW(params, lr=torch.tensor(1e-2).cuda(), capturable=True),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-2),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=1e-2),
+    "rprop": lambda params: torch.optim.Rprop(params, lr=1e-2),
+    "adamw-as-scripts-write-it": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "sgd-as-scripts-write-it": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+    "muon": lambda params: muon(list(params)),
 }
 EVERY = FUSED | OTHERS
+
+
+def muon(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    others = torch.optim.AdamW([one for one in params if one.ndim != 2], lr=1e-2, fused=True)
+    return MuonWithAdamW(torch.optim.Muon([one for one in params if one.ndim == 2], lr=1e-2), others)
 
 
 def make_model() -> nn.Module:
@@ -70,10 +81,8 @@ def test_twenty_steps_are_bitwise_those_of_plain_torch() -> None:
     assert bits(ours.parameters()) == bits(plain.parameters())
 
 
-@pytest.mark.parametrize("make_optimizer", FUSED.values(), ids=FUSED.keys())
-def test_clean_steps_of_fused_optimizers_never_wait(
-    make_optimizer: Any, waiting_is_an_error: Callable[[], None]
-) -> None:
+@pytest.mark.parametrize("make_optimizer", EVERY.values(), ids=EVERY.keys())
+def test_clean_steps_never_wait(make_optimizer: Any, waiting_is_an_error: Callable[[], None]) -> None:
     model = make_model()
     optimizer = TrainingOptimizer(make_optimizer(model.parameters()))
     loss, scale = torch.tensor(1.0, requires_grad=True).cuda(), torch.tensor(0.5).cuda()
@@ -235,3 +244,39 @@ def test_losses_and_gradients_in_bfloat16_are_checked(make_optimizer: Any, clip_
         is_same = [torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True)]
         assert all(is_same) if step == 3 else not any(is_same)
     assert optimizer.gate.poll(force=True) == 3
+
+
+@pytest.mark.parametrize("make_optimizer", OTHERS.values(), ids=OTHERS.keys())
+def test_counters_on_the_host_are_those_of_the_last_applied_update(make_optimizer: Any) -> None:
+    model = make_model()
+    optimizer = TrainingOptimizer(make_optimizer(model.parameters()))
+    for step in range(3):
+        optimizer.gate.begin_step(step)
+        fill_grads(model, step)
+        optimizer.step()
+    before = bits(optimizer.state_dict())
+    for step in range(3, 20):
+        optimizer.gate.begin_step(step)
+        fill_grads(model, step)
+        spoil(model, float("nan"))
+        optimizer.prepare()
+        if not optimizer.apply():
+            break
+        optimizer.gate.poll()
+    assert optimizer.gate.first_bad_step == 3
+    assert bits(optimizer.optimizer.state_dict()) == before
+
+
+def test_what_the_policies_need_is_read_at_once(waiting_is_an_error: Callable[[], None]) -> None:
+    model = make_model()
+    optimizer = TrainingOptimizer(FUSED["adamw-fused"](model.parameters()), grad_norm_skip_threshold=1e9)
+    fill_grads(model, 0)
+    optimizer.step()
+    fill_grads(model, 1)
+    optimizer.observe_loss(torch.ones((), device="cuda"))
+    norm = optimizer.prepare()
+    assert norm is not None
+    known = optimizer.read(torch.full((), 2.5, device="cuda"), norm)
+    waiting_is_an_error()
+    assert known[0] == 2.5
+    assert optimizer.apply() is True

@@ -452,3 +452,21 @@ def test_a_training_optimizer_is_torchs_clipping_and_step(name: str, clip_grad: 
         optimizer.prepare(factor, needs_norm=bool(seed % 2))
         assert optimizer.apply() is True
         assert_same(models, [plain, wrapped])
+
+
+@pytest.mark.parametrize("name", ["sgd-momentum", "sgd-nesterov", "adamw"])
+def test_a_parameter_that_gets_a_gradient_later_is_updated_as_by_unfused_kernels(name: str) -> None:
+    ours, theirs = stack(), stack()
+    fused, unfused = FUSED[name](ours.parameters()), FUSED[name](theirs.parameters())
+    for group in unfused.param_groups:
+        group["fused"] = False
+    step = FusedStep(fused)
+    for number in range(4):
+        without = (1, 3) if number < 2 else ()
+        fill_grads(ours, number, without=without)
+        fill_grads(theirs, number, without=without)
+        step()
+        unfused.step()
+        assert all(param.grad is not None for place, param in enumerate(ours.parameters()) if place not in without)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)

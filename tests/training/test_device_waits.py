@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from onstep import CallbackManager
-from onstep.optim import DeviceFiniteGate, LossScaler, as_step_optimizer
+from onstep import CallbackManager, Trainer, pretrain
+from onstep.config import ConfigContainer
+from onstep.optim import DeviceFiniteGate, LossScaler, MuonWithAdamW, as_step_optimizer
 from tests.support.emulated_device import WaitCounter, lack_bfloat16_check, use_device_gate
+from tests.support.small_models import Regression, arguments, regression_rows
 from tests.support.small_runs import TinyModel, run, small_state, sum_step
 
 CPU = torch.device("cpu")
@@ -31,7 +34,14 @@ class Megatronish:
         return True, 0.5, 3
 
 
-@pytest.mark.parametrize("make_optimizer", [torch.optim.AdamW, Megatronish])
+class AnotherPackages(torch.optim.SGD):
+    """Has a step of its own, which may do anything."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.AdamW, torch.optim.RMSprop, Megatronish])
 @pytest.mark.parametrize("clip_grad", [0.0, 1.0], ids=["unclipped", "clipped"])
 def test_a_model_in_bfloat16_is_trained_by_kernels_that_cuda_has(
     make_optimizer: Any, clip_grad: float, monkeypatch: pytest.MonkeyPatch
@@ -63,6 +73,17 @@ def adamw(model: TinyModel) -> Any:
 OPTIMIZERS: dict[str, tuple[Callable[[TinyModel], Any], int]] = {
     "configured AdamW": (adamw, 0),
     "configured SGD": (lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True), 0),
+    "AdamW as scripts write it": (lambda model: torch.optim.AdamW(model.parameters()), 0),
+    "SGD as scripts write it": (lambda model: torch.optim.SGD(model.parameters(), lr=0.1), 0),
+    "AdamW that is to be unfused": (lambda model: torch.optim.AdamW(model.parameters(), foreach=True), 0),
+    "RMSprop": (lambda model: torch.optim.RMSprop(model.parameters()), 0),
+    "Muon": (
+        lambda model: MuonWithAdamW(
+            torch.optim.Muon([model.out.weight]), torch.optim.AdamW([model.embed.weight, model.out.bias], fused=True)
+        ),
+        0,
+    ),
+    "another package's": (lambda model: AnotherPackages(model.parameters(), lr=0.1), 10),
     "Megatron": (lambda model: Megatronish(model.parameters()), 10),
 }
 """How each is made, and how often the host waits in ten steps that are not logged."""
@@ -120,6 +141,37 @@ def test_what_the_policies_need_of_a_step_is_read_at_once(
 ) -> None:
     is_torchs = make_optimizer is adamw
     assert waits_of_ten_steps(make_optimizer, settings) == (expected if is_torchs else max(expected, 10))
+
+
+def test_a_script_with_an_optimizer_of_its_own_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_device_gate(monkeypatch)
+    model, counter = Regression(), WaitCounter()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    trainer = Trainer(
+        model,
+        arguments(tmp_path, per_device_train_batch_size=2, max_steps=12, logging_steps=1000, save_strategy="no"),
+        train_dataset=regression_rows(24),
+        optimizers=(optimizer, None),
+        callbacks=[counter],
+    )
+    with counter.counting():
+        trainer.train()
+    assert trainer.state.global_step == 12
+    assert counter.of_steps(2, 11) == 0
+
+
+def test_a_configured_run_does_not_wait(
+    tiny_config: ConfigContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_device_gate(monkeypatch)
+    counter, config = WaitCounter(), tiny_config
+    config.train.train_iters, config.logger.log_interval = 12, 1000
+    config.validation.eval_interval, config.optimizer.optimizer = None, "muon"
+    config.run.name, config.run.output_dir = "run", str(tmp_path)
+    with counter.counting():
+        state = pretrain(config, callbacks=[counter])
+    assert state.train_state.step == 12
+    assert counter.of_steps(2, 11) == 0
 
 
 def test_a_wait_is_noticed() -> None:

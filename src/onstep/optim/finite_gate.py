@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,6 +20,10 @@ class FiniteGate(ABC):
     def __init__(self) -> None:
         self.step = 0
         self.first_bad_step: int | None = None
+        self.is_current = True
+        """Whether the host knows all that was observed."""
+        self.when_closed: list[Callable[[], None]] = []
+        """Called as soon as the host knows that the gate is closed, and before it is reset."""
 
     def begin_step(self, step: int) -> None:
         """Set the step that the next observations belong to; `step` is >= 0 and never decreases between resets."""
@@ -66,6 +71,11 @@ class FiniteGate(ABC):
         """Open the gate again."""
         self.first_bad_step = None
 
+    def _learn(self, bad_step: int) -> None:
+        self.first_bad_step = bad_step
+        for listener in self.when_closed:
+            listener()
+
 
 def finite_gate(device: torch.device) -> FiniteGate:
     """The gate for norms that live on `device`."""
@@ -101,7 +111,7 @@ class HostFiniteGate(FiniteGate):
 
     def _close(self) -> None:
         if self.first_bad_step is None:
-            self.first_bad_step = self.step
+            self._learn(self.step)
 
     def read(self, *values: Tensor) -> list[float]:
         return [host_value(value.detach().cpu()) for value in values]
@@ -145,8 +155,6 @@ class DeviceFiniteGate(FiniteGate):
         self._copied = None if is_host else torch.Event(device=device)
         self._is_copying = False
         self._updates_since_copy = 0
-        self._is_read = True
-        """Whether the host knows all that was observed."""
 
     def observe_norm(self, norm: Tensor, value: float | None = None) -> float | None:
         if value is None or not math.isfinite(value):
@@ -168,16 +176,16 @@ class DeviceFiniteGate(FiniteGate):
         # One kernel that sets the flag and never clears it; the scale of 1 does not change the values.
         torch._amp_foreach_non_finite_check_and_unscale_([values], self.found_inf, self._one)
         self._bad_step_plus_one.masked_fill_(self.found_inf > self._bad_step_plus_one, self.step + 1)
-        self._is_read = False
+        self.is_current = False
 
     def read(self, *values: Tensor) -> list[float]:
-        if self._is_read and not values:
+        if self.is_current and not values:
             return []
         parts = [value.detach().reshape(()).to(self._device) for value in (self.found_inf, *values)]
         is_closed, *known = torch.stack(parts).tolist()  # in the widest of their types
         if is_closed:
             self.poll(force=True)
-        self._is_copying, self._updates_since_copy, self._is_read = False, 0, True
+        self._is_copying, self._updates_since_copy, self.is_current = False, 0, True
         return known
 
     def poll(self, force: bool = False) -> int | None:
@@ -188,7 +196,7 @@ class DeviceFiniteGate(FiniteGate):
         learn of a bad step at the same step. With `force` it waits for everything queued so far (a host
         synchronization), unless `read` has.
         """
-        if self.first_bad_step is None and not self._is_read:
+        if self.first_bad_step is None and not self.is_current:
             is_due = force or self._updates_since_copy >= COPY_INTERVAL
             if is_due and self._is_copying:
                 self._finish_copy()
@@ -196,14 +204,16 @@ class DeviceFiniteGate(FiniteGate):
                 self._start_copy()
             if force and self._is_copying:
                 self._finish_copy()
-                self._is_read = True
+                self.is_current = True
         return self.first_bad_step
 
     def reset(self) -> None:
+        if self.when_closed:
+            self.poll(force=True)
         super().reset()
         self.found_inf.zero_()
         self._bad_step_plus_one.zero_()
-        self._is_copying, self._is_read = False, True
+        self._is_copying, self.is_current = False, True
         self._updates_since_copy = 0
 
     def _start_copy(self) -> None:
@@ -219,4 +229,4 @@ class DeviceFiniteGate(FiniteGate):
         self._is_copying = False
         bad_step_plus_one = int(self._landed)
         if bad_step_plus_one:
-            self.first_bad_step = bad_step_plus_one - 1
+            self._learn(bad_step_plus_one - 1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import repeat
 from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any, NamedTuple
@@ -51,11 +52,11 @@ class FusedStep:
         """Update the parameters that have a gradient."""
         optimizer, kernel = self._optimizer, self._kernel
         work = self._collect(kernel) if kernel is not None and self._is_plain() else None
-        if kernel is None or work is None:
-            optimizer.step()
-            return
         own = vars(optimizer)
         found_inf = own.get("found_inf")
+        if kernel is None or work is None:
+            self._let_torch(found_inf)
+            return
         has_autograd = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # torch.no_grad() costs seven times as much
         try:
@@ -64,6 +65,32 @@ class FusedStep:
         finally:
             torch._C._set_grad_enabled(has_autograd)
         own["_opt_called"] = True  # tells a torch scheduler that it is called after a step
+
+    def _let_torch(self, found_inf: Tensor | None) -> None:
+        """Do torch's own step, but for what its fused SGD cannot do: leave out, or add, a first momentum."""
+        optimizer = self._optimizer
+        is_fused_sgd = type(optimizer) is torch.optim.SGD and any(group["fused"] for group in optimizer.param_groups)
+        new = newcomers(optimizer) if is_fused_sgd or found_inf is not None else []
+        if new and found_inf is not None and found_inf.item():
+            return
+        own, params = set(new), [param for group in optimizer.param_groups for param in group["params"]]
+        known = [param for param in params if param.grad is not None and param not in own] if new else []
+        if not (known and is_fused_sgd and self.runs_only_torchs_code()):
+            optimizer.step()
+            return
+        for others in (known, new):
+            with without_gradients(others):
+                optimizer.step()
+
+    def runs_only_torchs_code(self) -> bool:
+        """Whether `optimizer.step()` runs no hook and no code of a user, and may therefore be called several times."""
+        own = vars(self._optimizer)
+        return all(map(_is_torchs, (own.get("step"), type(self._optimizer).step))) and not (
+            own["_optimizer_step_pre_hooks"]
+            or own["_optimizer_step_post_hooks"]
+            or torch_optimizer._global_optimizer_pre_hooks
+            or torch_optimizer._global_optimizer_post_hooks
+        )
 
     def _is_plain(self) -> bool:
         """Whether `optimizer.step()` would do nothing but run kernels."""
@@ -141,6 +168,65 @@ def are_members(groups: list[Group], members: list[list[Tensor]]) -> bool:
         if len(params) != len(known) or not all(map(is_, params, known)):
             return False
     return True
+
+
+def newcomers(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters with a first gradient, for which the next step creates state."""
+    state, new = optimizer.state, []
+    for group in optimizer.param_groups:
+        is_stateless = not group.get("momentum", True) and type(optimizer) is torch.optim.SGD
+        for param in group["params"]:
+            if param.grad is not None and not is_stateless:
+                own = state.get(param)
+                if not own or any(value is None for value in own.values()):
+                    new.append(param)
+    return new
+
+
+@contextmanager
+def without_gradients(params: list[Tensor]) -> Iterator[None]:
+    """Hide the gradients of these parameters, which a step then leaves as they are."""
+    grads = [param.grad for param in params]
+    try:
+        for param in params:
+            param.grad = None
+        yield
+    finally:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+
+
+def fuse(optimizer: torch.optim.Optimizer) -> None:
+    """Make an AdamW, Adam or SGD that leaves the choice of kernels to torch use the fused ones, if they can be.
+
+    They accept a flag on the device, and differ from torch's other kernels in the last bits.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    are_plain = all(
+        type(param) in (Parameter, Tensor) and param.is_floating_point() and param.device.type in _FUSED_DEVICES
+        for param in params
+    )
+    if type(optimizer) not in _FUSABLE or not are_plain or not all(map(_is_open, optimizer.param_groups)):
+        return
+    for group in optimizer.param_groups:
+        group["fused"] = True
+    vars(optimizer)["_step_supports_amp_scaling"] = True  # as torch does for those that it makes fused
+    for param in params:
+        own = optimizer.state.get(param, {})
+        if "step" in own:  # on the host, unless fused
+            own["step"] = own["step"].to(param.device, torch.float32)
+
+
+def _is_open(group: Group) -> bool:
+    """Whether a group leaves the choice of kernels to torch, or has chosen fused ones."""
+    is_chosen = group["fused"] is not None or group["foreach"] is not None
+    settings = group["lr"], *group.get("betas", ())
+    return group["fused"] is True or not (
+        is_chosen
+        or group.get("capturable")
+        or group["differentiable"]
+        or any(isinstance(one, Tensor) for one in settings)
+    )
 
 
 class _Batch(NamedTuple):
@@ -237,6 +323,8 @@ def _muon(batch: _Batch, grads: list[Tensor], columns: Columns, found_inf: Tenso
 _MUON_SETTINGS = frozenset(
     ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn")
 )
+_FUSED_DEVICES = ("cpu", "cuda")
+_FUSABLE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 _ADAM = _Kernel(_adam_columns, _adam)
 _KERNELS: dict[type, _Kernel] = {
     torch.optim.AdamW: _ADAM,

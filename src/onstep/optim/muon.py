@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from onstep.errors import ConfigError
 from onstep.optim.fused_step import FusedStep
+from onstep.optim.guarded_step import GuardedStep
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -43,11 +45,27 @@ class MuonWithAdamW(torch.optim.Optimizer):
         if self._is_made:
             self._share()
 
+    @property
+    def accepts_flag(self) -> bool:
+        """Whether `step` updates nothing while a tensor `found_inf` on the device is 1, without reading it."""
+        return self._adamw is None or all(group["fused"] for group in self._adamw.param_groups)
+
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the matrices of the layers, then everything else."""
+        """Update the matrices of the layers, then everything else, unless the attribute `found_inf` is 1."""
         assert closure is None, "a training step has no closure"
-        for step in self._steps:
-            step()
+        found_inf: Tensor | None = vars(self).get("found_inf")
+        if self._adamw is not None:
+            vars(self._adamw)["found_inf"] = found_inf
+        if found_inf is None:
+            for step in self._steps:
+                step()
+        elif self._guard.is_possible():
+            self._guard(found_inf)
+            for step in self._steps[1:]:
+                step()
+        elif not found_inf.item():
+            for step in self._steps:
+                step()
 
     def __getstate__(self) -> dict[str, Any]:
         """The content of copies and pickles: torch's three attributes, and the two optimizers, which share them."""
@@ -66,4 +84,5 @@ class MuonWithAdamW(torch.optim.Optimizer):
         ):
             if inner is not None:
                 inner.param_groups, inner.state = groups, self.state
+        self._guard = GuardedStep(self._muon)
         self._steps = [FusedStep(inner) for inner in (self._muon, self._adamw) if inner is not None]

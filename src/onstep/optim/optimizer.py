@@ -10,8 +10,9 @@ from torch.nn import Parameter
 
 from onstep.distributed.shards import is_sharded, whole
 from onstep.errors import CheckpointError, ConfigError
-from onstep.optim.finite_gate import DeviceFiniteGate, FiniteGate, HostFiniteGate, finite_gate, is_above
-from onstep.optim.fused_step import FusedStep, are_members
+from onstep.optim.finite_gate import FiniteGate, HostFiniteGate, finite_gate, is_above
+from onstep.optim.fused_step import are_members
+from onstep.optim.gated_step import GatedStep
 from onstep.optim.gradient_scaling import clip_factor, like, multiply
 from onstep.optim.loss_scaler import LossScaler
 from onstep.optim.zero_counts import count_zeros
@@ -22,9 +23,11 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 class TrainingOptimizer:
     """Any `torch.optim.Optimizer`, in two halves: `prepare` the gradients, `apply` the update.
 
-    An update is applied only if every gradient norm (and observed loss) was finite. Torch's fused optimizers accept the
-    gate's flag on the device; for any other optimizer on an accelerator, and for the first update of each, the flag is
-    read once before the update, which waits for the device.
+    An update is applied only if every gradient norm (and observed loss) was finite. On an accelerator the host does not
+    wait to know that: torch's fused optimizers and `MuonWithAdamW` accept the gate's flag on the device, and torch's
+    other optimizers are guarded (`GuardedStep`). AdamW, Adam and SGD are made fused if they leave that choice to torch.
+    For an optimizer of another package, whose state may be anywhere, for one whose steps run hooks, and for the first
+    update of each, the flag is read before the update.
 
     With a `scaler`, the gradients are assumed to be those of the loss times `scaler.scale`: `prepare` unscales them,
     reads once whether they overflowed, and if so skips the step without closing the gate; see `LossScaler` for the
@@ -66,7 +69,6 @@ class TrainingOptimizer:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError("LBFGS requires a closure, which a training step does not have; use AdamW or SGD")
         self.optimizer = optimizer
-        self._step = FusedStep(optimizer)
         self.clip_grad = clip_grad
         self.grad_norm_skip_threshold = grad_norm_skip_threshold
         self.log_num_zeros_in_grad = log_num_zeros_in_grad
@@ -74,9 +76,9 @@ class TrainingOptimizer:
         if gate is None:
             gate = finite_gate(next(param.device for group in optimizer.param_groups for param in group["params"]))
         self.gate = gate
+        self._step = GatedStep(optimizer, gate)
         # torch's own zero_grad spends most of its time on profiling; a subclass may override it.
         self._clears_plainly = type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad
-        self._must_read = self._always_reads = False
         self._observed_loss: Tensor | None = None
         self.overflowed = False
         """Whether the gradients of the last prepared step overflowed, which skips its update."""
@@ -139,6 +141,7 @@ class TrainingOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the wrapped optimizer, and the scaler's as `scaler`; the gate is not included."""
+        self._step.settle()
         state = self.optimizer.state_dict()
         return state if self._scaler is None else {**state, "scaler": self._scaler.state_dict()}
 
@@ -232,15 +235,13 @@ class TrainingOptimizer:
         """
         if self.overflowed or self.gate.first_bad_step is not None:
             return False
-        if self._must_read or self.grad_norm_skip_threshold is not None:
+        if self._step.must_read or self.grad_norm_skip_threshold is not None:
             self.read()
             if self.gate.first_bad_step is not None:
                 return False
             if is_above(self.grad_norm_skip_threshold, self._norm, self._norm_value):
                 return False
-        self._step()
-        self._must_read = self._always_reads
-        return True
+        return self._step.run() is not False
 
     def step(self) -> tuple[bool, Tensor | None, Tensor | None]:
         """Run both halves, with Megatron-Core's result: (update_successful, grad_norm, num_zeros).
@@ -274,23 +275,7 @@ class TrainingOptimizer:
             and all(type(param) in (Tensor, Parameter) and param.is_floating_point() for param in params)
         )
         """Whether the gate can check the gradients themselves."""
-        self._hand_over_flag()
-
-    def _hand_over_flag(self) -> None:
-        """Pass the gate's flag to the optimizer if it accepts one, and note when the flag must be read instead."""
-        if not isinstance(self.gate, DeviceFiniteGate):
-            return
-        # whether it honours a `found_inf` attribute: weights, state and step counts stay as they are
-        accepts_flag = getattr(self.optimizer, "_step_supports_amp_scaling", False) and all(
-            group.get("fused", True) for group in self.optimizer.param_groups
-        )
-        self._always_reads = self._spans_devices or not accepts_flag
-        if self._always_reads:
-            vars(self.optimizer).pop("found_inf", None)
-        else:
-            vars(self.optimizer)["found_inf"] = self.gate.found_inf
-        # The first update creates the optimizer's state, and fused SGD would leave a skipped momentum uninitialized.
-        self._must_read = True
+        self._step.survey(spans_devices=self._spans_devices)
 
     def _scale_unseen(self, grads: list[Tensor], grad_scale: Tensor | float | None) -> None:
         """Scale the gradients and pass them to the gate, without their norm."""

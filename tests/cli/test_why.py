@@ -68,10 +68,10 @@ def test_every_kind_of_decision_is_reported_in_order(tmp_path: Path, capsys: pyt
 
 def test_one_step_is_reported_with_its_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = made_run(tmp_path / "run", [decision(4, "should_log", author="Chatty"), decision(5, "should_save")])
-    assert [line.partition(" (20")[0] for line in captured(capsys, str(directory), "--step", "4")[1:]] == [
+    assert [line.partition(" (20")[0] for line in captured(capsys, str(directory), "--step", "4")[1:-1]] == [
         "step 4: log, by Chatty"
     ]
-    assert captured(capsys, str(directory), "--step", "6")[1:] == ["Nothing was decided at step 6."]
+    assert captured(capsys, str(directory), "--step", "6")[1:-1] == ["Nothing was decided at step 6."]
 
 
 def test_torn_and_foreign_lines_and_a_broken_record_cost_only_themselves(
@@ -118,7 +118,7 @@ def test_a_decision_that_came_late_is_reported_with_the_step_that_it_is_about(
 ) -> None:
     directory = made_run(tmp_path / "run", [decision(12, "should_training_stop", "NaN", details=ANOMALY)])
     assert captured(capsys, str(directory), "--step", "7")[1].startswith("step 12: stop, by anomaly gate: NaN")
-    assert captured(capsys, str(directory), "--step", "8")[1:] == ["Nothing was decided at step 8."]
+    assert captured(capsys, str(directory), "--step", "8")[1:-1] == ["Nothing was decided at step 8."]
 
 
 def poisoned_at(step: int) -> Any:
@@ -195,7 +195,7 @@ def test_leaving_for_a_result_that_may_be_wrong_is_on_record_with_its_diagnosis(
     assert [row["flag"] for row in rows] == ["saved", "rerun_exit"] if code == 16 else ["rerun_exit"]
     assert (rows[-1]["step"], rows[-1]["author"]) == (1, "rerun state machine")
     assert rows[-1]["details"] == {"exit_code": code, "checkpoint": code == 16}
-    head, *lines = captured(capsys, str(directory), "--step", "1")
+    head, *lines, _ = captured(capsys, str(directory), "--step", "1")
     assert "The last decision to stop: by rerun state machine: Rank 0" in head
     assert words in head
     assert lines[0].startswith("step 1: exited because a result may be wrong, by rerun state machine: Rank 0")
@@ -242,3 +242,11 @@ def test_commands_from_outside_are_explained(tmp_path: Path, capsys: pytest.Capt
         "generate",
         "rollback refused (there is no checkpoint)",
     ]
+
+
+def test_a_step_ends_with_the_command_that_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = made_run(tmp_path / "a run", [decision(7, "skip", "spike", details=ANOMALY)])
+    assert captured(capsys, str(directory), "--step", "7")[-1].endswith(f": onstep rewind '{directory}' 7")
+    assert "onstep rewind" not in "\n".join(captured(capsys, str(directory)))
+    trainer = made_run(tmp_path / "trainer", [], layout="hugging_face")
+    assert "onstep rewind" not in "\n".join(captured(capsys, str(trainer), "--step", "7"))

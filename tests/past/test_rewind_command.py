@@ -127,3 +127,50 @@ def test_a_planted_document_is_the_first_sample(
 
 def test_a_step_beyond_the_run_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"choose 1 to {STEPS}" in error_of(capsys, run, STEPS + 1)
+
+
+def test_a_condition_finds_the_step_that_is_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rewind", str(run), "--when", "gradient/layers.1 > 0", "--from", "4"]) == 0
+    said = capsys.readouterr()
+    assert "repeating up to 5 steps, from step 3, until it holds" in said.err
+    assert "gradient/layers.1 > 0: first at step 4 (gradient/layers.1 " in said.err
+    assert "equal to the bit: " in said.out
+    assert main(["rewind", str(run), "--when", "eval_loss > 0", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["step"] == 2
+    assert said.err.startswith("looking through the record")
+
+
+def test_dropping_each_sample_ranks_them(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = content_of(run)
+    assert main(["rewind", str(run), "5", "--without", "each", "--horizon", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("mean loss of steps 6 to 7: ")
+    assert lines[0].endswith("trained again with all samples: equal to the bit")
+    assert len(lines) == 7
+    assert main(["rewind", str(run), "5", "--without", "each", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [len(one["losses"]) for one in found["dropped"]] == [3] * 4
+    assert content_of(run) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ([], "give either a STEP or --when"),
+        (["5", "--when", "loss > 1"], "give either a STEP or --when"),
+        (["5", "--from", "3"], "--from requires --when"),
+        (["5", "--without", "3"], "--without must be each"),
+        ([str(STEPS), "--without", "each"], f"no step follows step {STEPS}"),
+        (["--when", "loss >"], "is not an expression (at its end)"),
+        (["--when", "loss > 1e9"], f"holds at no step from 1 to {STEPS}"),
+        (["--when", "nothing > 1"], "no step has the metric 'nothing'"),
+    ],
+)
+def test_what_cannot_be_found_is_one_line(
+    run: Path, capsys: pytest.CaptureFixture[str], words: list[str], error: str
+) -> None:
+    capsys.readouterr()
+    assert main(["rewind", str(run), *words]) == 1
+    [line] = [one for one in capsys.readouterr().err.splitlines() if one.startswith("error")]
+    assert error in line

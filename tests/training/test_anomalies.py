@@ -289,6 +289,8 @@ def test_a_spike_is_left_out_with_all_samples_of_its_step() -> None:
     assert record["anomaly"].startswith("spike: loss ")
     assert (record["step"], record["sample_ids"]) == (bad_step, [148, 149, 150, 151])
     assert recorder.changed == [step != bad_step for step in range(1, 61)]
+    assert record["where"].startswith("worst: sample 150 (loss ")
+    assert record["where"].count("sample") == 3
     assert state.train_state.skip_list == [[0, 148], [0, 149], [0, 150], [0, 151]]
     watch = state.features.find(AnomalyGate)
     assert watch is not None
@@ -297,7 +299,7 @@ def test_a_spike_is_left_out_with_all_samples_of_its_step() -> None:
 
 
 def test_spikes_raise_stop_or_are_ignored_as_the_policy_says() -> None:
-    with pytest.raises(AnomalyError, match=r"spike: loss .* at step 38\. anomaly\.on_spike=raise"):
+    with pytest.raises(AnomalyError, match=r"spike: loss .* at step 38; worst: sample 150 .* anomaly\.on_spike"):
         adam_run(spiky_state("raise"), watched()[1], spiky_rows(), data=loader(spiky_rows(), shuffle=False))
     state = spiky_state("stop")
     adam_run(state, watched()[1], spiky_rows(), data=loader(spiky_rows(), shuffle=False))

@@ -100,7 +100,7 @@ def callback_names(words: list[str]) -> list[str]:
 
 def run_fork(plan: Fork, names: list[str], imports: list[str]) -> GlobalState:
     """Make the fork's directory or find it, and train: first what the parent did up to the step, then its own part."""
-    from onstep.past.forks import begin_own_part, discard, has_reached_step, is_prepared, prepare
+    from onstep.past.fork_directory import begin_own_part, discard, has_reached_step, is_prepared, prepare
     from onstep.training import pretrain
 
     is_new = False

@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,7 +34,27 @@ _OPERATORS = 15
 
 def rewind(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's directory, or its name below runs/.")],
-    step: Annotated[int, typer.Argument(metavar="STEP", help="The step; the first one is 1.")],
+    step: Annotated[
+        int | None, typer.Argument(metavar="STEP", help="The step; the first one is 1. Not with --when.")
+    ] = None,
+    when: Annotated[
+        str | None,
+        typer.Option(
+            metavar="EXPR", help='Find the first step for which this holds, such as "grad_norm > 10", logged or not.'
+        ),
+    ] = None,
+    from_step: Annotated[
+        int | None, typer.Option("--from", metavar="STEP", help="With --when: look at each step from this one on.")
+    ] = None,
+    without: Annotated[
+        str | None,
+        typer.Option(
+            metavar="each", help="Drop each sample of the step in turn, and rank them by the losses that would follow."
+        ),
+    ] = None,
+    horizon: Annotated[
+        int, typer.Option(min=1, metavar="K", help="With --without each: how many losses that follow.")
+    ] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything that is found as JSON.")] = False,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write the run's report, with a section on the step.")
@@ -56,25 +77,80 @@ def rewind(
 ) -> None:
     """Repeat a run in memory from its nearest checkpoint to a step, and show what happened there.
 
+    With --when, the step is found first: in the record, else by repeating the run. With --without each, what the next
+    losses would have been without each of its samples is shown instead.
+
     Nothing in the run's directory changes, and the run may still be training. What the repeated steps log is compared
     with the record, to the bit.
     """
     if as_json and shell:
         raise ConfigError("--json and --shell both use standard output; drop one of them.")
+    _check_choice(step, when, from_step, without)
     directory = find_run(run)
     for path in imports or []:
         import_file(path)
+    if when is not None:
+        step = _found(directory, when, from_step, callbacks or [])
     from onstep.past import plan_rewind
 
+    assert step is not None
     plan = plan_rewind(directory, step)
     _say(f"{plan.cost}; loading ...")
     names = [one.strip() for one in log.split(",") if one.strip()] if log else []
     try:
+        if without is not None:
+            _drop_each(plan, [_callback(one) for one in callbacks or []], horizon, as_json)
+            return
         _show(plan, [_callback(one) for one in callbacks or []], names, profile, as_json, report, all_samples, shell)
     except OnstepError:
         raise
     except Exception as error:
         raise _in_one_line(error, step) from error
+
+
+def _check_choice(step: int | None, when: str | None, from_step: int | None, without: str | None) -> None:
+    """Refuse options that exclude or lack each other."""
+    if (step is None) == (when is None):
+        raise ConfigError('give either a STEP or --when "EXPR", such as --when "grad_norm > 10".')
+    if from_step is not None and when is None:
+        raise ConfigError("--from requires --when; to look at a step, give its number alone.")
+    if without not in (None, "each"):
+        raise ConfigError(
+            f"--without must be each, got {without!r}; to train without certain samples: onstep fork RUN@STEP "
+            "--without-samples."
+        )
+
+
+def _found(directory: Path, when: str, from_step: int | None, callbacks: list[str]) -> int:
+    """The first step for which an expression holds.
+
+    Raises:
+        ConfigError: for anything but an expression, and if it holds for no step.
+    """
+    from onstep.past.expressions import parse
+
+    expression = parse(when)
+    from onstep.past.search import plan_search
+
+    search = plan_search(directory, expression, from_step)
+    _say(f"{search.cost} ...")
+    found = search.run([_callback(one) for one in callbacks])
+    if found is None:
+        more = "; the steps that were not logged are looked at with --from 1" if search.is_recorded else ""
+        raise ConfigError(f"{when} holds at no step from {search.plan.step} to {search.last} of {directory}{more}.")
+    _say(f"{when}: first at step {found.step} ({', '.join(f'{name} {one:.6g}' for name, one in found.values.items())})")
+    return found.step
+
+
+def _drop_each(plan: Plan, callbacks: list[Any], horizon: int, as_json: bool) -> None:
+    from onstep.past import rewind as rewound
+    from onstep.past.blame import drop_each
+    from onstep.past.tables import blame_lines
+
+    with rewound(plan.directory, plan.step, callbacks=callbacks, plan=plan) as past:
+        found = drop_each(past, horizon)
+    if is_main():
+        print(json.dumps(_finite(asdict(found)), indent=2) if as_json else "\n".join(blame_lines(found)))
 
 
 def _show(

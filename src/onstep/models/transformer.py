@@ -76,8 +76,6 @@ class Transformer(nn.Module):
         cache: KeyValueCache | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
     ) -> Tensor:
         """Logits of the next token, or its loss if `labels` are given.
 
@@ -89,11 +87,7 @@ class Transformer(nn.Module):
             cache: earlier positions, for generation; `tokens` follow them and are appended.
             position_ids: (batch, seq), int64, instead of 0, 1, 2, ...
             document_ids: (batch, seq), int64, for packed sequences: a token attends only to those of its own document,
-                so results are as if each document were alone. A document is a run of equal ids. Without `position_ids`,
-                positions restart in each.
-            cu_seqlens: (documents + 1,), int32: the same boundaries as cumulative lengths in the flattened batch, which
-                a GPU uses instead of a mask. It may end in repetitions of the last one.
-            max_seqlen: at least the length of the longest document; None means that of a sequence.
+                so results are as if each document were alone. Without `position_ids`, positions restart in each.
 
         Returns:
             Without labels, logits (batch, seq, vocab) in the dtype of the computation, or the output of a replaced
@@ -102,13 +96,10 @@ class Transformer(nn.Module):
         Raises:
             ConfigError: for positions beyond a learned table (`position_ids` on a GPU are not checked; CUDA reports an
                 error instead), labels with a value head, missing labels for multi-token prediction in training,
-                documents together with a cache, either beyond `config.seq_length` with dynamic rope scaling, or
-                `cu_seqlens` without documents.
+                documents together with a cache, or either beyond `config.seq_length` with dynamic rope scaling.
         """
         self._check_labels(labels)
-        position_ids = chosen_positions(position_ids, document_ids)
-        context = sequence_context(self.rotary, tokens, cache, position_ids, document_ids, cu_seqlens, max_seqlen)
-        hidden = self._hidden_states(tokens, position_ids, context)
+        hidden = self.hidden_states(tokens, cache, position_ids, document_ids)
         logits = self.logits(hidden)
         if labels is None:
             return logits
@@ -118,8 +109,8 @@ class Transformer(nn.Module):
         losses = losses.view_as(labels) if reduction == "none" else losses
         if self.mtp is None or not self.training or not torch.is_grad_enabled():
             return losses
-        if cache is not None:  # whose keys are not those of the further depths
-            context = sequence_context(self.rotary, tokens, None, position_ids, document_ids)
+        position_ids = chosen_positions(position_ids, document_ids)
+        context = sequence_context(self.rotary, tokens, None, position_ids, document_ids)
         return self.mtp.attach(
             losses,
             hidden,
@@ -127,7 +118,7 @@ class Transformer(nn.Module):
             embed=lambda depth: self._embedded_later(tokens, position_ids, depth),
             run_layer=lambda layer, x: self._run_layer(layer, x, context),
             logits=self.logits,
-            document_ids=None if context.documents is None else context.documents.first,
+            document_ids=document_ids,
         )
 
     def hidden_states(
@@ -140,14 +131,11 @@ class Transformer(nn.Module):
         """The normed final residual stream, (batch, seq, hidden), the input of `logits`."""
         position_ids = chosen_positions(position_ids, document_ids)
         context = sequence_context(self.rotary, tokens, cache, position_ids, document_ids)
-        return self._hidden_states(tokens, position_ids, context)
-
-    def _hidden_states(self, tokens: Tensor, position_ids: Tensor | None, context: SequenceContext) -> Tensor:
-        x = self._embedded(tokens, context.cache, position_ids)
+        x = self._embedded(tokens, cache, position_ids)
         for layer in self.layers:
             x = self._run_layer(layer, x, context)
-        if context.cache is not None:
-            context.cache.advance(tokens.shape[1])
+        if cache is not None:
+            cache.advance(tokens.shape[1])
         normed: Tensor = self.final_norm(x)
         return normed
 

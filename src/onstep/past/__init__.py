@@ -4,7 +4,8 @@
 the run's temporary copy, `configuration` switches off what writes, `turns` alternates between the caller and the
 training, `observer` is the feature that holds it, and `comparison` compares what is logged with the record.
 
-`forks` makes the directory of a new run that begins at a step of another one.
+`search` finds the first step for which a condition holds (`expressions`), and `blame` drops samples of a step. `forks`
+and `fork_directory` begin a new run at a step of another one.
 """
 
 from __future__ import annotations

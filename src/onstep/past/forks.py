@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import socket
-import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onstep.analysis.logs.decisions_log import details_of, read_decisions
 from onstep.checkpoint import CheckpointInfo, checkpoints, newest_verified
-from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.config import ChangeClass, ConfigContainer, apply_overrides, from_dict, resolve
 from onstep.config.differences import Change, changes, decide, describe, of_kind
 from onstep.config.keys import typed_copy
-from onstep.errors import CheckpointError, ConfigError, RunExistsError
+from onstep.errors import ConfigError
 from onstep.events.settings import check_setting
-from onstep.files.durability import replace_durably, sync_dir
 from onstep.past.place import plan_rewind
-from onstep.training.runs.decisions import WITHDRAWN, DecisionLog, Sent, content_of
-from onstep.training.runs.identity import IDENTITY_FILE
 from onstep.training.runs.run_dir import RunDir
-from onstep.training.runs.sent_commands import branch_at, everything_sent, ids_to_repeat, steps_to_keep
 
 FORKED_FROM = "forked_from"
 """The entry of run.json that says where a fork comes from."""
-AUTHOR = "onstep fork"
 _OWN_KEYS = ("run.name", "run.fresh", "checkpoint.load", "checkpoint.ckpt_step", "checkpoint.resume")
 """Keys that a fork sets itself."""
-_OF_ITS_END = ("error", "ended_at", "continued_at", "continued_with", FORKED_FROM)
-"""Entries of the parent's run.json that a fork does not continue."""
 _PLACES = ("checkpoint.save", "logger.logging_dir", "logger.tensorboard_dir", "logger.wandb_save_dir")
 """Keys of directories that a run writes to."""
 
@@ -158,82 +142,6 @@ def plan_fork(
     return Fork(own, start, directory, before, config, found, origin)
 
 
-def prepare(fork: Fork) -> bool:
-    """Make the fork's directory, or find it as an earlier start has made it; whether it is new.
-
-    The checkpoint's files are hard links where the file system has them. A directory appears under its name once
-    everything is in it.
-
-    Raises:
-        RunExistsError: if another run has the name.
-        CheckpointError: if the parent has deleted its checkpoint meanwhile.
-    """
-    path = fork.directory.path
-    if is_prepared(fork):
-        return False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _made_aside(path) as aside:
-        _link_checkpoints(fork, aside)
-        _write_decisions(fork, aside)
-        if (identity := fork.parent.path / IDENTITY_FILE).is_file():
-            shutil.copyfile(identity, aside / IDENTITY_FILE)
-        content = {key: value for key, value in fork.parent.read().items() if key not in _OF_ITS_END}
-        config = fork.config if fork.is_exact else fork.before
-        content |= {
-            "run_id": _run_id(aside),
-            "name": path.name,
-            "status": "paused",
-            "step": fork.begin,
-            FORKED_FROM: {**asdict(fork.origin), "at": time.time(), "is_reached": fork.is_exact},
-            "config": config.to_dict(),
-        }
-        replace_durably(aside / "run.json", json.dumps(content, indent=2) + "\n")
-        try:
-            aside.rename(path)
-        except OSError:
-            if is_prepared(fork):  # by another process, just now
-                return False
-            raise
-        sync_dir(path.parent)
-    return True
-
-
-def is_prepared(fork: Fork) -> bool:
-    """Whether the directory is this fork's already.
-
-    Raises:
-        RunExistsError: if it is another run's, or holds other files.
-    """
-    path = fork.directory.path
-    if not path.exists():
-        return False
-    origin = fork.directory.read().get(FORKED_FROM) if fork.directory.run_json.exists() else None
-    wanted = json.loads(json.dumps(asdict(fork.origin)))
-    if isinstance(origin, dict) and {key: origin.get(key) for key in wanted} == wanted:
-        return True
-    raise RunExistsError(f"{path} exists and is not this fork; choose another --name.")
-
-
-def has_reached_step(fork: Fork) -> bool:
-    """Whether the fork's own part has begun, or begins next."""
-    origin = fork.directory.read()[FORKED_FROM]
-    newest = fork.directory.newest_step
-    return bool(origin.get("is_reached")) or (newest is not None and newest >= fork.origin.step)
-
-
-def begin_own_part(fork: Fork) -> None:
-    """Record that the fork continues with its own configuration."""
-    content = fork.directory.read()
-    content[FORKED_FROM]["is_reached"] = True
-    content |= {"status": "paused", "config": fork.config.to_dict()}
-    fork.directory.write(content)
-
-
-def discard(fork: Fork) -> None:
-    """Remove the directory of a fork that has not trained."""
-    shutil.rmtree(fork.directory.path, ignore_errors=True)
-
-
 def _checkpoints_of(run: RunDir, content: Mapping[str, Any]) -> Path:
     checkpoint = content["config"].get("checkpoint")
     save = checkpoint.get("save") if isinstance(checkpoint, dict) else None
@@ -295,87 +203,3 @@ def _changed(before: ConfigContainer, overrides: Sequence[str]) -> tuple[ConfigC
 def _plain(value: Any) -> Any:
     """A value of the configuration as JSON has it."""
     return value if isinstance(value, (str, int, float, bool, list, type(None))) else str(value)
-
-
-@contextmanager
-def _made_aside(path: Path) -> Iterator[Path]:
-    """A new directory beside `path`, without those that killed processes of this machine have left."""
-    host = socket.gethostname()
-    prefix = f".{path.name}.fork-{host}-"
-    for old in path.parent.glob(f"{prefix}*"):
-        if not _lives(old.name.removeprefix(prefix)):
-            shutil.rmtree(old, ignore_errors=True)
-    aside = path.parent / f"{prefix}{os.getpid()}"
-    try:
-        aside.mkdir()
-        yield aside
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _lives(pid: str) -> bool:
-    with suppress(ValueError, ProcessLookupError):
-        os.kill(int(pid), 0)
-        return True
-    return False
-
-
-def _run_id(aside: Path) -> str:
-    """The id that the fork's checkpoints have, or a new one."""
-    found = checkpoints(aside / "checkpoints")
-    return found[0].manifest.run_id if found else uuid.uuid4().hex
-
-
-def _link_checkpoints(fork: Fork, aside: Path) -> None:
-    """Link the checkpoint that the fork begins with, and those that rollbacks which it repeats go back to."""
-    if fork.start is None:
-        return
-    run_id, root = uuid.uuid4().hex, fork.start.path.parent
-    needed: set[object] = {*steps_to_keep(everything_sent(fork.parent.decisions))}
-    decisions = read_decisions(fork.parent.decisions)
-    needed |= {details_of(one).get("to_step") for one in decisions if one.get("flag") == "rolled_back"}
-    for info in checkpoints(root):
-        if info.step == fork.start.step or (info.step < fork.start.step and info.step in needed):
-            _link(info, aside / "checkpoints" / f"checkpoint-{info.step}", run_id)
-    newest = newest_verified(aside / "checkpoints")
-    if newest is None or newest.step != fork.start.step:
-        raise CheckpointError(f"{fork.start.path} was deleted meanwhile; try again, or fork at another step.")
-
-
-def _link(info: CheckpointInfo, target: Path, run_id: str) -> None:
-    for name in info.manifest.files:
-        place = target / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(info.path / name, place)
-        except OSError:  # another file system, or one without hard links
-            shutil.copyfile(info.path / name, place)
-    manifest = replace(info.manifest, run_id=run_id)
-    replace_durably(target / MANIFEST, manifest.to_bytes())
-    sync_dir(target)
-
-
-def _sets_rate(sent: Sent) -> bool:
-    return sent.request.flag == "set" and sent.request.details.get("key") == "lr_factor"
-
-
-def _write_decisions(fork: Fork, aside: Path) -> None:
-    """Write what the parent was sent, which the fork repeats, and what differs in it."""
-    own = RunDir(aside, "onstep").decisions
-    text = content_of(fork.parent.decisions)
-    if text:
-        own.write_bytes(text if text.endswith(b"\n") else text + b"\n")
-    step, origin, log = fork.origin.step, fork.origin, DecisionLog()
-    head = {"timestamp": time.time(), "step": step, "branch": branch_at(own, step), "author": AUTHOR, "event": ""}
-    head |= {"rank": 0}
-    log.append(own, {**head, "flag": "forked", "reason": "", "details": asdict(origin)})
-    if origin.lr_factor is not None:
-        replaced = [one for one in everything_sent(own) if one.step >= step and _sets_rate(one)]
-        if replaced:
-            ids = {"command_ids": ids_to_repeat(replaced)}
-            log.append(own, {**head, "flag": WITHDRAWN, "reason": "--lr-factor replaces them", "details": ids})
-        details = {"key": "lr_factor", "value": origin.lr_factor, "command_id": uuid.uuid4().hex}
-        log.append(own, {**head, "flag": "set", "reason": "--lr-factor", "details": details})
-    if origin.without_samples:
-        samples = {"sample_ids": origin.without_samples, "command_id": uuid.uuid4().hex}
-        log.append(own, {**head, "flag": "leave_out", "reason": "--without-samples", "details": samples})

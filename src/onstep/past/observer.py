@@ -13,6 +13,7 @@ from onstep.training.compute.step import Step
 from onstep.training.feature import Feature
 from onstep.training.protocols import StateDict
 from onstep.training.runs.decisions import DecisionLog
+from onstep.training.stages.forward_backward import BufferGuard
 from onstep.training.stages.job import Job
 
 UPDATE = "before the update"
@@ -37,6 +38,8 @@ class Watch:
         """Whether the caller wants to see the end of the step that is held."""
         self.random_state: StateDict = {}
         """The random generators right before the step's first forward pass."""
+        self.buffers: BufferGuard | None = None
+        """The buffers at that time."""
         self.around_step: Callable[[int], AbstractContextManager[object]] = lambda number: nullcontext()
         """Context around the forward and backward passes and the update of each step that is repeated."""
         self.tell: Callable[[str, Step], None] = lambda place, step: None
@@ -80,9 +83,11 @@ class Observer(Feature[Job]):
         self._watch.turns.check()
 
     def after_zero_grad(self) -> None:
-        """Keep the random state of a step that will be held."""
+        """Keep the random state and the buffers of a step that will be held."""
         if self._watch.is_wanted(self.host.run.train_state.step + 1):
             self._watch.random_state = self._random.state_dict()
+            self._watch.buffers = self._watch.buffers or BufferGuard(self.host.model, saved_only=False)
+            self._watch.buffers.keep()
 
     def before_update(self, step: Step) -> None:
         """Hold a wanted step: its gradients are ready, and its weights are those that computed them."""

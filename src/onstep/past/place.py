@@ -103,7 +103,7 @@ def plan_rewind(run: str | Path, step: int) -> Plan:
         raise ConfigError(f"step={step} is beyond {directory}, whose last known step is {last}; choose 1 to {last}.")
     config = _config(run_json, directory)
     found = _known(directory, config)
-    branches = _rollbacks(directory)
+    branches = rollbacks_of(directory)
     start = _start(directory, config, step)
     captured = None if start is None else start.manifest.extra.get("decisions", {}).get("branch", 0)
     passed = [to_step for to_step, bad_step in branches[captured or 0 :] if to_step < step <= bad_step]
@@ -192,7 +192,7 @@ def _start(directory: Path, config: ConfigContainer, step: int) -> CheckpointInf
     return newest_verified(_root(directory, config), step - 1)
 
 
-def _rollbacks(directory: Path) -> list[tuple[int, int]]:
+def rollbacks_of(directory: Path) -> list[tuple[int, int]]:
     """(step gone back to, step undone) of each rollback of the run."""
     found = []
     try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -24,23 +24,26 @@ from onstep.past.code import listen_to_evaluations, own_callbacks, own_functions
 from onstep.past.comparison import Comparison
 from onstep.past.configuration import repeating
 from onstep.past.layers import Means, Weights, norms_by_layer
+from onstep.past.messages import warnings_kept
 from onstep.past.metrics import SWITCHES, Log
 from onstep.past.observer import END, UPDATE, UPDATED, Watch, attach
 from onstep.past.place import Plan, copied, plan_rewind
-from onstep.past.samples import Sample, SampleLosses, rows_of, tokens_of, undisturbed
+from onstep.past.samples import Sample, SampleLosses, tokens_of, undisturbed
 from onstep.past.sources import Sources
 from onstep.past.unusual import Seen, mark
 from onstep.training.compute.loss_sums import at_least_one
+from onstep.training.compute.rows import rows_of
 from onstep.training.compute.step import MicroBatches, Step
 from onstep.training.opening import claim_for_all
 from onstep.training.pretrain import configured_run, train_configured
-from onstep.training.protocols import ForwardStep
+from onstep.training.protocols import ForwardStep, StateDict
 from onstep.training.runs.claims import Claim
+from onstep.training.runs.decisions import DecisionLog
 from onstep.training.runs.hold import Hold
 from onstep.training.runs.identity import Identify, compare, configured_identity
 from onstep.training.runs.pinned_data import pin_datasets
 from onstep.training.runs.run_dir import RunDir
-from onstep.training.stages.forward_backward import forward_of
+from onstep.training.stages.forward_backward import BufferGuard, forward_of
 from onstep.training.stages.forward_step import forward_step
 from onstep.training.stages.job import Job
 
@@ -121,6 +124,26 @@ class Past:
         """The norm of the step's gradients before clipping; None if float16 overflowed."""
         norm = self.current.grad_norm
         return None if norm is None else float(norm)
+
+    @property
+    def random_state(self) -> StateDict:
+        """The random generators right before the step's first forward pass."""
+        return self._watch.random_state
+
+    @property
+    def branch(self) -> int:
+        """The number of rollbacks that the run has done before the step."""
+        return self.job.run.features.room(DecisionLog).branch
+
+    def take_buffers(self) -> BufferGuard:
+        """The model's buffers right before the step's first forward pass, which later steps do not replace."""
+        buffers, self._watch.buffers = self._watch.buffers, None
+        assert buffers is not None
+        return buffers
+
+    def release(self) -> None:
+        """Hold at no further step: the caller trains on with the objects of the job."""
+        self._watch.wanted, self._watch.tell = sys.maxsize, lambda place, step: None
 
     def forward(self) -> Tensor:
         """The step's mean loss on this rank, 0-d, computed again with the random state of its first forward pass.
@@ -272,7 +295,7 @@ def rewind(
         if around_step is not None:
             watch.around_step, watch.holds_before_update = around_step, False
         past = Past(plan, watch, comparison, Log(list(log)) if log else None)
-        stack.enter_context(_warnings_kept(past.warnings))
+        stack.enter_context(warnings_kept(past.warnings))
         stack.callback(watch.turns.close)
 
         def claim(config: ConfigContainer, world: World) -> tuple[Claim | None, Hold | None]:
@@ -302,34 +325,3 @@ def _claimed(plan: Plan, config: ConfigContainer, identify: Identify | None) -> 
         raise DataError(f"{plan.directory} was trained on other files: {found.changed}. Restore them to rewind it.")
     directory = RunDir(Path(config.run.output_dir) / str(config.run.name), "onstep")
     return Claim(directory, config, identity=current.digests, notes=found.notes, start=plan.start), None
-
-
-class _Kept(logging.Handler):
-    """Keeps messages in a list."""
-
-    def __init__(self, messages: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self._messages = messages
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not _is_of_report(record):
-            self._messages.append(record.getMessage())
-
-
-def _is_of_report(record: logging.LogRecord) -> bool:
-    """Whether a message is about the states of Onstep's own callbacks, which report and have no effect on the run."""
-    names = str(record.args[0]).split(", ") if isinstance(record.args, tuple) and record.args else []
-    return "has a state for callback" in str(record.msg) and all(name.startswith("onstep.") for name in names)
-
-
-@contextmanager
-def _warnings_kept(messages: list[str]) -> Iterator[None]:
-    """Keep what Onstep logs instead of showing it: it is about the temporary copy."""
-    log, handler = logging.getLogger("onstep"), _Kept(messages)
-    before = log.propagate
-    others = log.handlers[:]
-    log.handlers[:], log.propagate = [handler], False
-    try:
-        yield
-    finally:
-        log.handlers[:], log.propagate = others, before

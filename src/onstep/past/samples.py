@@ -13,12 +13,12 @@ from torch import Tensor
 
 from onstep.checkpoint import RngState
 from onstep.data import Batch, StepBatches
-from onstep.data.loaders.collate import mapping_like
 from onstep.data.loaders.iterable_loader import count_samples
 from onstep.events.context import unwrap
 from onstep.models import Transformer
 from onstep.training.compute.loss_sums import local_sums
 from onstep.training.compute.losses import IGNORE_INDEX, MicroLoss
+from onstep.training.compute.rows import rows_of
 from onstep.training.compute.step import MicroBatches, Step
 from onstep.training.protocols import StateDict
 from onstep.training.stages.forward_backward import BufferGuard, forward_of
@@ -186,28 +186,6 @@ def undisturbed(job: Job) -> Iterator[None]:
             yield
     finally:
         guard.restore()
-
-
-def rows_of(batch: Batch) -> list[Batch]:
-    """A micro-batch as batches of one sample each; the whole one if it cannot be divided."""
-    count = count_samples(batch)
-    if count is None or count < 2:
-        return [batch]
-    return [_row(batch, number, count) for number in range(count)]
-
-
-def _row(value: Any, number: int, count: int) -> Any:
-    if isinstance(value, (Tensor, np.ndarray)):
-        return value[number : number + 1] if value.ndim and value.shape[0] == count else value
-    if isinstance(value, Mapping):
-        parts = {key: _row(one, number, count) for key, one in value.items() if key != "num_tokens"}
-        return mapping_like(value, parts)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_row(one, number, count) for one in value))
-    if isinstance(value, (list, tuple)):
-        is_of_samples = len(value) == count and not any(isinstance(one, (Tensor, np.ndarray)) for one in value)
-        return value[number : number + 1] if is_of_samples else type(value)(_row(one, number, count) for one in value)
-    return value
 
 
 def tokens_of(batch: Batch) -> np.ndarray[Any, Any] | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from onstep.analysis.reports.sections import rewound_step
 from onstep.analysis.text_tables import printable, shortened, table
+from onstep.past.blame import Blame, Dropped
 from onstep.past.layers import LayerNorms
 from onstep.past.samples import Sample
 from onstep.past.view import StepView
@@ -75,7 +76,7 @@ def layer_cells(layer: LayerNorms) -> list[str]:
 def sample_name(sample: Sample) -> str:
     """Its dataset index, or its place in the step."""
     if sample.index is not None:
-        return f"index {sample.index:,}"
+        return f"index {sample.index}"
     row = "" if sample.row < 0 else f", row {sample.row}"
     return f"rank {sample.rank}, micro-batch {sample.micro_batch}{row}"
 
@@ -108,3 +109,24 @@ def _note(sample: Sample) -> str:
 
 def _shown(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
+
+
+def blame_lines(blame: Blame) -> list[str]:
+    """What dropping each sample of a step would have given, for a terminal."""
+    number = len(blame.happened)
+    last = f"step {blame.step + 1}" if number == 1 else f"steps {blame.step + 1} to {blame.step + number}"
+    is_equal = blame.repeated == blame.happened
+    check = "equal to the bit" if is_equal else f"{_shown(sum(blame.repeated) / number)}, so not to the bit"
+    lines = [
+        f"mean loss of {last}: {_shown(blame.mean)} as it happened; trained again with all samples: {check}",
+        f"without each sample of step {blame.step} in turn, the lowest loss first",
+    ]
+    rows = [
+        [str(rank), _dropped_name(one), f"{one.mean:.6g}", f"{one.mean - blame.mean:+.3g}"]
+        for rank, one in enumerate(blame.dropped, 1)
+    ]
+    return [*lines, *table([["", "without", "next loss", "difference"], *rows], "><>>")]
+
+
+def _dropped_name(one: Dropped) -> str:
+    return f"rank {one.rank}, {one.micro_batch}.{one.row}" if one.index is None else str(one.index)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from onstep.data import Batch
-from onstep.past.samples import Sample, rows_of, tokens_of
+from onstep.past.samples import Sample, tokens_of
+from onstep.training.compute.rows import rows_of
 from onstep.training.compute.step import Step
 
 _NGRAM = 4

@@ -42,6 +42,8 @@ def decision_lines(decision: Decision) -> list[str]:
     lines = [f"{what}, {by_whom(decision)}"]
     if flag in ("skip", "rollback", "should_training_stop", "raised") and "anomaly" in details:
         lines.append(f"    loss {details.get('loss')}, gradient norm {details.get('grad_norm')}")
+    if isinstance(worst := details.get("worst_samples"), list):
+        lines.append(f"    largest losses: {', '.join(map(_sample_words, worst))}")
     if flag in ("skip", "rollback") and details.get("sample_ids") is not None:
         lines.append(f"    skipped from the next epoch on: samples {_shortened(details['sample_ids'])}")
     if flag == "raised" and details.get("sample_ids") is not None:
@@ -70,6 +72,17 @@ def details_of(decision: Decision) -> dict[str, Any]:
     """What a decision is about; {} if it says nothing."""
     details = decision.get("details")
     return details if isinstance(details, dict) else {}
+
+
+def _sample_words(sample: Any) -> str:
+    if not isinstance(sample, dict):
+        return str(sample)
+    name = f"sample {sample.get('sample_id')}"
+    if sample.get("sample_id") is None:
+        name = f"rank {sample.get('rank')}, micro-batch {sample.get('micro_batch')}, row {sample.get('row')}"
+    share = sample.get("share")
+    of_step = f", {share:.0%} of the step's" if isinstance(share, float) else ""
+    return f"{name} (loss {sample.get('loss')}{of_step})"
 
 
 def _shortened(ids: Any, most: int = 12) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import socket
 from pathlib import Path
 from typing import Any
@@ -84,3 +85,14 @@ def run_record(directory: Path) -> dict[str, Any]:
     except (OSError, DataError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def can_be_rewound(directory: Path) -> bool:
+    """Whether `onstep rewind` can repeat a run by itself: one whose data and model are configured."""
+    record = run_record(directory)
+    return isinstance(record.get("config"), dict) and record.get("layout") != "hugging_face"
+
+
+def rewind_command(run: str | Path, step: int) -> str:
+    """The command that shows a step of a run, as a shell reads it."""
+    return f"onstep rewind {shlex.quote(str(run))} {step}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from onstep.errors import AnomalyError, NonFiniteError
 from onstep.events import Request
@@ -42,13 +42,24 @@ class Anomaly:
         return cls.of(step, what, action, values)
 
     def __str__(self) -> str:
-        where = f": {self.findings}" if self.is_non_finite else ""
-        return f"{self.what} at step {self.step}{where}"
+        return f"{self.what} at step {self.step}{self._where}"
+
+    @property
+    def _where(self) -> str:
+        """What was found about the samples, as it follows the step."""
+        if self.is_non_finite:
+            return f": {self.findings}"
+        return f"; worst: {', '.join(map(str, self.findings.worst))}" if self.findings.worst else ""
 
     @property
     def is_non_finite(self) -> bool:
         """Whether to look for the micro-batches at fault."""
         return self.what.startswith("non-finite")
+
+    @property
+    def is_spike(self) -> bool:
+        """Whether to look for the samples with the largest losses."""
+        return self.what.startswith("spike")
 
     def logs(self) -> Metrics:
         """The metrics sent to every tracker; unknown values are omitted."""
@@ -58,7 +69,7 @@ class Anomaly:
             "grad_norm": self.grad_norm,
             "action": self.action,
             "sample_ids": self.findings.sample_ids,
-            "where": str(self.findings) if self.is_non_finite else None,
+            "where": self._where.lstrip(":; ") or None,
         }
         return {key: value for key, value in logs.items() if value is not None}
 
@@ -71,6 +82,8 @@ class Anomaly:
             "grad_norm": self.grad_norm,
             "sample_ids": self.findings.sample_ids,
         }
+        if self.findings.worst:
+            details["worst_samples"] = [asdict(one) for one in self.findings.worst]
         if self.asked is not None:
             return replace(self.asked, details={**self.asked.details, **details})
         return Request(flag, AUTHOR, "", str(self), rank, details)
@@ -85,8 +98,9 @@ class Anomaly:
                 f"steps with train.on_nonfinite=skip."
             )
         return AnomalyError(
-            f"{self.what} at step {self.step}. anomaly.on_spike=raise: {untouched}. Raise anomaly.spike_threshold, "
-            f"or skip such steps with anomaly.on_spike=skip. Sample ids: {self.findings.sample_ids}."
+            f"{self.what} at step {self.step}{self._where}. anomaly.on_spike=raise: {untouched}. Raise "
+            f"anomaly.spike_threshold, or skip such steps with anomaly.on_spike=skip. Sample ids: "
+            f"{self.findings.sample_ids}."
         )
 
 

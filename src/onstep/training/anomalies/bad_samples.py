@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from onstep.checkpoint import RngState
 from onstep.distributed import no_sync
+from onstep.training.anomalies.worst_samples import WorstSample
 from onstep.training.compute.losses import MicroLoss
 from onstep.training.compute.step import MicroBatches, Step
 from onstep.training.stages.forward_backward import backward_of, backward_start_of, forward_of
@@ -45,6 +46,8 @@ class Findings:
     bad_samples: list[BadSamples]
     ids_by_rank: list[list[list[int]] | None]
     """Sample ids of every rank's micro-batches; None if samples have no index."""
+    worst: list[WorstSample] = field(default_factory=list)
+    """The samples of a spike with the largest losses."""
 
     @property
     def sample_ids(self) -> list[int] | None:

@@ -19,6 +19,7 @@ from onstep.optim import HostFiniteGate
 from onstep.training.anomalies.anomaly import Anomaly, too_many
 from onstep.training.anomalies.bad_samples import Findings, find_bad_samples
 from onstep.training.anomalies.spikes import SpikeDetector
+from onstep.training.anomalies.worst_samples import find_worst_samples
 from onstep.training.compute.loss_sums import StepLoss
 from onstep.training.compute.losses import MicroLoss, Scalar
 from onstep.training.compute.step import Step
@@ -239,6 +240,8 @@ class AnomalyGate(Feature[Job]):
             findings = find_bad_samples(self._job, record.micros, ids, self._job.last if is_this_step else None)
         else:
             findings = Findings([], self._state.world.gather(ids))
+            if found.is_spike and is_this_step and self._job.last is not None:
+                findings = replace(findings, worst=find_worst_samples(self._job, self._job.last))
         if self._buffers is not None and is_this_step:
             self._buffers.restore()
         self._found = explained = replace(found, findings=findings)

@@ -1,7 +1,7 @@
 """Provides decoder-only transformers (Llama, Qwen, GPT-2), value heads, generation and conversion to `transformers`.
 
-`transformer` is the model and `layers/` its parts, `heads` and `multi_token_prediction` are its outputs; `generation/`
-continues prompts, `hf/` converts to and from `transformers`.
+`transformer` is the model and `layers/` its parts, `heads` and `multi_token_prediction` are its outputs, and
+`vocabulary_loss` is their loss; `generation/` continues prompts, `hf/` converts to and from `transformers`.
 """
 
 from onstep.models.generation.generate import generate
@@ -28,6 +28,7 @@ from onstep.models.layers.routing_record import is_recomputing
 from onstep.models.layers.sequence_context import KeyValueCache
 from onstep.models.sizes import check_model_config, ffn_hidden_size, head_width, num_query_groups
 from onstep.models.transformer import Transformer, build_transformer, init_weights
+from onstep.models.vocabulary_loss import linear_cross_entropy
 
 __all__ = [
     "KeyValueCache",
@@ -51,6 +52,7 @@ __all__ = [
     "init_weights",
     "is_moe_layer",
     "is_recomputing",
+    "linear_cross_entropy",
     "load_hf",
     "make_value_model",
     "num_query_groups",

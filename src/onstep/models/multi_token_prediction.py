@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import pad
 
 from onstep.config import ModelConfig
 from onstep.models.layers.layer import build_norm
@@ -21,6 +21,9 @@ Embed = Callable[[int], Tensor]
 
 RunLayer = Callable[[nn.Module, Tensor], Tensor]
 """Applies a transformer layer to hidden states (batch, seq, hidden)."""
+
+CrossEntropy = Callable[[Tensor, Tensor, Literal["none", "sum"]], Tensor]
+"""Returns the losses of hidden states (batch, seq, hidden) for labels (batch, seq): of each token, or their sum."""
 
 
 class PredictionDepth(nn.Module):
@@ -71,7 +74,7 @@ class MultiTokenPrediction(nn.Module):
         labels: Tensor,
         embed: Embed,
         run_layer: RunLayer,
-        logits: Callable[[Tensor], Tensor],
+        cross_entropy: CrossEntropy,
         document_ids: Tensor | None = None,
     ) -> Tensor:
         """`losses` unchanged, with the gradients of the depths' losses attached.
@@ -90,10 +93,9 @@ class MultiTokenPrediction(nn.Module):
             if document_ids is not None:
                 is_other = shifted(document_ids, depth, fill=-1) != document_ids
                 targets = targets.masked_fill(is_other, IGNORE_INDEX)
-            scores = logits(hidden).float().flatten(0, 1)
-            loss = cross_entropy(scores, targets.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
+            loss = cross_entropy(hidden, targets, reduction)
             found.append((loss.detach().sum(), targets.ne(IGNORE_INDEX).sum()))
-            losses = with_token_losses(losses, loss.view_as(losses), self._weight)
+            losses = with_token_losses(losses, loss, self._weight)
         if self.step.counts and not (self.step.is_replay or is_recomputing()):
             if self.record is None or self.record.device != losses.device:
                 self.record = torch.zeros(len(found), 2, dtype=count_dtype(losses.device), device=losses.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,13 @@ from onstep.models.layers.sequence_context import (
 )
 from onstep.models.multi_token_prediction import IGNORE_INDEX, MultiTokenPrediction, shifted
 from onstep.models.sizes import check_model_config, head_width, vocabulary_size
+from onstep.models.vocabulary_loss import (
+    LARGE_VOCABULARY,
+    Reduction,
+    cross_entropy_in_chunks,
+    linear_cross_entropy,
+    tokens_of_chunk,
+)
 
 _RESIDUAL_OUTPUTS = (
     "attention.output.weight",
@@ -72,7 +79,7 @@ class Transformer(nn.Module):
         tokens: Tensor,
         labels: Tensor | None = None,
         *,
-        reduction: Literal["none", "sum"] = "none",
+        reduction: Reduction = "none",
         cache: KeyValueCache | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
@@ -100,13 +107,9 @@ class Transformer(nn.Module):
         """
         self._check_labels(labels)
         hidden = self.hidden_states(tokens, cache, position_ids, document_ids)
-        logits = self.logits(hidden)
         if labels is None:
-            return logits
-        losses = cross_entropy(
-            logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction
-        )
-        losses = losses.view_as(labels) if reduction == "none" else losses
+            return self.logits(hidden)
+        losses = self.cross_entropy(hidden, labels, reduction)
         if self.mtp is None or not self.training or not torch.is_grad_enabled():
             return losses
         position_ids = chosen_positions(position_ids, document_ids)
@@ -117,7 +120,7 @@ class Transformer(nn.Module):
             labels,
             embed=lambda depth: self._embedded_later(tokens, position_ids, depth),
             run_layer=lambda layer, x: self._run_layer(layer, x, context),
-            logits=self.logits,
+            cross_entropy=self.cross_entropy,
             document_ids=document_ids,
         )
 
@@ -146,6 +149,20 @@ class Transformer(nn.Module):
         scores = self.output(hidden)
         values: Tensor = scores[0] if isinstance(scores, tuple) else scores
         return values
+
+    def cross_entropy(self, hidden: Tensor, labels: Tensor, reduction: Reduction) -> Tensor:
+        """The loss of hidden states (batch, seq, hidden), as `forward` returns it; see `model.chunked_loss`."""
+        size = self._chunk_of_loss(labels)
+        if size is None:
+            scores = self.logits(hidden).float().flatten(0, 1)
+            losses = cross_entropy(scores, labels.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
+        elif self.output is None or type(self.output) is nn.Linear:
+            weight = self.embedding.weight if self.output is None else self.output.weight
+            losses = linear_cross_entropy(hidden, weight, labels, reduction=reduction, chunk=size).float()
+        else:
+            x, targets = hidden.flatten(0, 1), labels.flatten()
+            losses = cross_entropy_in_chunks(self.logits, x, targets, reduction=reduction, chunk=size)
+        return losses.view_as(labels) if reduction == "none" else losses
 
     @property
     def output_layer(self) -> nn.Module | None:
@@ -192,6 +209,17 @@ class Transformer(nn.Module):
         keeps = self.config.recompute_granularity is None or context.cache is not None or not torch.is_grad_enabled()
         out: Tensor = layer(x, context) if keeps else checkpoint(layer, x, context, use_reentrant=False)
         return out
+
+    def _chunk_of_loss(self, labels: Tensor) -> int | None:
+        """Number of tokens whose logits exist at once; None for all.
+
+        Hooks of the head, such as those that gather sharded weights, see whole outputs.
+        """
+        vocabulary, option = self.embedding.num_embeddings, self.config.chunked_loss
+        size = tokens_of_chunk(vocabulary)
+        is_wanted = vocabulary >= LARGE_VOCABULARY if option is None else option
+        is_hooked = self.output is not None and bool(self.output._forward_hooks or self.output._forward_pre_hooks)
+        return size if is_wanted and labels.numel() > size and not is_hooked else None
 
     def _check_labels(self, labels: Tensor | None) -> None:
         if labels is not None and self.has_value_head:

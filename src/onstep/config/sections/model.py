@@ -139,6 +139,12 @@ class ModelConfig(ConfigSection):
         known_as=("gradient_checkpointing", "activation_checkpointing"),
         help="Activation checkpointing: full recomputes each layer in the backward pass; None keeps its activations.",
     )
+    chunked_loss: bool | None = option(
+        None,
+        SAFE,
+        help="Compute the loss in chunks of tokens, so that the logits of a whole micro-batch never exist; None: for a "
+        "vocabulary of at least 65,536 tokens.",
+    )
     log_max_attention_logit: bool = option(
         False,
         SAFE,

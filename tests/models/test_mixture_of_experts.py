@@ -5,7 +5,9 @@ import torch
 
 from onstep.config import ModelConfig
 from onstep.models import build_transformer
-from onstep.models.layers.feed_forward import MixtureOfExperts, can_group, is_moe_layer
+from onstep.models.layers import feed_forward
+from onstep.models.layers.expert_products import Blocks, LoopedProduct, can_group, way_to_multiply
+from onstep.models.layers.feed_forward import MixtureOfExperts, is_moe_layer
 from tests.support.expert_reference import layer
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32, "vocab_size": 40}
@@ -45,18 +47,23 @@ def inputs(dtype=torch.float32):
     return torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
 
 
-@pytest.mark.parametrize("grouped", [True, False])
+@pytest.fixture(params=["grouped", "blocks", "loop"])
+def _way(request, monkeypatch):
+    monkeypatch.setattr(feed_forward, "way_to_multiply", lambda *args: request.param)
+
+
+@pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_layer_gives_what_its_experts_give_token_by_token(name, grouped):
-    config, moe = built(**OPTIONS[name], moe_grouped_gemm=grouped)
+def test_a_layer_gives_what_its_experts_give_token_by_token(name):
+    config, moe = built(**OPTIONS[name])
     with torch.no_grad():
         torch.testing.assert_close(moe(inputs()).double(), layer(config, moe, inputs()), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize("name", ["plain", "sigmoid", "shared", "biases", "drops by weight"])
-def test_gradients_are_those_of_the_reference(name, grouped):
-    config, moe = built(**OPTIONS[name], moe_grouped_gemm=grouped)
+def test_gradients_are_those_of_the_reference(name):
+    config, moe = built(**OPTIONS[name])
     target = torch.randn(3, 7, 16, dtype=torch.float64)
     (layer(config, moe, inputs()) * target).sum().backward()
     expected = {name: p.grad.clone() for name, p in moe.named_parameters()}
@@ -66,6 +73,59 @@ def test_gradients_are_those_of_the_reference(name, grouped):
     for name, parameter in moe.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-5)
     assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("load", [[0, 0, 64, 0, 0], [64, 0, 0, 0, 0], [13, 13, 13, 13, 12], [1, 0, 1, 0, 62], [0] * 5])
+def test_blocks_hold_every_row_whatever_the_loads(load):
+    torch.manual_seed(0)
+    rows, weight, bias = torch.randn(sum(load), 8), torch.randn(5, 6, 8), torch.randn(5, 6)
+    weights, biases = [weight.clone().requires_grad_() for _ in "ab"], [bias.clone().requires_grad_() for _ in "ab"]
+    load = torch.tensor(load)
+    blocks = Blocks(load, len(rows))
+    expert = torch.arange(5).repeat_interleave(load)
+    rank = torch.arange(len(rows)) - (load.cumsum(0) - load)[expert]
+    slots = blocks.first[expert] * blocks.num_block_rows + rank
+    assert len(set(slots.tolist())) == len(rows)
+    assert all(slots < blocks.num_blocks * blocks.num_block_rows)
+    padded = torch.zeros(blocks.num_blocks * blocks.num_block_rows, 8).index_copy(0, slots, rows)
+    out = blocks.product(padded.view(blocks.num_blocks, -1, 8), weights[0], biases[0]).flatten(0, 1)[slots]
+    expected = LoopedProduct(load)(rows, weights[1], biases[1])
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    for result in (out, expected):
+        result.square().sum().backward()
+    torch.testing.assert_close(weights[0].grad, weights[1].grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(biases[0].grad, biases[1].grad, rtol=1e-4, atol=1e-4)
+
+
+def test_an_accelerator_is_waited_for_only_where_that_is_less_than_padding():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    for dtype in (torch.float32, torch.float16, torch.float64):
+        assert way_to_multiply(cuda, dtype, 4096, 8, 256, 512) == "blocks"
+        assert way_to_multiply(cuda, dtype, 32768, 8, 768, 3072) == "loop", "padding costs more than a wait"
+        assert way_to_multiply(cuda, dtype, 64, 512, 512, 512) == "loop", "blocks would copy 1.5 GiB of weights"
+    assert way_to_multiply(cpu, torch.float32, 4096, 8, 256, 512) == "grouped"
+    assert way_to_multiply(cpu, torch.float64, 4096, 8, 256, 512) == "loop", "a CPU does not wait"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("biases", [True, False])
+def test_compiled_experts_have_the_bits_of_plain_ones(dtype, biases):
+    _, moe = built(dtype, add_bias_linear=biases)
+    routing = moe.router(inputs(dtype))
+    routing = dataclasses.replace(routing, weights=routing.weights.detach())
+
+    def results(experts):
+        moe.zero_grad()
+        x = inputs(dtype).flatten(0, 1).requires_grad_()
+        out = experts(x, routing)
+        out.square().sum().backward()
+        return [out, x.grad, *(parameter.grad for parameter in moe.experts.parameters())]
+
+    torch._dynamo.reset()
+    plain = results(moe.experts)
+    compiled = results(torch.compile(moe.experts, backend="aot_eager", fullgraph=True))
+    assert all(torch.equal(one, other) for one, other in zip(plain, compiled, strict=True))
+    torch._dynamo.reset()
 
 
 def test_in_float64_the_layer_is_exact():

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from onstep.config import ModelConfig
 from onstep.models import Transformer, build_transformer
-from onstep.models.layers.feed_forward import GroupedProduct, LoopedProduct, MixtureOfExperts, can_group
+from onstep.models.layers import feed_forward
+from onstep.models.layers.expert_products import GroupedProduct, LoopedProduct, can_group
+from onstep.models.layers.feed_forward import MixtureOfExperts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -54,6 +56,21 @@ def loads_of(model: Transformer) -> list[Tensor]:
     return [total["load"].cpu() for total in totals if total is not None]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_blocks_are_the_loop(dtype: torch.dtype) -> None:
+    def results(way: str) -> list[Tensor]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(feed_forward, "way_to_multiply", lambda *args: way)
+            model = model_of({}).cuda()
+            with torch.autocast("cuda", dtype, enabled=dtype is not torch.float32):
+                loss = model(some_tokens().cuda(), some_tokens(1).cuda(), reduction="mean")
+            loss.backward()
+        return [loss.detach(), *(one.grad for one in model.parameters() if one.grad is not None)]
+
+    for one, other in zip(results("blocks"), results("loop"), strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=1e-3 if dtype is torch.float16 else 1e-5)
+
+
 @EVERY_OPTION
 def test_losses_gradients_and_loads_are_those_of_the_cpu(options: dict[str, Any]) -> None:
     def step(device: str) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -94,15 +111,14 @@ def test_the_grouped_product_is_the_loop_also_for_experts_without_rows(has_bias:
     assert grouped[2][0].abs().max() == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None], ids=str)
 @EVERY_OPTION
-def test_a_step_in_bfloat16_does_not_wait_for_the_device(options: dict[str, Any]) -> None:
-    if not can_group(torch.device("cuda"), torch.bfloat16, 32, 16):
-        pytest.skip("needs compute capability 8.0")
+def test_a_step_does_not_wait_for_the_device(options: dict[str, Any], dtype: torch.dtype | None) -> None:
     model = model_of(options).cuda()
     tokens = some_tokens().cuda()
 
     def step() -> None:
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast("cuda", dtype, enabled=dtype is not None):
             loss = model(tokens, tokens, reduction="sum")
         loss.backward()
 

@@ -11,6 +11,7 @@ import torch
 
 from onstep import CallbackManager, Trainer, pretrain
 from onstep.config import ConfigContainer
+from onstep.models.layers import feed_forward
 from onstep.optim import DeviceFiniteGate, LossScaler, MuonWithAdamW, as_step_optimizer
 from tests.support.emulated_device import WaitCounter, lack_bfloat16_check, use_device_gate
 from tests.support.small_models import Regression, arguments, regression_rows
@@ -171,6 +172,21 @@ def test_a_configured_run_does_not_wait(
     with counter.counting():
         state = pretrain(config, callbacks=[counter])
     assert state.train_state.step == 12
+    assert counter.of_steps(2, 11) == 0
+
+
+def test_experts_in_float32_are_not_waited_for(
+    tiny_config: ConfigContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_device_gate(monkeypatch)
+    as_on_cpu = feed_forward.way_to_multiply
+    monkeypatch.setattr(feed_forward, "way_to_multiply", lambda _, *args: as_on_cpu(torch.device("cuda"), *args))
+    counter, config = WaitCounter(), tiny_config
+    config.train.train_iters, config.logger.log_interval = 12, 1000
+    config.validation.eval_interval, config.model.num_moe_experts = None, 4
+    config.run.name, config.run.output_dir = "run", str(tmp_path)
+    with counter.counting():
+        pretrain(config, callbacks=[counter])
     assert counter.of_steps(2, 11) == 0
 
 

@@ -8,9 +8,17 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, grouped_mm, linear, relu, silu
+from torch.nn.functional import gelu, linear, relu, silu
 
 from onstep.config import ModelConfig
+from onstep.models.layers.expert_products import (
+    Blocks,
+    ExpertProduct,
+    GroupedProduct,
+    LoopedProduct,
+    padded_product,
+    way_to_multiply,
+)
 from onstep.models.layers.router import Router, Routing
 from onstep.models.sizes import ffn_hidden_size
 
@@ -59,69 +67,6 @@ class FeedForward(nn.Module):
             inner = self._activation(self.gate(x)) * self.up(x)
         out: Tensor = self.down(inner)
         return out
-
-
-_ALIGNMENT_BYTES = 16
-"""Row alignment that the grouped matrix product requires, in bytes."""
-
-_GROUPED_DTYPES = {
-    "cpu": (torch.float32, torch.bfloat16, torch.float16),
-    "cuda": (torch.bfloat16,),
-}
-
-
-ExpertProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""`x W_e^T + b_e` for rows `x` ordered by expert; weights are (experts, out, in), biases (experts, out)."""
-
-
-class GroupedProduct:
-    """All experts in one grouped product; the host does not need to know their loads.
-
-    Args:
-        load: (experts,), the number of rows of each expert.
-    """
-
-    def __init__(self, load: Tensor) -> None:
-        self._load = load
-        self._ends = load.cumsum(0).to(torch.int32)
-
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Rows (rows, in) to (rows, out)."""
-        out = grouped_mm(x, weight.transpose(1, 2), offs=self._ends)
-        if bias is not None:
-            out = out + bias.repeat_interleave(self._load, dim=0, output_size=x.shape[0])
-        return out
-
-
-class LoopedProduct:
-    """One product per expert; the host waits for the loads."""
-
-    def __init__(self, load: Tensor) -> None:
-        self._rows: list[int] = load.tolist()
-
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Rows (rows, in) to (rows, out). Experts without rows are multiplied too, which gives them a zero gradient."""
-        biases = [None] * len(self._rows) if bias is None else bias.unbind()
-        parts = zip(torch.split(x, self._rows), weight.unbind(), biases, strict=True)
-        return torch.cat([linear(*part) for part in parts])
-
-
-def padded_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(experts, capacity, in) to (experts, capacity, out): equally many rows each, so no size depends on the loads."""
-    out = torch.bmm(x, weight.transpose(1, 2))
-    return out if bias is None else out + bias.unsqueeze(1)
-
-
-def can_group(device: torch.device, dtype: torch.dtype, *widths: int) -> bool:
-    """Whether torch supports the grouped product for a device, a dtype and rows of these widths.
-
-    On a GPU this requires bfloat16 and compute capability 8.0 or higher.
-    """
-    if dtype not in _GROUPED_DTYPES.get(device.type, ()):
-        return False
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return False
-    return all(width * dtype.itemsize % _ALIGNMENT_BYTES == 0 for width in widths)
 
 
 class Experts(nn.Module):
@@ -174,27 +119,37 @@ class Experts(nn.Module):
 
     def _all(self, x: Tensor, routing: Routing) -> Tensor:
         """The outputs of the chosen experts for each token, (tokens, topk, hidden)."""
-        order = routing.experts.flatten().argsort(stable=True)
+        choices, way = routing.experts.flatten(), "loop"
+        if self._groups:
+            way = way_to_multiply(x.device, x.dtype, len(choices), self.num_experts, self._hidden, self._width)
+        if way == "blocks":
+            blocks = Blocks(routing.load, len(choices))
+            slots = blocks.first[choices] * blocks.num_block_rows + choice_ranks(routing, "position")
+            return self._in_slots(x, routing, slots, (blocks.num_blocks, blocks.num_block_rows), blocks.product)
+        order = choices.argsort(stable=True)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-        groups = self._groups and can_group(x.device, x.dtype, self._hidden, self._width)
-        product = GroupedProduct(routing.load) if groups else LoopedProduct(routing.load)
+        product = GroupedProduct(routing.load) if way == "grouped" else LoopedProduct(routing.load)
         out = self._compute(x[order // routing.experts.shape[1]], product)
         return out[place].view(*routing.experts.shape, -1)
 
     def _up_to_capacity(self, x: Tensor, routing: Routing, capacity: int) -> Tensor:
         """Like `_all`, but each expert accepts `capacity` choices; the outputs of dropped choices are 0."""
-        choices, topk = routing.experts.flatten(), routing.experts.shape[1]
         rank = choice_ranks(routing, self._drop_policy)
-        is_kept = rank < capacity
-        nowhere = self.num_experts * capacity
-        slot = torch.where(is_kept, choices * capacity + rank, nowhere)
-        tokens = torch.arange(choices.numel(), device=x.device) // topk
+        slots = torch.where(rank < capacity, routing.experts.flatten() * capacity + rank, self.num_experts * capacity)
+        return self._in_slots(x, routing, slots, (self.num_experts, capacity), padded_product)
+
+    def _in_slots(
+        self, x: Tensor, routing: Routing, slots: Tensor, shape: tuple[int, int], product: ExpertProduct
+    ) -> Tensor:
+        """Like `_all`, with choice `i` in row `slots[i]` of an array of `shape` and hidden; none beyond its end."""
+        nowhere = shape[0] * shape[1]
+        tokens = torch.arange(slots.numel(), device=x.device) // routing.experts.shape[1]
         taken = torch.full((nowhere + 1,), x.shape[0], dtype=torch.int64, device=x.device)
-        taken = taken.scatter_(0, slot, torch.where(is_kept, tokens, x.shape[0]))[:nowhere]
+        taken = taken.scatter_(0, slots, torch.where(slots < nowhere, tokens, x.shape[0]))[:nowhere]
         padded = torch.cat([x, x.new_zeros(1, x.shape[1])])
-        out = self._compute(padded[taken].view(self.num_experts, capacity, -1), padded_product).flatten(0, 1)
+        out = self._compute(padded[taken].view(*shape, -1), product).flatten(0, 1)
         out = torch.cat([out, out.new_zeros(1, out.shape[1])])
-        return out[slot].view(*routing.experts.shape, -1)
+        return out[slots].view(*routing.experts.shape, -1)
 
     def _compute(self, x: Tensor, product: ExpertProduct) -> Tensor:
         inner = product(x, self.up_weight.to(x.dtype), _as(self.up_bias, x))

@@ -19,7 +19,7 @@ from tests.past.conftest import STEPS, content_of, run_config
     [
         {},
         {"train__micro_batch_size": 1},
-        {"dataset__num_workers": 2, "optimizer__clip_grad": 0.0},
+        pytest.param({"dataset__num_workers": 2, "optimizer__clip_grad": 0.0}, marks=pytest.mark.slow),
         {"model__num_moe_experts": 4, "model__moe_aux_loss_coeff": 0.01},
         {"anomaly__on_spike": "skip", "optimizer__optimizer": "sgd"},
     ],
@@ -41,7 +41,7 @@ def test_with_all_samples_the_next_losses_are_those_that_were(
     assert content_of(tmp_path / "x") == before
 
 
-def test_a_dropped_sample_is_one_that_the_step_did_not_train_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dropped_sample_is_one_that_the_step_did_not_train_on(run: Path) -> None:
     """The gradient of the other samples is computed here by hand."""
     from onstep.past import blame
 

@@ -44,7 +44,7 @@ class Steers(Callback):
     """Halves the learning rate after a step, as somebody would from outside."""
 
     def on_step_end(self, context: Any) -> None:
-        if context.step == 7:
+        if context.step == 7 and context.state.run_dir.path.name == "a":
             details = {"key": "lr_factor", "value": 0.5, "command_id": "one"}
             context.control.add_request(Request("set", "someone", context.event, "by hand", 0, details))
 
@@ -73,8 +73,7 @@ def digests(directory: Path) -> dict[str, str]:
 
 
 def fork(parent: Path, step: int, name: str, *words: str) -> Path:
-    notes = ["--import", str(parent.parent / "notes.py"), "callbacks=[notes:Notes]"]
-    assert main(["fork", f"{parent}@{step}", "--name", name, "-q", *notes, *words]) == 0
+    assert main(["fork", f"{parent}@{step}", "--name", name, "-q", *words]) == 0
     return parent.parent / name
 
 
@@ -94,7 +93,7 @@ def samples_by_step(run: Path) -> dict[int, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("step", [8, 6, 2, 0])
+@pytest.mark.parametrize("step", [8, 6, pytest.param(2, marks=pytest.mark.slow), 0])
 def test_a_fork_with_nothing_changed_ends_as_its_parent_which_is_not_touched(parent: Path, step: int) -> None:
     before = digests(parent)
     end = end_of(fork(parent, step, f"same-{step}"))
@@ -139,13 +138,15 @@ def journal_of(run: Path) -> list[dict[str, Any]]:
     return [one for one in left_by(run)["journal"] if "learning_rate" in one]
 
 
-@pytest.mark.parametrize(("ranks", "step"), [(1, 6), (2, 7), (2, 8)])
+@pytest.mark.parametrize(
+    ("ranks", "step"), [(2, 6), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 6), (2, 8)))]
+)
 def test_a_killed_fork_continues_with_the_same_command(
     parent: Path, processes: Processes, tmp_path: Path, ranks: int, step: int
 ) -> None:
     gone = samples_by_step(parent)[9][0]
     words = [f"{parent}@{step}", f"--without-samples={gone}", "optimizer.clip_grad=0.5", "-q"]
-    words += ["--import", str(parent.parent / "notes.py"), "callbacks=[notes:Notes]", "checkpoint.save_interval=1"]
+    words += ["checkpoint.save_interval=1"]
     shell = Shell(processes, tmp_path)
     whole, name = f"whole-{ranks}-{step}", f"killed-{ranks}-{step}"
     done = shell.onstep("fork", *words, "--name", whole, ranks=ranks)
@@ -184,4 +185,25 @@ def test_what_cannot_be_forked_is_refused_in_a_line_and_leaves_nothing(
     assert main(["fork", *(["--name", "new"] if "--name" not in words else []), "-q", *words]) == 1
     [line] = [one for one in capsys.readouterr().err.splitlines() if one.startswith("error")]
     assert error in line
+    assert digests(parent.parent) == there
+
+
+@pytest.mark.parametrize("step", [8, 6])
+@pytest.mark.parametrize("interval", ["recorded", pytest.param("repeated", marks=pytest.mark.slow)])
+def test_a_dry_fork_shows_what_the_fork_does_and_leaves_nothing(
+    parent: Path, capsys: pytest.CaptureFixture[str], step: int, interval: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if interval == "repeated":
+        monkeypatch.setattr("onstep.past.dry_fork._recorded", lambda *_: None)
+    gone = samples_by_step(parent)[step + 1][0]
+    words = ["optimizer.clip_grad=0.5", "--lr-factor", "0.25", "--without-samples", str(gone)]
+    run = fork(parent, step, f"wet-{step}-{interval}", *words)
+    ours = {one["global_step"]: one["loss"] for one in end_of(run)["journal"] if "grad_norm" in one}
+    theirs = {one["global_step"]: one["loss"] for one in end_of(parent)["journal"] if "grad_norm" in one}
+    there = digests(parent.parent)
+    capsys.readouterr()
+    assert main(["fork", f"{parent}@{step}", *words, "--dry", "--steps", "2"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:3]]
+    expected = [[str(at), f"{theirs[at]:.6g}", f"{ours[at]:.6g}"] for at in (step + 1, step + 2)]
+    assert [row[:3] for row in rows] == expected
     assert digests(parent.parent) == there

@@ -47,7 +47,7 @@ def test_a_metric_in_the_record_is_looked_up_there(run: Path) -> None:
     assert found_in(run, "eval_loss > 0 and grad_norm > 0") == 2  # evaluated after step 2
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
 def test_a_metric_that_was_never_logged_is_found_where_a_run_that_logs_it_has_it(
     seed: int, corpus: Path, token_cache: Path, tmp_path: Path
 ) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from onstep.analysis.plots.terminal_curve import terminal_curve
+from onstep.analysis.text_tables import table
 from onstep.cli.application import Imports
+from onstep.cli.config import import_file, load_callback
 from onstep.cli.first_checks import check_start, is_main
 from onstep.cli.train import Quiet, Verbose, run_to_its_end, with_level
 from onstep.cli.train_ending import suggest
@@ -20,10 +25,16 @@ from onstep.console.style import in_words
 from onstep.errors import CheckpointError, ConfigError, DataError, RunExistsError
 
 if TYPE_CHECKING:
+    from onstep.config import ConfigContainer
     from onstep.past.forks import Fork
     from onstep.training import GlobalState
 
 _POLL_SECONDS = 0.1
+_DRY_STEPS = 50
+_MOST_ROWS = 20
+"""Steps that the table of a dry fork shows."""
+_HEIGHT = 8
+"""Lines of a curve."""
 _IDS = re.compile(r"\d+(\s*,\s*\d+)*")
 
 Without = Annotated[
@@ -42,6 +53,10 @@ def fork(
     name: Annotated[str | None, typer.Option(help="Name of the new run; default: RUN-at-STEP.")] = None,
     without_samples: Without = None,
     lr_factor: Annotated[float | None, typer.Option(help="Factor on the learning rate.")] = None,
+    dry: Annotated[
+        bool, typer.Option("--dry", help="Only show the losses of its first steps beside those of the parent.")
+    ] = False,
+    steps: Annotated[int | None, typer.Option(min=1, help="With --dry: how many steps; default: 50.")] = None,
     imports: Imports = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -50,7 +65,7 @@ def fork(
 
     Its state is that of the parent at that step: from its checkpoint, or repeated from the newest one before. The
     parent's files are not touched. With nothing changed, the fork does what the parent did. The same command continues
-    a fork that was interrupted; pass the --import and callbacks= of the parent again.
+    a fork that was interrupted. The parent's callbacks are attached again.
     """
     source, *rest = words
     run, step = run_and_step(source)
@@ -60,6 +75,11 @@ def fork(
 
     plan = plan_fork(find_run(run), step, name, overrides=pairs, without_samples=ids, lr_factor=lr_factor)
     names = callback_names(rest)
+    if dry or steps is not None:
+        if not dry:
+            raise ConfigError("--steps requires --dry; a fork that is kept ends at train.train_iters.")
+        show_dry(plan, steps or _DRY_STEPS, names, imports or [])
+        return
     check_start(typed_copy(plan.config), names, imports or [])
     suggest(run_fork(plan, names, imports or []))
 
@@ -103,6 +123,10 @@ def run_fork(plan: Fork, names: list[str], imports: list[str]) -> GlobalState:
     from onstep.past.fork_directory import begin_own_part, discard, has_reached_step, is_prepared, prepare
     from onstep.training import pretrain
 
+    def train(config: ConfigContainer) -> GlobalState:
+        start, own = _as_parent(plan, names)
+        return run_to_its_end(partial(pretrain, **start), config, names, imports, own)
+
     is_new = False
     if is_main():
         is_new = prepare(plan)
@@ -111,14 +135,56 @@ def run_fork(plan: Fork, names: list[str], imports: list[str]) -> GlobalState:
         time.sleep(_POLL_SECONDS)
     try:
         if not has_reached_step(plan):
-            state = run_to_its_end(pretrain, plan.up_to_step(), names, imports)
+            state = train(plan.up_to_step())
             if state.exits.decided != "interval":
                 return state
-            imports = []
+            imports.clear()
         if is_main():
             begin_own_part(plan)
-        return run_to_its_end(pretrain, typed_copy(plan.config), names, imports)
+        return train(typed_copy(plan.config))
     except (CheckpointError, ConfigError, DataError, RunExistsError):
         if is_new and plan.directory.read().get("step", 0) <= plan.origin.step:
             discard(plan)
         raise
+
+
+def _as_parent(plan: Fork, names: list[str]) -> tuple[dict[str, Any], list[object]]:
+    """Arguments of `pretrain` that the parent had by its run.json, and its callbacks but for those that are named."""
+    from onstep.past.code import own_callbacks, own_functions
+
+    content = plan.parent.read()
+    code = dict(content.get("user_code") or {})
+    given = {one.rpartition(":")[2] for one in names}
+    code["callbacks"] = [one for one in code.get("callbacks", []) if one["name"].rpartition(":")[2] not in given]
+    content = {**content, "user_code": code}
+    start: dict[str, Any] = {"pre_wrap_hooks": own_functions(content, "pre_wrap_hooks", "pre_wrap_hooks")}
+    if found := own_functions(content, "forward_step", "forward_step_func"):
+        start["forward_step_func"] = found[0]
+    return start, own_callbacks(content, ())
+
+
+def show_dry(plan: Fork, num_steps: int, names: list[str], imports: list[str]) -> None:
+    """Print the losses of a fork's first steps beside those of its parent, as a table and as curves."""
+    for path in imports:
+        import_file(path)
+    if is_main():
+        print(f"{plan.describe()}\nloading PyTorch ...", file=sys.stderr, flush=True)
+    from onstep.past.dry_fork import dry_fork
+
+    found = dry_fork(plan, num_steps, [load_callback(one) for one in names])
+    if not is_main():
+        return
+    parent = dict(found.parent)
+    pairs = [(step, parent[step], loss) for step, loss in found.fork if step in parent]
+    every = -(-len(pairs) // _MOST_ROWS)
+    chosen = [pair for at, pair in enumerate(pairs) if at % every == 0 or at == len(pairs) - 1]
+    rows = [[str(step), f"{was:.6g}", f"{loss:.6g}", f"{loss - was:+.3g}"] for step, was, loss in chosen]
+    origin = "its record" if found.is_recorded else "repeated too"
+    print("\n".join(table([["step", "parent", "fork", "difference"], *rows], ">>>>")))
+    width = min(shutil.get_terminal_size().columns, 100)
+    for name, curve in ((f"loss of the parent ({origin})", found.parent), ("loss of the fork", found.fork)):
+        if lines := terminal_curve(curve, width=width, height=_HEIGHT):
+            print("\n".join(["", name, *lines]))
+    if pairs:
+        mean = sum(loss - was for _, was, loss in pairs) / len(pairs)
+        print(f"\nmean difference of {len(pairs)} steps: {mean:+.4g}")

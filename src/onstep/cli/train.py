@@ -222,6 +222,7 @@ def run_to_its_end(
     config: ConfigContainer,
     names: list[str],
     imports: list[str],
+    further: Sequence[object] = (),
 ) -> GlobalState:
     """Start a run with the callbacks named in `names`, report how it ended, and return its state.
 
@@ -230,6 +231,7 @@ def run_to_its_end(
         config: modified in place: a run without a name gets that of its recipe.
         names: callbacks as `module:attribute`.
         imports: files to import first.
+        further: other callbacks.
     """
     show_messages(cast(Level, config.logger.console), is_main=is_main())
     for path in imports:
@@ -237,6 +239,7 @@ def run_to_its_end(
     from onstep.training.runs.signals import Preempted
 
     manager = _callbacks(config, names)
+    manager.add(list(further))
     try:
         with outliving_readers():
             state = start(config, callbacks=manager)

@@ -19,7 +19,7 @@ from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.errors import CheckpointError, RunExistsError
 from onstep.files.durability import replace_durably, sync_dir
 from onstep.past.forks import FORKED_FROM, Fork
-from onstep.training.runs.decisions import WITHDRAWN, DecisionLog, Sent, content_of
+from onstep.training.runs.decisions import BRANCH, WITHDRAWN, DecisionLog, Sent, content_of
 from onstep.training.runs.identity import IDENTITY_FILE
 from onstep.training.runs.run_dir import RunDir
 from onstep.training.runs.sent_commands import branch_at, everything_sent, ids_to_repeat, steps_to_keep
@@ -27,7 +27,7 @@ from onstep.training.runs.sent_commands import branch_at, everything_sent, ids_t
 AUTHOR = "onstep fork"
 _OF_ITS_END = ("error", "ended_at", "continued_at", "continued_with", FORKED_FROM)
 """Entries of the parent's run.json that a fork does not continue."""
-_COPIED = (IDENTITY_FILE, "tokenizer.json")
+COPIED = (IDENTITY_FILE, "tokenizer.json")
 """What a start of a run reads in its directory, beside run.json, decisions and checkpoints."""
 
 
@@ -47,8 +47,8 @@ def prepare(fork: Fork) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
     with _made_aside(path) as aside:
         _link_checkpoints(fork, aside)
-        write_decisions(fork, aside)
-        for name in _COPIED:
+        write_decisions(fork, aside, has_state=fork.is_exact)
+        for name in COPIED:
             if (fork.parent.path / name).is_file():
                 shutil.copyfile(fork.parent.path / name, aside / name)
         content = {key: value for key, value in fork.parent.read().items() if key not in _OF_ITS_END}
@@ -170,15 +170,25 @@ def _sets_rate(sent: Sent) -> bool:
     return sent.request.flag == "set" and sent.request.details.get("key") == "lr_factor"
 
 
-def write_decisions(fork: Fork, aside: Path) -> None:
-    """Write what the parent was sent, which the fork repeats, and what differs in it."""
+def write_decisions(fork: Fork, aside: Path, *, has_state: bool) -> None:
+    """Write what the parent was sent, which the fork repeats, and what differs in it.
+
+    Args:
+        fork: the fork.
+        aside: its directory.
+        has_state: whether it begins with a checkpoint of its step; what differs is then not part of that.
+    """
     own = RunDir(aside, "onstep").decisions
     text = content_of(fork.parent.decisions)
     if text:
         own.write_bytes(text if text.endswith(b"\n") else text + b"\n")
     step, origin, log = fork.origin.step, fork.origin, DecisionLog()
-    head = {"timestamp": time.time(), "step": step, "branch": branch_at(own, step), "author": AUTHOR, "event": ""}
+    head = {"timestamp": time.time(), "step": step, BRANCH: branch_at(own, step), "author": AUTHOR, "event": ""}
     head |= {"rank": 0}
+    saves = (details_of(one) for one in read_decisions(own) if one.get("flag") == "saved")
+    if has_state and not any(one.get("checkpoint_step") == step for one in saves):
+        captured = log.captured_now(own) | {BRANCH: head[BRANCH]}
+        log.append(own, {**head, "flag": "saved", "reason": "", "details": {"checkpoint_step": step, **captured}})
     log.append(own, {**head, "flag": "forked", "reason": "", "details": asdict(origin)})
     if origin.lr_factor is not None:
         replaced = [one for one in everything_sent(own) if one.step >= step and _sets_rate(one)]

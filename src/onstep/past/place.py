@@ -57,6 +57,11 @@ class Plan:
         return self.step - self.start_step
 
     @property
+    def is_of_trainer(self) -> bool:
+        """Whether a Trainer trained it, whose model and data only its script has."""
+        return self.run_json.get("layout") == "hugging_face" or "train_data" in self.run_json.get("identity", {})
+
+    @property
     def num_ranks(self) -> int:
         """The number of processes that trained the step."""
         starts = [one for one in self.records if one.get("kind") == "start" and one.get("global_step", 0) < self.step]

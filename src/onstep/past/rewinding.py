@@ -1,50 +1,30 @@
-"""Provides `rewind`: repeats a run to a step of its past, and holds it there for its caller."""
+"""Defines `Past`: a repeated run that is held at a step, as its caller sees it."""
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
-from onstep.callbacks import DefaultMetrics
 from onstep.checkpoint import RngState
-from onstep.config import ConfigContainer
-from onstep.config.keys import own_copy
 from onstep.data import Batch
-from onstep.distributed import World, no_sync
-from onstep.errors import ConfigError, DataError
-from onstep.models import ModelHook
-from onstep.past.code import listen_to_evaluations, own_callbacks, own_functions
+from onstep.distributed import no_sync
+from onstep.errors import ConfigError
 from onstep.past.comparison import Comparison
-from onstep.past.configuration import repeating
 from onstep.past.layers import Means, Weights, norms_by_layer
-from onstep.past.messages import warnings_kept
-from onstep.past.metrics import SWITCHES, Log
-from onstep.past.observer import END, UPDATE, UPDATED, Watch, attach
-from onstep.past.place import Plan, copied, plan_rewind
+from onstep.past.metrics import Log
+from onstep.past.observer import END, UPDATE, UPDATED, Watch
+from onstep.past.place import Plan
 from onstep.past.samples import Sample, SampleLosses, tokens_of, undisturbed
 from onstep.past.sources import Sources
 from onstep.past.unusual import Seen, mark
 from onstep.training.compute.loss_sums import at_least_one
 from onstep.training.compute.rows import rows_of
 from onstep.training.compute.step import MicroBatches, Step
-from onstep.training.opening import claim_for_all
-from onstep.training.pretrain import configured_run, train_configured
-from onstep.training.protocols import ForwardStep, StateDict
-from onstep.training.runs.claims import Claim
+from onstep.training.protocols import StateDict
 from onstep.training.runs.decisions import DecisionLog
-from onstep.training.runs.hold import Hold
-from onstep.training.runs.identity import Identify, compare, configured_identity
-from onstep.training.runs.pinned_data import pin_datasets
-from onstep.training.runs.run_dir import RunDir
 from onstep.training.stages.forward_backward import BufferGuard, forward_of
-from onstep.training.stages.forward_step import forward_step
 from onstep.training.stages.job import Job
 
 
@@ -234,94 +214,3 @@ class Past:
         self.seconds += time.perf_counter() - begin
         if not self._watch.turns.is_held:
             raise ConfigError(otherwise)
-
-
-@contextmanager
-def rewind(
-    run: str | Path,
-    step: int,
-    *,
-    callbacks: Sequence[object] = (),
-    log: Sequence[str] = (),
-    around_step: Callable[[int], AbstractContextManager[object]] | None = None,
-    forward_step_func: ForwardStep | None = None,
-    pre_wrap_hooks: Sequence[ModelHook] | None = None,
-    plan: Plan | None = None,
-) -> Iterator[Past]:
-    """Repeat a run in memory from its nearest verified checkpoint to a step, and hold it there. Collective.
-
-    Nothing in the run's directory is written, so a run that is still training can be rewound. The training runs in a
-    thread that is held while the caller looks; the end of the block ends it. The global random generators are those of
-    the run from then on.
-
-    Args:
-        run: the directory of a run of `pretrain`, `finetune` or the command line.
-        step: the step to hold at, right before its update; it counts from 1.
-        callbacks: called as those of the run are, in any convention. The run's own are made again, unless one of the
-            same class is given.
-        log: metrics that `past.log` has of each repeated step: `onstep.past.metrics.KNOWN`.
-        around_step: called with the number of each repeated step; its context is entered around the step's forward and
-            backward passes and its update. The rewind then holds at the end of the step.
-        forward_step_func: that of the run, if its run.json does not tell.
-        pre_wrap_hooks: likewise.
-        plan: what `plan_rewind` has found, if it is known.
-
-    Raises:
-        ConfigError: if there is no such step, or the run cannot be repeated from what its directory holds.
-        DataError: if its data has changed.
-    """
-    plan = plan_rewind(run, step) if plan is None else plan
-    is_main = os.environ.get("RANK", "0") == "0"
-    with ExitStack() as stack:
-        directory = stack.enter_context(copied(plan, is_main=is_main))
-        config = own_copy(plan.config)
-        own = own_callbacks(plan.run_json, callbacks)
-        repeating(config, directory, saves=bool(plan.rollbacks), evaluates=listen_to_evaluations([*own, *callbacks]))
-        for key in filter(None, map(SWITCHES.get, log)):
-            section, _, name = key.partition(".")
-            setattr(getattr(config, section), name, True)
-        if forward_step_func is None:
-            found = own_functions(plan.run_json, "forward_step", "forward_step_func")
-            forward_step_func = found[0] if found else forward_step
-        if pre_wrap_hooks is None:
-            pre_wrap_hooks = own_functions(plan.run_json, "pre_wrap_hooks", "pre_wrap_hooks")
-        hooks = pre_wrap_hooks
-        defaults = [DefaultMetrics()] if plan.config.run.default_callbacks else []
-        state, manager = configured_run(config, forward_step_func, [*defaults, *own, *callbacks])
-        comparison, watch = Comparison(plan), attach(state)
-        watch.wanted, watch.branch = plan.step, plan.branch
-        watch.on_rollback = comparison.go_back
-        state.record.listeners.add(comparison.hear)
-        if around_step is not None:
-            watch.around_step, watch.holds_before_update = around_step, False
-        past = Past(plan, watch, comparison, Log(list(log)) if log else None)
-        stack.enter_context(warnings_kept(past.warnings))
-        stack.callback(watch.turns.close)
-
-        def claim(config: ConfigContainer, world: World) -> tuple[Claim | None, Hold | None]:
-            comparison.num_ranks = world.size
-            pin_datasets(config, world)
-            return claim_for_all(
-                config, world, configured_identity, lambda one, identify: _claimed(plan, one, identify)
-            )
-
-        watch.turns.start(lambda: train_configured(state, manager, hooks, claim))
-        if not watch.turns.is_held:
-            raise ConfigError(f"{plan.directory} ended before step {plan.step} when it was repeated.")
-        if torch.cuda.is_available() and state.world.device.type == "cuda":
-            torch.cuda.set_device(state.world.device)
-        yield past
-
-
-def _claimed(plan: Plan, config: ConfigContainer, identify: Identify | None) -> tuple[Claim, None]:
-    """The claim of the temporary copy, once the data is known to be that of the run.
-
-    Raises:
-        DataError: if it is not.
-    """
-    current = (identify or configured_identity)(config)
-    found = compare(plan.run_json.get("identity"), current, plan.directory)
-    if found.changed:
-        raise DataError(f"{plan.directory} was trained on other files: {found.changed}. Restore them to rewind it.")
-    directory = RunDir(Path(config.run.output_dir) / str(config.run.name), "onstep")
-    return Claim(directory, config, identity=current.digests, notes=found.notes, start=plan.start), None

@@ -17,7 +17,8 @@ from onstep.past.expressions import Expression, MissingMetricError
 from onstep.past.layers import Weights, largest_activations
 from onstep.past.metrics import KNOWN, metric_named
 from onstep.past.place import Plan, last_step, plan_rewind, rollbacks_of
-from onstep.past.rewinding import Past, rewind
+from onstep.past.repetition import rewind
+from onstep.past.rewinding import Past
 from onstep.record import Record, leading_records
 from onstep.record.kinds import FILE_NAME
 

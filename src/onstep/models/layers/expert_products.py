@@ -70,7 +70,7 @@ class GroupedProduct:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Rows (rows, in) to (rows, out)."""
         if torch.compiler.is_compiling() and x.dtype is not torch.bfloat16:  # the only type that torch compiles it for
-            out = _opaque_product(x, weight, self._ends)
+            out: Tensor = _opaque_product(x, weight, self._ends)
         else:
             out = grouped_mm(x, weight.transpose(1, 2), offs=self._ends)
         if bias is not None:
@@ -155,7 +155,8 @@ def _keep_for_backward(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[T
 
 
 def _backward(context: torch.autograd.function.BackwardCFunction, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    x, weight, ends = context.saved_tensors
+    saved: tuple[Tensor, ...] = context.saved_tensors
+    x, weight, ends = saved
     grad = grad.contiguous()
     return _opaque_product(grad, weight.transpose(1, 2), ends), _opaque_weight_gradient(grad, x, ends), None
 

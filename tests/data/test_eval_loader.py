@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,6 +52,34 @@ def test_each_pass_reads_everything_in_order(dataset: Any, num_workers: int) -> 
     assert values(list(loader.batches(max_batches=1))) == [[[0, 1], [4, 9]]]
     assert values(list(loader.batches(max_batches=1))) == [[[0, 1], [4, 9]]]
     assert list(loader.batches(max_batches=0)) == []
+
+
+def test_persistent_workers_are_kept_over_passes_until_closed() -> None:
+    loader = EvalLoader(Squares(40), micro_batch_size=2, num_workers=2, persistent_workers=True)
+    processes, firsts = [], []
+    for limit in (None, 1, 3):  # a pass that ends early has read ahead
+        firsts.append(values(list(loader.batches(limit)))[0])
+        processes.append({child.pid for child in multiprocessing.active_children()})
+
+    assert firsts == [[[0, 1]]] * 3
+    assert len(processes[0]) == 2
+    assert processes[1:] == processes[:1] * 2
+    loader.close()
+    assert multiprocessing.active_children() == []
+    assert values(list(loader.batches(1))) == [[[0, 1]]]
+    loader.close()
+
+
+def test_workers_end_with_the_pass_of_a_dataset_that_changes() -> None:
+    class Epochs(Squares):
+        def set_epoch(self, epoch: int) -> None:
+            self.num_samples = epoch
+
+    for dataset in (Epochs(4), Stream()):
+        loader = EvalLoader(dataset, micro_batch_size=2, num_workers=1, persistent_workers=True)
+        assert not loader.keeps_workers
+        list(loader.batches())
+        assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize("dataset", [Squares(7), Stream()], ids=["indexed", "iterable"])

@@ -116,7 +116,8 @@ def eval_loader_of(
     """The loader of an evaluation set: `eval_loader`, or what the user's methods create. Every rank must call it."""
     method = "get_test_dataloader" if is_test else "get_eval_dataloader"
     if not any(overrides(trainer, name) for name in (method, *EVALUATION_LOADING)):
-        return eval_loader(dataset, collate, config, world, is_test=is_test)
+        keeps = config.dataset.persistent_workers and not is_test
+        return eval_loader(dataset, collate, config, world, is_test=is_test, persistent_workers=keeps)
     options = users_eval_data(getattr(trainer, method)(dataset), trainer.args, world)
     return eval_loader(collate=collate, config=config, world=world, is_test=is_test, **options)
 

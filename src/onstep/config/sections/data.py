@@ -144,7 +144,10 @@ class DatasetConfig(ConfigSection):
         True, SAFE, hf="dataloader_pin_memory", help="Load into pinned memory where there is a GPU."
     )
     persistent_workers: bool = option(
-        True, SAFE, hf="dataloader_persistent_workers", help="Keep worker processes between epochs."
+        True,
+        SAFE,
+        hf="dataloader_persistent_workers",
+        help="Keep worker processes between epochs and between evaluations.",
     )
     prefetch_factor: int | None = option(
         None,

@@ -24,6 +24,10 @@ class EvalLoader:
     iterated. Random numbers drawn in workers are the same in each pass. `listed` gives the micro-batches of a map-style
     dataset, which are dealt to the ranks in turn.
 
+    Args:
+        persistent_workers: whether the workers of a map-style dataset are kept for the next pass, until `close`; never
+            those of a dataset with `set_epoch`, as their copies would not change with it.
+
     Raises:
         DataError: for invalid sizes or an empty dataset.
     """
@@ -39,6 +43,7 @@ class EvalLoader:
         collate_fn: Collate | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
+        persistent_workers: bool = False,
         already_batched: bool = False,
         listed: EpochBatches | None = None,
         **worker_options: Any,
@@ -51,9 +56,18 @@ class EvalLoader:
         self._dataset = dataset
         self._listed = listed
         self._reader: MicroBatchReader | StreamReader
-        if is_map_style(dataset) and not already_batched:
+        reads_rows = is_map_style(dataset) and not already_batched
+        may_keep = reads_rows and not callable(getattr(dataset, "set_epoch", None))
+        self.keeps_workers = persistent_workers and num_workers > 0 and may_keep
+        """Whether worker processes remain after a pass, until `close`."""
+        if reads_rows:
             self._reader = MicroBatchReader(
-                dataset, collate_fn, num_workers=num_workers, pin_memory=pin_memory, **worker_options
+                dataset,
+                collate_fn,
+                num_workers=num_workers,
+                pin_memory=pin_memory,
+                persistent_workers=self.keeps_workers,
+                **worker_options,
             )
         else:
             self._reader = StreamReader(
@@ -129,6 +143,11 @@ class EvalLoader:
                 return
             num_read += 1
             yield step_of(taken)
+
+    def close(self) -> None:
+        """Stop persistent workers; a later pass starts new ones."""
+        if isinstance(self._reader, MicroBatchReader):
+            self._reader.close()
 
     def _open(self, *, aside: bool = False) -> Iterator[StepBatches]:
         if isinstance(self._reader, StreamReader):

@@ -327,7 +327,13 @@ class EvaluatingMethods(BaseTrainer):
         """The loader of a dataset; an overridden loop gets one with Hugging Face's interface."""
         if overrides(self, "evaluation_loop") or overrides(self, "prediction_loop"):
             return getattr(self, "get_test_dataloader" if is_test else "get_eval_dataloader")(dataset)
-        return eval_loader_of(self, dataset, session.collate, session.state.cfg, session.state.world, is_test=is_test)
+        kept = next((loader for one, loader in session.eval_loaders if one is dataset), None)
+        if kept is not None and not is_test:
+            return kept
+        loader = eval_loader_of(self, dataset, session.collate, session.state.cfg, session.state.world, is_test=is_test)
+        if loader.keeps_workers and session.trains and not is_test:
+            session.eval_loaders.append((dataset, loader))
+        return loader
 
     def _computes_own_loss(self) -> bool:
         return self.compute_loss_func is not None or overrides(self, "compute_loss")

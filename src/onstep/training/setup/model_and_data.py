@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from onstep.config import ConfigContainer, ModelConfig
+from onstep.config import ConfigContainer, DatasetConfig, ModelConfig
 from onstep.config.lengths import sizes_of
 from onstep.config.suggestions import shown
 from onstep.data import (
@@ -199,11 +200,7 @@ def train_loader(config: ConfigContainer, world: World, dataset: object) -> Trai
         seed=seed,
         shuffle=data.shuffle,
         drop_last=options.drop_last,
-        num_workers=data.num_workers,
-        pin_memory=data.pin_memory and world.device.type == "cuda",
-        persistent_workers=data.persistent_workers,
-        prefetch_factor=data.prefetch_factor,
-        multiprocessing_context=data.multiprocessing_context,
+        **_reading(data, world),
     )
 
 
@@ -220,4 +217,16 @@ def eval_loader(config: ConfigContainer, world: World, dataset: object) -> EvalL
         num_microbatches=batch // (micro * world.size),
         rank=world.rank,
         world_size=world.size,
+        **_reading(config.dataset, world),
     )
+
+
+def _reading(data: DatasetConfig, world: World) -> dict[str, Any]:
+    """How the samples of any split are read."""
+    return {
+        "num_workers": data.num_workers,
+        "pin_memory": data.pin_memory and world.device.type == "cuda",
+        "persistent_workers": data.persistent_workers,
+        "prefetch_factor": data.prefetch_factor,
+        "multiprocessing_context": data.multiprocessing_context,
+    }

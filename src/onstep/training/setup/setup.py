@@ -43,8 +43,9 @@ class TrainingSetup:
 
     def close(self) -> None:
         """End worker processes."""
-        if self.train_data is not None:
-            self.train_data.close()
+        for loader in (self.train_data, self.valid_data, self.test_data):
+            if loader is not None:
+                loader.close()
 
 
 def set_up(state: Run, notify: Dispatcher, pre_wrap_hooks: Sequence[ModelHook] = ()) -> TrainingSetup:

@@ -80,6 +80,8 @@ class DiLoCoCallback(TrainerCallback):
         ConfigError: for an environment variable that is not a number where one is needed.
     """
 
+    changes_weights = True
+
     def __init__(
         self,
         server_addr: str | None = None,

@@ -10,6 +10,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
+import torch
+
 from onstep.checkpoint.catalog.discovery import CheckpointInfo, checkpoints, newest_verified
 from onstep.checkpoint.catalog.retention import Retention, best_verified, bring_back, set_aside, to_delete
 from onstep.checkpoint.components import Placement, StateComponent, find_placement, make_durable
@@ -31,7 +33,7 @@ from onstep.checkpoint.saving import (
     write_states,
 )
 from onstep.checkpoint.storage.manifest import Manifest
-from onstep.checkpoint.storage.memory_copies import WarmBuffers
+from onstep.checkpoint.storage.memory_copies import WarmBuffers, storage_of
 from onstep.checkpoint.storage.store import FileStore
 from onstep.checkpoint.storage.transaction import SaveTransaction, sweep
 from onstep.distributed import World
@@ -64,6 +66,7 @@ class CheckpointManager:
         groups: Mapping[str, Any] | None = None,
         validate_free_space: bool = True,
         is_shared: bool = False,
+        buffers: WarmBuffers | None = None,
     ) -> None:
         """
         Args:
@@ -78,6 +81,7 @@ class CheckpointManager:
             groups: process groups by name, for PER_GROUP; a group of None means all ranks.
             validate_free_space: check for free space before writing anything, and refuse a save that does not fit.
             is_shared: the directory holds other files too; nothing but checkpoints is written there.
+            buffers: the memory into which an asynchronous save copies.
         """
         self.root = root
         self.world = world
@@ -93,7 +97,7 @@ class CheckpointManager:
         self.failure: str | None = None
         """Why the newest save failed, if `on_save_error` is "continue"; the same on all ranks."""
         self._pending: PendingSave | None = None
-        self._buffers = WarmBuffers()
+        self._buffers = buffers or WarmBuffers()
         self._writer: ThreadPoolExecutor | None = None
         self._deleting: Future[None] = _done(lambda: None)
         self._is_swept = False
@@ -107,6 +111,19 @@ class CheckpointManager:
     def is_written(self) -> bool:
         """Whether this rank has finished (or failed) writing its files of the pending save; True if none is pending."""
         return self._pending is None or self._pending.writing.done()
+
+    def copies_beside(self, device: torch.device) -> bool:
+        """Whether a save can copy a device's tensors beside the device's own work: see `SaveRequest.steady`."""
+        return self.async_save and self._buffers.copies_beside(device)
+
+    def hold_back(self) -> None:
+        """Make the devices' work from now on wait for the copies of steady tensors, which it may then change."""
+        self._buffers.hold_back()
+
+    def spoil(self, why: str) -> None:
+        """Let the pending save fail: the values that it copies have changed meanwhile."""
+        if self._pending is not None:
+            self._pending.spoiled = why
 
     def save(self, request: SaveRequest) -> None:
         """Write a checkpoint. Collective.
@@ -297,7 +314,9 @@ class CheckpointManager:
 
         if not self.async_save:
             return _done(lambda: write(states))
-        snapshot = _done(lambda: self._buffers.copy([one for state in states for one in state.tensors.values()]))
+        steady = {storage_of(tensor) for tensor in request.steady}
+        tensors = [one for state in states for one in state.tensors.values()]
+        snapshot = _done(lambda: self._buffers.copy(tensors, steady))
         if self._writer is None:
             self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onstep-save")
         return self._writer.submit(lambda: write(backed_by(states, snapshot.result())))
@@ -309,7 +328,7 @@ class CheckpointManager:
             return None
         doing = f"Saving the checkpoint of step {pending.request.step}"
         try:
-            everyone = self.world.gather(together(self.world, pending.writing.result, doing))
+            everyone = self.world.gather(together(self.world, pending.result, doing))
             path = self._on_main(lambda: self._commit(pending, everyone), doing)
         except (CheckpointError, ConfigError):
             _abandon(pending.transaction)

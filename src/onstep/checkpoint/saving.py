@@ -57,6 +57,8 @@ class SaveRequest:
     """Whether files that other code wrote to a directory with the checkpoint's name become part of the checkpoint."""
     write_beside: Callable[[Path], None] | None = None
     """Writes files for other programs into the checkpoint, on rank 0. The manifest lists them; nothing loads them."""
+    steady: Sequence[Tensor] = ()
+    """Tensors that nothing changes before `CheckpointManager.hold_back` is called, which the caller has to do."""
 
     def frozen(self) -> SaveRequest:
         """A copy that later changes to this request do not affect."""
@@ -125,6 +127,20 @@ class PendingSave:
     writing: Future[list[WrittenFile]]
     transaction: SaveTransaction | None
     """Only on rank 0."""
+    spoiled: str = ""
+    """Why the copies are not of one step, if that is known."""
+
+    def result(self) -> list[WrittenFile]:
+        """Wait for the files.
+
+        Raises:
+            CheckpointError: if the copies are not of one step.
+            Exception: whatever writing has raised.
+        """
+        written = self.writing.result()
+        if self.spoiled:
+            raise CheckpointError(self.spoiled)
+        return written
 
 
 def check_keys(components: Sequence[StateComponent]) -> None:

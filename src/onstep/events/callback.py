@@ -27,7 +27,9 @@ class Callback:
     - `shows_progress`: True if the callback reports progress itself, so that `pretrain()` adds none that does.
     - `settable`: attributes that can be set during the run, as `<name of the callback>.<attribute>`: on all ranks at
       one step, recorded, saved in checkpoints, and set again when the run resumes;
-    - `commands`: names of commands that its `on_command` carries out, and one line about each.
+    - `commands`: names of commands that its `on_command` carries out, and one line about each;
+    - `changes_weights`: False if none of its methods changes weights or optimizer state, so that the copies of an
+      asynchronous save need not end before they are called; None for unknown.
     """
 
     ranks: Literal["all", "main"] = "all"
@@ -35,6 +37,7 @@ class Callback:
     shows_progress: bool = False
     settable: ClassVar[Mapping[str, Setting]] = {}
     commands: ClassVar[Mapping[str, str]] = {}
+    changes_weights: bool | None = None
     needs_onstep: str | None = "it has methods of the form on_<event>(context), which no other trainer calls"
     """Why it cannot work in Hugging Face's Trainer, where it is refused."""
 
@@ -60,6 +63,7 @@ class TrainerCallback:
     shows_progress: bool = False
     settable: ClassVar[Mapping[str, Setting]] = {}
     commands: ClassVar[Mapping[str, str]] = {}
+    changes_weights: bool | None = None
     needs_onstep: str | None = None
     """Why it cannot work in Hugging Face's Trainer, where it is refused; None if it can."""
 

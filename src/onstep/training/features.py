@@ -19,6 +19,7 @@ from onstep.training.lifecycle.endings import Endings, TrainingEnd
 from onstep.training.lifecycle.environment import EnvironmentVariables, LogLevel, TrackerSessions
 from onstep.training.lifecycle.rampup import BatchRampup
 from onstep.training.lifecycle.recording import Recording
+from onstep.training.lifecycle.save_copies import SaveCopies
 from onstep.training.lifecycle.signal_handling import DataTimeoutGuard, SignalHandling
 from onstep.training.model_parallel.model_parallel import ForwardPreHooks, ModelParallelAgreement
 from onstep.training.profiling.attention_logits import AttentionLogits
@@ -64,6 +65,7 @@ TRAINING: tuple[type[Feature[Job]], ...] = (
     Stragglers,
     NvrxStragglers,
     ForwardPreHooks,  # off around everything that reads weights
+    SaveCopies,  # before all that may change weights
     AnomalyGate,  # keeps the buffers once, before the first of several runs of a step
     FiniteWeights,  # reads weights: after what brings them up to date
     RerunMachine,  # inside it: may recompute the step, or exit

@@ -59,6 +59,13 @@ class CheckpointConfig(ConfigSection):
         needs=DIRECTORY,
         help="Write checkpoints in a thread: training waits only while the tensors are copied.",
     )
+    copy_beside_step: bool = option(
+        True,
+        SAFE,
+        needs="checkpoint.async_save=true",
+        help="With `async_save` on a GPU, copy weights and optimizer state beside the next step's forward and backward "
+        "pass; false copies them before it, for a model that changes weights in its forward pass.",
+    )
     save_optim: bool = option(True, SAFE, needs=DIRECTORY, help="Save the optimizer and the scheduler.")
     save_rng: bool = option(True, SAFE, needs=DIRECTORY, help="Save the random generators.")
     components: list[str] | None = option(

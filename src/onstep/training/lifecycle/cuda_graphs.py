@@ -34,8 +34,9 @@ class CudaGraphs(Feature[Job]):
     def wanted(cls, host: Job) -> bool:
         """Whether the run compiles its model with such a mode, or the model came so."""
         train = host.run.cfg.train
-        records = train.torch_compile_mode in _MODES or train.torch_compile_backend == _BACKEND
-        return (train.torch_compile and records) or uses_cuda_graphs(host.model)
+        if train.torch_compile and (train.torch_compile_mode in _MODES or train.torch_compile_backend == _BACKEND):
+            return True
+        return uses_cuda_graphs(host.model)
 
     def __init__(self, host: Job) -> None:
         super().__init__(host)

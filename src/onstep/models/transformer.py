@@ -83,6 +83,8 @@ class Transformer(nn.Module):
         cache: KeyValueCache | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> Tensor:
         """Logits of the next token, or its loss if `labels` are given.
 
@@ -94,7 +96,11 @@ class Transformer(nn.Module):
             cache: earlier positions, for generation; `tokens` follow them and are appended.
             position_ids: (batch, seq), int64, instead of 0, 1, 2, ...
             document_ids: (batch, seq), int64, for packed sequences: a token attends only to those of its own document,
-                so results are as if each document were alone. Without `position_ids`, positions restart in each.
+                so results are as if each document were alone. A document is a run of equal ids. Without `position_ids`,
+                positions restart in each.
+            cu_seqlens: (documents + 1,), int32: the same boundaries as cumulative lengths in the flattened batch, which
+                a GPU uses instead of a mask. It may end in repetitions of the last one.
+            max_seqlen: at least the length of the longest document; None means that of a sequence.
 
         Returns:
             Without labels, logits (batch, seq, vocab) in the dtype of the computation, or the output of a replaced
@@ -103,17 +109,20 @@ class Transformer(nn.Module):
         Raises:
             ConfigError: for positions beyond a learned table (`position_ids` on a GPU are not checked; CUDA reports an
                 error instead), labels with a value head, missing labels for multi-token prediction in training,
-                documents together with a cache, or either beyond `config.seq_length` with dynamic rope scaling.
+                documents together with a cache, either beyond `config.seq_length` with dynamic rope scaling, or
+                `cu_seqlens` without documents.
         """
         self._check_labels(labels)
-        hidden = self.hidden_states(tokens, cache, position_ids, document_ids)
+        position_ids = chosen_positions(position_ids, document_ids)
+        context = sequence_context(self.rotary, tokens, cache, position_ids, document_ids, cu_seqlens, max_seqlen)
+        hidden = self._hidden_states(tokens, position_ids, context)
         if labels is None:
             return self.logits(hidden)
         losses = self.cross_entropy(hidden, labels, reduction)
         if self.mtp is None or not self.training or not torch.is_grad_enabled():
             return losses
-        position_ids = chosen_positions(position_ids, document_ids)
-        context = sequence_context(self.rotary, tokens, None, position_ids, document_ids)
+        if cache is not None:  # whose keys are not those of the further depths
+            context = sequence_context(self.rotary, tokens, None, position_ids, document_ids)
         return self.mtp.attach(
             losses,
             hidden,
@@ -121,7 +130,7 @@ class Transformer(nn.Module):
             embed=lambda depth: self._embedded_later(tokens, position_ids, depth),
             run_layer=lambda layer, x: self._run_layer(layer, x, context),
             cross_entropy=self.cross_entropy,
-            document_ids=document_ids,
+            document_ids=None if context.documents is None else context.documents.first,
         )
 
     def hidden_states(
@@ -134,11 +143,14 @@ class Transformer(nn.Module):
         """The normed final residual stream, (batch, seq, hidden), the input of `logits`."""
         position_ids = chosen_positions(position_ids, document_ids)
         context = sequence_context(self.rotary, tokens, cache, position_ids, document_ids)
-        x = self._embedded(tokens, cache, position_ids)
+        return self._hidden_states(tokens, position_ids, context)
+
+    def _hidden_states(self, tokens: Tensor, position_ids: Tensor | None, context: SequenceContext) -> Tensor:
+        x = self._embedded(tokens, context.cache, position_ids)
         for layer in self.layers:
             x = self._run_layer(layer, x, context)
-        if cache is not None:
-            cache.advance(tokens.shape[1])
+        if context.cache is not None:
+            context.cache.advance(tokens.shape[1])
         normed: Tensor = self.final_norm(x)
         return normed
 

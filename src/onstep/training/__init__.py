@@ -21,6 +21,7 @@ from onstep.training.bridge.global_state import GlobalState, TrainStepResult
 from onstep.training.bridge.housekeeping import evaluate
 from onstep.training.callable_module import show_module_as
 from onstep.training.compute.losses import LossShare, MeanLoss
+from onstep.training.compute.packed_inputs import packed_inputs
 from onstep.training.pretrain import finetune, pretrain
 from onstep.training.reporting.timers import Timers
 from onstep.training.runs.signals import Preempted
@@ -38,6 +39,7 @@ __all__ = [
     "evaluate",
     "finetune",
     "forward_step",
+    "packed_inputs",
     "pretrain",
     "train",
     "train_step",

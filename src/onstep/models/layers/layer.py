@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from onstep.config import ModelConfig
+from onstep.models.layers.documents import attend_within
 from onstep.models.layers.feed_forward import FeedForward, MixtureOfExperts, is_moe_layer
+from onstep.models.layers.query_blocks import seen_by
 from onstep.models.layers.rotary import rotate
 from onstep.models.layers.sequence_context import SequenceContext
 from onstep.models.sizes import head_width, num_query_groups
@@ -30,16 +32,16 @@ def build_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
 
 @torch.no_grad()
 def largest_logit(
-    query: Tensor, key: Tensor, mask: Tensor | None = None, *, block_elements: int = _BLOCK_ELEMENTS
+    query: Tensor, key: Tensor, first: Tensor | None = None, *, block_elements: int = _BLOCK_ELEMENTS
 ) -> Tensor:
-    """The largest `query . key / sqrt(width)` over all pairs within the attention mask.
+    """The largest `query . key / sqrt(width)` over all pairs of a query and a key that it attends to.
 
     Scores are computed for a block of queries at a time, in the dtype of the computation and without a gradient.
 
     Args:
         query: (batch, heads, seq, width).
         key: (batch, groups, seq, width); heads are a multiple of groups.
-        mask: (batch, 1, seq, seq), True where a query attends to a key; None means causal.
+        first: (batch, seq), the first position that each query attends to; None means 0.
         block_elements: maximum number of scores held at once (but at least those of one query position).
 
     Returns:
@@ -54,10 +56,10 @@ def largest_logit(
         part = grouped[..., start : start + rows, :]
         end = start + part.shape[-2]
         scores = part @ key[:, :, None, :end].transpose(-2, -1)
-        if mask is None:
+        if first is None:
             seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(start)
         else:
-            seen = mask[:, :, None, start:end, :end]
+            seen = seen_by(first, start, end)[:, None, None]
         largest.append(scores.masked_fill_(~seen, -math.inf).amax())
     found = torch.stack(largest).amax()
     return found.to(torch.promote_types(found.dtype, torch.float32)) / math.sqrt(width)
@@ -100,18 +102,25 @@ class Attention(nn.Module):
             query, key = rotate(query, context.cos, context.sin), rotate(key, context.cos, context.sin)
         if context.cache is not None:
             key, value = context.cache.append(self._layer, key, value)
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        documents = context.documents
         if self._watches_logits and context.cache is None:
-            self.largest_logit = largest_logit(query.detach(), key.detach(), context.mask)
-        queries, keys, mask = query.shape[2], key.shape[2], context.mask
-        if mask is None and 1 < queries < keys:  # the queries are the last positions
+            first = None if documents is None else documents.first
+            self.largest_logit = largest_logit(query.detach().transpose(1, 2), key.detach().transpose(1, 2), first)
+        dropout_p = self._dropout if self.training else 0.0
+        if documents is not None:
+            attended = attend_within(documents, query, key, value, dropout_p)
+            within: Tensor = self.output(attended.flatten(2))
+            return within
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        queries, keys, mask = query.shape[2], key.shape[2], None
+        if 1 < queries < keys:  # the queries are the last positions
             mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
         attended = scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=mask,
-            dropout_p=self._dropout if self.training else 0.0,
+            dropout_p=dropout_p,
             is_causal=mask is None and queries > 1,
             enable_gqa=self._is_grouped,
         )

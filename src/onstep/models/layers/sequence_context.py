@@ -1,4 +1,4 @@
-"""Provides layers with the context of a sequence: positions, attention masks, and cached keys and values."""
+"""Provides layers with the context of a sequence: positions, documents, and cached keys and values."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from onstep.errors import ConfigError, OnstepError
+from onstep.models.layers.documents import Documents, documents_of, first_positions
 from onstep.models.layers.rotary import RotaryTables
 
 
@@ -58,13 +59,13 @@ class KeyValueCache:
 
 @dataclass(frozen=True)
 class SequenceContext:
-    """Positions, masks and earlier keys of the sequences passing through the layers; the same for all layers."""
+    """Positions, documents and earlier keys of the sequences passing through the layers; the same for all layers."""
 
     cos: Tensor | None = None
     """Cosines of the rotation, (seq, 1, head_width / 2) or (batch, seq, 1, head_width / 2); None for no rotation."""
     sin: Tensor | None = None
-    mask: Tensor | None = None
-    """(batch, 1, seq, seq), bool, True where a query may attend to a key; None means causal attention."""
+    documents: Documents | None = None
+    """Which keys a query may attend to; None means all earlier ones."""
     cache: KeyValueCache | None = None
     """Cache of earlier positions, for generation."""
 
@@ -110,20 +111,22 @@ def sequence_context(
     cache: KeyValueCache | None,
     position_ids: Tensor | None,
     document_ids: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> SequenceContext:
     """Build the context that the layers need for `tokens`.
 
     Raises:
         ConfigError: for documents together with a cache, or for either beyond the length at which dynamic rotary
-            angles begin to change.
+            angles begin to change; for boundaries without documents.
     """
+    if cu_seqlens is not None and document_ids is None:
+        raise ConfigError("cu_seqlens requires document_ids, which it repeats for the GPU; pass both.")
     if cache is not None and document_ids is not None:
         raise ConfigError("document_ids cannot be combined with a key/value cache; generate one document at a time.")
-    mask = None
-    if document_ids is not None:
-        mask = (document_ids.unsqueeze(2) == document_ids.unsqueeze(1)).tril().unsqueeze(1)
+    documents = None if document_ids is None else documents_of(document_ids, cu_seqlens, max_seqlen)
     if rotary is None:
-        return SequenceContext(mask=mask, cache=cache)
+        return SequenceContext(documents=documents, cache=cache)
     start = 0 if cache is None else cache.length
     end = start + tokens.shape[1]
     if cache is not None and not rotary.keeps_angles(end):
@@ -139,7 +142,7 @@ def sequence_context(
             "document at a time, or on shorter sequences."
         )
     cos, sin = rotary(start, end - start) if position_ids is None else rotary.at(position_ids)
-    return SequenceContext(cos, sin, mask, cache)
+    return SequenceContext(cos, sin, documents, cache)
 
 
 def chosen_positions(position_ids: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
@@ -147,7 +150,4 @@ def chosen_positions(position_ids: Tensor | None, document_ids: Tensor | None) -
     means that they count from the first token."""
     if position_ids is not None or document_ids is None:
         return position_ids
-    index = torch.arange(document_ids.shape[1], device=document_ids.device).expand(document_ids.shape)
-    starts = torch.ones_like(document_ids, dtype=torch.bool)
-    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    return index - torch.where(starts, index, 0).cummax(dim=1).values
+    return torch.arange(document_ids.shape[1], device=document_ids.device) - first_positions(document_ids)

@@ -41,6 +41,11 @@ class MicroBatches(Iterator[Batch]):
         """Whether the last micro-batch must count as zero."""
         return self.batches.is_filler[self._next - 1]
 
+    @property
+    def on_host(self) -> Batch:
+        """The last micro-batch as it is on the host."""
+        return self.batches.micro_batches[self._next - 1]
+
     def stage(self, index: int) -> Batch:
         """Move micro-batch `index` to the device; the next `next()` returns it."""
         HEARTBEAT.beats += 1

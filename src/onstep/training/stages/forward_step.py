@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from onstep.errors import ConfigError
 from onstep.training.compute.losses import IGNORE_INDEX, Scalar, described
+from onstep.training.compute.packed_inputs import packed_inputs
 from onstep.training.protocols import ForwardStep
 from onstep.training.run import Run
 
@@ -22,10 +23,11 @@ def forward_step(
     """Next-token prediction on micro-batches `{"tokens": (batch, seq), "labels": (batch, seq)}`.
 
     Labels are already shifted; labels equal to -100 are not trained on. `position_ids` and `document_ids` of packed
-    sequences, also (batch, seq), are passed on. Returns the sum of the losses and the function that counts them.
+    sequences, also (batch, seq), are passed on by `packed_inputs`. Returns the sum of the losses and the function that
+    counts them.
     """
     batch = next(data_iterator)
-    packed = {key: batch[key] for key in ("position_ids", "document_ids") if key in batch}
+    packed = packed_inputs(batch, data_iterator, model)
     loss_sum = model(batch["tokens"], batch["labels"], reduction="sum", **packed)
     return loss_sum, partial(next_token_loss, batch)
 

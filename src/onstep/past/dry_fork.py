@@ -17,7 +17,7 @@ from onstep.events import Callback
 from onstep.past.fork_directory import COPIED, write_decisions
 from onstep.past.forks import Fork
 from onstep.past.place import Plan, last_step
-from onstep.past.rewinding import rewind
+from onstep.past.repetition import rewind
 from onstep.past.search import values_of
 from onstep.record import leading_records
 from onstep.record.kinds import FILE_NAME

@@ -22,6 +22,7 @@ from typing import Any
 
 from onstep import callbacks, control
 from onstep.cli.control.group import VERBS
+from onstep.cli.device_waits import DEVICE_WAITS
 from onstep.cli.why_features import PARTS, Row
 from onstep.commands import COMMANDS, Command, Parameter
 from onstep.config import KEYS, Key, TrainingArguments
@@ -112,6 +113,11 @@ def feature_table() -> str:
             collective = "yes" if row.is_collective else ""
             rows.append((f"`{row.name}`", part, when, ", ".join(hooks), row.state, collective))
     return _table(("Feature", "Part", "Wanted", "Hooks and wrappers", "State", "Collective"), rows)
+
+
+def wait_table() -> str:
+    """What makes the host wait for an accelerator in a quiet step."""
+    return _table(("What", "How often in a step", "Why"), [(one.what, one.times, one.why) for one in DEVICE_WAITS])
 
 
 def hook_table() -> str:
@@ -210,6 +216,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "events": events_table,
     "loop": loop_source,
     "features": feature_table,
+    "waits": wait_table,
     "hooks": hook_table,
     "common keys": common_table,
     "configuration": configuration_tables,

@@ -82,7 +82,7 @@ def test_the_answers_are_those_of_a_run(words: list[str], tiny_config: ConfigCon
     for name, answer in answers.items():
         if name != "training_log":  # no callback of this run shows progress
             assert answer == "model" or (answer == "on") is (name in built), name
-    assert sum(answer == "model" for answer in answers.values()) <= 4
+    assert sum(answer == "model" for answer in answers.values()) <= 5
 
 
 def captured(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
@@ -141,3 +141,33 @@ def test_what_cannot_be_answered_says_what_to_write(
 
 def test_without_a_configuration_nothing_is_answered() -> None:
     assert set(listed(list(feature_lines())).values()) == {""}
+
+
+def waits(*words: str) -> dict[str, str]:
+    """The answers about waits, by the first words of each."""
+    config = ConfigContainer()
+    apply_overrides(config, list(words))
+    lines = list(feature_lines(config))
+    [first] = [number for number, line in enumerate(lines, 1) if line.startswith("WAITS: ")]
+    rows = [line.split() for line in lines[first::2]]
+    return {" ".join(row[1:4]): row[0] for row in rows}
+
+
+def test_it_lists_what_the_host_waits_for() -> None:
+    asked = waits()
+    assert [key for key, answer in asked.items() if answer == "on"] == []
+    assert [answer for answer in asked.values() if answer == "script"] == ["script", "script"]
+    for word, key in [
+        ("train.on_nonfinite=skip", "train.on_nonfinite"),
+        ("anomaly.on_spike=skip", "train.on_nonfinite"),
+        ("optimizer.grad_norm_skip_threshold=5", "optimizer.grad_norm_skip_threshold"),
+        ("mixed_precision=fp16_mixed", "mixed_precision"),
+        ("rerun_state_machine.rerun_mode=validate_results", "rerun_state_machine"),
+        ("logger.timing_log_level=1", "logger.timing_log_level"),
+        ("train.train_sync_interval=5", "train.train_sync_interval"),
+    ]:
+        [only] = [one for one, answer in waits(word).items() if answer == "on"]
+        assert only.startswith(key)
+    assert waits("model.num_moe_experts=4")["experts in float32"] == "model"
+    assert waits("model.num_moe_experts=4", "mixed_precision=bf16_mixed")["experts in float32"] == "off"
+    assert "on" not in waits("optimizer.grad_norm_skip_threshold=.inf").values()

@@ -1,4 +1,4 @@
-"""`onstep why --features`: lists the features of the loop in order, and which of them a configuration enables."""
+"""`onstep why --features`: the features of the loop in order, and what makes the host wait, for a configuration."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from onstep.analysis.text_tables import printable
+from onstep.cli.device_waits import DEVICE_WAITS
 from onstep.config import ConfigContainer
 from onstep.trainer.feature import TrainerFeature
 from onstep.training import GlobalState
@@ -27,6 +28,8 @@ PARTS: dict[str, tuple[Sequence[type[Feature[Any]]], str]] = {
     "TRAINING": (TRAINING, "opened by train()"),
 }
 """The sections of `FEATURES` and the feature of `Trainer`, in order, and when each is opened."""
+
+_ON_OFF = {True: "on", False: "off"}
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Row:
 
 
 def feature_lines(config: ConfigContainer | None = None) -> Iterator[str]:
-    """The table of features, two lines each; with a configuration, also whether each is enabled."""
+    """The table of features and that of waits, two lines each; with a configuration, also which of them are on."""
     answers = {} if config is None else wishes(config)
     number = 0
     for part, (kinds, opened) in PARTS.items():
@@ -64,6 +67,17 @@ def feature_lines(config: ConfigContainer | None = None) -> Iterator[str]:
             answer = f"{answers[row.name]:5}  " if answers else ""
             yield f"{number:4}  {answer}{row.name:18}  {row.when}"
             yield " " * (6 + len(answer)) + "  " + printable("; ".join(_deeds(row)))
+    yield "WAITS: what makes the host wait for an accelerator in a step that is neither logged, evaluated nor saved"
+    yield from wait_lines(config)
+
+
+def wait_lines(config: ConfigContainer | None = None) -> Iterator[str]:
+    """What makes the host wait, two lines each; with a configuration, also whether it does so there."""
+    for one in DEVICE_WAITS:
+        answer = None if config is None else one.answer(config)
+        shown = "" if answer is None else f"{answer if isinstance(answer, str) else _ON_OFF[answer]:6}  "
+        yield f"      {shown}{one.what}: {one.times}".replace("`", "")
+        yield " " * (6 + len(shown)) + one.why.replace("`", "")
 
 
 def wishes(config: ConfigContainer) -> dict[str, str]:

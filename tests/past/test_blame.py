@@ -11,7 +11,7 @@ import onstep
 from onstep import pretrain
 from onstep.errors import ConfigError
 from onstep.past.blame import drop_each
-from tests.past.conftest import STEPS, content_of, run_config
+from tests.support.past_runs import STEPS, content_of, run_config
 
 
 @pytest.mark.parametrize(

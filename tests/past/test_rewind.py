@@ -14,7 +14,7 @@ import onstep
 from onstep import pretrain
 from onstep.errors import ConfigError, DataError
 from onstep.past import Past
-from tests.past.conftest import STEPS, content_of, run_config
+from tests.support.past_runs import STEPS, content_of, run_config
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pytest
 
 from onstep import pretrain
 from onstep.cli.main import main
-from tests.past.conftest import STEPS, content_of, run_config
+from tests.support.past_runs import STEPS, content_of, run_config
 
 SPY = """
 from onstep import Callback

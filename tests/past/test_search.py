@@ -13,7 +13,7 @@ from onstep import Callback, CallbackManager, pretrain
 from onstep.errors import ConfigError
 from onstep.past.expressions import parse
 from onstep.past.search import plan_search
-from tests.past.conftest import STEPS, content_of, run_config
+from tests.support.past_runs import STEPS, content_of, run_config
 
 
 class Spy(Callback):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -31,6 +32,10 @@ class Watch:
         """The step that is held."""
         self.wanted = 0
         """The step to hold at; every step from there on, as the caller continues."""
+        self.began_at: float | None = None
+        """The time, by `time.perf_counter`, when the first repeated step began."""
+        self.seconds = 0.0
+        """The time from then to the step that is held, without what the caller has spent in between."""
         self.branch = 0
         """The number of rollbacks after which it is held."""
         self.holds_before_update = True
@@ -81,6 +86,8 @@ class Observer(Feature[Job]):
     def before_iteration(self) -> None:
         """End here if the caller has given up, as by Ctrl-C."""
         self._watch.turns.check()
+        if self._watch.began_at is None:
+            self._watch.began_at = time.perf_counter()
 
     def after_zero_grad(self) -> None:
         """Keep the random state and the buffers of a step that will be held."""
@@ -95,7 +102,7 @@ class Observer(Feature[Job]):
         if self._watch.is_wanted(step.number):
             self._watch.step = step
             if self._watch.holds_before_update:
-                self._watch.turns.hold(UPDATE)
+                self._hold(UPDATE)
             else:
                 self._watch.holds_at_end = True
 
@@ -107,7 +114,15 @@ class Observer(Feature[Job]):
         """Hold at the end of a step."""
         if self._watch.holds_at_end:
             self._watch.holds_at_end = False
-            self._watch.turns.hold(END)
+            self._hold(END)
+
+    def _hold(self, place: str) -> None:
+        now = time.perf_counter()
+        self._watch.seconds += now - (self._watch.began_at or now)
+        try:
+            self._watch.turns.hold(place)
+        finally:
+            self._watch.began_at = time.perf_counter()
 
     def rolled_back(self, bad_step: int, request: Request) -> None:
         """What was logged since is not part of the run any more."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 
 from torch import Tensor, nn
 
@@ -18,7 +17,7 @@ from onstep.past.observer import END, UPDATE, UPDATED, Watch
 from onstep.past.place import Plan
 from onstep.past.samples import Sample, SampleLosses, tokens_of, undisturbed
 from onstep.past.sources import Sources
-from onstep.past.unusual import Seen, mark
+from onstep.past.unusual import Seen, mark, mark_measures
 from onstep.training.compute.loss_sums import at_least_one
 from onstep.training.compute.rows import rows_of
 from onstep.training.compute.step import MicroBatches, Step
@@ -42,8 +41,6 @@ class Past:
         """What the repeated steps have logged, beside the record."""
         self.warnings: list[str] = []
         """What the repeated run warned of."""
-        self.seconds = 0.0
-        """The time from the first repeated step to this one; without loading."""
         self.seen = Seen()
         self.means = Means(10)
         """Norms of the layers in the last steps before the one that is held."""
@@ -93,6 +90,11 @@ class Past:
     def gradients(self) -> dict[str, Tensor]:
         """The gradients by name of their parameter, as the optimizer receives them."""
         return {name: one.grad for name, one in self.model.named_parameters() if one.grad is not None}
+
+    @property
+    def seconds(self) -> float:
+        """The time from the first repeated step to the place that is held, without loading and looking."""
+        return self._watch.seconds
 
     @property
     def loss(self) -> float:
@@ -169,7 +171,9 @@ class Past:
             if tokenizer is not None and (tokens := tokens_of(batch)) is not None:
                 sample.text = tokenizer.decode(tokens[0].tolist())
         mark(found, batches, self.seen)
-        return [sample for rank in job.run.world.gather(found) for sample in rank]
+        samples = [sample for rank in job.run.world.gather(found) for sample in rank]
+        mark_measures(samples)
+        return samples
 
     def next(self) -> Past:
         """Apply the update and continue to the same place of the next step.
@@ -209,8 +213,6 @@ class Past:
     def _let_go_on(self, otherwise: str) -> None:
         if not self._watch.turns.is_held:
             raise ConfigError("the rewind is closed; use past inside its `with` block.")
-        begin = time.perf_counter()
         self._watch.turns.go_on()
-        self.seconds += time.perf_counter() - begin
         if not self._watch.turns.is_held:
             raise ConfigError(otherwise)

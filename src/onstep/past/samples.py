@@ -151,7 +151,7 @@ class SampleLosses:
         grads = torch.autograd.grad(micro.loss, self._parameters, start, allow_unused=True)
         pairs = [(one, own.grad) for one, own in zip(grads, self._parameters, strict=True) if one is not None]
         norm = torch.stack(torch._foreach_norm([one for one, _ in pairs])).float().norm() / self._scale
-        dots = [(one.float() * whole.float()).sum() for one, whole in pairs if whole is not None]
+        dots = [torch.dot(one.flatten().float(), own.flatten().float()) for one, own in pairs if own is not None]
         along = torch.stack(dots).sum() / self._scale
         scale = self._norm * self._true_norm
         return float(norm), float(along) / scale if scale else 0.0

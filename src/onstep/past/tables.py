@@ -85,7 +85,8 @@ def _facts(view: StepView) -> list[str]:
     clip = "" if view.clip_factor is None or view.clip_factor > 1 - 1e-6 else f", clipped by {view.clip_factor:.3g}"
     scale = "" if view.loss_scale is None else f", loss scale {view.loss_scale:g}"
     line = f"step {view.step}: loss {_shown(view.loss)}, gradient norm {_shown(view.grad_norm)}{clip}"
-    return [f"{line}, learning rate {_shown(view.learning_rate)}{scale}, epoch {view.epoch:.4g}"]
+    facts = f"{line}, learning rate {_shown(view.learning_rate)}{scale}, epoch {view.epoch:.4g}"
+    return [facts, f"repeating took {view.seconds:.3g} s, without loading"]
 
 
 def _sample_lines(number: int, sample: Sample) -> list[str]:

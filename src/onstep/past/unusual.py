@@ -82,10 +82,14 @@ def mark(samples: Sequence[Sample], batches: Sequence[Batch], seen: Seen) -> Non
             index = "" if place[1] is None else f" (index {place[1]})"
             notes.append(f"the same content as a sample of step {place[0]}{index}")
         first_of.setdefault(digest, number)
+    _mark_values(samples, batches)
+
+
+def mark_measures(samples: Sequence[Sample]) -> None:
+    """Mark samples whose loss, gradient or number of labels is far from that of the others, of all ranks."""
     for words, value_of in _MEASURES:
         _mark_large(samples, words, value_of)
     _mark_lengths(samples)
-    _mark_values(samples, batches)
 
 
 _MEASURES: tuple[tuple[str, Callable[[Sample], float | None]], ...] = (

@@ -57,7 +57,7 @@ def examine(past: Past) -> StepView:
 
     The model's weights are those after the step from then on; `past.next()` continues.
     """
-    job, step = past.job, past.current
+    job, step, seconds = past.job, past.current, past.seconds
     norm = past.grad_norm
     gradients = norms_by_layer(past.gradients.items())
     clipped = float(torch.stack(list(gradients.values())).norm()) if gradients else 0.0
@@ -95,7 +95,7 @@ def examine(past: Past) -> StepView:
         step=step.number,
         epoch=epoch,
         cost=past.plan.cost,
-        seconds=past.seconds,
+        seconds=seconds,
         comparison={
             "summary": comparison.summary,
             "is_equal": comparison.is_equal,

@@ -162,6 +162,8 @@ class JsonLogWriter:
             CheckpointError: for a state with values of wrong types.
         """
         saved, rolls_back = SavedLog.from_state(state_dict), self.is_open
+        if rolls_back and saved.path is not None:  # not that of another run, whose checkpoint this is
+            saved = replace(saved, path=self.path)
         self.close()
         self.path, self.last_step = saved.path, saved.last_step
         self._saved = None if saved.path is None else saved

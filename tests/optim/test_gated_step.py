@@ -194,16 +194,32 @@ def test_a_parameter_whose_first_gradient_is_bad_has_no_state_of_it(make_optimiz
     assert bits(spoiled.parameters()) == bits(clean.parameters())
 
 
-def test_an_optimizer_with_a_hook_is_run_once_and_only_when_the_gate_is_known_to_be_open() -> None:
+def test_an_optimizer_with_a_hook_is_run_once_and_only_while_the_gate_is_open() -> None:
     model, calls = make_model(), []
     optimizer = gated(model, torch.optim.RMSprop)
     optimizer.optimizer.register_step_post_hook(lambda *args: calls.append(1))
     one_step(model, optimizer, 0)
     with WaitCounter().counting() as counter:
         assert one_step(model, optimizer, 1) is True
-        assert one_step(model, optimizer, 2, spoiled=True) is False
+        before = everything(model, optimizer)
+        one_step(model, optimizer, 2, spoiled=True)
+    assert everything(model, optimizer) == before
     assert len(calls) == 2
     assert counter.waits.total() >= 2
+
+
+@pytest.mark.parametrize("has_hook", [True, False], ids=["hook", "plain"])
+def test_a_rank_with_a_hook_or_whose_state_is_asked_for_learns_when_the_others_do(has_hook: bool) -> None:
+    model = make_model()
+    optimizer = gated(model, torch.optim.RMSprop)
+    if has_hook:
+        optimizer.optimizer.register_step_post_hook(lambda *args: None)
+    for step in range(20):
+        assert one_step(model, optimizer, step, spoiled=step == 3) is True
+        optimizer.state_dict()
+        if optimizer.gate.poll() is not None:
+            break
+    assert step == 10
 
 
 def test_a_guard_does_not_copy_what_is_known_to_be_applied(monkeypatch: pytest.MonkeyPatch) -> None:

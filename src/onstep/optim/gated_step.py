@@ -24,10 +24,10 @@ class GatedStep:
         """Whether the caller must know that the gate is open before the next step."""
         self._optimizer, self._gate = optimizer, gate
         self._plain = FusedStep(optimizer)
-        self.run: Callable[[], bool | None] = self._plain
-        """Run the step; False if nothing was updated because the gate is known to be closed."""
+        self.run: Callable[[], None] = self._plain
+        """Runs the step."""
         self._guard: GuardedStep | None = None
-        gate.when_closed.append(self._restore_counters)
+        gate.when_closed.append(self.settle)
 
     def survey(self, *, spans_devices: bool) -> None:
         """Choose how to run the step, now that the optimizer's parameters, groups or state have changed."""
@@ -45,9 +45,12 @@ class GatedStep:
                 self.run = self._run_guarded
 
     def settle(self) -> None:
-        """Restore what a guarded optimizer has counted in steps that updated nothing. Waits for the device."""
+        """Restore what a guarded optimizer has counted in steps that updated nothing. Waits for the device.
+
+        The gate does not learn of it: not all ranks may be asked for their state, but all must learn at the same step.
+        """
         if self._guard is not None:
-            self._gate.poll(force=True)
+            self._guard.restore_counters()
 
     def _run_with_flag(self) -> None:
         gate, own = self._gate, vars(self._optimizer)
@@ -58,24 +61,16 @@ class GatedStep:
         self._plain()
         self.must_read = False
 
-    def _run_guarded(self) -> bool:
+    def _run_guarded(self) -> None:
         gate, guard = self._gate, self._guard
         assert isinstance(gate, DeviceFiniteGate)
         assert guard is not None
         if not gate.is_current and guard.is_possible():
             guard(gate.found_inf)
             gate.poll()  # counters on the host are remembered for a limited number of steps
-        else:
-            gate.read()
-            if gate.first_bad_step is not None:
-                return False
+        elif gate.is_current or not gate.found_inf.item():  # a hook on one rank must not tell its gate alone
             self._plain()
         self.must_read = False
-        return True
-
-    def _restore_counters(self) -> None:
-        if self._guard is not None:
-            self._guard.restore_counters()
 
 
 def _accepts_flag(optimizer: torch.optim.Optimizer) -> bool:

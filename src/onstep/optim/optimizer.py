@@ -241,7 +241,8 @@ class TrainingOptimizer:
                 return False
             if is_above(self.grad_norm_skip_threshold, self._norm, self._norm_value):
                 return False
-        return self._step.run() is not False
+        self._step.run()
+        return True
 
     def step(self) -> tuple[bool, Tensor | None, Tensor | None]:
         """Run both halves, with Megatron-Core's result: (update_successful, grad_norm, num_zeros).

@@ -210,3 +210,19 @@ def test_the_moving_mean_of_the_page_is_that_of_the_figures(show: Callable[..., 
     assert with_spike == pytest.approx(smooth_values(values, 10), nan_ok=True)
     assert without == pytest.approx(smooth_values(values, 10, np.arange(97) == 30), nan_ok=True)
     assert np.nanmax(np.abs(without)) < 1
+
+
+@pytest.mark.parametrize("length", [200, 20_000])
+def test_a_click_on_a_spike_gives_the_command_that_shows_its_step(
+    show: Callable[..., Watched], tmp_path: Path, length: int
+) -> None:
+    place, spike = tmp_path / "a run", length // 2 + 3
+    place.mkdir()
+    (place / "run.json").write_text(json.dumps({"config": {}}))
+    losses = [9.0 if step == spike else 3.0 + 0.01 * math.sin(step) for step in range(1, length + 1)]
+    log = log_of(points("loss", losses), path=str(place / "trainer_logs.json"))
+    watched = show([log], viewport={"width": 1280, "height": 1000})
+    box = watched.page.locator(".plot").first.bounding_box()
+    left, right = box["x"] + 56, box["x"] + box["width"] - 22  # the axes
+    watched.page.mouse.click(left + (right - left) * (spike - 1) / (length - 1), box["y"] + 100)
+    assert watched.page.locator(".tip code").inner_text() == f"onstep rewind '{place}' {spike}"

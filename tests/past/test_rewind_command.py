@@ -10,7 +10,10 @@ import pytest
 
 from onstep import pretrain
 from onstep.cli.main import main
+from tests.support.forked_processes import Processes
 from tests.support.past_runs import STEPS, content_of, run_config
+from tests.support.shell import Shell
+from tests.support.train_command import SMALL
 
 SPY = """
 from onstep import Callback
@@ -174,3 +177,23 @@ def test_what_cannot_be_found_is_one_line(
     assert main(["rewind", str(run), *words]) == 1
     [line] = [one for one in capsys.readouterr().err.splitlines() if one.startswith("error")]
     assert error in line
+
+
+@pytest.mark.slow
+def test_two_ranks_find_a_step_and_blame_its_samples(
+    processes: Processes, corpus: Path, token_cache: Path, tmp_path: Path
+) -> None:
+    shell = Shell(processes, tmp_path)
+    words = [*SMALL, f"dataset.paths=[{corpus}]", f"dataset.cache_dir={token_cache}", "run.name=x"]
+    done = shell.onstep(
+        "train", *words, "train.micro_batch_size=1", "logger.log_interval=1", "checkpoint.save_interval=3", ranks=2
+    )
+    assert done.returncode == 0, done.stderr
+    done = shell.onstep("rewind", "x", "--when", "max_activation > 0 and loss > 0", "--from", "5", ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert "first at step 5 (" in done.stderr
+    assert "equal to the bit" in done.stdout
+    done = shell.onstep("rewind", "x", "5", "--without", "each", ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert "with all samples: equal to the bit" in done.stdout
+    assert len(done.stdout.splitlines()) == 7

@@ -18,7 +18,7 @@ from onstep.analysis.logs.decisions_log import (
     details_of,
     read_decisions,
 )
-from onstep.analysis.logs.run_status import can_be_rewound, rewind_command, run_record
+from onstep.analysis.logs.run_status import rewind_command, run_record
 from onstep.analysis.text_tables import printable
 from onstep.cli.cells import time_shown
 from onstep.cli.runs import RUNS, find_named, not_found, run_names
@@ -67,8 +67,8 @@ def why(
     path = directory / FILE_NAME
     for line in [headline(directory, read_decisions(path)), *explain(read_decisions(path), step)]:
         print(printable(line))
-    if step is not None and step > 0 and can_be_rewound(directory):
-        print(printable(f"Its samples, gradients and layers: {rewind_command(words[0], step)}"))
+    if step is not None and step > 0 and (command := rewind_command(directory, step)) is not None:
+        print(printable(f"Its samples, gradients and layers: {command}"))
 
 
 def print_features(words: list[str]) -> None:

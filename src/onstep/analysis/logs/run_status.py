@@ -87,12 +87,12 @@ def run_record(directory: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def can_be_rewound(directory: Path) -> bool:
-    """Whether `onstep rewind` can repeat a run by itself: one whose data and model are configured."""
-    record = run_record(directory)
-    return isinstance(record.get("config"), dict) and record.get("layout") != "hugging_face"
+def rewind_command(directory: str | Path, step: int | None) -> str | None:
+    """The command that shows a step of a run, as a shell reads it; without its number for None.
 
-
-def rewind_command(run: str | Path, step: int) -> str:
-    """The command that shows a step of a run, as a shell reads it."""
-    return f"onstep rewind {shlex.quote(str(run))} {step}"
+    None for a run that `onstep rewind` cannot repeat by itself, since its data and model are not configured.
+    """
+    record = run_record(Path(directory))
+    if not isinstance(record.get("config"), dict) or record.get("layout") == "hugging_face":
+        return None
+    return f"onstep rewind {shlex.quote(str(directory))}{'' if step is None else f' {step}'}"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from onstep.analysis.logs.run_status import rewind_command
 from onstep.analysis.logs.tokenizers import LossUnit, loss_unit
 from onstep.analysis.logs.training_log import TrainingLog
 from onstep.analysis.plots.axes import NAMES, look_of
@@ -58,13 +59,15 @@ def report_data(logs: Sequence[TrainingLog], labels: Sequence[str]) -> dict[str,
 
     Of more than `MOST_CHARTS` metrics, the first are drawn; `left_out` is the number of the others.
 
-    {"left_out": ..., "runs": [{label, colour, dash, steps, axes}], "axes": [...], "groups": [{name, metrics: [{key,
-    name, evaluation, series}]}]}. `colour` is an index; `steps` are the lists that the series of the run refer to;
-    `axes` has, for each axis but "step", a list of steps and one of values. A series is {run, points, missing, gaps,
-    range, bulk, at, y}: `missing` is the number of values that are not finite, `gaps` the first steps of these; `range`
-    and `bulk` are the lowest and highest y of all values and of those that are not outliers; `at` is the index of the
-    steps. A long curve is downsampled to columns, of which `low`, `y` and `high` are the lowest, the mean and the
-    highest value; if it has spikes, `calm` are the means without them. A short one has `spikes`, their indices.
+    {"left_out": ..., "runs": [{label, colour, dash, steps, axes, rewind}], "axes": [...], "groups": [{name, metrics:
+    [{key, name, evaluation, series}]}]}. `colour` is an index; `steps` are the lists that the series of the run refer
+    to; `axes` has, for each axis but "step", a list of steps and one of values; `rewind` is the command that shows a
+    step, up to its number. A series is {run, points, missing, gaps, range, bulk, at, y}: `missing` is the number of
+    values that are not finite, `gaps` the first steps of these; `range` and `bulk` are the lowest and highest y of all
+    values and of those that are not outliers; `at` is the index of the steps. A long curve is downsampled to columns,
+    of which `low`, `y` and `high` are the lowest, the mean and the highest value; if it has spikes, `calm` are the
+    means without them, and `peaks` the steps of the highest ones by
+    column. A short one has `spikes`, their indices.
     """
     known = list(NAMES)  # these come first; the rest in order of appearance
     metrics = list(dict.fromkeys(metric for log in logs for metric in metrics_of(log)))
@@ -87,6 +90,16 @@ def report_data(logs: Sequence[TrainingLog], labels: Sequence[str]) -> dict[str,
         "axes": [axis for axis in X_COLUMNS if any(axis in x_axes(log) for log in logs)],
         "groups": [{"name": name, "metrics": entries[name]} for name in _GROUP_NAMES if name in entries],
     }
+
+
+def _peaks(steps: Values, y: Values, is_spike: NDArray[np.bool_], starts: NDArray[np.intp]) -> dict[int, int]:
+    """The step of the highest spike of each column that has one."""
+    found: dict[int, int] = {}
+    columns = np.searchsorted(starts, np.flatnonzero(is_spike), side="right") - 1
+    for column, place in zip(columns.tolist(), np.flatnonzero(is_spike).tolist(), strict=True):
+        if column not in found or y[place] > y[found[column]]:
+            found[column] = place
+    return {column: int(steps[place]) for column, place in found.items()}
 
 
 def group_of(metric: str) -> str:
@@ -122,6 +135,7 @@ class _Run:
             "dash": _DASHES[look.dash],
             "steps": [list(steps) for steps in self._steps],
             "axes": self._axes(),
+            "rewind": rewind_command(self._log.log_path.parent, None),
         }
 
     def series(self, metric: str, rows: NDArray[np.intp]) -> dict[str, Any]:
@@ -152,10 +166,12 @@ class _Run:
         low = np.minimum.reduceat(np.where(np.isnan(y), np.inf, y), starts)
         high = np.maximum.reduceat(np.where(np.isnan(y), -np.inf, y), starts)
         centres = np.round(np.add.reduceat(steps, starts) / np.diff(np.append(starts, len(steps))))
-        curve = {"at": self._at(centres), "low": _short(low), "y": _short(_means(y, starts)), "high": _short(high)}
+        curve: dict[str, Any] = {"at": self._at(centres), "low": _short(low), "high": _short(high)}
+        curve["y"] = _short(_means(y, starts))
         is_spike = spikes(y, automatic_window(len(y)))
         if is_spike.any():
             curve["calm"] = _short(_means(np.where(is_spike, np.nan, y), starts))
+            curve["peaks"] = _peaks(steps, y, is_spike, starts)
         return curve
 
     def _at(self, steps: Values) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from onstep.analysis.logs.decisions_log import FILE_NAME as DECISIONS
 from onstep.analysis.logs.log_tail import LogTail
-from onstep.analysis.logs.run_status import ending_of, run_record, status_of
+from onstep.analysis.logs.run_status import ending_of, rewind_command, run_record, status_of
 from onstep.analysis.logs.samples_log import follow_samples, sample_of
 from onstep.analysis.logs.tokenizers import tokenizer_of
 from onstep.control.feed import Feed
@@ -89,6 +89,7 @@ class RunFiles:
             reason=ending,
             run=record.get("name") or self._log.parent.name,
             output_dir=str(self._log.parent),
+            rewind=rewind_command(self._log.parent, None),
             global_step=step if step is None else int(step),
             max_steps=total,
             progress=min(1.0, step / total) if total and step is not None else None,

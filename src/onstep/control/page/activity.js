@@ -44,7 +44,13 @@ function head(item, name, kind) {
 function eventRow(item, name) {
   const [kind, text, details] = DESCRIBED[item.kind]?.(item) ?? [words(item.kind), "", ""];
   return element("li", {}, head(item, name, kind), text ? element("p", {}, text) : null,
-    details ? element("p", { class: "muted small" }, details) : null);
+    details ? element("p", { class: "muted small" }, details) : null, command(item));
+}
+
+/** The command that shows the step of an anomaly, as text that one click selects. */
+function command({ job, details }) {
+  const { rewind } = job.status, step = details?.bad_step;
+  return rewind && Number.isInteger(step) ? element("code", { class: "command" }, `${rewind} ${step}`) : null;
 }
 
 /** How each kind of event reads: [tag, text, details]. */

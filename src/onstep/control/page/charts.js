@@ -100,7 +100,9 @@ export class Charts {
         const line = { name, label, colourIndex, index, unit: chart.unit, job };
         const ratio = isLoss(name) ? unit.ratios?.get(job) ?? 1 : 1;
         const y = ratio === 1 ? series.value : series.value.map((one) => (one === null ? null : one / ratio));
-        return [{ ...line, x: across(series, job), y }];
+        const { rewind } = job.status;
+        const commandOf = rewind && !isEvaluation(name) ? (at) => `${rewind} ${Math.max(1, series.step[at])}` : undefined;
+        return [{ ...line, x: across(series, job), y, commandOf }];
       });
     }));
   }
@@ -163,7 +165,7 @@ function drawnOf(line) {
   const isThere = (_, index) => !isSparse || line.y[index] !== null;
   const x = line.x.filter(isThere), y = line.y.filter(isThere);
   const label = [line.label, variant(line.name)].filter(Boolean).join(" ");
-  const base = { x, y, label, className: `run-${line.colourIndex}`, dash: DASHES[dashOf(line)], markers: isSparse || y.length <= FEW_POINTS };
+  const base = { x, y, label, className: `run-${line.colourIndex}`, dash: DASHES[dashOf(line)], markers: isSparse || y.length <= FEW_POINTS, commandOf: line.commandOf };
   return weight === 0 ? [base] : [{ ...base, faint: true, markers: false }, { ...base, y: smoothed(y, weight) }];
 }
 

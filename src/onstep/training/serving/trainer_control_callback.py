@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from onstep.analysis.logs.run_status import rewind_command
 from onstep.analysis.logs.samples_log import keep_samples, samples_of_run
 from onstep.analysis.logs.tokenizers import tokenizer_of
 from onstep.checkpoint import checkpoints
@@ -153,6 +154,7 @@ class TrainerControlCallback(TrainerCallback):
             status="running",
             run=None if run.run_dir is None else run.run_dir.path.name,
             output_dir=None if run.run_dir is None else str(run.run_dir.path.absolute()),
+            rewind=None if run.run_dir is None else rewind_command(run.run_dir.path.absolute(), None),
             world_size=run.world.size,
             started_at=time.time(),
             num_train_epochs=state.num_train_epochs,

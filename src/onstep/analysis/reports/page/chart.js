@@ -139,7 +139,8 @@ class Chart {
   }
 
   /**
-   * Lines are {x, y, className, dash, label, faint, markers, band, gaps}; `view` is {x, y, logX, logY, xName, whole} and,
+   * Lines are {x, y, className, dash, label, faint, markers, band, gaps, commandOf}: `commandOf(index)` is the command
+   * about a point, which a click copies. `view` is {x, y, logX, logY, xName, whole} and,
    * where they differ from those of numbers, {height, unit, ticksOf(low, high, count), textOf(x)}.
    */
   draw(lines, view) {
@@ -229,9 +230,32 @@ class Chart {
     const from = this.from, to = this.at(event);
     this.from = undefined;
     if (this.brush) this.brush.setAttribute("visibility", "hidden");
-    if (from === undefined || Math.abs(to - from) < 8) return;
+    if (from === undefined) return;
+    if (Math.abs(to - from) < 8) {
+      this.copy(event);
+      return;
+    }
     const clamp = (value) => Math.min(this.x.high, Math.max(this.x.low, value));
     this.onZoom([from, to].sort((one, other) => one - other).map((pixel) => clamp(this.x.invert(pixel))));
+  }
+
+  /** Copy the command about the point near a click, and show it. */
+  copy(event) {
+    if (!this.x || !this.lines.length) return;
+    const box = this.svg.getBoundingClientRect(), wanted = this.x.invert(this.at(event));
+    const height = (event.clientY - box.top) * (this.height / box.height);
+    let best = null;
+    this.lines.filter((line) => !line.faint && line.commandOf && line.x.length).forEach((line) => {
+      const index = nearest(line.x, wanted), value = line.y[index];
+      const far = value === null ? Infinity : Math.abs(this.y(value) - height);
+      if (best === null || far < best.far) best = { far, text: line.commandOf(index) };
+    });
+    if (best === null) return;
+    this.point(this.at(event));
+    const row = element("div", { className: "command" }, this.tip);
+    element("code", { textContent: best.text }, row);
+    const note = element("span", { className: "quiet" }, row);
+    navigator.clipboard?.writeText(best.text).then(() => { note.textContent = "copied"; }, () => {});
   }
 
   leave() {
@@ -262,6 +286,7 @@ class Chart {
       element("b", { textContent: number(value, 5) + (this.view.unit || "") }, row);
       if (!this.y.isLog || value > 0) shape("circle", { class: `dot ${line.className}`, cx: this.x(xs[index]), cy: this.y(value), r: 3.5 }, this.dots);
     });
+    if (shown.some((line) => line.commandOf)) element("div", { className: "quiet hint", textContent: "click: command to look at it" }, this.tip);
     this.tip.hidden = false;
     const width = this.svg.viewBox.baseVal.width, scale = this.svg.getBoundingClientRect().width / width;
     const beside = left > width / 2 ? left * scale - this.tip.offsetWidth - 12 : left * scale + 12;

@@ -48,6 +48,11 @@ function smoothed(metric, series) {
   return width > 1 ? movingMean(y, width, state.bulk ? series.spikes : null) : y;
 }
 
+/** The step of a point; of a column of a long curve, that of its highest value, if it is a spike. */
+function stepOf(series, run, index) {
+  return (series.peaks || {})[index] ?? Math.max(1, run.steps[series.at][index]);
+}
+
 function linesOf(metric) {
   const found = [];
   visible(metric).forEach((series) => {
@@ -55,6 +60,7 @@ function linesOf(metric) {
     if (!x || !series.y) return;
     const smooth = smoothed(metric, series), band = series.low ? { low: series.low, high: series.high } : null;
     const base = { x, className: `run-${run.colour}`, dash: run.dash, label: run.label };
+    if (run.rewind && !metric.evaluation) base.commandOf = (index) => `${run.rewind} ${stepOf(series, run, index)}`;
     const gaps = across(run, series.gaps);
     if (smooth && !band) found.push({ ...base, y: series.y, faint: true, gaps });
     found.push({ ...base, y: smooth || series.y, band, gaps: smooth && !band ? [] : gaps, markers: series.points <= MARKERS_UP_TO });

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,3 +154,35 @@ def infinite(state: Any, data_iterator: Iterator[Any], model: nn.Module) -> Any:
     loss, count = forward_step(data_iterator, model)
     scale: Tensor | float = torch.inf if state.train_state.step == 4 else 1.0
     return loss * scale, count
+
+
+def test_a_run_that_began_with_another_ones_checkpoint_is_repeated_from_there(
+    corpus: Path, token_cache: Path, tmp_path: Path
+) -> None:
+    pretrain(run_config(corpus, token_cache, tmp_path / "parent"))
+    parent = tmp_path / "parent" / "x" / "checkpoints" / "checkpoint-3"
+    pretrain(run_config(corpus, token_cache, tmp_path, checkpoint__load=str(parent)))
+    with onstep.rewind(tmp_path / "x", 5) as past:
+        past.finish_step()
+        assert (past.plan.num_steps, past.comparison.steps) == (2, [4, 5])
+        assert past.comparison.is_equal
+    with pytest.raises(ConfigError, match="began with step 3 of"), onstep.rewind(tmp_path / "x", 3):
+        pass
+
+
+def test_what_differs_from_the_process_of_the_run_is_named(corpus: Path, token_cache: Path, tmp_path: Path) -> None:
+    pretrain(run_config(corpus, token_cache, tmp_path))
+    run = tmp_path / "x"
+    content = json.loads((run / "run.json").read_text())
+    content["versions"]["torch"] = "2.0.0+old"
+    (run / "run.json").write_text(json.dumps(content))
+    with onstep.rewind(run, 6) as past:
+        assert re.search("equal to the bit: .*, although torch was 2.0.0.old and is ", past.comparison.summary)
+    lines = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+    for one in lines:
+        if one["kind"] == "log" and one["global_step"] == 5:
+            one["loss"] = 0.5
+    (run / "record.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    with onstep.rewind(run, 6) as past:
+        assert "not to the bit from step 5 on (loss of step 5 was 0.5 and is " in past.comparison.summary
+        assert "torch was 2.0.0+old" in past.comparison.summary

@@ -13,6 +13,7 @@ from onstep.record import Record, without_wall_clock
 from onstep.training.runs.provenance import provenance
 
 _OTHER = ("kind", "global_step", "epoch", "timestamp")
+_CODE = "the code"
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,9 @@ class Comparison:
             ]
         old, new = before.get("code", {}), now.get("code", {})
         if old and old.get("revision") != new.get("revision"):
-            found.append(f"the code was at {old.get('revision', '')[:12]} and is at {new.get('revision', 'none')[:12]}")
+            found.append(f"{_CODE} was at {old.get('revision', '')[:12]} and is at {new.get('revision', 'none')[:12]}")
         elif old.get("dirty") or new.get("dirty"):
-            found.append("the code had changes that are not committed, or has some now")
+            found.append(f"{_CODE} had changes that are not committed, or has some now")
         return found
 
     @property
@@ -112,7 +113,9 @@ class Comparison:
         if (deviation := self.deviation) is None:
             first, last = self.steps[0], self.steps[-1]
             at = f"step {first}" if first == last else f"steps {first} to {last}"
-            return f"equal to the bit: {self.num_values} logged values of {at}"
+            others = "; ".join(one for one in self.causes if not one.startswith(_CODE))
+            although = f", although {others}" if others else ""
+            return f"equal to the bit: {self.num_values} logged values of {at}{although}"
         causes = "; ".join(self.causes) or "nothing that is recorded differs: a kernel or the code of the run may"
         return f"not to the bit from step {deviation.step} on ({deviation}): {causes}"
 

@@ -68,8 +68,8 @@ class Weights:
     """A copy of the trained weights from before an update, to measure it; needs the memory of one gradient."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._before = {name: one.detach().clone() for name, one in model.named_parameters() if one.requires_grad}
+        self._model: nn.Module = unwrap(model)
+        self._before = {name: one.detach().clone() for name, one in self._model.named_parameters() if one.requires_grad}
 
     def update_norms(self) -> dict[str, Tensor]:
         """The norms of what was added since; the copy is used up."""

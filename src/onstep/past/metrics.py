@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
+from onstep.events.context import unwrap
 from onstep.past.layers import layer_of, norms_by_layer
 from onstep.training.compute.step import Step
 from onstep.training.stages.job import Job
@@ -23,7 +24,11 @@ SWITCHES = {"max_attention_logit": "model.log_max_attention_logit"}
 
 
 def _gradients(job: Job) -> list[tuple[str, Tensor]]:
-    return [(name, one.grad) for name, one in job.model[0].named_parameters() if one.grad is not None]
+    return [(name, one.grad) for name, one in _weights(job) if one.grad is not None]
+
+
+def _weights(job: Job) -> list[tuple[str, nn.Parameter]]:
+    return list(unwrap(job.model[0]).named_parameters())
 
 
 def _whole(norms: Mapping[str, Tensor]) -> Tensor:
@@ -36,7 +41,7 @@ _OF_STEP: dict[str, Metric] = {
     "grad_norm": lambda job, step: step.grad_norm,
     "learning_rate": lambda job, step: learning_rate(job.raw_optimizer),
     "loss_scale": lambda job, step: None if job.scaler is None else job.scaler.scale,
-    "params_norm": lambda job, step: _whole(norms_by_layer(job.model[0].named_parameters())),
+    "params_norm": lambda job, step: _whole(norms_by_layer(_weights(job))),
     "num_zeros": lambda job, step: sum(int((grad == 0).sum()) for _, grad in _gradients(job)),
     "max_attention_logit": lambda job, step: step.max_attention_logit,
     "num_labels": lambda job, step: step.total.tokens,
@@ -44,7 +49,7 @@ _OF_STEP: dict[str, Metric] = {
 }
 _OF_LAYER: dict[str, Callable[[Job], list[tuple[str, Tensor]]]] = {
     "gradient": _gradients,
-    "weight": lambda job: list(job.model[0].named_parameters()),
+    "weight": lambda job: list(_weights(job)),
 }
 KNOWN = [*_OF_STEP, *(f"{kind}/LAYER" for kind in _OF_LAYER)]
 """The names of metrics, with a layer's in place of LAYER."""

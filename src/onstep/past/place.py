@@ -13,14 +13,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from onstep.checkpoint import CheckpointInfo, checkpoints
+from onstep.checkpoint import CheckpointInfo, checkpoints, resolve
 from onstep.checkpoint.catalog.discovery import newest_verified
 from onstep.config import ConfigContainer
 from onstep.config.load import from_dict
-from onstep.errors import ConfigError, DataError, OnstepError
+from onstep.errors import CheckpointError, ConfigError, DataError, OnstepError
 from onstep.files.bounded_reading import read_json
 from onstep.record import Record, leading_records
 from onstep.record.kinds import FILE_NAME
+from onstep.training.checkpointing.starts import asked_start
 from onstep.training.runs.run_dir import RunDir
 
 _COPIED = ("decisions.jsonl", "identity.json", "tokenizer.json")
@@ -45,11 +46,13 @@ class Plan:
     """The number of rollbacks after which the run trained the step that it kept."""
     rollbacks: tuple[int, ...] = ()
     """The steps that rollbacks, which are repeated too, went back to."""
+    began_after: int = 0
+    """The step of another run's checkpoint that the run began with."""
 
     @property
     def start_step(self) -> int:
         """The last step that is not repeated."""
-        return 0 if self.start is None else self.start.step
+        return self.began_after if self.start is None else self.start.step
 
     @property
     def num_steps(self) -> int:
@@ -110,6 +113,12 @@ def plan_rewind(run: str | Path, step: int) -> Plan:
     found = _known(directory, config)
     branches = rollbacks_of(directory)
     start = _start(directory, config, step)
+    began_after = _began_after(config) if start is None else 0
+    if step <= began_after:
+        raise ConfigError(
+            f"step={step} is before {directory}, which began with step {began_after} of {config.checkpoint.load}; "
+            f"rewind that run, or choose {began_after + 1} to {last}."
+        )
     captured = None if start is None else start.manifest.extra.get("decisions", {}).get("branch", 0)
     passed = [to_step for to_step, bad_step in branches[captured or 0 :] if to_step < step <= bad_step]
     later = min((one for one in found if one.step >= step), key=lambda one: one.step, default=None)
@@ -124,6 +133,7 @@ def plan_rewind(run: str | Path, step: int) -> Plan:
         records=[one for one in records if one.get("global_step", 0) <= step],
         branch=max((number for number, (to_step, _) in enumerate(branches, 1) if to_step < step), default=0),
         rollbacks=tuple(passed),
+        began_after=began_after,
     )
 
 
@@ -191,6 +201,16 @@ def _root(directory: Path, config: ConfigContainer) -> Path:
 def _known(directory: Path, config: ConfigContainer) -> list[CheckpointInfo]:
     run_id = RunDir(directory).run_id
     return [one for one in checkpoints(_root(directory, config)) if one.manifest.run_id in ("", run_id)]
+
+
+def _began_after(config: ConfigContainer) -> int:
+    """The step of the checkpoint that a run loaded from elsewhere; 0 if it began from scratch or with weights alone."""
+    if config.checkpoint.load is None or asked_start(config) is None:
+        return 0
+    try:
+        return resolve(Path(config.checkpoint.load).expanduser(), step=config.checkpoint.ckpt_step).step
+    except CheckpointError:
+        return 0  # gone since, which matters only where the run itself has no checkpoint
 
 
 def _start(directory: Path, config: ConfigContainer, step: int) -> CheckpointInfo | None:

@@ -10,6 +10,7 @@ from onstep.checkpoint import RngState
 from onstep.data import Batch
 from onstep.distributed import no_sync
 from onstep.errors import ConfigError
+from onstep.events.context import unwrap
 from onstep.past.comparison import Comparison
 from onstep.past.layers import Means, Weights, norms_by_layer
 from onstep.past.metrics import Log
@@ -89,7 +90,8 @@ class Past:
     @property
     def gradients(self) -> dict[str, Tensor]:
         """The gradients by name of their parameter, as the optimizer receives them."""
-        return {name: one.grad for name, one in self.model.named_parameters() if one.grad is not None}
+        named = unwrap(self.model).named_parameters()
+        return {name: one.grad for name, one in named if one.grad is not None}
 
     @property
     def seconds(self) -> float:

@@ -72,7 +72,7 @@ def mark(samples: Sequence[Sample], batches: Sequence[Batch], seen: Seen) -> Non
             elif repeated[number] > max(_REPEATED, 1.5 * _median_without(repeated, number)):
                 notes.append(f"repeats itself: {repeated[number]:.0%} of its {_NGRAM}-grams occur before in it")
             if seen.num_steps and new[number] > max(2, _TIMES * _median_without(new, number)):
-                notes.append(f"{new[number]} tokens that the {seen.num_steps} steps before do not have")
+                notes.append(f"{new[number]} tokens that none of the {seen.num_steps} repeated steps before has")
         else:
             sample.fields = _fields(batch)
         digest = next(iter(_digests(batch)), b"")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onstep.analysis.logs.decisions_log import EVERYDAY, FILE_NAME, decision_lines, read_decisions
+from onstep.events.context import unwrap
 from onstep.past.layers import LayerNorms, Means, Weights, largest_activations, norms_by_layer
 from onstep.past.rewinding import Past
 from onstep.past.samples import Sample
@@ -69,7 +70,7 @@ def examine(past: Past) -> StepView:
     logits: dict[str, Tensor] = {}
     with torch.no_grad(), largest_activations(past.model, activations, logits):
         past.forward()
-    weights = norms_by_layer(past.model.named_parameters())
+    weights = norms_by_layer(unwrap(past.model).named_parameters())
     before = Weights(past.model)
     loss, epoch = past.loss, float(job.run.trainer_state.epoch)
     past.finish_step()

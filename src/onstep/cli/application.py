@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from onstep.cli.script import ScriptCommand
 from onstep.config import KEYS, nearest_key
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
@@ -70,6 +71,7 @@ def application_at(place: str) -> typer.Typer:
     if isinstance(found, typer.Typer):
         return found
     single = application()
-    reads_words = "words" in inspect.signature(found).parameters
-    single.command(name.rstrip("_"), cls=WordsCommand if reads_words else None)(found)
+    parameters = inspect.signature(found).parameters
+    cls = ScriptCommand if "script" in parameters else WordsCommand if "words" in parameters else None
+    single.command(name.rstrip("_"), cls=cls)(found)
     return single

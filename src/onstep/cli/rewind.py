@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +19,7 @@ from onstep.analysis.text_tables import printable, table
 from onstep.cli.application import Imports
 from onstep.cli.config import import_file, load_callback
 from onstep.cli.first_checks import is_main
+from onstep.cli.script import WORDS, run_to_training
 from onstep.cli.why import find_run
 from onstep.errors import ConfigError, OnstepError, named_text
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from onstep.past.metrics import Log
     from onstep.past.view import StepView
 
+Rewind = Callable[..., AbstractContextManager["Past"]]
+"""`onstep.rewind`, or what does the same with the Trainer of a script."""
 _MOST_ROWS = 50
 """Steps of `--log` that a terminal shows: the last ones."""
 _OPERATORS = 15
@@ -33,6 +37,7 @@ _OPERATORS = 15
 
 
 def rewind(
+    context: typer.Context,
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's directory, or its name below runs/.")],
     step: Annotated[
         int | None, typer.Argument(metavar="STEP", help="The step; the first one is 1. Not with --when.")
@@ -74,6 +79,13 @@ def rewind(
         bool, typer.Option("--shell", help="Then open Python at the end of the step, with `past`.")
     ] = False,
     imports: Imports = None,
+    script: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.py [ARGS]",
+            help="The script of a Trainer's run, with its arguments: the last option. It runs until it would train.",
+        ),
+    ] = None,
 ) -> None:
     """Repeat a run in memory from its nearest checkpoint to a step, and show what happened there.
 
@@ -81,7 +93,7 @@ def rewind(
     losses would have been without each of its samples is shown instead.
 
     Nothing in the run's directory changes, and the run may still be training. What the repeated steps log is compared
-    with the record, to the bit.
+    with the record, to the bit. A run of a Trainer requires --script.
     """
     if as_json and shell:
         raise ConfigError("--json and --shell both use standard output; drop one of them.")
@@ -89,23 +101,32 @@ def rewind(
     directory = find_run(run)
     for path in imports or []:
         import_file(path)
-    if when is not None:
-        step = _found(directory, when, from_step, callbacks or [])
-    from onstep.past import plan_rewind
-
-    assert step is not None
-    plan = plan_rewind(directory, step)
-    _say(f"{plan.cost}; loading ...")
     names = [one.strip() for one in log.split(",") if one.strip()] if log else []
-    try:
-        if without is not None:
-            _drop_each(plan, [_callback(one) for one in callbacks or []], horizon, as_json)
-            return
-        _show(plan, [_callback(one) for one in callbacks or []], names, profile, as_json, report, all_samples, shell)
-    except OnstepError:
-        raise
-    except Exception as error:
-        raise _in_one_line(error, step) from error
+
+    def look(rewound: Rewind) -> None:
+        from onstep.past import plan_rewind
+
+        wanted = _found(rewound, directory, when, from_step, callbacks or []) if when is not None else step
+        assert wanted is not None
+        plan = plan_rewind(directory, wanted)
+        _say(f"{plan.cost}; loading ...")
+        given = [_callback(one) for one in callbacks or []]
+        try:
+            if without is not None:
+                _drop_each(rewound, plan, given, horizon, as_json)
+            else:
+                _show(rewound, plan, given, names, profile, as_json, report, all_samples, shell)
+        except OnstepError:
+            raise
+        except Exception as error:
+            raise _in_one_line(error, wanted) from error
+
+    if script is not None:
+        run_to_training(script, context.meta[WORDS], look)
+    else:
+        from onstep.past import rewind as rewound
+
+        look(rewound)
 
 
 def _check_choice(step: int | None, when: str | None, from_step: int | None, without: str | None) -> None:
@@ -121,7 +142,7 @@ def _check_choice(step: int | None, when: str | None, from_step: int | None, wit
         )
 
 
-def _found(directory: Path, when: str, from_step: int | None, callbacks: list[str]) -> int:
+def _found(rewound: Rewind, directory: Path, when: str, from_step: int | None, callbacks: list[str]) -> int:
     """The first step for which an expression holds.
 
     Raises:
@@ -134,7 +155,7 @@ def _found(directory: Path, when: str, from_step: int | None, callbacks: list[st
 
     search = plan_search(directory, expression, from_step)
     _say(f"{search.cost} ...")
-    found = search.run([_callback(one) for one in callbacks])
+    found = search.run([_callback(one) for one in callbacks], rewound)
     if found is None:
         more = "; the steps that were not logged are looked at with --from 1" if search.is_recorded else ""
         raise ConfigError(f"{when} holds at no step from {search.plan.step} to {search.last} of {directory}{more}.")
@@ -142,8 +163,7 @@ def _found(directory: Path, when: str, from_step: int | None, callbacks: list[st
     return found.step
 
 
-def _drop_each(plan: Plan, callbacks: list[Any], horizon: int, as_json: bool) -> None:
-    from onstep.past import rewind as rewound
+def _drop_each(rewound: Rewind, plan: Plan, callbacks: list[Any], horizon: int, as_json: bool) -> None:
     from onstep.past.blame import drop_each
     from onstep.past.tables import blame_lines
 
@@ -154,6 +174,7 @@ def _drop_each(plan: Plan, callbacks: list[Any], horizon: int, as_json: bool) ->
 
 
 def _show(
+    rewound: Rewind,
     plan: Plan,
     callbacks: list[Any],
     names: list[str],
@@ -163,8 +184,6 @@ def _show(
     shows_all: bool,
     shell: bool,
 ) -> None:
-    from onstep.past import rewind as rewound
-
     profiler = _profiler() if profile is not None else None
 
     def around(number: int) -> AbstractContextManager[object]:

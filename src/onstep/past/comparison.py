@@ -37,6 +37,8 @@ class Comparison:
     num_ranks: int = 1
     lines: dict[int, Record] = field(default_factory=dict, repr=False)
     """What the repeated run has logged, by step."""
+    differences: list[str] = field(default_factory=list)
+    """What else is known to differ from the run, such as the code of a script."""
 
     def hear(self, kind: str, step: int, data: Mapping[str, Any]) -> None:
         """Keep a line of the repeated run's record, in the form in which a file has it."""
@@ -85,7 +87,7 @@ class Comparison:
         """What differs from the process that trained these steps, in words."""
         before = {**self.plan.run_json, **self.plan.run_json.get("continued_with", {})}
         now = provenance()
-        found = []
+        found = [*self.differences]
         if self.plan.num_ranks != self.num_ranks:
             found.append(f"the run had {self.plan.num_ranks} ranks, this has {self.num_ranks}")
         for part, words in (

@@ -63,8 +63,9 @@ class Repetition:
         self._log = list(log)
         self._around_step = around_step
         self._turns = Turns()
-        self._comparison = Comparison(plan)
-        self._messages: list[str] = []
+        self.comparison = Comparison(plan)
+        self.messages: list[str] = []
+        """What the repeated run warns of."""
 
     def config(self, directory: Path, *, evaluates: bool) -> ConfigContainer:
         """The configuration of the run for its copy in a directory."""
@@ -80,16 +81,16 @@ class Repetition:
         watch = attach(run)
         watch.turns = self._turns
         watch.wanted, watch.branch = self.plan.step, self.plan.branch
-        watch.on_rollback = self._comparison.go_back
-        run.record.listeners.add(self._comparison.hear)
+        watch.on_rollback = self.comparison.go_back
+        run.record.listeners.add(self.comparison.hear)
         if self._around_step is not None:
             watch.around_step, watch.holds_before_update = self._around_step, False
-        self.past = Past(self.plan, watch, self._comparison, Log(self._log) if self._log else None)
-        self.past.warnings = self._messages
+        self.past = Past(self.plan, watch, self.comparison, Log(self._log) if self._log else None)
+        self.past.warnings = self.messages
 
     def claim(self, config: ConfigContainer, world: World, identify: Identify) -> tuple[Claim | None, Hold | None]:
         """Claim the temporary copy, once what is trained is known to be that of the run. Collective."""
-        self._comparison.num_ranks = world.size
+        self.comparison.num_ranks = world.size
 
         def claimed(config: ConfigContainer, identify: Identify | None) -> tuple[Claim, None]:
             assert identify is not None
@@ -107,7 +108,7 @@ class Repetition:
         Raises:
             ConfigError: if it ends before.
         """
-        with warnings_kept(self._messages):
+        with warnings_kept(self.messages):
             try:
                 self._turns.start(train)
                 if not self._turns.is_held:
@@ -139,7 +140,7 @@ def rewind(
     the run from then on.
 
     Args:
-        run: the directory of a run of `pretrain`, `finetune` or the command line.
+        run: the directory of a run of `pretrain`, `finetune` or the command line; of a Trainer: `Trainer.rewind`.
         step: the step to hold at, right before its update; it counts from 1.
         callbacks: called as those of the run are, in any convention. The run's own are made again, unless one of the
             same class is given.
@@ -157,8 +158,8 @@ def rewind(
     plan = plan_rewind(run, step) if plan is None else plan
     if plan.is_of_trainer:
         raise ConfigError(
-            f"{plan.directory} is a run of a Trainer, whose model and data are in its script: it cannot be repeated "
-            f"from its directory alone."
+            f"{plan.directory} is a run of a Trainer, whose model and data are in its script: onstep rewind "
+            f"{plan.directory} {plan.step} --script train.py [ARGS], or trainer.rewind({plan.step}) in the script."
         )
     repetition = Repetition(plan, lambda identity: _checked(plan, identity), log, around_step)
     with ExitStack() as stack:

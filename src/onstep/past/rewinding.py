@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,7 +17,8 @@ from onstep.past.layers import Means, Weights, norms_by_layer
 from onstep.past.metrics import Log
 from onstep.past.observer import END, UPDATE, UPDATED, Watch
 from onstep.past.place import Plan
-from onstep.past.samples import Sample, SampleLosses, tokens_of, undisturbed
+from onstep.past.sample_texts import fields_of_item, text_of
+from onstep.past.samples import Sample, SampleLosses, undisturbed
 from onstep.past.sources import Sources
 from onstep.past.unusual import Seen, mark, mark_measures
 from onstep.training.compute.loss_sums import at_least_one
@@ -49,6 +51,8 @@ class Past:
         self._weights: Weights | None = None
         self.log = log
         """Metrics of each repeated step, up to the one that is held; None unless asked for."""
+        self.dataset: Any = None
+        """What a Trainer trains on, whose samples have more to show than what is collated."""
         watch.tell = self._hear
 
     @property
@@ -161,7 +165,8 @@ class Past:
         ]
         found = SampleLosses(job, self.current, self._watch.random_state).measure(with_gradients=with_gradients)
         tokenizer = getattr(job.run, "tokenizer", None)
-        if tokenizer is not None and (dataset := getattr(job.reader, "dataset", None)) is not None:
+        dataset = getattr(job.reader, "dataset", None)
+        if tokenizer is not None and dataset is not None and not self.plan.is_of_trainer:
             known = [one for one in found if one.index is not None]
             counts = [max(len(one.documents), 1) for one in known]
             sources = Sources(job.run.cfg.dataset, dataset, tokenizer)
@@ -170,9 +175,11 @@ class Past:
                 for document, place in zip(sample.documents, places, strict=False):
                     document.place = place
         for sample, batch in zip(found, batches, strict=True):
-            if tokenizer is not None and (tokens := tokens_of(batch)) is not None:
-                sample.text = tokenizer.decode(tokens[0].tolist())
+            sample.text = text_of(batch, tokenizer)
         mark(found, batches, self.seen)
+        with undisturbed(job):
+            for sample in found:
+                sample.fields |= fields_of_item(self.dataset, sample.index)
         samples = [sample for rank in job.run.world.gather(found) for sample in rank]
         mark_measures(samples)
         return samples

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +14,10 @@ from torch import Tensor
 from onstep.checkpoint import RngState
 from onstep.data import Batch, StepBatches
 from onstep.data.loaders.iterable_loader import count_samples
+from onstep.distributed import no_sync
 from onstep.events.context import unwrap
 from onstep.models import Transformer
-from onstep.training.compute.loss_sums import local_sums
+from onstep.training.compute.loss_sums import is_known, local_sums
 from onstep.training.compute.losses import IGNORE_INDEX, MicroLoss
 from onstep.training.compute.rows import rows_of
 from onstep.training.compute.step import MicroBatches, Step
@@ -80,8 +81,13 @@ class SampleLosses:
         self._job, self._step, self._random_state = job, step, random_state
         self._model = unwrap(job.model[0])
         self._parameters = [one for one in job.model[0].parameters() if one.requires_grad and one.grad is not None]
-        self._weight = step.total.weight
-        self._total = float(step.total.numerator)
+        self._runs_backward = bool(getattr(job.forward_step_func, "runs_backward", False))
+        self._weight, self._total = step.total.weight, float(step.total.numerator)
+        if step.micros[0].kind == "mean" and is_known(self._weight, 1):  # a single mean is not weighted
+            self._weight = step.micros[0].weight
+            self._total *= float(self._weight)
+        self._items: dict[str, Any] = {}
+        """What the forward step keeps for the micro-batches of the step, such as the number of its labels."""
         self._scale = float(job.scaler.scale) if job.scaler is not None else 1.0
         is_ours = job.raw_forward_step_func is forward_step and isinstance(self._model, Transformer)
         self._gives_tokens = is_ours
@@ -91,9 +97,11 @@ class SampleLosses:
         self._true_norm = self._norm if step.grad_norm is None else float(step.grad_norm)
 
     def measure(self, *, with_gradients: bool = True) -> list[Sample]:
-        """The samples of this rank, in their order."""
+        """The samples of this rank, in their order. Collective."""
         found = []
-        with undisturbed(self._job):
+        with undisturbed(self._job), no_sync(self._job.model):
+            if self._step.micros[0].kind == "share":
+                self._items = self._items_of_step()
             for number, batch in enumerate(self._step.micro_batches):
                 if self._step.batches.is_filler[number]:
                     continue
@@ -105,22 +113,38 @@ class SampleLosses:
         return found
 
     def _measured(self, part: Batch, number: int, row: int, index: int | None, with_gradients: bool) -> Sample:
-        runs_backward = getattr(self._job.forward_step_func, "runs_backward", False)
-        with torch.set_grad_enabled(with_gradients and not runs_backward):
-            RngState(self._job.run.world.device).load_state_dict(self._random_state)
-            micro, losses = self._forward(part)
-        numerator, weight, labels = local_sums([micro])
-        own = float(numerator) if micro.kind == "share" else float(numerator) / max(float(weight), 1.0)
         norm = grad_share = None
-        if with_gradients and not runs_backward and micro.loss.requires_grad and self._parameters:
-            norm, grad_share = self._gradient(micro)
+        RngState(self._job.run.world.device).load_state_dict(self._random_state)
+        if self._runs_backward:
+            with self._gradients_aside() as step_grads:
+                micro, losses = self._forward(part)
+                own_grads = [one.grad for one in self._parameters]
+            if with_gradients and own_grads:
+                norm, grad_share = self._compared(own_grads, step_grads, self._scale * self._job.run.world.size)
+        else:
+            with torch.set_grad_enabled(with_gradients):
+                micro, losses = self._forward(part)
+            if with_gradients and micro.loss.requires_grad and self._parameters:
+                norm, grad_share = self._gradient(micro)
+        numerator, weight, labels = local_sums([micro])
+        whole = float(numerator)
+        own = whole / max(float(weight), 1.0)
+        if micro.kind == "share":
+            of_step, factor = self._step.total.tokens, 1.0
+            portion = float(labels) / float(of_step) if labels and of_step else 0.0
+            if (found := self._portion_of(part)) is not None:
+                portion, factor = found
+                norm = None if norm is None else norm * factor
+                grad_share = None if grad_share is None else grad_share * factor
+            whole *= factor
+            own = whole / portion if portion else whole
         sample = Sample(
             rank=self._job.run.world.rank,
             micro_batch=number,
             row=row,
             index=index,
             loss=own,
-            share=float(numerator) / self._total if self._total else 0.0,
+            share=whole / self._total if self._total else 0.0,
             grad_norm=norm,
             grad_share=grad_share,
             num_labels=None if labels is None else int(labels),
@@ -134,6 +158,7 @@ class SampleLosses:
         """The loss of a batch of one sample and, where the model gives them, those of its tokens."""
         job, step = self._job, StepBatches([part], None, None, [False])
         batches = MicroBatches(step, job.run.world.device)
+        batches.items.update(self._items)
         batch = batches.stage(0)
         if not self._gives_tokens:
             return forward_of(job)(batches, batch, False), None
@@ -149,12 +174,46 @@ class SampleLosses:
         total = 1.0 if micro.kind == "share" else max(float(self._weight), 1.0)
         start = torch.full_like(micro.loss, float(weight) / total * self._scale)
         grads = torch.autograd.grad(micro.loss, self._parameters, start, allow_unused=True)
-        pairs = [(one, own.grad) for one, own in zip(grads, self._parameters, strict=True) if one is not None]
-        norm = torch.stack(torch._foreach_norm([one for one, _ in pairs])).float().norm() / self._scale
+        return self._compared(grads, [one.grad for one in self._parameters], self._scale)
+
+    def _compared(
+        self, own: Sequence[Tensor | None], of_step: Sequence[Tensor | None], scale: float
+    ) -> tuple[float, float]:
+        """The norm of a sample's gradients, which are `scale` times what it adds, and their share of the step's."""
+        pairs = [(one, whole) for one, whole in zip(own, of_step, strict=True) if one is not None]
+        if not pairs:
+            return 0.0, 0.0
+        norm = torch.stack(torch._foreach_norm([one for one, _ in pairs])).float().norm() / scale
         dots = [torch.dot(one.flatten().float(), own.flatten().float()) for one, own in pairs if own is not None]
-        along = torch.stack(dots).sum() / self._scale
-        scale = self._norm * self._true_norm
-        return float(norm), float(along) / scale if scale else 0.0
+        along = torch.stack(dots).sum() / scale
+        product = self._norm * self._true_norm
+        return float(norm), float(along) / product if product else 0.0
+
+    def _portion_of(self, part: Batch) -> tuple[float, float] | None:
+        """What a sample counts in the step, where only the forward step knows it, and the factor for its loss."""
+        portion_of = getattr(self._job.raw_forward_step_func, "portion_of", None)
+        found: tuple[float, float] | None = None if portion_of is None else portion_of(part, self._step.micro_batches)
+        return found
+
+    def _items_of_step(self) -> dict[str, Any]:
+        """What the forward step counts over the whole step when it begins. Collective."""
+        whole = MicroBatches(self._step.batches, self._job.run.world.device)
+        batch = whole.stage(0)
+        with self._gradients_aside() if self._runs_backward else torch.no_grad():
+            forward_of(self._job)(whole, batch, self._step.batches.is_filler[0])
+        return whole.items
+
+    @contextmanager
+    def _gradients_aside(self) -> Iterator[list[Tensor | None]]:
+        """Let a forward step that runs backward add to no gradients but its own; yields those of the step."""
+        kept = [one.grad for one in self._parameters]
+        for one in self._parameters:
+            one.grad = None
+        try:
+            yield kept
+        finally:
+            for one, grad in zip(self._parameters, kept, strict=True):
+                one.grad = grad
 
     def _documents(self, part: Batch, losses: Tensor) -> list[DocumentLoss]:
         """The documents of a sequence, with their losses; none for a sequence of one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,7 +58,9 @@ class Search:
         begin = self.plan.start_step
         return f"repeating up to {self.last - begin} steps, from step {begin}, until it holds; plus loading"
 
-    def run(self, callbacks: Sequence[object] = ()) -> Found | None:
+    def run(
+        self, callbacks: Sequence[object] = (), rewind: Callable[..., AbstractContextManager[Past]] = rewind
+    ) -> Found | None:
         """The first step for which the condition holds; None if there is none. Collective.
 
         Raises:
@@ -66,7 +68,7 @@ class Search:
         """
         if self.is_recorded:
             return _in_record(self.expression, values_of(self.records, self.plan.step))
-        return _repeated(self, callbacks)
+        return _repeated(self, callbacks, rewind)
 
 
 def plan_search(run: Path, expression: Expression, from_step: int | None = None) -> Search:
@@ -145,7 +147,9 @@ def _of(expression: Expression, values: Mapping[str, float]) -> dict[str, float]
     return {name: values[name] for name in names if name in values}
 
 
-def _repeated(search: Search, callbacks: Sequence[object]) -> Found | None:
+def _repeated(
+    search: Search, callbacks: Sequence[object], rewind: Callable[..., AbstractContextManager[Past]]
+) -> Found | None:
     """Repeat the run, and look at each step after its update."""
     expression, plan, measures = search.expression, search.plan, _Measures(search.expression.names)
     config = own_copy(plan.config)

@@ -157,7 +157,8 @@ def _fields(batch: Batch) -> dict[str, str]:
         if not isinstance(value, Tensor):
             found[key] = str(value)[:200]
         elif value.numel() <= 8:
-            found[key] = str(value.flatten().tolist() if value.numel() > 1 else value.item())
+            numbers = [one if isinstance(one, int) else f"{one:.{_DIGITS}g}" for one in value.flatten().tolist()]
+            found[key] = ", ".join(map(str, numbers))
         else:
             low, high = float(value.min()), float(value.max())
             found[key] = f"{tuple(value.shape[1:])} from {low:.{_DIGITS}g} to {high:.{_DIGITS}g}"

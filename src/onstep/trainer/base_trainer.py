@@ -30,6 +30,7 @@ from onstep.trainer.own_arguments import own_arguments
 from onstep.trainer.predictions import EvalPrediction
 from onstep.trainer.reporting.argument_errors import errors_name_arguments
 from onstep.trainer.reporting.memory_metrics import MemoryMetrics
+from onstep.trainer.takeover import current_takeover
 from onstep.training import GlobalState
 from onstep.training.runs.identity import Identity
 from onstep.training.runs.run_dir import RunDir
@@ -77,6 +78,8 @@ class BaseTrainer:
         _check_callable("compute_loss_func", compute_loss_func, "a function of (outputs, labels)", 2)
         _check_optimizers(optimizers)
         self.args = own_arguments(args)
+        if (takeover := current_takeover()) is not None:
+            takeover.redirect(self.args)
         self.model = model
         self.model_init = model_init
         self.has_own_collator = data_collator is not None

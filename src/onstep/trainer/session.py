@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from torch import nn
 from torch.utils.data import DataLoader
@@ -55,6 +56,7 @@ from onstep.training.lifecycle.determinism import Determinism
 from onstep.training.lifecycle.endings import Endings
 from onstep.training.opening import open_run
 from onstep.training.protocols import Trained
+from onstep.training.run import Run
 from onstep.training.runs.claims import Claim
 from onstep.training.runs.hold import Hold
 from onstep.training.setup.model_and_data import idle_parameters
@@ -66,10 +68,27 @@ from onstep.training.setup.setup import (
     load_checkpoint,
     seed_everything,
 )
+from onstep.training.stages.job import Job
 from onstep.training.watchdog.termination import reports_before_sigterm
 from onstep.training.watchdog.watchdog import Watching
 
 logger = logging.getLogger(__name__)
+
+
+class Repeated(Protocol):
+    """How a session repeats a run, in place of starting or continuing one."""
+
+    def adapt(self, config: ConfigContainer) -> ConfigContainer:
+        """The configuration of the run, in place of that of the Trainer's arguments."""
+        ...
+
+    def attach(self, run: Run) -> None:
+        """Observe the run before it is opened."""
+        ...
+
+    def claim(self, config: ConfigContainer, world: World) -> tuple[Claim | None, Hold | None]:
+        """The directory of the repeated run. Collective."""
+        ...
 
 
 @contextmanager
@@ -77,6 +96,7 @@ def training_session(
     trainer: TrainerMethods,
     resume_from_checkpoint: Resume = None,
     ignore_keys: list[str] | None = None,
+    repeated: Repeated | None = None,
 ) -> Iterator[Session]:
     """Set up the ranks, the run's directory, the model, optimizer, scheduler and data. Collective."""
     size = world_size_from_environment()
@@ -91,17 +111,24 @@ def training_session(
         config.checkpoint.resume, config.checkpoint.load = resume, None
     else:
         config.checkpoint.load, config.checkpoint.exit_on_missing_checkpoint = os.fspath(resume), True
+    if repeated is not None:
+        config = repeated.adapt(config)
     entry_point = TrainerEntryPoint(trainer=trainer, processing_class=trainer.processing_class)
 
     def claim_run(config: ConfigContainer, world: World) -> tuple[Claim | None, Hold | None]:
         if trainer.model is None:
             seed_everything(config.rng.seed)
             trainer.model = trainer.call_model_init()
-        claim, hold = acquire_dir(trainer, config, world, resume)
+        if repeated is None:
+            claim, hold = acquire_dir(trainer, config, world, resume)
+        else:
+            claim, hold = repeated.claim(config, world)
         run.args = shown_arguments(trainer.args, None if claim is None else str(claim.directory.path))
         return claim, hold
 
     run = GlobalState(cfg=config, world=World(), entry_point=entry_point)
+    if repeated is not None:
+        repeated.attach(run)
     with (
         open_run(run, trainer.callback_manager, _world, claim_run, accepts_finished=True) as opened,
         _session(trainer, run, opened.notify, trains=True) as session,
@@ -110,6 +137,20 @@ def training_session(
         _build_training(trainer, session, num_samples, data)
         end_set_up(run, session.notify)
         yield session
+
+
+def job_of(trainer: TrainerMethods, session: Session) -> Job:
+    """The training of a session."""
+    assert session.optimizer is not None
+    return Job.of(
+        session.state,
+        session.forward_step,
+        session.model,
+        session.optimizer,
+        session.scheduler,
+        session.train_data,
+        trainer.callback_manager,
+    )
 
 
 @contextmanager

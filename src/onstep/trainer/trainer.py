@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 
 from onstep.errors import ConfigError
+from onstep.past.rewinding import Past
 from onstep.trainer.call import Resume, Session
 from onstep.trainer.computing.batch_size_search import with_largest_batch
 from onstep.trainer.methods import TrainerMethods
@@ -14,13 +18,14 @@ from onstep.trainer.output_dir.files import write_final_files
 from onstep.trainer.overrides import check_overrides
 from onstep.trainer.predictions import TrainOutput
 from onstep.trainer.reporting.argument_errors import errors_name_arguments
-from onstep.trainer.session import evaluation_session, training_session
+from onstep.trainer.rewinding import rewound
+from onstep.trainer.session import evaluation_session, job_of, training_session
+from onstep.trainer.takeover import current_takeover
 from onstep.trainer.training_checks import check_training
 from onstep.training import GlobalState
 from onstep.training.pretrain import load_best_model
 from onstep.training.run_job import run_job
 from onstep.training.setup.final_weights import write_final_weights
-from onstep.training.stages.job import Job
 
 
 class Trainer(TrainerMethods):
@@ -61,6 +66,8 @@ class Trainer(TrainerMethods):
         if not hasattr(self, "callback_manager"):
             name = type(self).__name__
             raise ConfigError(f"{name}.__init__ does not call super().__init__(...); call it before it returns.")
+        if (takeover := current_takeover()) is not None:
+            takeover.train(self)
         if not self.args.auto_find_batch_size:
             return self._train_once(resume_from_checkpoint, ignore_keys_for_eval)
         resume = resume_from_checkpoint
@@ -70,23 +77,39 @@ class Trainer(TrainerMethods):
             unfinished_batch_size(self, resume),
         )
 
+    def rewind(
+        self,
+        step: int,
+        *,
+        run: str | os.PathLike[str] | None = None,
+        callbacks: Sequence[object] = (),
+        log: Sequence[str] = (),
+    ) -> AbstractContextManager[Past]:
+        """Repeat a run of this Trainer in memory to a step, as `onstep.rewind`, and hold it there. Collective.
+
+        Nothing is written to the run's directory. Its own callbacks are called again. After the block, the Trainer and
+        the weights of its model are as before.
+
+        Args:
+            step: the step to hold at, right before its update; it counts from 1.
+            run: the directory of the run; None for `args.output_dir`.
+            callbacks: called beside the Trainer's own.
+            log: metrics that `past.log` has of each repeated step.
+
+        Raises:
+            ConfigError: if there is no such step, or the run trained another model.
+            DataError: if the run was trained on other data.
+        """
+        directory = Path(self.args.output_dir or ".") if run is None else Path(run)
+        return rewound(self, directory, step, callbacks=callbacks, log=log)
+
     def _train_once(self, resume_from_checkpoint: Resume, ignore_keys_for_eval: list[str] | None) -> TrainOutput:
         check_training(self, resume_from_checkpoint)
         self.check_evaluation()
         if self.model_init is not None:
             self.model = None
         with training_session(self, resume_from_checkpoint, ignore_keys_for_eval) as session:
-            assert session.optimizer is not None
-            job = Job.of(
-                session.state,
-                session.forward_step,
-                session.model,
-                session.optimizer,
-                session.scheduler,
-                session.train_data,
-                self.callback_manager,
-            )
-            run_job(job)
+            run_job(job_of(self, session))
             load_best_model(session.state, session.model)
             write_final_weights(session.state, partial(write_final_files, self))
             return _train_output(session.state)

@@ -89,6 +89,24 @@ class CustomStep(ModelStep):
         factor = self._weight * size / self._total_weight
         return loss * (factor.to(loss) if isinstance(factor, Tensor) else factor)
 
+    def portion_of(self, part: Batch, micro_batches: list[Batch]) -> tuple[float, float] | None:
+        """What a part of the step counts in its loss, and what a loss of that part has to be multiplied by for that.
+
+        Args:
+            part: some samples of a micro-batch.
+            micro_batches: those of the last step that was computed, on this rank.
+
+        Returns:
+            None for a `compute_loss` that returns shares, or a backward pass that the loop runs.
+        """
+        if self._gives_shares or not self.runs_backward:
+            return None
+        weight = float(self._weight_of(part))
+        if self._total_weight is not None:
+            return weight / float(self._total_weight), 1.0
+        portion = weight / max(sum(float(self._weight_of(one)) for one in micro_batches), 1.0)
+        return portion, portion
+
     def _items_in(self, step: MicroBatches | None, inputs: Batch) -> Tensor | int | None:
         """The result of `_get_num_items_in_batch`, once for a step."""
         device = self._world.device

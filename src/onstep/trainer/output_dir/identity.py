@@ -43,6 +43,8 @@ _LEARNING = (
     "get_optimizer_cls_and_kwargs",
 )
 """Methods whose overrides determine what is learned. Those that evaluate, report or save do not."""
+ARCHITECTURE = "the architecture"
+"""Entry of the weights: how the model is built."""
 _ROWS = 4096
 """Rows of a list that are looked at."""
 _NUMBERS = 1_000_000
@@ -145,7 +147,7 @@ def _weights(model: nn.Module) -> dict[str, object]:
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     limit = max(64, _TENSOR_VALUES // max(1, len(tensors)))
     values: dict[str, object] = {name: tensor_digest(value, limit) for name, value in tensors.items()}
-    values["the architecture"] = structure(model)
+    values[ARCHITECTURE] = structure(model)
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     if callable(to_dict):
         values["the configuration"] = {k: v for k, v in to_dict().items() if k not in _OF_THE_SOURCE}

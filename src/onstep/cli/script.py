@@ -1,0 +1,83 @@
+"""Runs a user's script up to the place where its Trainer would train, for `onstep rewind --script`."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from typer.core import TyperCommand
+
+from onstep.errors import ConfigError
+
+OPTION = "--script"
+WORDS = "onstep.words_of_script"
+"""Entry of a context: the arguments of the script."""
+
+
+class ScriptCommand(TyperCommand):
+    """A command whose option `--script FILE` comes last: everything after the file is for the script."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # the context's class has no public name
+        """Keep the arguments of the script aside."""
+        at = next((at for at, word in enumerate(args) if word == OPTION or word.startswith(f"{OPTION}=")), len(args))
+        end = at + (2 if args[at : at + 1] == [OPTION] else 1)
+        ctx.meta[WORDS] = args[end:]
+        return super().parse_args(ctx, args[:end])
+
+
+def run_to_training(script: Path, words: Sequence[str], look: Callable[[Any], None]) -> None:
+    """Run a script with these arguments until it would train, and call `look` there, in place of the training.
+
+    `look` receives what rewinds a run with the script's Trainer, as `onstep.rewind`. What the script prints goes to
+    standard error, and its Trainer writes to a temporary directory.
+
+    Raises:
+        ConfigError: if there is no such script, or it never trains.
+    """
+    if not script.is_file():
+        raise ConfigError(f"{OPTION} {script}: the file does not exist; give the script that trained the run.")
+    from onstep.trainer.rewinding import rewound
+    from onstep.trainer.takeover import TakenOver, TakeOver, taking_over
+
+    output = sys.stdout
+    failures: list[BaseException] = []
+
+    def at_training(trainer: Any) -> None:
+        try:
+            with redirect_stdout(output):
+                look(partial(rewound, trainer))
+        except BaseException as error:  # noqa: BLE001 - the script does not handle it
+            failures.append(error)
+
+    with tempfile.TemporaryDirectory(prefix="onstep-script-") as directory:
+        takeover = TakeOver(at_training, Path(directory))
+        with taking_over(takeover), _as_main(script, words), redirect_stdout(sys.stderr):
+            try:
+                runpy.run_path(str(script), run_name="__main__")
+            except TakenOver:
+                pass
+            except SystemExit as end:
+                if not takeover.is_done and end.code not in (None, 0):
+                    raise
+    if failures:
+        raise failures[0]
+    if not takeover.is_done:
+        raise ConfigError(f"{script} ended without Trainer.train(); give the script that trained the run.")
+
+
+@contextmanager
+def _as_main(script: Path, words: Sequence[str]) -> Iterator[None]:
+    """Let `sys` be as it is in `python SCRIPT WORDS`."""
+    arguments, path = sys.argv, sys.path[:]
+    sys.argv = [str(script), *words]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = arguments, path

@@ -37,13 +37,14 @@ def wait_for_the_others(*args: object) -> None:
 
 def job_fails(settings: dict[str, Any]) -> None:
     """A run whose rank 1 raises in its second step, without a watchdog."""
-    dist.destroy_process_group = wait_for_the_others
+    dist.destroy_process_group, device = wait_for_the_others, settings.get("device", "cpu")
     if settings["door"] == "trainer":
-        args = arguments(Path(), max_steps=6, config_overrides={"ft.watchdog_seconds": None})
+        options = {"use_cpu": device == "cpu", "config_overrides": {"ft.watchdog_seconds": None}}
+        args = arguments(Path(), max_steps=6, **options)
         Trainer(Regression(), args, train_dataset=regression_rows(48), callbacks=[FailsOnRankOne()]).train()
     else:
         chosen = config(settings)
-        chosen.ft.watchdog_seconds = None
+        chosen.ft.watchdog_seconds, chosen.dist.device = None, device
         pretrain(chosen, callbacks=[FailsOnRankOne()])
 
 

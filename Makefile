@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := .venv-peers
 
-.PHONY: demo test test-all test-slow faults faults-diloco promises release-check check lint bench bench-peers browser docs docs-serve docs-tables clean
+.PHONY: demo test test-all test-slow faults faults-diloco promises release-check check lint bench bench-peers gpu-check browser docs docs-serve docs-tables clean
 
 demo: $(READY)
 	$(BIN)/onstep demo
@@ -59,6 +59,10 @@ bench: $(READY)
 	$(BIN)/python benchmarks/diloco.py
 	$(BIN)/python benchmarks/diloco_simulator.py
 	$(BIN)/python benchmarks/diloco_training.py
+
+# What to run first on a machine with a new GPU: 40 minutes, stops at nothing, lists what failed.
+gpu-check: $(READY)
+	$(BIN)/python tools/gpu_check.py
 
 # The distribution's Chromium, for the tests of the page; without one, and where this fails, they are skipped by name.
 browser:

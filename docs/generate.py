@@ -12,9 +12,11 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import json
 import re
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
@@ -26,6 +28,7 @@ from onstep.cli.device_waits import DEVICE_WAITS
 from onstep.cli.why_features import PARTS, Row
 from onstep.commands import COMMANDS, Command, Parameter
 from onstep.config import KEYS, Key, TrainingArguments
+from onstep.config.bridge_outcomes import outcome, rules
 from onstep.config.hf.argument import KEY_OF
 from onstep.config.hf.reserved import REASONS, reserved_fields
 from onstep.control.client import functions
@@ -211,6 +214,65 @@ def _option(parameter: Parameter) -> str:
     return f" {name} {'TEXT' if parameter.kind is list else 'N'}"
 
 
+def counts_of_bridge() -> str:
+    """How many keys of each recipe of Megatron Bridge have an effect, are neutral and are refused."""
+    rows = []
+    for name, values in _recipes_of_bridge().items():
+        kinds = Counter(outcome(key, value).kind for key, value in values.items())
+        rows.append((f"`{name}`", str(kinds.total()), *(str(kinds[kind]) for kind in ("effect", "neutral", "refused"))))
+    return _table(("Recipe", "Keys", "Effect", "Neutral", "Refused"), rows)
+
+
+def effects_of_bridge() -> str:
+    """Bridge's keys with an effect under another name, and those of its recipes with the same name, by section."""
+    renamed = [
+        (f"`{key}`", ", ".join(f"`{one}`" for one in rule.becomes), rule.why) for key, rule in rules() if rule.becomes
+    ]
+    same: dict[str, list[str]] = {}
+    for key in sorted({key for values in _recipes_of_bridge().values() for key in values} - dict(rules()).keys()):
+        section, _, name = key.rpartition(".")
+        same.setdefault(section or "(beside the sections)", []).append(f"`{name}`")
+    table = _table(("Section", "The same name here"), [(f"`{one}`", ", ".join(names)) for one, names in same.items()])
+    return f"{_table(('Key', 'Sets', 'How'), renamed)}\n\n{table}"
+
+
+def neutral_keys_of_bridge() -> str:
+    """Bridge's neutral keys, together where the reason is the same; with the values that are accepted."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for key, rule in rules():
+        section, _, name = key.rpartition(".")
+        if not rule.becomes:
+            accepted = "" if rule.accepts is None else " " + " or ".join(f"`{value}`" for value in rule.written)
+            groups.setdefault((section, rule.why, rule.remedy), []).append(f"`{name}`{accepted}")
+    rows = [
+        (f"`{section}`" if section else "", ", ".join(names), why, remedy)
+        for (section, why, remedy), names in groups.items()
+    ]
+    return _table(("Section", "Keys and accepted values", "Why", "Instead of another value"), rows)
+
+
+def refused_values_of_bridge() -> str:
+    """The values in the recipes that are refused, as the error says it."""
+    rows = [
+        (f"`{name}`", found.text)
+        for name, values in _recipes_of_bridge().items()
+        for key, value in values.items()
+        if (found := outcome(key, value)).kind == "refused"
+    ]
+    return _table(("Recipe", "Refused"), rows)
+
+
+def _recipes_of_bridge() -> dict[str, dict[str, Any]]:
+    """The configurations that Megatron Bridge writes for six of its recipes, by dotted keys."""
+    written = json.loads((DOCS.parent / "tests/support/contract/bridge_recipes.json").read_text(encoding="utf-8"))
+    first = {"qwen25_500m": written["qwen25_500m"]}
+    others = {name: {**first["qwen25_500m"], **values} for name, values in written["differences"].items()}
+    return {
+        name: {key: value for key, value in values.items() if not key.endswith("_target_")}
+        for name, values in (first | others).items()
+    }
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "readme": readme,
     "events": events_table,
@@ -224,6 +286,10 @@ GENERATED: dict[str, Callable[[], str]] = {
     "refused arguments": refused_table,
     "trackers": tracker_table,
     "callbacks": callback_table,
+    "counts of bridge": counts_of_bridge,
+    "effects of bridge": effects_of_bridge,
+    "neutral keys of bridge": neutral_keys_of_bridge,
+    "refused values of bridge": refused_values_of_bridge,
     "control verbs": verbs_of_control,
 }
 """The generated parts, by the name in their marker."""

@@ -144,7 +144,6 @@ def test_null_unsets_an_optional_text() -> None:
         ("train_iters=3", "train.train_iters"),
         ("max_steps=3", "train.train_iters"),
         ("train.max_steps=3", "train.train_iters"),
-        ("train.eval_interval=5", "validation.eval_interval"),
         ("eval_steps=5", "validation.eval_interval"),
         ("learnin_rate=5", "optimizer.lr"),
         ("model.n_layer=5", "model.num_layers"),
@@ -163,7 +162,6 @@ def test_an_unknown_key_names_the_nearest(override: str, nearest: str) -> None:
 @pytest.mark.parametrize(
     ("section", "name", "nearest"),
     [
-        ("train", "eval_interval", "validation.eval_interval"),
         ("train", "max_steps", "train.train_iters"),
         ("optimizer", "learning_rate", "optimizer.lr"),
         ("train", "exit_intervall", "exit_interval"),

@@ -47,9 +47,11 @@ def documented_parameters(text: str) -> dict[str, Any]:
 IMPORT_PATHS = {
     "callbacks": CALLBACK_PAGE,
     "checkpointing": ["load_checkpoint", "save_checkpoint"],
-    "config": ["ConfigContainer", "ProfilingConfig", "TrainingConfig"],
+    "comm_overlap": ["CommOverlapConfig"],
+    "config": ["ConfigContainer", "GPTDatasetConfig", "ProfilingConfig", "TrainingConfig"],
     "forward_step_func_types": ["ForwardStepCallable"],
     "gpt_step": ["GPTForwardStep", "forward_step", "get_batch"],
+    "mixed_precision": ["MixedPrecisionConfig", "bf16_mixed", "fp16_mixed", "get_mixed_precision_config"],
     "pretrain": ["pretrain"],
     "profiling": ["TNvtxContext"],
     "state": ["GlobalState", "TrainState"],

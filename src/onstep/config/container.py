@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass, field
+from importlib import import_module  # of what builds on this module
+from pathlib import Path
 from typing import Any
 
+from onstep.config.bridge.effects import settle
 from onstep.config.section import INCOMPATIBLE, SAFE, TRAJECTORY, ConfigSection, option
 from onstep.config.sections.anomaly import AnomalyConfig, RerunStateMachineConfig
 from onstep.config.sections.checkpoint import CheckpointConfig
@@ -56,7 +60,7 @@ class ConfigContainer(ConfigSection):
         None,
         TRAJECTORY,
         choices=("bf16_mixed", "fp16_mixed"),
-        spellings={"bf16-mixed": "bf16_mixed", "fp16-mixed": "fp16_mixed"},
+        spellings={"bf16-mixed": "bf16_mixed", "fp16-mixed": "fp16_mixed", "16-mixed": "fp16_mixed"},
         effect="weights and optimizer load as they are; steps compute in the current precision",
         known_as=("precision", "bf16", "fp16", "dtype"),
         common=True,
@@ -81,6 +85,9 @@ class ConfigContainer(ConfigSection):
         "they differ from their default. Only `Trainer` reads them.",
     )
 
+    def __post_init__(self) -> None:
+        self.join_sections()
+
     def __setattr__(self, name: str, value: Any) -> None:
         factory = getattr(type(self).__dataclass_fields__.get(name), "default_factory", None)
         if isinstance(factory, type) and issubclass(factory, ConfigSection):
@@ -90,7 +97,52 @@ class ConfigContainer(ConfigSection):
                     f"{name} must be a {factory.__name__}, got {type(value).__name__}; set the section that it is."
                 )
         super().__setattr__(name, value)
+        if isinstance(value, ConfigSection) and vars(self).get("_whole") is self:
+            value.join(self)
+
+    def join_sections(self) -> None:
+        """Make this the configuration that its sections are part of."""
+        self.join(self)
+        for name in self.field_names():
+            section = getattr(self, name)
+            if isinstance(section, ConfigSection):
+                section.join(self)
+
+    def settle(self) -> None:
+        """Set what depends on several of Megatron Bridge's keys.
+
+        Raises:
+            ConfigError: for values that do not go together.
+        """
+        self.join_sections()
+        settle(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dictionaries, as they go to YAML."""
-        return asdict(self)
+        return {**asdict(self), "mixed_precision": getattr(self.mixed_precision, "name", self.mixed_precision)}
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> ConfigContainer:
+        """The configuration in a YAML file, of Onstep or of Megatron Bridge's `to_yaml`.
+
+        A key that the file lacks has Onstep's default. Classes that a file of Bridge names are not imported.
+
+        Raises:
+            ConfigError: as `load_yaml` and `from_dict`; for a key of Bridge with a value that is not supported, by what
+                it is.
+        """
+        load = import_module("onstep.config.load")
+        config: ConfigContainer = load.from_dict(load.load_yaml(path))
+        return config
+
+    def to_yaml(self, path: str | Path | None = None) -> None:
+        """Write the configuration to a YAML file, which `from_yaml` reads; None prints it."""
+        load = import_module("onstep.config.load")
+        if path is None:
+            sys.stdout.write(load.dump_yaml(self))
+        else:
+            load.save_yaml(self, path)
+
+    def print_yaml(self) -> None:
+        """Print the configuration as YAML."""
+        self.to_yaml()

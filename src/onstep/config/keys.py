@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from onstep.config.bridge.precision import MixedPrecisionConfig
 from onstep.config.container import ConfigContainer
 from onstep.config.field_types import coerce, field_types
 from onstep.config.section import ConfigSection, Option
@@ -113,10 +114,14 @@ def typed_copy(config: Section, prefix: str = "") -> Section:
         value = getattr(config, name)
         if isinstance(value, ConfigSection):
             values[name] = typed_copy(value, f"{prefix}{name}.")
+        elif isinstance(value, MixedPrecisionConfig):
+            values[name] = copy.copy(value)
         else:
             values[name] = copy.deepcopy(coerce(value, types[name], f"{prefix}{name}"))
     typed = copy.copy(config)
     vars(typed).update(values)
+    typed.join(None)
+    typed.settle()
     return typed
 
 

@@ -9,11 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+from onstep.config.bridge.own_values import own_value
+from onstep.config.bridge.precision import MixedPrecisionConfig
+from onstep.config.bridge.table import rule_of
+from onstep.config.bridge.values import TARGET, check_target, comparable, plain, section_values
 from onstep.config.container import ConfigContainer
 from onstep.config.field_types import accepts_text, coerce, field_types
 from onstep.config.keys import keys_of, leaves, nearest_key, typed_copy
 from onstep.config.section import ConfigSection
-from onstep.config.suggestions import shown
+from onstep.config.suggestions import listed, shown
 from onstep.config.yaml_bounds import MAX_YAML_BYTES, check_yaml
 from onstep.errors import ConfigError
 from onstep.files.bounded_reading import read_bytes
@@ -73,8 +77,10 @@ def merge(config: ConfigContainer, values: Mapping[str, Any]) -> None:
     """
     known = [key for key, _, _ in leaves(config)]
     _refuse_repetition(config, values)
+    _refuse_values_of_bridge(list(_refused(config, values, "")))
     for section, name, item, value in list(_assignments(config, values, "", known)):
         setattr(section, name, value if item is None else {**getattr(section, name), item: value})
+    config.settle()
 
 
 def apply_overrides(config: ConfigContainer, overrides: Sequence[str]) -> dict[str, Any]:
@@ -124,10 +130,17 @@ def _assignments(
     section: ConfigSection, values: Mapping[str, Any], prefix: str, known: list[str]
 ) -> Iterator[tuple[ConfigSection, str, str | None, Any]]:
     """(section, field, entry of a dictionary or None for the whole field, value) for everything to be set."""
-    for key, value in values.items():
+    place = prefix.rstrip(".")
+    check_target(place, values)
+    if place == "peft" and TARGET in values:
+        yield section, "peft_scheme", None, "lora"
+    for key, value in section_values(place, values).items():
         head, dot, rest = str(key).partition(".")
         if head not in section.field_names():
-            raise unknown_key(f"{prefix}{key}", known)
+            if dot or rule_of(type(section), head) is None:
+                raise unknown_key(f"{prefix}{key}", known)
+            yield section, head, None, plain(value)
+            continue
         current = getattr(section, head)
         if isinstance(current, ConfigSection):
             inner = {rest: value} if dot else value
@@ -139,11 +152,36 @@ def _assignments(
             continue
         annotation = field_types(type(section))[head]
         if not dot:
-            yield section, head, None, coerce(value, annotation, f"{prefix}{head}")
+            spelled = own_value(section, head, value)
+            is_object = isinstance(spelled, MixedPrecisionConfig)
+            yield section, head, None, spelled if is_object else coerce(spelled, annotation, f"{prefix}{head}")
         elif get_origin(annotation) is dict:
             yield section, head, rest, coerce(value, get_args(annotation)[1], f"{prefix}{key}")
         else:
             raise unknown_key(f"{prefix}{key}", known)
+
+
+def _refused(section: ConfigSection, values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, ConfigError]]:
+    """The keys of Megatron Bridge whose values are not supported, each with its error."""
+    for key, value in values.items():
+        head, dot, rest = str(key).partition(".")
+        if head in section.field_names():
+            inner = getattr(section, head)
+            if isinstance(inner, ConfigSection) and (dot or isinstance(value, Mapping)):
+                yield from _refused(inner, {rest: value} if dot else value, f"{prefix}{head}.")
+        elif not dot and (rule := rule_of(type(section), head)) is not None and not rule.takes(value):
+            try:
+                rule.check(f"{prefix}{key}", value)
+            except ConfigError as error:
+                yield f"{prefix}{key}={shown(comparable(value))}", error
+
+
+def _refuse_values_of_bridge(refused: Sequence[tuple[str, ConfigError]]) -> None:
+    """Raise the first error, with the other keys."""
+    if refused:
+        (_, error), *others = refused
+        also = f" Also not supported: {listed([text for text, _ in others], 8)}." if others else ""
+        raise ConfigError(f"{error}{also}") from None
 
 
 def _refuse_repetition(config: ConfigContainer, values: Mapping[str, Any]) -> None:

@@ -8,8 +8,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from onstep.config.bridge.own_values import own_value
+from onstep.config.bridge.table import dotted, rule_of
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 
@@ -167,9 +169,22 @@ def option(
     return field(default=default, metadata={"option": declared})
 
 
+class _AnyKey(type):
+    """Makes the constructor of a section accept Megatron Bridge's keys, and name any other that is unknown."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An instance; keys that are not its fields are set afterwards."""
+        known: Mapping[str, Any] = getattr(cls, "__dataclass_fields__", {})
+        others = {name: kwargs.pop(name) for name in list(kwargs) if name not in known}
+        made = super().__call__(*args, **kwargs)
+        for name, value in others.items():
+            setattr(made, name, value)
+        return made
+
+
 @dataclass
-class ConfigSection:
-    """A dataclass whose attributes are its fields and nothing else."""
+class ConfigSection(metaclass=_AnyKey):
+    """A dataclass whose attributes are its fields, and Megatron Bridge's keys that mean something else or nothing."""
 
     CHANGE_EFFECT = "holds from the next step on"
     """What a changed key does under the policy `apply`, unless its field says more."""
@@ -180,11 +195,53 @@ class ConfigSection:
 
     def __setattr__(self, name: str, value: Any) -> None:
         known = type(self).__dataclass_fields__
-        if name not in known:
+        if name in known:
+            object.__setattr__(self, name, own_value(self, name, value))
+            return
+        rule = rule_of(type(self), name)
+        if rule is None:
             elsewhere = _elsewhere(name, type(self))
             hint = f" Did you mean {elsewhere!r}?" if elsewhere else nearest(name, list(known))
             raise ConfigError(f"{type(self).__name__} has no field {name!r}.{hint} Its fields: {', '.join(known)}.")
-        object.__setattr__(self, name, value)
+        rule.check(dotted(type(self), name), value)
+        object.__setattr__(self, "_given", {**self.given_of_bridge, name: value})
+        if rule.apply is None:
+            return
+        whole = vars(self).get("_whole")
+        if whole is None:
+            object.__setattr__(self, "_waiting", (*vars(self).get("_waiting", ()), name))
+        else:
+            rule.apply(whole, value)
+
+    if not TYPE_CHECKING:  # a type checker shall know the fields alone
+
+        def __getattr__(self, name: str) -> Any:
+            rule = None if name.startswith("_") else rule_of(type(self), name)
+            if rule is None:
+                raise AttributeError(f"{type(self).__name__} has no field {name!r}.")
+            whole = vars(self).get("_whole")
+            is_elsewhere = rule.read is not None and whole is not None
+            return rule.read(whole) if is_elsewhere else self.given_of_bridge.get(name, rule.default)
+
+    @property
+    def given_of_bridge(self) -> Mapping[str, Any]:
+        """Megatron Bridge's keys that were set, with their values."""
+        given: Mapping[str, Any] = vars(self).get("_given", {})
+        return given
+
+    def join(self, whole: Any) -> None:
+        """Become part of a whole configuration, or of none; what waited for one is set there."""
+        object.__setattr__(self, "_whole", whole)
+        if whole is not None:
+            waiting = vars(self).get("_waiting", ())
+            object.__setattr__(self, "_waiting", ())
+            for name in waiting:
+                rule = rule_of(type(self), name)
+                if rule is not None and rule.apply is not None:
+                    rule.apply(whole, self.given_of_bridge[name])
+
+    def settle(self) -> None:
+        """Set what depends on several keys; for a whole configuration."""
 
     def validate(self) -> None:
         """Check the values of this section on their own.
@@ -195,7 +252,7 @@ class ConfigSection:
 
     def field_names(self) -> tuple[str, ...]:
         """The names of the fields, in order."""
-        return _names_of(type(self))  # type: ignore[arg-type]  # a class is hashable
+        return _names_of(type(self))
 
     def option(self, name: str) -> Option:
         """The facts that the field of this name declares."""

@@ -83,6 +83,7 @@ HOMES = {
     "model_flops_utilization": "onstep.metrics.flops",
     "needs_global_state_injection": "onstep.training.stages.forward_step",
     "num_floating_point_operations": "onstep.metrics.flops",
+    "packed_inputs": "onstep.training.compute.packed_inputs",
     "param_is_not_shared": "onstep.metrics.norms.params_l2_norm",
     "post_training_step_callbacks": "onstep.training.bridge.housekeeping",
     "prepare_forward_step_func": "onstep.training.stages.forward_step",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,9 @@ from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.compute.losses import IGNORE_INDEX, Scalar
-from onstep.training.stages.forward_step import forward_step
+from onstep.training.compute.packed_inputs import packed_inputs
+from onstep.training.compute.step import MicroBatches
+from onstep.training.stages.forward_step import next_token_loss
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Scalar, dict[str, object]]]
 
@@ -63,7 +66,11 @@ def get_batch(
     mask = batch.get("loss_mask")
     if mask is None:
         mask = labels.ne(IGNORE_INDEX).float()
-    starts, longest = _packing(batch.get("document_ids"))
+    documents = batch.get("document_ids")
+    if documents is not None and isinstance(data_iterator, MicroBatches):
+        documents = data_iterator.on_host["document_ids"]  # nothing waits for the device
+    starts, longest = _packing(documents)
+    starts = None if starts is None else starts.to(tokens.device, non_blocking=True)
     return GPTBatch(tokens, labels, mask, None, positions, starts, None, longest, None, None)
 
 
@@ -95,8 +102,9 @@ class GPTForwardStep:
         if return_schedule_plan:
             raise ConfigError("return_schedule_plan must be False: there is no pipeline that would overlap schedules.")
         batch = self.read(state, data_iterator)
-        output, loss_function = forward_step(iter((batch,)), model)
-        return output, self.loss_function(state, batch) or loss_function
+        packed = packed_inputs(batch, data_iterator, model)
+        output = model(batch["tokens"], batch["labels"], reduction="sum", **packed)
+        return output, self.loss_function(state, batch) or partial(next_token_loss, batch)
 
     def read(self, state: GlobalState, data_iterator: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:
         """The next micro-batch: `tokens`, `labels` and, for packed sequences, `position_ids` and `document_ids`."""

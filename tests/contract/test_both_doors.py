@@ -330,6 +330,7 @@ UNREAD = {
             "broadcast_buffers",
             "gradient_as_bucket_view",
             "static_graph",
+            "grad_reduce_in_fp32",
         )
     },
     **{f"straggler.{name}": RANKS for name in ("threshold", "stop_if_detected")},

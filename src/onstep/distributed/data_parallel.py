@@ -10,7 +10,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -33,11 +34,14 @@ def data_parallel(chunks: list[nn.Module], world: World, config: DistributedData
     Collective: weights are broadcast from rank 0.
 
     Raises:
+        ConfigError: for sparse gradients that are to be exchanged in bfloat16.
         ShardingError: for a parameter that is sharded over ranks.
     """
     if world.size == 1:
         return chunks
     check_ranks(chunks, world)
+    if not config.grad_reduce_in_fp32:
+        check_dense(chunks)
     for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
         dtensor = as_dtensor(parameter)
         if dtensor is not None:
@@ -48,7 +52,7 @@ def data_parallel(chunks: list[nn.Module], world: World, config: DistributedData
             )
     device_ids: list[Any] | None = [world.device] if world.device.type == "cuda" else None
     sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: config.broadcast_buffers}
-    return [
+    wrapped = [
         FixedBuckets(
             chunk,
             device_ids=device_ids,
@@ -60,6 +64,38 @@ def data_parallel(chunks: list[nn.Module], world: World, config: DistributedData
         )
         for chunk in chunks
     ]
+    if not config.grad_reduce_in_fp32:
+        for chunk in wrapped:
+            # torch reads the annotations of a hook, and wants no strings there
+            chunk.register_comm_hook(None, lambda state, bucket: average_in_bfloat16(bucket))
+    return list(wrapped)
+
+
+def average_in_bfloat16(bucket: Any) -> torch.futures.Future[Tensor]:
+    """The average over the ranks of the gradients of a bucket, exchanged in bfloat16 over any backend.
+
+    torch's hook `bf16_compress_hook` does the same, and is refused without NCCL.
+
+    Args:
+        bucket: a `torch.distributed.GradBucket`, which type checkers do not find.
+    """
+    buffer = bucket.buffer()
+    sent = buffer.to(torch.bfloat16).div_(dist.get_world_size())
+    work = dist.all_reduce(sent, async_op=True)
+    assert work is not None
+    reduced: torch.futures.Future[list[Tensor]] = work.get_future()
+    return reduced.then(lambda done: buffer.copy_(done.value()[0]))
+
+
+def check_dense(chunks: Sequence[nn.Module]) -> None:
+    """Refuse (ConfigError) sparse gradients, which have no buckets that a hook could convert."""
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+                raise ConfigError(
+                    f"ddp.grad_reduce_in_fp32=false exchanges gradients in bfloat16, but {name or 'the model'} is an "
+                    f"embedding whose gradients are sparse; make it with sparse=False, or set it to true."
+                )
 
 
 class FixedBuckets(DistributedDataParallel):

@@ -135,7 +135,7 @@ def training_session(
     ):
         session.ignore_keys = ignore_keys
         _build_training(trainer, session, num_samples, data)
-        end_set_up(run, session.notify)
+        end_set_up(run, session.notify, tf32="tf32=True", bf16="bf16=True")
         yield session
 
 

@@ -17,6 +17,7 @@ from onstep.training.lifecycle.cuda_graphs import CudaGraphs
 from onstep.training.lifecycle.determinism import Determinism
 from onstep.training.lifecycle.endings import Endings, TrainingEnd
 from onstep.training.lifecycle.environment import EnvironmentVariables, LogLevel, TrackerSessions
+from onstep.training.lifecycle.float32 import Float32Products
 from onstep.training.lifecycle.rampup import BatchRampup
 from onstep.training.lifecycle.recording import Recording
 from onstep.training.lifecycle.save_copies import SaveCopies
@@ -45,6 +46,7 @@ RUN: tuple[type[Feature[Run]], ...] = (
     TrackerSessions,  # above the endings: what `on_run_end` logs still arrives
     Endings,
     Determinism,  # before anything is computed
+    Float32Products,
     MemoryHistory,  # before the model is built
     MemoryRelease,
 )

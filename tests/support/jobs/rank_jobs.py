@@ -290,3 +290,48 @@ def job_buckets(settings: dict[str, Any]) -> dict[str, bool]:
     others = gradients(new, 7)
     same = [torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(first, again, others, strict=True)]
     return {"same": all(same), "unwrapped": unwrap(new) is model}
+
+
+class Gradients(Callback):
+    """Notes whether all gradients are numbers of bfloat16, the losses, and the sum of the weights at the end."""
+
+    def __init__(self) -> None:
+        self.are_rounded: list[bool] = []
+        self.losses: list[float] = []
+        self.weights = 0.0
+
+    def on_pre_optimizer_step(self, context: Any) -> None:
+        grads = [p.grad for chunk in context.model for p in chunk.parameters() if p.grad is not None]
+        self.are_rounded.append(all(torch.equal(grad, grad.bfloat16().float()) for grad in grads))
+
+    def on_train_step_end(self, context: Any) -> None:
+        self.losses.append(next(iter(context.loss_dict.values())).item())
+
+    def on_train_end(self, context: Any) -> None:
+        self.weights = sum(p.double().sum().item() for chunk in context.model for p in chunk.parameters())
+
+
+def job_reduced(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Trains with clipping off through both doors, with gradients averaged in float32 or in bfloat16."""
+    of_pretrain, of_trainer = Gradients(), Gradients()
+    small = config(settings)
+    small.ddp.grad_reduce_in_fp32, small.optimizer.clip_grad = settings["in_fp32"], None
+    small.train.global_batch_size = 4  # one micro-batch on each rank
+    pretrain(small, callbacks=[of_pretrain])
+    torch.manual_seed(0)
+    args = TrainingArguments(
+        output_dir="run",
+        per_device_train_batch_size=2,
+        max_steps=8,
+        learning_rate=1e-2,
+        max_grad_norm=0.0,
+        use_cpu=True,
+        config_overrides={"ddp.grad_reduce_in_fp32": settings["in_fp32"]},
+    )
+    Trainer(TinyModel(), args, train_dataset=Regression(), callbacks=[of_trainer], default_callbacks=False).train()
+    doors = {"pretrain": of_pretrain, "trainer": of_trainer}
+    return {
+        "is_rounded": all(of_pretrain.are_rounded),
+        "losses": {name: one.losses for name, one in doors.items()},
+        "weights": {name: one.weights for name, one in doors.items()},
+    }

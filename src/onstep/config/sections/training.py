@@ -113,6 +113,14 @@ class TrainingConfig(ConfigSection):
         help="Compute with deterministic algorithms only, so that a repeated or resumed run has the same bits on a GPU "
         "too; slower there, and an error where torch has no such algorithm. None is true with `checkpoint.certify`.",
     )
+    tf32: bool | None = option(
+        None,
+        SAFE,
+        hf="tf32",
+        known_as=("float32_matmul_precision", "matmul_precision", "allow_tf32", "enable_tf32"),
+        help="Compute products of float32 matrices on a GPU in TensorFloat-32: several times faster, rounded to 10 "
+        "bits. False computes them in float32. None leaves torch's setting, which is float32.",
+    )
     empty_unused_memory_interval: int | None = option(
         None,
         SAFE,

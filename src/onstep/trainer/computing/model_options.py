@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from onstep.distributed import world_size_from_environment
 from onstep.errors import ConfigError
 from onstep.models import Transformer
 from onstep.trainer.loss_convention import inner_module
+from onstep.training.lifecycle.float32 import float32_precision, has_tf32
 
 _OWN_CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
 _OF_THE_MODEL = ("every_n_layers", "offload")
@@ -34,7 +35,7 @@ def check_options(args: TrainingArguments) -> None:
             "TrainingArguments.use_liger_kernel=True requires the package liger-kernel; install it with `pip install "
             "liger-kernel`, or use False."
         )
-    if args.tf32 and not _has_tf32():
+    if args.tf32 and not has_tf32():
         raise ConfigError(
             "TrainingArguments.tf32=True requires a CUDA GPU of the Ampere generation or newer; use None."
         )
@@ -54,21 +55,10 @@ def check_options(args: TrainingArguments) -> None:
 def torch_options(args: TrainingArguments) -> Iterator[None]:
     """Context with the precision of float32 products that the arguments ask for."""
     wanted = args.tf32
-    if args.torch_compile and _has_tf32() and ((wanted is None and not args.fp16) or args.bf16):
+    if args.torch_compile and has_tf32() and ((wanted is None and not args.fp16) or args.bf16):
         wanted = True  # as transformers: the compiler expects it
-    with nullcontext() if wanted is None or not _has_tf32() else float32_precision("tf32" if wanted else "ieee"):
+    with nullcontext() if wanted is None or not has_tf32() else float32_precision("tf32" if wanted else "ieee"):
         yield
-
-
-@contextmanager
-def float32_precision(precision: str) -> Iterator[None]:
-    """Context in which float32 products are computed as 'tf32' or 'ieee' on a GPU."""
-    backends: Any = torch.backends
-    before, backends.fp32_precision = backends.fp32_precision, precision
-    try:
-        yield
-    finally:
-        backends.fp32_precision = before
 
 
 class Configured(Protocol):
@@ -189,7 +179,3 @@ def _embeddings(module: nn.Module) -> nn.Module:
             f"does not have; add one that returns its embedding, or use None."
         )
     return found
-
-
-def _has_tf32() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8

@@ -16,7 +16,7 @@ _READ_AT_THE_START = (
     *("warmup_steps", "warmup_ratio", "optim", "train_sampling_strategy", "save_total_limit", "save_only_model"),
     *("lr_scheduler_kwargs", "optim_args", "optim_target_modules", "bf16", "fp16", "gradient_checkpointing"),
     *("use_cache", "label_smoothing_factor", "neftune_noise_alpha", "use_liger_kernel", "auto_find_batch_size"),
-    *("tf32", "run_name", "report_to", "logging_nan_inf_filter", "include_num_input_tokens_seen"),
+    *("run_name", "report_to", "logging_nan_inf_filter", "include_num_input_tokens_seen"),
     *("logging_strategy", "logging_steps", "eval_strategy", "eval_steps", "eval_delay", "save_strategy", "save_steps"),
 )
 _INSTEAD = {name: f"state.{name}" for name in ("max_steps", "logging_steps", "eval_steps", "save_steps")} | {

@@ -19,6 +19,7 @@ from onstep.errors import ConfigError
 from onstep.events import Dispatcher
 from onstep.models import ModelHook
 from onstep.optim import build_loss_scaler, build_optimizer, build_scheduler
+from onstep.training.lifecycle.float32 import slow_float32
 from onstep.training.protocols import Trained, UserOptimizer, UserScheduler
 from onstep.training.run import Run
 from onstep.training.setup.model_and_data import build_data, build_model, open_tokenizer
@@ -97,9 +98,20 @@ def load_checkpoint(state: Run, trained: Trained) -> None:
         state.print_timers(["load-checkpoint"])
 
 
-def end_set_up(state: Run, notify: Dispatcher) -> None:
-    """Print how long the set-up took, and fire `on_init_end`. Collective."""
+def end_set_up(
+    state: Run, notify: Dispatcher, tf32: str = "train.tf32=true", bf16: str = "mixed_precision=bf16_mixed"
+) -> None:
+    """Print how long the set-up took, name a precision that is much faster, and fire `on_init_end`. Collective.
+
+    Args:
+        tf32: how the caller's user selects TensorFloat-32.
+        bf16: how the caller's user selects bfloat16.
+    """
     state.print_timers([MODEL_TIMER, "load-pretrained-checkpoint", DATA_TIMER])
+    is_undecided = state.cfg.train.tf32 is None and state.cfg.mixed_precision is None
+    note = slow_float32(state.world.device, notify.model, tf32, bf16) if is_undecided and state.world.is_main else None
+    if note is not None:
+        logger.warning("%s", note)
     notify.on_init_end()
 
 

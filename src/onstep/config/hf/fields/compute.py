@@ -33,7 +33,7 @@ class ComputeArguments:
     ddp_static_graph: bool | None = None
     """None is False."""
     tf32: bool | None = None
-    """TensorFloat-32 for float32 products on a GPU during a run; None leaves torch's setting."""
+    """TensorFloat-32 for float32 products on a GPU during a run, as `train.tf32`; None leaves torch's setting."""
     full_determinism: bool = False
     """Only deterministic algorithms of torch during a run, as `train.deterministic`."""
     torch_compile: bool = False

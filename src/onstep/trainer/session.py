@@ -23,6 +23,7 @@ from onstep.models import Transformer
 from onstep.models.generation.generate import inner_transformer
 from onstep.trackers.report_to import attach_trackers
 from onstep.trainer.call import Resume, Session
+from onstep.trainer.computing.causal_loss import causal_loss_in_chunks
 from onstep.trainer.computing.model_options import compiled, model_options, torch_options
 from onstep.trainer.dataloaders import (
     ColumnFilter,
@@ -239,6 +240,7 @@ def _session(
         with (
             torch_options(trainer.args),
             model_options(trainer, module, trains=trains),
+            causal_loss_in_chunks(module, state.cfg.model),
             session.compiled,
             state.features.open((TrainerFeature,), state, state.world),
         ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,21 @@ def quiet_config(config: ConfigContainer, overrides: dict[str, Any]) -> ConfigCo
         {"optimizer.clip_grad": None},
         {"dataset.reset_attention_mask": True, "mixed_precision": "bf16_mixed"},
         {"model.num_moe_experts": 4, "mixed_precision": "bf16_mixed"},
+        {"model.num_moe_experts": 4},
         {"optimizer.log_num_zeros_in_grad": True},
     ],
-    ids=["float32", "bf16", "two micro-batches", "sgd", "muon", "no clipping", "packed", "experts", "zeros"],
+    ids=[
+        "float32",
+        "bf16",
+        "two micro-batches",
+        "sgd",
+        "muon",
+        "no clipping",
+        "packed",
+        "experts",
+        "experts in float32",
+        "zeros",
+    ],
 )
 def test_a_quiet_step_of_pretrain_does_not_wait(tiny_config: ConfigContainer, overrides: dict[str, Any]) -> None:
     refuses = RefusesWaits()
@@ -75,11 +87,20 @@ def test_a_quiet_step_of_pretrain_does_not_wait(tiny_config: ConfigContainer, ov
     assert refuses.steps == list(range(FIRST, LAST + 1))
 
 
-@pytest.mark.parametrize("fused", [None, True, False], ids=["its own optimizer", "fused AdamW", "AdamW(params)"])
-def test_a_quiet_step_of_trainer_does_not_wait(tmp_path: Path, fused: bool | None) -> None:
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer | None]] = {
+    "its own optimizer": lambda params: None,
+    "fused AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+    "AdamW(params)": lambda params: torch.optim.AdamW(params, lr=1e-3),
+    "unfused AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3, foreach=True),
+    "SGD(params)": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
+    "RMSprop": torch.optim.RMSprop,
+}
+
+
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_a_quiet_step_of_trainer_does_not_wait(tmp_path: Path, make_optimizer: Any) -> None:
     model, refuses = Regression().cuda(), RefusesWaits()
-    options = {"fused": True} if fused else {}
-    optimizer = None if fused is None else torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+    optimizer = make_optimizer(model.parameters())
     args = arguments(tmp_path, use_cpu=False, max_steps=20, logging_strategy="no", bf16=True)
     quiet(model, args, regression_rows(80), callbacks=[refuses], optimizers=(optimizer, None)).train()
     assert refuses.steps == list(range(FIRST, LAST + 1))

@@ -78,6 +78,12 @@ DEVICE_WAITS = (
         _may_loop_over_experts,
     ),
     DeviceWait(
+        "a model of transformers whose inputs have an `attention_mask`",
+        "twice for each forward pass",
+        "transformers looks whether it masks anything; leave it out where nothing is padded",
+        lambda config: "script",
+    ),
+    DeviceWait(
         "`rerun_state_machine.rerun_mode`",
         "once",
         "each result is validated before the next step",

@@ -330,7 +330,7 @@ UNREAD = {
             "broadcast_buffers",
             "gradient_as_bucket_view",
             "static_graph",
-            "grad_reduce_in_fp32",
+            "grad_reduce_in_bf16",
         )
     },
     **{f"straggler.{name}": RANKS for name in ("threshold", "stop_if_detected")},

@@ -41,8 +41,8 @@ def test_gradients_are_exchanged_in_bfloat16_if_asked_for(
 ) -> None:
     paths = {"corpus": str(corpus), "cache": str(token_cache)}
     exact, rounded = (
-        processes.results("tests.support.jobs.rank_jobs", "reduced", tmp_path / str(kept), paths | {"in_fp32": kept})
-        for kept in (True, False)
+        processes.results("tests.support.jobs.rank_jobs", "reduced", tmp_path / str(is_on), paths | {"in_bf16": is_on})
+        for is_on in (False, True)
     )
 
     for ranks, is_rounded in ((exact, False), (rounded, True)):
@@ -56,5 +56,5 @@ def test_gradients_are_exchanged_in_bfloat16_if_asked_for(
 def test_sparse_gradients_cannot_be_exchanged_in_bfloat16() -> None:
     world = World(rank=0, size=2, device=torch.device("cpu"))
     chunks = [nn.Sequential(nn.Embedding(3, 2, sparse=True))]
-    with pytest.raises(ConfigError, match=r"grad_reduce_in_fp32=false .* 0 is an embedding whose gradients are sparse"):
-        data_parallel(chunks, world, DistributedDataParallelConfig(grad_reduce_in_fp32=False))
+    with pytest.raises(ConfigError, match=r"grad_reduce_in_bf16=true .* 0 is an embedding whose gradients are sparse"):
+        data_parallel(chunks, world, DistributedDataParallelConfig(grad_reduce_in_bf16=True))

@@ -40,7 +40,7 @@ def data_parallel(chunks: list[nn.Module], world: World, config: DistributedData
     if world.size == 1:
         return chunks
     check_ranks(chunks, world)
-    if not config.grad_reduce_in_fp32:
+    if config.grad_reduce_in_bf16:
         check_dense(chunks)
     for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
         dtensor = as_dtensor(parameter)
@@ -64,7 +64,7 @@ def data_parallel(chunks: list[nn.Module], world: World, config: DistributedData
         )
         for chunk in chunks
     ]
-    if not config.grad_reduce_in_fp32:
+    if config.grad_reduce_in_bf16:
         for chunk in wrapped:
             # torch reads the annotations of a hook, and wants no strings there
             chunk.register_comm_hook(None, lambda state, bucket: average_in_bfloat16(bucket))
@@ -93,8 +93,8 @@ def check_dense(chunks: Sequence[nn.Module]) -> None:
         for name, module in chunk.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
                 raise ConfigError(
-                    f"ddp.grad_reduce_in_fp32=false exchanges gradients in bfloat16, but {name or 'the model'} is an "
-                    f"embedding whose gradients are sparse; make it with sparse=False, or set it to true."
+                    f"ddp.grad_reduce_in_bf16=true exchanges gradients in bfloat16, but {name or 'the model'} is an "
+                    f"embedding whose gradients are sparse; make it with sparse=False, or set the key to false."
                 )
 
 

@@ -315,7 +315,7 @@ def job_reduced(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Trains with clipping off through both doors, with gradients averaged in float32 or in bfloat16."""
     of_pretrain, of_trainer = Gradients(), Gradients()
     small = config(settings)
-    small.ddp.grad_reduce_in_fp32, small.optimizer.clip_grad = settings["in_fp32"], None
+    small.ddp.grad_reduce_in_bf16, small.optimizer.clip_grad = settings["in_bf16"], None
     small.train.global_batch_size = 4  # one micro-batch on each rank
     pretrain(small, callbacks=[of_pretrain])
     torch.manual_seed(0)
@@ -326,7 +326,7 @@ def job_reduced(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
         learning_rate=1e-2,
         max_grad_norm=0.0,
         use_cpu=True,
-        config_overrides={"ddp.grad_reduce_in_fp32": settings["in_fp32"]},
+        config_overrides={"ddp.grad_reduce_in_bf16": settings["in_bf16"]},
     )
     Trainer(TinyModel(), args, train_dataset=Regression(), callbacks=[of_trainer], default_callbacks=False).train()
     doors = {"pretrain": of_pretrain, "trainer": of_trainer}

@@ -94,11 +94,11 @@ class DistributedDataParallelConfig(ConfigSection):
         help="Every step uses the same parameters in the same order, which torch then relies on; ranks exchange "
         "gradients after each micro-batch.",
     )
-    grad_reduce_in_fp32: bool = option(
-        True,
+    grad_reduce_in_bf16: bool = option(
+        False,
         TRAJECTORY,
         effect="gradients are summed over the ranks in another precision from here on",
-        known_as=("grad_reduce_in_bf16", "bf16_compress_hook", "reduce_dtype"),
-        help="Sum gradients over the ranks in the dtype of the weights; false sums them in bfloat16, in half the bytes "
-        "of float32.",
+        known_as=("bf16_compress_hook", "reduce_dtype"),
+        help="Sum gradients over the ranks in bfloat16, in half the bytes of float32; false sums them in the dtype of "
+        "the weights.",
     )

@@ -42,8 +42,7 @@ def run(
 ) -> Path:
     config.run.output_dir, config.run.name = str(directory), name
     config.train.train_iters, config.validation.eval_interval = 6, None
-    config.checkpoint.save_interval = 2
-    for key, value in fields.items():
+    for key, value in {"save_interval": 2, **fields}.items():
         setattr(config.checkpoint, key, value)
     manager = CallbackManager()
     manager.register("on_pre_optimizer_step", lambda context: CALLS.append("update"))
@@ -69,7 +68,7 @@ def test_the_copies_are_those_of_a_run_that_waits(
     assert beside == waiting
     kinds = [call.split(":")[0] for call in lanes]
     save = ["in order", "beside", "hold back"]
-    assert kinds == ["update"] * 2 + [*save, "update", "update"] * 2 + save
+    assert kinds == ["update"] * 2 + [*save, "update", "update"] * 2 + ["in order"]  # the last one before callbacks
 
 
 class Listening(Callback):
@@ -109,6 +108,13 @@ def test_an_evaluation_waits_for_the_copies(tiny_config: ConfigContainer, tmp_pa
     kinds = [call.split(":")[0] for call in lanes]
     after_a_save = kinds[kinds.index("beside") :]
     assert after_a_save[:3] == ["beside", "hold back", "evaluation"]
+
+
+def test_a_save_that_no_update_follows_is_in_order(
+    tiny_config: ConfigContainer, tmp_path: Path, lanes: list[str]
+) -> None:
+    run(tiny_config, tmp_path, "run", async_save=True, save_interval=None, save_at_end=True)
+    assert [call.split(":")[0] for call in lanes if call != "update"] == ["in order"]
 
 
 def test_a_forward_pass_that_changes_weights_fails_the_save(

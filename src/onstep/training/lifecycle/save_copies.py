@@ -50,20 +50,24 @@ class SaveCopies(Feature[Job]):
     def __init__(self, host: Job) -> None:
         super().__init__(host)
         self._versions: list[tuple[str, Tensor, int]] = []
-        self._is_off = False
+        self._has_next_update = False
+
+    def begin(self) -> None:
+        """From now on, an update follows a save."""
+        self._has_next_update = True
 
     @contextmanager
     def session(self) -> Iterator[None]:
         try:
             yield
         finally:
-            self._hold_back()
+            self._leave()
 
     def add_to_checkpoint(self, request: SaveRequest) -> None:
         """Say what is steady."""
         job, checkpoints = self.host, self.host.run.checkpoints
         is_possible = checkpoints is not None and checkpoints.manager.copies_beside(job.run.world.device)
-        if self._is_off or not is_possible or not isinstance(job.optimizer, TrainingOptimizer):
+        if not self._has_next_update or not is_possible or not isinstance(job.optimizer, TrainingOptimizer):
             return
         if any(_may_change_weights(one.owner) for event in _MEANWHILE for one in getattr(job.notify.on, event)):
             return
@@ -78,7 +82,7 @@ class SaveCopies(Feature[Job]):
         self._hold_back()
         changed = next((name for name, one, version in versions if one._version != version), None)
         if changed is not None and checkpoints is not None:
-            self._is_off = True
+            self._has_next_update = False
             checkpoints.manager.spoil(
                 f"{changed} was changed before the update while it was copied, so the copy may be of no single step: "
                 f"the forward pass changes weights in place; set checkpoint.copy_beside_step=false"
@@ -94,6 +98,14 @@ class SaveCopies(Feature[Job]):
         self._hold_back()
 
     def concluding(self) -> None:
+        """Later saves are followed by callbacks that may change weights."""
+        self._leave()
+
+    def failing(self, error: BaseException) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        self._has_next_update = False
         self._hold_back()
 
     def _hold_back(self, is_checked: bool = False) -> None:

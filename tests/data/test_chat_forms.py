@@ -158,3 +158,15 @@ def test_a_cache_of_an_older_version_is_built_again(tmp_path: Path, caplog: pyte
         damaged()
         assert started(caplog, config) == first
         assert {path.name: path.read_bytes() for path in (tmp_path / "cache").glob("*.tokens")} == content
+
+
+def test_validation_sets_of_the_same_data_do_not_repeat_the_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_list([ALPACA] * 2)
+    datasets.DatasetDict(train=rows, validation=rows).save_to_disk(str(tmp_path / "both"))
+    config = DatasetConfig(kind="chat", paths=[str(tmp_path / "both")], split="80,20,0", seq_length=64)
+    config.cache_dir = str(tmp_path / "cache")
+    assert len([line for line in started(caplog, config) if "are read as" in line]) == 1

@@ -13,7 +13,9 @@ from onstep import Callback, CallbackManager, JsonLogger, pretrain
 from onstep.cli.config import import_file, load_callback
 from onstep.cli.main import main
 from onstep.events import Request
+from onstep.record import read_records
 from tests.support.forked_processes import Processes
+from tests.support.past_runs import run_config
 from tests.support.shell import Shell
 from tests.support.small_configs import small_pretrain_config
 from tests.support.whole_runs import left_by
@@ -207,3 +209,35 @@ def test_a_dry_fork_shows_what_the_fork_does_and_leaves_nothing(
     expected = [[str(at), f"{theirs[at]:.6g}", f"{ours[at]:.6g}"] for at in (step + 1, step + 2)]
     assert [row[:3] for row in rows] == expected
     assert digests(parent.parent) == there
+
+
+def test_what_the_parent_writes_outside_of_its_directory_is_not_touched_either(
+    corpus: Path, token_cache: Path, tmp_path: Path
+) -> None:
+    config = run_config(corpus, token_cache, tmp_path / "runs", validation__eval_interval=None)
+    config.logger.logging_dir, config.logger.tensorboard_dir = str(tmp_path / "logs"), str(tmp_path / "tb")
+    config.checkpoint.save = str(tmp_path / "saved")
+    manager = CallbackManager()
+    manager.add([JsonLogger()])
+    pretrain(config, callbacks=manager)
+    places = [tmp_path / name for name in ("runs/x", "logs", "tb", "saved")]
+    before = list(map(digests, places))
+    run = fork(tmp_path / "runs" / "x", 6, "y")
+    assert list(map(digests, places)) == before
+    whole = [one.get("loss") for one in read_records(tmp_path / "logs" / "trainer_logs.json")]
+    assert [one.get("loss") for one in read_records(run / "trainer_logs.json")] == whole
+    assert {path.name for path in (run / "checkpoints").iterdir()} >= {"checkpoint-6", "checkpoint-8"}
+
+
+def test_a_fork_of_a_run_that_was_moved_has_its_record(
+    corpus: Path, token_cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pretrain(run_config(corpus, token_cache, tmp_path, validation__eval_interval=None))
+    (tmp_path / "x").rename(tmp_path / "moved")
+    run = fork(tmp_path / "moved", 6, "y")
+    assert "missing" not in [word for one in caplog.messages for word in one.split() if "records" in one]
+    losses = [
+        [one.get("loss") for one in read_records(place / "record.jsonl") if one.get("kind") == "log"]
+        for place in (run, tmp_path / "moved")
+    ]
+    assert losses[0] == losses[1]

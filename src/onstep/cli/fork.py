@@ -150,17 +150,28 @@ def run_fork(plan: Fork, names: list[str], imports: list[str]) -> GlobalState:
 
 def _as_parent(plan: Fork, names: list[str]) -> tuple[dict[str, Any], list[object]]:
     """Arguments of `pretrain` that the parent had by its run.json, and its callbacks but for those that are named."""
-    from onstep.past.code import own_callbacks, own_functions
+    from onstep.past.code import own_callbacks
 
     content = plan.parent.read()
     code = dict(content.get("user_code") or {})
     given = {one.rpartition(":")[2] for one in names}
     code["callbacks"] = [one for one in code.get("callbacks", []) if one["name"].rpartition(":")[2] not in given]
     content = {**content, "user_code": code}
+    try:
+        return _functions_of(content), own_callbacks(content, ())
+    except ConfigError as error:
+        found = str(error).partition("; rewind it")[0]
+        remedy = "name callbacks that are in a module of their own: --import FILE.py callbacks='[FILE:Class]'"
+        raise ConfigError(f"{found}; {remedy}.") from None
+
+
+def _functions_of(content: dict[str, Any]) -> dict[str, Any]:
+    from onstep.past.code import own_functions
+
     start: dict[str, Any] = {"pre_wrap_hooks": own_functions(content, "pre_wrap_hooks", "pre_wrap_hooks")}
     if found := own_functions(content, "forward_step", "forward_step_func"):
         start["forward_step_func"] = found[0]
-    return start, own_callbacks(content, ())
+    return start
 
 
 def show_dry(plan: Fork, num_steps: int, names: list[str], imports: list[str]) -> None:

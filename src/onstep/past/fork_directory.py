@@ -29,6 +29,8 @@ _OF_ITS_END = ("error", "ended_at", "continued_at", "continued_with", FORKED_FRO
 """Entries of the parent's run.json that a fork does not continue."""
 COPIED = (IDENTITY_FILE, "tokenizer.json")
 """What a start of a run reads in its directory, beside run.json, decisions and checkpoints."""
+_LOGS = ("record.jsonl", "trainer_logs.json", "gradient_norms.json", "parameter_norms.json")
+"""Logs of which a checkpoint has a position, and the path."""
 
 
 def prepare(fork: Fork) -> bool:
@@ -48,9 +50,9 @@ def prepare(fork: Fork) -> bool:
     with _made_aside(path) as aside:
         _link_checkpoints(fork, aside)
         write_decisions(fork, aside, has_state=fork.is_exact)
-        for name in COPIED:
-            if (fork.parent.path / name).is_file():
-                shutil.copyfile(fork.parent.path / name, aside / name)
+        for name in (*COPIED, *(_LOGS if _was_moved(fork) else ())):
+            for found in fork.parent.path.glob(name):
+                shutil.copyfile(found, aside / found.name)
         content = {key: value for key, value in fork.parent.read().items() if key not in _OF_ITS_END}
         config = fork.config if fork.is_exact else fork.before
         content |= {
@@ -129,6 +131,12 @@ def _lives(pid: str) -> bool:
         os.kill(int(pid), 0)
         return True
     return False
+
+
+def _was_moved(fork: Fork) -> bool:
+    """Whether the parent's logs are not any more where its checkpoint says."""
+    place = None if fork.start is None else fork.start.manifest.config_section("logger").get("logging_dir")
+    return isinstance(place, str) and not Path(place).exists()
 
 
 def _run_id(aside: Path) -> str:

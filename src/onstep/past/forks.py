@@ -18,8 +18,15 @@ from onstep.training.runs.run_dir import RunDir
 
 FORKED_FROM = "forked_from"
 """The entry of run.json that says where a fork comes from."""
-_OWN_KEYS = ("run.name", "run.fresh", "checkpoint.load", "checkpoint.ckpt_step", "checkpoint.resume")
-"""Keys that a fork sets itself."""
+_OWN_KEYS = (
+    "run.name",
+    "run.fresh",
+    "logger.logging_dir",
+    "checkpoint.load",
+    "checkpoint.ckpt_step",
+    "checkpoint.resume",
+)
+"""Keys that a fork sets itself; it logs in its own directory."""
 _PLACES = ("checkpoint.save", "logger.logging_dir", "logger.tensorboard_dir", "logger.wandb_save_dir")
 """Keys of directories that a run writes to."""
 

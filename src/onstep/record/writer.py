@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from onstep.errors import ConfigError
+from onstep.errors import ConfigError, DataError
+from onstep.files.bounded_reading import read_json
 from onstep.files.json_values import encode
 from onstep.record.cutting import MetricsLogHeldError, align_to, fork, set_aside, up_to
 from onstep.record.gaps import MISSING, describe_gap
@@ -181,7 +182,8 @@ class JsonLogWriter:
             if saved.last_record is None:
                 self._saved = replace(saved, num_records=None)
             return target
-        if self.path.resolve() == target.resolve() or not (self.path.parent / "run.json").exists():
+        is_of_run = (self.path.parent / "run.json").exists() or _is_of_fork(target.parent)
+        if self.path.resolve() == target.resolve() or not is_of_run:
             return self.path
         # the checkpoint belongs to another run, whose file is left alone
         if target.exists():
@@ -298,6 +300,15 @@ class JsonLogWriter:
                 logger.warning(
                     "cannot write %s (%s); its records are kept in memory and in checkpoints", self.path, error
                 )
+
+
+def _is_of_fork(directory: Path) -> bool:
+    """Whether it is the directory of a run that was forked from another one, where all of its logs are."""
+    try:
+        content = read_json(directory / "run.json")
+    except (OSError, DataError):
+        return False
+    return isinstance(content, dict) and "forked_from" in content
 
 
 def _last_step(records: list[Record]) -> int:

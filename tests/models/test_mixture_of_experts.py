@@ -109,7 +109,9 @@ def test_an_accelerator_is_waited_for_only_where_that_is_less_than_padding():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biases", [True, False])
-def test_compiled_experts_have_the_bits_of_plain_ones(dtype, biases):
+@pytest.mark.parametrize("way", ["grouped", "blocks"])
+def test_compiled_experts_have_the_bits_of_plain_ones(dtype, biases, way, monkeypatch):
+    monkeypatch.setattr(feed_forward, "way_to_multiply", lambda *args: way)
     _, moe = built(dtype, add_bias_linear=biases)
     routing = moe.router(inputs(dtype))
     routing = dataclasses.replace(routing, weights=routing.weights.detach())

@@ -222,6 +222,21 @@ def test_a_rank_with_a_hook_or_whose_state_is_asked_for_learns_when_the_others_d
     assert step == 10
 
 
+@every(EVERY)
+def test_a_closed_gate_does_not_hold_back_steps_that_a_user_takes(make_optimizer: Any) -> None:
+    ours, theirs = make_model(), make_model()
+    optimizer, plain = gated(ours, make_optimizer), gated(theirs, make_optimizer)
+    for step in range(3):
+        one_step(ours, optimizer, step, spoiled=step == 2)
+        if step < 2:
+            one_step(theirs, plain, step)
+    assert optimizer.gate.poll(force=True) == 2
+    for model, one in ((ours, optimizer), (theirs, plain)):
+        fill_grads(model, 3)
+        one.optimizer.step()
+    assert bits(ours.parameters()) == bits(theirs.parameters())
+
+
 def test_a_guard_does_not_copy_what_is_known_to_be_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     optimizer = gated(model, torch.optim.RMSprop)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from onstep import CallbackManager, pretrain
@@ -50,4 +51,17 @@ def test_a_run_may_be_continued_without_compiling(tiny_config: ConfigContainer, 
         tiny_config.train.exit_interval = None
     rest = run(tiny_config, tmp_path, "changing", torch_compile=False, torch_compile_backend=None)[0]
     assert rest[-2:] == whole[-2:]
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor.*:UserWarning")
+def test_a_compiled_run_with_experts_has_the_losses_of_a_plain_one(
+    tiny_config: ConfigContainer, tmp_path: Path
+) -> None:
+    tiny_config.model.num_moe_experts = 4
+    torch._dynamo.reset()
+    plain = run(tiny_config, tmp_path, "plain")[0]
+    compiled = run(tiny_config, tmp_path, "compiled", torch_compile=True, torch_compile_backend="aot_eager")[0]
+    assert compiled == plain
     torch._dynamo.reset()

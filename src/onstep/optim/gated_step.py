@@ -34,7 +34,6 @@ class GatedStep:
         optimizer, gate = self._optimizer, self._gate
         if not isinstance(gate, DeviceFiniteGate):
             return
-        vars(optimizer).pop("found_inf", None)
         self.run, self.must_read = self._plain, True  # the first step creates the optimizer's state
         if not spans_devices:
             fuse(optimizer)
@@ -54,11 +53,13 @@ class GatedStep:
 
     def _run_with_flag(self) -> None:
         gate, own = self._gate, vars(self._optimizer)
-        if gate.is_current or not isinstance(gate, DeviceFiniteGate):  # the host knows that it is open
-            own.pop("found_inf", None)
-        else:
+        assert isinstance(gate, DeviceFiniteGate)
+        if not gate.is_current:  # else the host knows that it is open
             own["found_inf"] = gate.found_inf
-        self._plain()
+        try:
+            self._plain()
+        finally:
+            own.pop("found_inf", None)  # it must not hold back steps outside of a training
         self.must_read = False
 
     def _run_guarded(self) -> None:

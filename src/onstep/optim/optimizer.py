@@ -208,8 +208,11 @@ class TrainingOptimizer:
             if is_norm_used or not grads or not self._can_look_through:
                 self._norm = self._scale_and_clip(grads, grad_scale)
             else:
-                self._norm = None
-                self._scale_unseen(grads, grad_scale)
+                self._norm, loss = None, self._observed_loss
+                if grad_scale is not None:
+                    factor = like(torch.empty((), dtype=self._wide, device=self._device), grad_scale)
+                    multiply(grads, factor, spans_devices=False)
+                self.gate.observe_gradients([*grads, loss] if self._is_on_host and loss is not None else grads)
             self._observed_loss = None
             if self.log_num_zeros_in_grad:
                 self.num_zeros = None if self.overflowed else count_zeros(self._ordered, self._device)
@@ -277,14 +280,6 @@ class TrainingOptimizer:
         )
         """Whether the gate can check the gradients themselves."""
         self._step.survey(spans_devices=self._spans_devices)
-
-    def _scale_unseen(self, grads: list[Tensor], grad_scale: Tensor | float | None) -> None:
-        """Scale the gradients and pass them to the gate, without their norm."""
-        if grad_scale is not None:
-            factor = like(torch.empty((), dtype=self._wide, device=self._device), grad_scale)
-            multiply(grads, factor, spans_devices=False)
-        loss = self._observed_loss
-        self.gate.observe_gradients([*grads, loss] if self._is_on_host and loss is not None else grads)
 
     def _scale_and_clip(self, grads: list[Tensor], grad_scale: Tensor | float | None) -> Tensor:
         """Scale and clip the gradients and pass their norm to the gate. Returns the norm before clipping."""

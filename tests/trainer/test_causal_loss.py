@@ -11,7 +11,9 @@ from torch import Tensor
 
 from onstep.config import ModelConfig
 from onstep.models import vocabulary_loss
+from onstep.trainer.computing import label_smoothing
 from onstep.trainer.computing.causal_loss import causal_loss_in_chunks
+from onstep.trainer.computing.label_smoothing import LabelSmoother
 from tests.support.live_bytes import LiveBytes
 from tests.support.small_models import VOCABULARY, arguments, causal_rows, losses_of, quiet, qwen
 
@@ -115,3 +117,40 @@ def test_a_trainer_trains_and_evaluates_with_it(tmp_path: Path, monkeypatch: pyt
     assert len(calls) > 4
     for one, other in zip(ours, plain, strict=True):
         assert one == pytest.approx(other, rel=1e-6)
+
+
+@pytest.mark.parametrize("shifts", [True, False])
+@pytest.mark.parametrize("items", [None, 5])
+def test_smoothed_losses_in_chunks_are_the_plain_ones(
+    shifts: bool, items: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = torch.randn(3, 9, VOCABULARY, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    labels = torch.randint(0, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(1))
+    labels[:, ::4] = -100
+    found = []
+    for least in (VOCABULARY + 1, VOCABULARY):
+        monkeypatch.setattr(label_smoothing, "LARGE_VOCABULARY", least)
+        monkeypatch.setattr(vocabulary_loss, "CHUNK_BYTES", 4 * ROW)
+        loss = LabelSmoother(0.1)({"logits": logits}, labels, shift_labels=shifts, num_items_in_batch=items)
+        found.append((loss.detach(), *torch.autograd.grad(loss, [logits])))
+    assert all(torch.allclose(one, other, rtol=1e-6, atol=1e-7) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_smoothed_loss_normalizes_one_chunk_at_a_time(is_training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary, tokens = vocabulary_loss.LARGE_VOCABULARY, 64
+    size = 4 * vocabulary * tokens
+    logits = torch.randn(1, tokens, vocabulary, requires_grad=is_training)
+    labels = torch.randint(0, vocabulary, (1, tokens))
+    peaks = []
+    for chunk_bytes in (size, size // 16):
+        monkeypatch.setattr(vocabulary_loss, "CHUNK_BYTES", chunk_bytes)
+        logits.grad = None
+        with LiveBytes() as memory:
+            loss = LabelSmoother(0.1)({"logits": logits}, labels, shift_labels=True)
+            if is_training:
+                loss.backward()
+            del loss
+        peaks.append(memory.peak / size)
+    assert peaks[0] >= (3.0 if is_training else 1.9)
+    assert peaks[1] <= (2.2 if is_training else 0.3), peaks

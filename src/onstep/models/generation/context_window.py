@@ -7,7 +7,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from onstep.config import ModelConfig
 from onstep.errors import ConfigError
@@ -69,10 +68,8 @@ def token_losses(model: Transformer, tokens: Tensor) -> Tensor:
     while known < last:
         window.include(known + 1)
         end = min(window.start + window.length, last)
-        scores = model.logits(model.hidden_states(tokens[:, window.start : end])[:, known - window.start :]).float()
-        targets = tokens[:, known + 1 : end + 1]
-        # in rows: over three dimensions CUDA has no deterministic algorithm
-        losses.append(cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets))
+        hidden = model.hidden_states(tokens[:, window.start : end])[:, known - window.start :]
+        losses.append(model.cross_entropy(hidden, tokens[:, known + 1 : end + 1], "none"))
         known = end
     return torch.cat(losses, dim=1)
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from onstep.data import Batch
 from onstep.errors import ConfigError
+from onstep.models.vocabulary_loss import LARGE_VOCABULARY, tokens_of_chunk
 from onstep.trainer.loss_convention import MAPPING, shifts_labels
 from onstep.training.compute.losses import IGNORE_INDEX
 
@@ -40,16 +42,37 @@ class LabelSmoother:
             num_items_in_batch: what the sum is divided by; None is the number of labels trained on.
         """
         logits = model_output["logits"] if isinstance(model_output, MAPPING) else model_output[0]
-        if shift_labels:
-            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        vocabulary = logits.shape[-1]
+        if vocabulary >= LARGE_VOCABULARY and labels.numel() > tokens_of_chunk(vocabulary):
+            if shift_labels:  # the last one is ignored, since a slice of the logits would be a copy
+                labels = nn.functional.pad(labels[..., 1:], (0, 1), value=self.ignore_index)
+            sums = self._sums_in_chunks(logits.reshape(-1, vocabulary), labels.reshape(-1))
+        else:
+            if shift_labels:
+                logits, labels = logits[..., :-1, :], labels[..., 1:]
+            sums = self._sums(logits, labels)
+        items = labels.ne(self.ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        items = items.to(logits.device) if isinstance(items, Tensor) else items
+        return (1 - self.epsilon) * sums[0] / items + self.epsilon * sums[1] / (items * vocabulary)
+
+    def _sums(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums of the costs of the labels, and of all classes."""
         costs = -nn.functional.log_softmax(logits, dim=-1)
         is_counted = labels.ne(self.ignore_index)
         own = costs.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         even = costs.sum(dim=-1, dtype=torch.float32)
-        items = is_counted.sum() if num_items_in_batch is None else num_items_in_batch
-        items = items.to(own.device) if isinstance(items, Tensor) else items
-        sums = [torch.where(is_counted, one, 0.0).sum() for one in (own, even)]
-        return (1 - self.epsilon) * sums[0] / items + self.epsilon * sums[1] / (items * costs.shape[-1])
+        return torch.where(is_counted, own, 0.0).sum(), torch.where(is_counted, even, 0.0).sum()
+
+    def _sums_in_chunks(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The same; the backward pass normalizes the logits of each chunk of tokens again."""
+        chunk, sums = tokens_of_chunk(logits.shape[-1]), list[tuple[Tensor, Tensor]]()
+        for part, targets in zip(torch.split(logits, chunk), torch.split(labels, chunk), strict=True):
+            if torch.is_grad_enabled():
+                sums.append(checkpoint(self._sums, part, targets, use_reentrant=False))
+            else:
+                sums.append(self._sums(part, targets))
+        own, even = zip(*sums, strict=True)
+        return torch.stack(own).sum(), torch.stack(even).sum()
 
 
 def smoothed_loss(

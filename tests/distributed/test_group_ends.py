@@ -78,6 +78,15 @@ def test_a_group_is_aborted_after_the_error_that_ended_the_script(
     assert ends == ["_abort_process_group"]
 
 
+def test_an_error_that_is_older_than_the_group_does_not_count(tiny_config: ConfigContainer, ends: list[str]) -> None:
+    tiny_config.train.train_iters = 3
+    try:
+        raise ValueError("of an earlier run")
+    except ValueError:
+        pretrain(tiny_config)
+    assert ends == ["destroy_process_group"]
+
+
 @pytest.mark.parametrize("door", ["pretrain", pytest.param("trainer", marks=pytest.mark.process)])
 @pytest.mark.distributed
 def test_a_failing_rank_shows_its_traceback_and_ends(

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from onstep.config import DatasetConfig
@@ -13,7 +14,7 @@ from onstep.data.chat.dataset import ChatDataset, ChatFile, PackedDataset, build
 from onstep.data.chat.records import ChatFiles, ChatKeys, ChatRows, ChatSource, ChatTexts, warn_of_unread
 from onstep.data.corpus.build_cache import Source
 from onstep.data.corpus.documents import DocumentSource, FileSource
-from onstep.data.corpus.hf_datasets import OwnSplits, RowSource, is_rows, load_own_splits
+from onstep.data.corpus.hf_datasets import Columns, OwnSplits, RowSource, is_rows, load_own_splits
 from onstep.data.corpus.indexed_file import IndexedFile
 from onstep.data.corpus.text_files import default_corpus_files, find_files, find_records, unread_notes
 from onstep.data.corpus.token_file import TokenFile, tokens_of
@@ -144,9 +145,9 @@ class Job:
         """The token file of the documents of `source`."""
         return self._build(tokens_of, source)
 
-    def chats_of(self, source: ChatSource) -> ChatFile:
-        """The tokens of the conversations of `source`."""
-        return self._build(build_chat_file, source)
+    def chats_of(self, source: ChatSource, *, is_said: bool) -> ChatFile:
+        """The tokens of the conversations of `source`; with `is_said`, a line says their form."""
+        return self._build(partial(build_chat_file, is_said=is_said), source)
 
     def _build(self, make: Callable[..., T], source: Source) -> T:
         sharing = {"show_progress": self.show_progress, "wait_for_other": self.wait_for_other}
@@ -265,12 +266,12 @@ def _chat(job: Job) -> Splits[Any]:
     own, split = _chat_sources(config, job.show_progress)
     if isinstance(own.train, ChatFiles):
         job.warn_of_unread(only_records=True)
-    chats = job.chats_of(own.train)
+    chats = job.chats_of(own.train, is_said=True)
     what = f"split {split!r} of {len(chats)} conversations"
     splits = ranges(len(chats), parse_split(split), lambda start, end: job.chat(chats, start, end), what)
 
     def all_of(source: ChatSource) -> ChatDataset:
-        own_chats = job.chats_of(source)
+        own_chats = job.chats_of(source, is_said=False)
         return job.chat(own_chats, 0, len(own_chats))
 
     return _with_own_sets(splits, own, all_of)
@@ -282,7 +283,7 @@ def _with_own_sets(splits: Splits[T], own: OwnSplits[S], all_of: Callable[[S], T
     return train, valid if own.valid is None else all_of(own.valid), test if own.test is None else all_of(own.test)
 
 
-def _own_splits(config: DatasetConfig, columns: Sequence[str], show_progress: bool) -> tuple[OwnSplits[Any], str]:
+def _own_splits(config: DatasetConfig, columns: Columns, show_progress: bool) -> tuple[OwnSplits[Any], str]:
     """A dataset's splits, with own evaluation sets only if `split` has a share for them; and how to split the first."""
     own = load_own_splits(
         config.paths, subset=config.hf_subset, split=config.hf_split, columns=columns, show_progress=show_progress
@@ -302,7 +303,7 @@ def _chat_sources(config: DatasetConfig, show_progress: bool) -> tuple[OwnSplits
     if not any(is_rows(path) for path in config.paths):
         _check_not_rows(config)
         return OwnSplits(ChatFiles(find_records(config.paths), keys), None, None), config.split
-    own, split = _own_splits(config, [keys.messages, keys.prompt, keys.response], show_progress)
+    own, split = _own_splits(config, keys.columns, show_progress)
     name = ", ".join(config.paths)
     if show_progress:
         warn_of_unread(own.dropped, name)

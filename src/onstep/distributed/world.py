@@ -42,6 +42,8 @@ class World:
 
     _hooks: tuple[Any, Any] | None = field(default=None, init=False, repr=False, compare=False)
     """`sys.excepthook` before torch replaced it for this group, and torch's, which puts the rank before each line."""
+    _error_at_start: int = field(default_factory=lambda: id(_current_error()), init=False, repr=False, compare=False)
+    """The identity of an error that was already being handled, such as that of a run which this one repeats."""
     _error: str | None = field(default=None, init=False, repr=False, compare=False)
     """The name of the error after which no collective may start."""
 
@@ -160,7 +162,7 @@ class World:
         if self.owns_group and dist.is_initialized():
             if self.size > 1:  # a data-parallel wrapper in a cycle would keep gloo's threads alive past their group
                 gc.collect()
-            if _is_failing():
+            if self._is_failing():
                 self.abandon()
             else:
                 dist.destroy_process_group()
@@ -168,6 +170,14 @@ class World:
         if self._hooks is not None and sys.excepthook is self._hooks[1] and sys.exc_info()[1] is None:
             sys.excepthook = self._hooks[0]  # after an error it stays: the traceback is to name its rank
             self._hooks = None
+
+    def _is_failing(self) -> bool:
+        """Whether an error since the group was opened is being handled, or has ended the script.
+
+        All ranks leave together by `sys.exit`.
+        """
+        error = _current_error()
+        return error is not None and not isinstance(error, SystemExit) and id(error) != self._error_at_start
 
     def abandon(self) -> None:
         """Leave the process group and all others without waiting for any rank."""
@@ -245,10 +255,9 @@ def _device(wanted: str | None, local_rank: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _is_failing() -> bool:
-    """Whether an error is being handled or has ended the script; `sys.exit` is left by all ranks together."""
-    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-    return error is not None and not isinstance(error, SystemExit)
+def _current_error() -> BaseException | None:
+    """The error that is being handled, or that has ended the script."""
+    return sys.exc_info()[1] or getattr(sys, "last_value", None)
 
 
 T = TypeVar("T")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from onstep.data.chat.records import ChatSource
+from onstep.data.chat.records import ChatNotes, ChatSource
 from onstep.data.chat.template import EncodedChat, template_for
-from onstep.data.corpus.build_cache import build_cached
+from onstep.data.corpus.build_cache import build_cached, write_text
 from onstep.data.corpus.token_file import TokenFile, check_ids, find_token_file, token_dtype, write_tokens
 from onstep.data.corpus.tokenizers import Tokenizer
 from onstep.data.token_dataset import IGNORE_INDEX
@@ -40,6 +41,8 @@ class ChatFile:
 
     values: TokenFile
     index: TokenFile
+    notes: ChatNotes = field(default_factory=ChatNotes)
+    """What its source holds."""
 
     def __len__(self) -> int:
         """Number of conversations."""
@@ -74,8 +77,14 @@ def build_chat_file(
     *,
     show_progress: bool,
     wait_for_other: bool = False,
+    is_said: bool = True,
 ) -> ChatFile:
     """The tokens of the conversations of `source`, from the cache or built now; shared as in `build_token_file`.
+
+    A line says the form of the conversations, and what of them is not read, unless another process does.
+
+    Args:
+        is_said: False leaves that line out.
 
     Raises:
         DataError: for conversations that are not in the documented format, or if there are none.
@@ -99,21 +108,34 @@ def build_chat_file(
         empty = f"the corpus is empty: no conversations in {source.name}"
         written = write_tokens(path, token_dtype(2 * tokenizer.vocab_size), values(), path.stem, empty)
         table = np.array(entries, dtype=np.int64)
-        return ChatFile(written, write_tokens(_index_path(path), "<i8", [table], _index_source(written), empty))
+        write_text(_notes_path(path), json.dumps(asdict(source.notes)))
+        index = write_tokens(_index_path(path), "<i8", [table], _index_source(written), empty)
+        return ChatFile(written, index, source.notes)
 
     described = f"{_FORMAT}\0{template.fingerprint}"
-    return build_cached(source, described, ".tokens", cache_dir, _find, make, wait_for_other=wait_for_other)
+    chats = build_cached(source, described, ".tokens", cache_dir, _find, make, wait_for_other=wait_for_other)
+    if is_said and not wait_for_other:
+        chats.notes.say(source.name)
+    return chats
 
 
 def _index_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}-index.tokens")
 
 
+def _notes_path(path: Path) -> Path:
+    return path.with_name(f"{path.stem}-notes.json")
+
+
 def _find(path: Path) -> ChatFile | None:
     values, index = find_token_file(path), find_token_file(_index_path(path))
     if values is None or index is None or index.source != _index_source(values):
         return None
-    return ChatFile(values, index)
+    try:
+        notes = ChatNotes(**json.loads(_notes_path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None  # of an older version, or damaged: built again
+    return ChatFile(values, index, notes)
 
 
 def _index_source(values: TokenFile) -> str:

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from onstep.data.chat.forms import (
+    OF_PROMPTS,
+    ChatForm,
+    Message,
+    recognised,
+    recognised_columns,
+    text_of,
+    turn,
+    with_role,
+)
 from onstep.data.corpus.build_cache import Source
 from onstep.data.corpus.documents import MAX_RECORD_BYTES, Document, add_file, first_keys, read_record
 from onstep.data.corpus.hf_datasets import fingerprint_of, rows_of
@@ -17,13 +27,13 @@ from onstep.files.bounded_reading import brief, read_lines
 
 _LOGGER = logging.getLogger(__name__)
 
-Message = dict[str, Any]
-"""`role`, `content`, and anything else that the chat template of a tokenizer reads."""
-
 
 @dataclass(frozen=True)
 class ChatKeys:
-    """The keys under which a record holds its conversation: a list of messages, or a prompt and its answer."""
+    """The keys under which a record holds its conversation: a list of messages, or a prompt and its answer.
+
+    With the default keys, records of the other `FORMS` are recognised, too.
+    """
 
     messages: str = "messages"
     prompt: str = "prompt"
@@ -33,31 +43,78 @@ class ChatKeys:
         """The messages of a record.
 
         Raises:
-            DataError: with `place`, for a record that has neither, for malformed messages or for invalid text.
+            DataError: with `place`, for a record of no known form, for malformed messages or for invalid text.
         """
-        messages = self._messages(record, place)
-        _check_text(messages, place)
-        return messages
-
-    def _messages(self, record: Mapping[str, Any], place: str) -> list[Message]:
-        if record.get(self.messages) is not None:
-            return _checked(record[self.messages], f"{place}: {self.messages!r}")
-        if record.get(self.prompt) is None or record.get(self.response) is None:
+        form = self.form_of(record)
+        if form is None:
             raise DataError(
                 f"{place} has neither {self.messages!r} nor both {self.prompt!r} and {self.response!r} (its keys: "
                 f"{first_keys(record)}); set dataset.messages_key, or dataset.prompt_key and dataset.response_key"
             )
-        for key in (self.prompt, self.response):
-            if not isinstance(record[key], str):
-                raise DataError(f"{place}: {key!r} must be a string, got {type(record[key]).__name__}")
-        return [
-            {"role": "user", "content": record[self.prompt]},
-            {"role": "assistant", "content": record[self.response]},
-        ]
+        is_list = form.required == (self.messages,)
+        where = f"{place}: {self.messages!r}" if is_list else f"{place}: {form.name}"
+        messages = _checked(form.read(record, place), where)
+        _check_text(messages, place)
+        return messages
+
+    def form_of(self, record: Mapping[str, Any]) -> ChatForm | None:
+        """The form of a record; None if it has none."""
+        for form in self._own_forms:
+            if all(record.get(key) is not None for key in form.required):
+                return form
+        return recognised(record) if self == ChatKeys() else None
+
+    def columns(self, names: Sequence[str]) -> tuple[str, ...]:
+        """The columns to read of a dataset with these."""
+        own = (self.messages, self.prompt, self.response)
+        if any(set(form.required) <= set(names) for form in self._own_forms) or self != ChatKeys():
+            return own
+        form = recognised_columns(names)
+        return own if form is None else form.keys
+
+    @property
+    def _own_forms(self) -> tuple[ChatForm, ChatForm]:
+        return (
+            ChatForm("messages", (self.messages,), (), lambda record, place: record[self.messages]),
+            ChatForm("prompt and response", (self.prompt, self.response), (), self._pair),
+        )
+
+    def _pair(self, record: Mapping[str, Any], place: str) -> list[Message]:
+        return turn(text_of(record, self.prompt, place), text_of(record, self.response, place))
+
+
+@dataclass
+class ChatNotes:
+    """What a source of conversations holds, found while it is read; kept with its tokens, to be said at every start."""
+
+    forms: dict[str, int] = field(default_factory=dict)
+    """Number of conversations of each form."""
+    unread: list[str] = field(default_factory=list)
+    """Keys that look like parts of a prompt and are not read."""
+
+    def add(self, record: Mapping[str, Any], form: ChatForm | None) -> None:
+        """Note a record of a form."""
+        if form is None:
+            return
+        self.forms[form.sentence] = self.forms.get(form.sentence, 0) + 1
+        for key in OF_PROMPTS.difference(form.keys, self.unread):
+            if record.get(key):
+                self.unread.append(key)
+
+    def say(self, name: str) -> None:
+        """Say in one line which forms `name` has, and warn of what is not read."""
+        counted = (f"{form} ({count:,})" if len(self.forms) > 1 else form for form, count in self.forms.items())
+        if self.forms:
+            _LOGGER.info("conversations of %s are read as %s", name, "; ".join(counted))
+        warn_of_unread(self.unread, name)
 
 
 class ChatSource(Source, Protocol):
     """A source of conversations in a fixed order."""
+
+    @property
+    def notes(self) -> ChatNotes:
+        """What was found when the conversations were last read to the end."""
 
     def conversations(self, label: str | None) -> Iterator[tuple[list[Message], str]]:
         """The messages of each conversation and its place; `label` names the progress bar, None shows none."""
@@ -66,12 +123,9 @@ class ChatSource(Source, Protocol):
 _PROMPT_ROLES = ("system", "developer", "user", "tool")
 """Roles of messages that are not trained on, as a `weight` of 0 asks."""
 
-OF_PROMPTS = frozenset({"system", "system_prompt", "input", "context", "history", "tools", "functions", "documents"})
-"""Keys of records, besides messages, that others render into prompts."""
-
 
 def warn_of_unread(keys: Iterable[str], name: str) -> None:
-    """Warn of keys that look like parts of a prompt, since only messages, prompt and response are read."""
+    """Warn of keys that look like parts of a prompt, and are not read."""
     unread = sorted(OF_PROMPTS.intersection(keys))
     if unread:
         _LOGGER.warning(
@@ -89,6 +143,7 @@ class ChatFiles:
         """Names of the first files."""
         self._files = files
         self._keys = keys
+        self.notes = ChatNotes()
 
     def add_to(self, digest: Any) -> None:
         """Add the keys and the content of each file."""
@@ -99,7 +154,7 @@ class ChatFiles:
     def conversations(self, label: str | None) -> Iterator[tuple[list[Message], str]]:
         """One conversation per non-empty line."""
         total = sum(path.stat().st_size for path in self._files)
-        unread: set[str] = set()
+        notes = ChatNotes()
         with reading_bar(label, total, "B") as bar:
             for path in self._files:
                 with path.open("rb") as lines:
@@ -108,9 +163,9 @@ class ChatFiles:
                         if line.strip():
                             place = f"{path}:{number}"
                             record = read_record(line, place)
-                            unread.update(key for key, value in record.items() if value)
                             yield self._keys.read(record, place), place
-        warn_of_unread(unread - {self._keys.messages, self._keys.prompt, self._keys.response}, self.name)
+                            notes.add(record, self._keys.form_of(record))
+        self.notes = notes
 
 
 class ChatRows:
@@ -120,6 +175,7 @@ class ChatRows:
         self.name = name
         self._dataset = dataset
         self._keys = keys
+        self.notes = ChatNotes()
 
     def add_to(self, digest: Any) -> None:
         """Add the keys and the library's fingerprint of the dataset."""
@@ -127,9 +183,12 @@ class ChatRows:
 
     def conversations(self, label: str | None) -> Iterator[tuple[list[Message], str]]:
         """One conversation per row."""
+        notes = ChatNotes()
         for row, number in rows_of(self._dataset, self.name, label):
             place = f"{self.name}:{number}"
             yield self._keys.read(row, place), place
+            notes.add(row, self._keys.form_of(row))
+        self.notes = notes
 
 
 class ChatTexts:
@@ -156,6 +215,7 @@ class ChatTexts:
 def _checked(messages: Any, place: str) -> list[Message]:
     if not isinstance(messages, (list, tuple)) or not messages:
         raise DataError(f"{place} must be a list of messages, got {brief(messages, 80)}")
+    messages = [with_role(message, place) for message in messages]
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise DataError(f"{place} must contain messages with 'role' and 'content', got {brief(message, 80)}")

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from onstep.data.chat.forms import Message
 from onstep.data.chat.limited_process import LimitedProcess, Limits
-from onstep.data.chat.records import Message
 from onstep.errors import DataError
 
 LIMITS = Limits(cpu_seconds=5.0, memory_bytes=512 << 20)

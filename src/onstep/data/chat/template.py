@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from onstep.data.chat.forms import Message
 from onstep.data.chat.limited_process import Limits
-from onstep.data.chat.records import Message
 from onstep.data.chat.rendering import LIMITS, ChatRenderer, RenderedChat, Span
 from onstep.data.corpus.tokenizer_library import Explained
 from onstep.data.corpus.tokenizers import HuggingFaceTokenizer, Tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -50,6 +50,9 @@ class OwnSplits(Generic[T]):
     test: T | None
     dropped: frozenset[str] = frozenset()
     """Columns of the training split that are not read."""
+
+
+Columns = Sequence[str] | Callable[[Sequence[str]], Sequence[str]]
 
 
 class RowSource:
@@ -115,7 +118,7 @@ def fingerprint_of(dataset: Any) -> str:
 
 
 def load_own_splits(
-    paths: Sequence[str], *, subset: str | None, split: str, columns: Sequence[str], show_progress: bool
+    paths: Sequence[str], *, subset: str | None, split: str, columns: Columns, show_progress: bool
 ) -> OwnSplits[Any]:
     """The split `split` of the datasets in `paths`, concatenated, and their own validation and test splits.
 
@@ -125,7 +128,7 @@ def load_own_splits(
 
     Args:
         subset: the configuration of a dataset on the Hub.
-        columns: the columns to read, where a dataset has them.
+        columns: the columns to read, where a dataset has them; or a function that chooses them from those there are.
 
     Raises:
         DataError: for a dataset that cannot be found or read, or has no such split.
@@ -146,6 +149,8 @@ def load_own_splits(
                 f"the dataset {path!r} has no split {split!r}; set dataset.hf_split to one of {list(found)}"
             )
     by_name = [[found[name] for found in loaded if name in found] for name in (split, valid_name, test_name)]
+    if callable(columns):
+        columns = columns(by_name[0][0].column_names)
     train, valid, test = (_joined(datasets, parts, columns) for parts in by_name)
     dropped = frozenset(column for part in by_name[0] for column in part.column_names).difference(columns)
     return OwnSplits(train, valid, test, dropped)

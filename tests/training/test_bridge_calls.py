@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from onstep import Callback, CallbackManager, pretrain
 from onstep.checkpoint import checkpoints
-from onstep.config import ConfigContainer
+from onstep.config import ConfigContainer, from_dict
 from onstep.errors import CheckpointError, ConfigError
 from onstep.optim import TrainingOptimizer
 from onstep.training import GlobalState, train
 from onstep.training.checkpointing import load_checkpoint, save_checkpoint
 from onstep.training.gpt_step import GPTForwardStep, forward_step, get_batch
+from tests.support.contract.bridge_recipes import of_recipe
 from tests.support.recording_loggers import record_all
 from tests.support.small_runs import TinyModel, eval_loader, loader, small_state, sum_step
 
@@ -199,3 +200,29 @@ def test_get_batch_says_where_the_documents_of_a_packed_sequence_begin() -> None
     assert (batch.cu_seqlens.tolist(), batch.max_seqlen.item()) == ([0, 2, 5, 6], 3)
     with pytest.raises(ConfigError, match=r"set train\.micro_batch_size=1"):
         get_batch(iter([{**row, "document_ids": torch.zeros(2, 6)}]))
+
+
+def test_a_recipe_of_bridge_trains_with_smaller_sizes() -> None:
+    config = from_dict(of_recipe("qwen25_500m"))
+    sizes = {
+        "num_layers": 1,
+        "hidden_size": 16,
+        "ffn_hidden_size": 32,
+        "num_attention_heads": 2,
+        "num_query_groups": 1,
+        "kv_channels": 8,
+        "vocab_size": 512,
+        "seq_length": 16,
+    }
+    for name, value in sizes.items():
+        setattr(config.model, name, value)
+    for name, value in {"train_iters": 4, "global_batch_size": 2, "micro_batch_size": 1}.items():
+        setattr(config.train, name, value)
+    bridge: Any = config
+    bridge.train.eval_interval, bridge.train.eval_iters, bridge.dataset.sequence_length = 2, 1, 16
+    bridge.model.tensor_model_parallel_size, bridge.ddp.overlap_grad_reduce = 1, True
+    config.dataset.num_workers, config.scheduler.lr_warmup_iters = 0, 1
+    config.dist.distributed_backend = config.checkpoint.save = config.checkpoint.load = None
+    config.mixed_precision = config.logger.tensorboard_dir = None
+    history = pretrain(config).trainer_state.log_history
+    assert [record["step"] for record in history if "eval_loss" in record][:2] == [2, 4]

@@ -18,6 +18,7 @@ from onstep.config import (
     OptimizerConfig,
     TrainingConfig,
     apply_overrides,
+    explain,
     from_dict,
     resolve,
     to_flat,
@@ -227,6 +228,12 @@ def test_a_neutral_value_changes_nothing_and_another_is_refused(key: str, rule: 
         assert getattr(holder, name) == before
         assert rule.remedy
     assert rule.why
+
+
+def test_onstep_config_explains_keys_of_bridge() -> None:
+    tensor = explain("model.tensor_model_parallel_size")
+    assert "has no effect and must be 1: tensor parallelism is not" in " ".join(tensor.split())
+    assert "sets validation.eval_interval and accepts any value." in explain("train.eval_interval")
 
 
 def test_true_is_not_one() -> None:

@@ -55,6 +55,7 @@ IMPORT_PATHS = {
     "pretrain": ["pretrain"],
     "profiling": ["TNvtxContext"],
     "state": ["GlobalState", "TrainState"],
+    "tokenizers.config": ["TokenizerConfig"],
     "train": [name for name in TRAIN if "." not in name],
     "utils.train_utils": [*(name for name in TRAIN_UTILS if "." not in name), *DATA],
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 
+from onstep.config.bridge.rules import Rule
+from onstep.config.bridge_outcomes import rules
 from onstep.config.field_types import type_name
 from onstep.config.keys import KEYS, Key
 from onstep.config.load import unknown_key
@@ -17,12 +19,16 @@ WIDTH = 120
 def explain(name: str, keys: Mapping[str, Key] = KEYS) -> str:
     """Everything that is known about a key: help, type, default, rules, consequence of a change, other names.
 
-    Of a section, its keys with the first sentence of their help.
+    Of a section, its keys with the first sentence of their help; of a key of Megatron Bridge, what it sets, or which
+    values are accepted and why.
 
     Raises:
         ConfigError: for an unknown key, with the nearest one.
     """
     if name not in keys:
+        rule = dict(rules()).get(name) if keys is KEYS else None
+        if rule is not None:
+            return _of_bridge(name, rule)
         of_section = [key for key in keys.values() if key.name.startswith(f"{name}.")]
         if not of_section:
             raise unknown_key(name, list(keys))
@@ -36,6 +42,14 @@ def explain(name: str, keys: Mapping[str, Key] = KEYS) -> str:
         for label, text in rows.items()
     ]
     return "\n".join([name, textwrap.fill(key.option.help, WIDTH, initial_indent="  ", subsequent_indent="  "), *lines])
+
+
+def _of_bridge(name: str, rule: Rule) -> str:
+    sets = f"sets {', '.join(rule.becomes)}" if rule.becomes else "has no effect"
+    accepted = f"must be {' or '.join(rule.written)}" if rule.written else "accepts any value"
+    text = f"a key of Megatron Bridge, which {sets} and {accepted}{f': {rule.why}' if rule.why else ''}."
+    remedy = f" Instead of another value, {rule.remedy}." if rule.remedy else ""
+    return f"{name}\n" + textwrap.fill(text + remedy, WIDTH, initial_indent="  ", subsequent_indent="  ")
 
 
 def _one_line(key: Key) -> str:

@@ -1,0 +1,1 @@
+"""Megatron Bridge's import path of the tokenizer's configuration."""

@@ -45,7 +45,7 @@ _TAKES_OVER: ContextVar[TakeOver | None] = ContextVar("takeover", default=None)
 
 
 def current_takeover() -> TakeOver | None:
-    """What takes over the script that runs in this thread."""
+    """What is to take over the script that runs in this thread."""
     return _TAKES_OVER.get()
 
 

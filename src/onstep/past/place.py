@@ -41,7 +41,7 @@ class Plan:
     """The configuration with which the run trained the step."""
     run_json: Mapping[str, Any]
     records: list[Record] = field(repr=False)
-    """The run's record up to the step, and one line beyond."""
+    """The run's record, as far as it was written when it was looked at."""
     branch: int = 0
     """The number of rollbacks after which the run trained the step that it kept."""
     rollbacks: tuple[int, ...] = ()
@@ -73,7 +73,8 @@ class Plan:
     @property
     def seconds(self) -> float | None:
         """The time that these steps took, by the record; None if it has no two logged steps."""
-        logs = [one for one in self.records if one.get("kind") == "log" and "loss" in one]
+        known = [one for one in self.records if one.get("global_step", 0) <= self.step]
+        logs = [one for one in known if one.get("kind") == "log" and "loss" in one]
         times = [
             (after["timestamp"] - before["timestamp"]) / (after["global_step"] - before["global_step"])
             for before, after in pairwise(logs[-50:])
@@ -130,7 +131,7 @@ def plan_rewind(run: str | Path, step: int) -> Plan:
         start=start,
         config=config,
         run_json=run_json,
-        records=[one for one in records if one.get("global_step", 0) <= step],
+        records=records,
         branch=max((number for number, (to_step, _) in enumerate(branches, 1) if to_step < step), default=0),
         rollbacks=tuple(passed),
         began_after=began_after,

@@ -176,7 +176,7 @@ class Past:
                     document.place = place
         for sample, batch in zip(found, batches, strict=True):
             sample.text = text_of(batch, tokenizer)
-        mark(found, batches, self.seen)
+        mark(found, batches, self.seen.with_step(self.current, job.run.world), self.step)
         with undisturbed(job):
             for sample in found:
                 sample.fields |= fields_of_item(self.dataset, sample.index)

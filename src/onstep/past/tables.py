@@ -25,7 +25,8 @@ def step_lines(view: StepView, *, shows_all: bool = False) -> list[str]:
     more = len(view.samples) - len(samples)
     lines += [f"samples, the largest share of the loss first{f'; {more} more: --all or --json' * bool(more)}"]
     lines += table([SAMPLE_HEAD, *rows], "><>>>>>")
-    for number, sample in enumerate(samples, 1):
+    unusual = [one for one in enumerate(view.ranked, 1) if one[0] > len(samples) and one[1].unusual]
+    for number, sample in [*enumerate(samples, 1), *unusual[:MOST_SAMPLES]]:
         lines += ["", *_sample_lines(number, sample)]
     lines += ["", f"layers{f', beside their mean of the {view.num_means} steps before' if view.num_means else ''}"]
     lines += table([LAYER_HEAD, *(layer_cells(one) for one in view.layers)], "<>>>>>>>", shrink=0)

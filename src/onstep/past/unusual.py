@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from onstep.data import Batch
+from onstep.distributed import World
+from onstep.past.passages import Passages
 from onstep.past.samples import Sample, tokens_of
 from onstep.training.compute.rows import rows_of
 from onstep.training.compute.step import Step
@@ -20,6 +22,8 @@ from onstep.training.compute.step import Step
 _NGRAM = 4
 _REPEATED = 0.5
 """Share of a text's n-grams that occur before in it, from which on it repeats itself, if the others do not."""
+_SEEN = 0.25
+"""Share of a text that is in other samples, from which on that is unusual, if less of the others is."""
 _TIMES = 3.0
 """A value this many times the median of the others is unusual."""
 _DIGITS = 4
@@ -31,7 +35,9 @@ class Seen:
     def __init__(self) -> None:
         self.num_steps = 0
         self._tokens: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
-        self._places: dict[bytes, tuple[int, int | None]] = {}
+        self._places: dict[bytes, dict[int | None, int]] = {}
+        """By content: the last step of each index that has it."""
+        self.passages = Passages()
 
     def add(self, step: Step) -> None:
         """Count a step."""
@@ -43,7 +49,27 @@ class Seen:
                 self._tokens[tokens.ravel()] = True
             ids = None if step.sample_ids is None else step.sample_ids[number]
             for row, digest in enumerate(_digests(batch)):
-                self._places[digest] = (step.number, None if ids is None or row >= len(ids) else ids[row])
+                index = None if ids is None or row >= len(ids) else ids[row]
+                self._places.setdefault(digest, {})[index] = step.number
+                if tokens is not None:
+                    self.passages.add(tokens[row], step.number, index)
+
+    def with_step(self, step: Step, world: World) -> Seen:
+        """What all ranks have seen, and the contents of the samples of a further step. Collective."""
+        current = Seen()
+        current.add(step)
+        merged = Seen()
+        merged.num_steps = self.num_steps
+        for seen, now in world.gather((self, current)):
+            size = max(merged._tokens.size, seen._tokens.size)
+            masks = [np.pad(one._tokens, (0, size - one._tokens.size)) for one in (merged, seen)]
+            merged._tokens = masks[0] | masks[1]
+            for one in (seen, now):
+                merged.passages.extend(one.passages)
+                for digest, places in one._places.items():
+                    known = merged._places.setdefault(digest, {})
+                    known |= {index: max(number, known.get(index, 0)) for index, number in places.items()}
+        return merged
 
     def num_new(self, tokens: npt.NDArray[Any]) -> int:
         """How many of the different tokens were never in a repeated step."""
@@ -51,17 +77,31 @@ class Seen:
         known = distinct < self._tokens.size
         return int(distinct.size - self._tokens[distinct[known]].sum())
 
-    def place_of(self, batch: Batch) -> tuple[int, int | None] | None:
-        """The last repeated step that had a sample of the same content, and its index."""
-        return next((self._places[digest] for digest in _digests(batch) if digest in self._places), None)
+    def place_of(self, batch: Batch, own_index: int | None, own_step: int) -> str:
+        """The last repeated step with another sample of the same content, in words; empty without any."""
+        found = [places for digest in _digests(batch) for places in (self._places.get(digest),) if places]
+        others = [
+            (step, index)
+            for one in found
+            for index, step in one.items()
+            if (index != own_index if index is not None else step != own_step)
+        ]
+        if not others:
+            return ""
+        step, index = max(others, key=lambda one: one[0])
+        return f"the same content as a sample of step {step}{'' if index is None else f' (index {index})'}"
 
 
-def mark(samples: Sequence[Sample], batches: Sequence[Batch], seen: Seen) -> None:
+def mark(samples: Sequence[Sample], batches: Sequence[Batch], seen: Seen, step: int) -> None:
     """Set `unusual` of samples, which `batches` hold one by one, and `fields` of those that are not text."""
     tokens = [tokens_of(batch) for batch in batches]
     first_of: dict[bytes, int] = {}
     repeated = [0.0 if one is None else _repetition(one[0]) for one in tokens]
     new = [0 if one is None else seen.num_new(one) for one in tokens]
+    shares = [
+        (0.0, "") if one is None else seen.passages.shared(one[0], sample.index, step)
+        for one, sample in zip(tokens, samples, strict=True)
+    ]
     for number, (sample, batch) in enumerate(zip(samples, batches, strict=True)):
         notes = sample.unusual
         if sample.num_labels == 0:
@@ -78,9 +118,11 @@ def mark(samples: Sequence[Sample], batches: Sequence[Batch], seen: Seen) -> Non
         digest = next(iter(_digests(batch)), b"")
         if digest and digest in first_of:
             notes.append(f"the same content as sample {first_of[digest] + 1} of this step")
-        elif (place := seen.place_of(batch)) is not None:
-            index = "" if place[1] is None else f" (index {place[1]})"
-            notes.append(f"the same content as a sample of step {place[0]}{index}")
+        elif place := seen.place_of(batch, sample.index, step):
+            notes.append(place)
+        elif shares[number][0] > max(_SEEN, 1.5 * _median_without([one[0] for one in shares], number)):
+            share, words = shares[number]
+            notes.append(f"{share:.0%} of its text is in {words} too")
         first_of.setdefault(digest, number)
     _mark_values(samples, batches)
 

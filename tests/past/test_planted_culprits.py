@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,21 @@ JOBS = "tests.support.jobs.culprit_jobs"
 SEEDS = [1000 + 37 * number for number in range(40)]
 
 
+Bases = Callable[[str], str]
+
+
 @pytest.fixture(scope="module")
-def bases(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The runs that know what the data is like, by kind."""
-    found = {}
-    for kind in ("garbled", "answer"):
+def base_of(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Bases:
+    """Gives the run of a kind that knows what the data is like."""
+
+    @cache
+    def trained(kind: str) -> str:
         directory = tmp_path_factory.mktemp(kind)
         case = Case(1, "pretrain", kind, 1, 0, 2, 0.0, packing=kind == "answer", lora=False)
         assert processes.run(JOBS, "base", directory, as_settings(case)) == [0], output_of(directory)
-        found[kind] = str(directory / "runs" / "x")
-    return found | {"duplicate": found["garbled"]}
+        return str(directory / "runs" / "x")
+
+    return lambda kind: trained("answer" if kind == "answer" else "garbled")
 
 
 def found_in(processes: Processes, case: Case, directory: Path) -> dict[str, Any]:
@@ -38,9 +45,9 @@ def found_in(processes: Processes, case: Case, directory: Path) -> dict[str, Any
     return found
 
 
-def check(processes: Processes, bases: dict[str, str], number: int, directory: Path) -> None:
+def check(processes: Processes, base_of: Bases, number: int, directory: Path) -> None:
     case = case_of(number, SEEDS[number])
-    case = replace(case, base=bases[case.kind]) if case.door == "pretrain" else case
+    case = replace(case, base=base_of(case.kind)) if case.door == "pretrain" else case
     found = found_in(processes, case, directory)
     is_first = found["by_unusual"] if case.kind == "duplicate" else found["by_share"] or found["by_gradient"]
     firsts = ", ".join(one for one in ("share", "gradient", "unusual") if found[f"by_{one}"])
@@ -50,13 +57,13 @@ def check(processes: Processes, bases: dict[str, str], number: int, directory: P
 
 
 @pytest.mark.parametrize("number", [0, 1, 3, 4])
-def test_a_planted_culprit_is_first(processes: Processes, bases: dict[str, str], tmp_path: Path, number: int) -> None:
-    check(processes, bases, number, tmp_path)
+def test_a_planted_culprit_is_first(processes: Processes, base_of: Bases, tmp_path: Path, number: int) -> None:
+    check(processes, base_of, number, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(40))
 def test_planted_culprits_of_random_seeds_are_first(
-    processes: Processes, bases: dict[str, str], tmp_path: Path, number: int
+    processes: Processes, base_of: Bases, tmp_path: Path, number: int
 ) -> None:
-    check(processes, bases, number, tmp_path)
+    check(processes, base_of, number, tmp_path)

@@ -86,7 +86,7 @@ def overflow(words: list[str]) -> int:
             if "loss_scale" in context.logs:
                 scales.append(context.logs["loss_scale"])
 
-    state = pretrain(job([*scale, *words]), callbacks=[Scales()])
+    state = pretrain(job([*words, *scale]), callbacks=[Scales()])
     final = [one["loss"] for one in state.trainer_state.log_history if "loss" in one][-1]
     skipped = sum(one.get("skipped_steps", 0) for one in state.trainer_state.log_history)
     text = f"loss scale from {scales[0]:g} to {scales[-1]:g}, {skipped} steps skipped"

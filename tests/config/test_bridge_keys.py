@@ -26,6 +26,7 @@ from onstep.config import (
 )
 from onstep.config.bridge.rules import Rule
 from onstep.config.bridge_outcomes import outcome, rules
+from onstep.config.keys import typed_copy
 from onstep.errors import ConfigError
 from onstep.recipes import get_recipe
 from onstep.training.comm_overlap import CommOverlapConfig
@@ -149,6 +150,8 @@ def test_a_copy_sets_its_own_values_and_never_the_originals() -> None:
     for copied in (copy.deepcopy(config), resolve(get_recipe("tiny_gpt")())):
         copied.train.eval_interval = 3  # type: ignore[attr-defined]
         assert copied.validation.eval_interval == 3
+    section = typed_copy(config.train)
+    section.eval_interval = 3  # type: ignore[attr-defined]
     assert config.validation.eval_interval is None
     resolved = resolve(
         from_dict({"train": {"eval_interval": 5, "train_iters": 9, "micro_batch_size": 1}, "optimizer": {"lr": 1}})

@@ -15,7 +15,7 @@ from onstep.checkpoint import checkpoints
 from onstep.config import ConfigContainer, from_dict
 from onstep.errors import CheckpointError, ConfigError
 from onstep.optim import TrainingOptimizer
-from onstep.training import GlobalState, train
+from onstep.training import GlobalState, checkpoint_and_decide_exit, save_checkpoint_and_time, train
 from onstep.training.checkpointing import load_checkpoint, save_checkpoint
 from onstep.training.gpt_step import GPTForwardStep, forward_step, get_batch
 from tests.support.contract.bridge_recipes import of_recipe
@@ -122,6 +122,17 @@ def test_only_the_newest_checkpoint_that_is_not_persistent_is_kept(tmp_path: Pat
         state.train_state.step = step
         save_checkpoint(state, [model], optimizer, None, 0, non_persistent_ckpt=passes)
     assert sorted(one.step for one in checkpoints(tmp_path)) == [2, 4]
+
+
+@pytest.mark.parametrize("call", [save_checkpoint, save_checkpoint_and_time, checkpoint_and_decide_exit])
+def test_saving_by_hand_accepts_bridges_newer_keywords_and_fires_to_its_callbacks(tmp_path: Path, call: Any) -> None:
+    state, model, optimizer = trained(tmp_path)
+    state.cfg.checkpoint.save_interval = 2
+    manager, saved = CallbackManager(), []
+    manager.register("on_checkpoint_save", lambda context: saved.append(context.checkpoint_step))
+    newer = {} if call is save_checkpoint else {"checkpoint_manager": None, "module_name": "model"}
+    call(state, [model], optimizer, None, 0.0, pg_collection=None, callback_manager=manager, **newer)
+    assert saved == [2]
 
 
 def test_finetune_loads_the_weights_alone_and_skipping_the_model_all_the_rest(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from onstep.checkpoint.catalog.discovery import named_dirs
 from onstep.data import as_step_source
 from onstep.distributed import on_main
 from onstep.errors import CheckpointError, ConfigError
-from onstep.events import Dispatcher
+from onstep.events import CallbackManager, Dispatcher
 from onstep.training.bridge.exits import join_ranks, open_checkpoints_of
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.checkpointing.writing import RunCheckpoints
@@ -33,6 +33,7 @@ def save_checkpoint(
     preprocess_common_state_dict_fn: object = None,
     prebuilt_state_dict: object = None,
     pg_collection: object = None,
+    callback_manager: CallbackManager | list[object] | None = None,
 ) -> None:
     """Save a checkpoint now, in the run's directory or `checkpoint.save`. Collective.
 
@@ -50,6 +51,7 @@ def save_checkpoint(
         preprocess_common_state_dict_fn: refused: a state is saved as it is.
         prebuilt_state_dict: refused, likewise.
         pg_collection: not read.
+        callback_manager: fires `on_checkpoint_save`, for a state of your own.
 
     Raises:
         CheckpointError: if the state has no directory to save in, or it cannot be written.
@@ -65,7 +67,7 @@ def save_checkpoint(
                 f"are; save what is your own in a callback's `state_dict()`."
             )
     join_ranks(state)
-    open_checkpoints_of(state)
+    open_checkpoints_of(state, callback_manager)
     if state.checkpoints is None:
         raise CheckpointError("there is no directory to save in; set checkpoint.save, or run.name for pretrain().")
     state.train_state.floating_point_operations_so_far = num_floating_point_operations_so_far

@@ -5,7 +5,6 @@ The loop marks what is due, and lets the ranks agree, before it saves; here a si
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 
 from onstep.data import as_step_source
 from onstep.distributed import open_world
-from onstep.events import Dispatcher
+from onstep.events import CallbackManager, Dispatcher, normalize_callbacks
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.checkpointing.writing import RunCheckpoints
 from onstep.training.feature import is_due
@@ -30,8 +29,13 @@ def checkpoint_and_decide_exit(
     optimizer: UserOptimizer,
     opt_param_scheduler: UserScheduler | None,
     num_floating_point_operations_so_far: float,
-    checkpointing_context: Mapping[str, object] | None,
-    train_data_iterator: Any,
+    checkpointing_context: object = None,
+    train_data_iterator: Any = None,
+    *,
+    checkpoint_manager: object = None,
+    pg_collection: object = None,
+    callback_manager: CallbackManager | list[object] | None = None,
+    module_name: str | None = None,
 ) -> bool:
     """Save what is due, and decide whether training ends after the step that was just counted. Collective.
 
@@ -48,6 +52,10 @@ def checkpoint_and_decide_exit(
         num_floating_point_operations_so_far: of the whole run; for the progress log.
         checkpointing_context: accepted for compatibility with Megatron Bridge, and ignored.
         train_data_iterator: its position is saved; None saves none.
+        checkpoint_manager: Megatron Bridge's newer name of `checkpointing_context`.
+        pg_collection: not read.
+        callback_manager: fires `on_checkpoint_save`, for a state of your own; a run fires it to its own callbacks.
+        module_name: not read.
 
     Returns:
         True if training should end here; `state.exits.decided` says why.
@@ -56,7 +64,7 @@ def checkpoint_and_decide_exit(
         CheckpointError: if a checkpoint cannot be written and `checkpoint.on_save_error` is stop.
     """
     join_ranks(state)
-    open_checkpoints_of(state)
+    open_checkpoints_of(state, callback_manager)
     train, step = state.cfg.train, state.train_state.step
     state.stage.has_stepped = True
     if state.checkpoints is not None and is_due(step, state.cfg.checkpoint.save_interval):
@@ -80,9 +88,14 @@ def save_checkpoint_and_time(
     optimizer: UserOptimizer,
     opt_param_scheduler: UserScheduler | None,
     num_floating_point_operations_so_far: float,
-    checkpointing_context: Mapping[str, object] | None,
+    checkpointing_context: object = None,
     non_persistent_ckpt: bool = False,
     train_data_iterator: Any = None,
+    *,
+    checkpoint_manager: object = None,
+    pg_collection: object = None,
+    callback_manager: CallbackManager | list[object] | None = None,
+    module_name: str | None = None,
 ) -> None:
     """Save a checkpoint now and print the time it took. Collective.
 
@@ -97,12 +110,16 @@ def save_checkpoint_and_time(
         checkpointing_context: accepted for compatibility with Megatron Bridge, and ignored.
         non_persistent_ckpt: whether only the newest checkpoint of this kind is kept.
         train_data_iterator: its position is saved; None saves none.
+        checkpoint_manager: see `checkpoint_and_decide_exit`, also for the next three.
+        pg_collection: not read.
+        callback_manager: fires `on_checkpoint_save`.
+        module_name: not read.
 
     Raises:
         CheckpointError: if it cannot be written and `checkpoint.on_save_error` is stop; on all ranks alike.
     """
     join_ranks(state)
-    open_checkpoints_of(state)
+    open_checkpoints_of(state, callback_manager)
     trained, reader = Trained(model, optimizer, opt_param_scheduler), _source(train_data_iterator, state)
     flops = num_floating_point_operations_so_far
     save_and_time(state, trained, reader, flops, persistent=not non_persistent_ckpt)
@@ -115,10 +132,12 @@ def join_ranks(state: GlobalState) -> None:
         state.control.rank = state.world.rank
 
 
-def open_checkpoints_of(state: GlobalState) -> None:
-    """Open `checkpoint.save` for a state that is not a run's."""
-    if state.checkpoints is None and state.cfg.checkpoint.save is not None:
-        state.checkpoints = RunCheckpoints(state, Dispatcher(None, state), Path(state.cfg.checkpoint.save))
+def open_checkpoints_of(state: GlobalState, callbacks: CallbackManager | list[object] | None = None) -> None:
+    """Open `checkpoint.save` for a state that is not a run's; its checkpoints fire their events to `callbacks`."""
+    checkpoints, place = state.checkpoints, state.cfg.checkpoint.save
+    if checkpoints is None and place is not None:
+        notify = Dispatcher(normalize_callbacks(callbacks), state)
+        state.checkpoints = RunCheckpoints(state, notify, Path(place))
 
 
 def _source(train_data_iterator: Any, state: GlobalState) -> Any:

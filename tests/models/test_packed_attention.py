@@ -84,6 +84,21 @@ def test_a_compiled_model_gives_the_same_numbers_in_one_graph() -> None:
     assert_close(losses_and_gradients(model, tokens, tokens, document_ids=ids_of(lengths)), expected)
 
 
+def test_a_compiled_layer_is_not_compiled_again_for_other_documents() -> None:
+    model, graphs = model_of(num_layers=1), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    model.layers[0].compile(backend=backend)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for lengths in ([[260]], [[100, 160]], [[20] * 13]):
+            model(some_tokens(1, 260), document_ids=ids_of(lengths))
+
+    assert len(graphs) == 1
+
+
 def test_the_depths_of_multi_token_prediction_see_one_document() -> None:
     model = model_of(mtp_num_layers=2)
     tokens, labels = some_tokens(3, 260), some_tokens(3, 260, seed=1)

@@ -87,7 +87,8 @@ def attend_within(documents: Documents, query: Tensor, key: Tensor, value: Tenso
     mask = documents.masks_pairs(has_dropout=dropout_p > 0)
     if mask is not None:
         return _masked(mask, query, key, value, dropout_p)
-    if documents.pieces is not None and not dropout_p:
+    # a layer compiled by itself would be compiled again for each division into pieces
+    if not torch.compiler.is_compiling() and documents.pieces is not None and not dropout_p:
         return _in_pieces(documents.pieces, query, key, value)
     return attend_in_blocks(query, key, value, documents.first, dropout_p)
 

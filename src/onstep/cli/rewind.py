@@ -130,9 +130,13 @@ def rewind(
 
 
 def _check_choice(step: int | None, when: str | None, from_step: int | None, without: str | None) -> None:
-    """Refuse options that exclude or lack each other."""
+    """Refuse options that exclude or lack each other, and what is no expression, before anything is loaded."""
     if (step is None) == (when is None):
         raise ConfigError('give either a STEP or --when "EXPR", such as --when "grad_norm > 10".')
+    if when is not None:
+        from onstep.past.expressions import parse
+
+        parse(when)
     if from_step is not None and when is None:
         raise ConfigError("--from requires --when; to look at a step, give its number alone.")
     if without not in (None, "each"):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import onstep
 from onstep import pretrain
@@ -74,3 +75,23 @@ def test_more_steps_than_the_run_has_are_those_that_it_has(run: Path) -> None:
         assert len(drop_each(past, 10).happened) == 1
     with onstep.rewind(run, STEPS) as past, pytest.raises(ConfigError, match="no step follows"):
         drop_each(past, 3)
+
+
+def counted(chunks: list[Any]) -> list[Any]:
+    """Let the output of a model depend on the number of its forward passes, as a running statistic does."""
+    chunks[0].register_buffer("passes", torch.zeros(()))
+
+    def count(module: Any, inputs: Any, output: Any) -> Any:
+        module.passes += 1
+        return output * (1 + 0.01 * module.passes.clone())
+
+    chunks[0].register_forward_hook(count)
+    return chunks
+
+
+def test_buffers_are_those_from_before_the_step(corpus: Path, token_cache: Path, tmp_path: Path) -> None:
+    changes = {"validation__eval_interval": None, "validation__eval_iters": 0, "run__save_weights": False}
+    pretrain(run_config(corpus, token_cache, tmp_path, **changes), pre_wrap_hooks=[counted])
+    with onstep.rewind(tmp_path / "x", 5, pre_wrap_hooks=[counted]) as past:
+        found = drop_each(past, 2)
+    assert found.repeated == found.happened

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -38,26 +38,42 @@ class Seen:
         self._places: dict[bytes, dict[int | None, int]] = {}
         """By content: the last step of each index that has it."""
         self.passages = Passages()
+        self._waiting: list[tuple[npt.NDArray[np.int32], int, Sequence[int] | None]] = []
 
     def add(self, step: Step) -> None:
         """Count a step."""
         self.num_steps += 1
         for number, batch in enumerate(step.micro_batches):
-            if (tokens := tokens_of(batch)) is not None and tokens.size:
-                if (most := int(tokens.max()) + 1) > self._tokens.size:
-                    self._tokens = np.pad(self._tokens, (0, most - self._tokens.size))
-                self._tokens[tokens.ravel()] = True
             ids = None if step.sample_ids is None else step.sample_ids[number]
-            for row, digest in enumerate(_digests(batch)):
-                index = None if ids is None or row >= len(ids) else ids[row]
-                self._places.setdefault(digest, {})[index] = step.number
-                if tokens is not None:
-                    self.passages.add(tokens[row], step.number, index)
+            if (tokens := tokens_of(batch)) is not None:
+                self._waiting.append((tokens.astype(np.int32), step.number, ids))
+            else:
+                self._keep(_digests(batch), step.number, ids)
+
+    def _keep(self, digests: Iterable[bytes], step: int, ids: Sequence[int] | None) -> None:
+        for row, digest in enumerate(digests):
+            index = None if ids is None or row >= len(ids) else ids[row]
+            self._places.setdefault(digest, {})[index] = step
+
+    def settle(self) -> None:
+        """Look at the token sequences that were added; steps that are repeated do not wait for that."""
+        waiting, self._waiting = self._waiting, []
+        for tokens, step, ids in waiting:
+            if not tokens.size:
+                continue
+            if (most := int(tokens.max()) + 1) > self._tokens.size:
+                self._tokens = np.pad(self._tokens, (0, most - self._tokens.size))
+            self._tokens[tokens.ravel()] = True
+            self._keep(map(_digest_of_tokens, tokens), step, ids)
+            for row, sequence in enumerate(tokens):
+                self.passages.add(sequence, step, None if ids is None or row >= len(ids) else ids[row])
 
     def with_step(self, step: Step, world: World) -> Seen:
         """What all ranks have seen, and the contents of the samples of a further step. Collective."""
         current = Seen()
         current.add(step)
+        self.settle()
+        current.settle()
         merged = Seen()
         merged.num_steps = self.num_steps
         for seen, now in world.gather((self, current)):
@@ -216,7 +232,10 @@ def _repetition(tokens: npt.NDArray[Any]) -> float:
 
 
 def _digests(batch: Batch) -> Iterator[bytes]:
-    """A digest of the content of each sample; labels that are not trained on and padding count too."""
+    """A digest of the content of each sample; of text that of its tokens, padding included."""
+    if (tokens := tokens_of(batch)) is not None:
+        yield from map(_digest_of_tokens, tokens.astype(np.int32))
+        return
     for row in rows_of(batch):
         hasher = hashlib.blake2b(digest_size=16)
         for key, value in _named(row):
@@ -224,6 +243,10 @@ def _digests(batch: Batch) -> Iterator[bytes]:
                 hasher.update(key.encode())
                 hasher.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         yield hasher.digest()
+
+
+def _digest_of_tokens(tokens: npt.NDArray[np.int32]) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(tokens).tobytes(), digest_size=16).digest()
 
 
 def _median_without(values: Sequence[float], number: int) -> float:

@@ -34,6 +34,8 @@ from onstep.training.config import GPTDatasetConfig
 from onstep.training.mixed_precision import MixedPrecisionConfig, bf16_mixed, fp16_mixed, get_mixed_precision_config
 from tests.support.contract.bridge_recipes import RECIPES, REFUSED, nested, of_recipe
 
+FIRST = "qwen25_500m"
+
 # Recipes, key by key
 
 
@@ -44,6 +46,8 @@ def test_each_key_of_a_recipe_has_an_effect_is_neutral_or_is_refused_by_what_it_
         if key.endswith("_target_"):
             continue
         kinds[key] = outcome(key, value).kind
+        if name != FIRST and value == RECIPES[FIRST].get(key, ...):
+            continue  # read with the first recipe
         alone = nested({key: value})
         if kinds[key] == "refused":
             with pytest.raises(ConfigError, match=rf"^{key}=.* must be .*: .*; .*\.$"):

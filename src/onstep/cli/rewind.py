@@ -130,7 +130,7 @@ def rewind(
 
 
 def _check_choice(step: int | None, when: str | None, from_step: int | None, without: str | None) -> None:
-    """Refuse options that exclude or lack each other, and what is no expression, before anything is loaded."""
+    """Refuse options that exclude or lack each other, and anything but an expression, before anything is loaded."""
     if (step is None) == (when is None):
         raise ConfigError('give either a STEP or --when "EXPR", such as --when "grad_norm > 10".')
     if when is not None:

@@ -106,3 +106,23 @@ def _is_wrong(case: Case, part: Any) -> bool:
     rows, clean = planted(case)
     wrong = next(one for one, good in zip(rows, clean, strict=True) if one["labels"] != good["labels"])
     return torch.equal(part["x"][0], wrong["x"])
+
+
+def job_again_and_again(settings: dict[str, Any]) -> None:
+    """Rewind the run until the process is killed."""
+    case = Case(**settings)
+    while True:
+        with _rewound(case) as past:
+            past.samples()
+            past.next()
+
+
+def job_look(settings: dict[str, Any]) -> dict[str, Any]:
+    """Rewind the run to the step after the checkpoint in its middle; how it compares with the record."""
+    with _rewound(Case(**settings)) as past:
+        samples = past.samples()
+        return {
+            "summary": past.finish_step().comparison.summary,
+            "num_samples": len(samples),
+            "share": sum(one.share for one in samples),
+        }

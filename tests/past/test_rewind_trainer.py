@@ -163,6 +163,8 @@ def test_a_script_that_is_missing_or_does_not_train_is_one_line(
     assert "ended without Trainer.train()" in rewind(capsys, run, 7, f"--script={path}")[2]
     assert main(["rewind", str(run), "7"]) != 0
     assert "--script train.py [ARGS]" in capsys.readouterr().err
+    assert main(["fork", f"{run}@4", "--script", "train.py"]) != 0
+    assert "copy the checkpoint into another output_dir" in capsys.readouterr().err
 
 
 class Counting(TrainerCallback):

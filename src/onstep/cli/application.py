@@ -53,6 +53,11 @@ def _instead(option: str, value: str, known: list[str], command: str) -> str:
     """What to write in place of an unknown option."""
     if option in _FILE_OPTIONS:
         return f"; name the file without an option: {command} {value or 'CONFIG.yaml'}"
+    if option == "--script" and command.endswith(" fork"):
+        return (
+            "; a run of a Trainer is forked by its script: copy the checkpoint into another output_dir, and call "
+            "train(resume_from_checkpoint=True)."
+        )
     option = option.replace("_", "-")
     begins = [name for name in known if name.startswith(option)]
     hint = f" Did you mean {begins[0]!r}?" if len(begins) == 1 else nearest(option, known, cutoff=0.8)

@@ -62,6 +62,7 @@ def test_an_expression_holds_or_not(text: str, expected: bool) -> None:
         ("loss := 3", "character"),
         ("(" * 500 + "1" + ")" * 499, "character"),
         ("not " * 240 + "loss > 1)", "character"),
+        ("loss + " + "9" * 400 + " > 1", "that is too large (at character 8"),
         ("loss > 1\x00", "is not an expression"),
         ("loss if loss > 1 else 2", "character"),
     ],

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import onstep
 from onstep import pretrain
 from onstep.errors import ConfigError, DataError
+from onstep.events.context import unwrap
 from onstep.past import Past
 from tests.support.past_runs import STEPS, content_of, run_config
 
@@ -61,6 +63,15 @@ def test_gradients_are_those_that_the_update_applies(run: Path) -> None:
         past.finish_step()
         assert past.is_finished
         assert all(not one.equal(before[name]) for name, one in past.model.named_parameters())
+
+
+def test_the_loss_that_is_computed_again_has_the_gradients_of_the_step(run: Path) -> None:
+    with onstep.rewind(run, 5) as past:
+        named = dict(unwrap(past.model).named_parameters())
+        again = torch.autograd.grad(past.forward(), list(named.values()))
+        clipped = torch.stack([one.norm() for one in past.gradients.values()]).norm() / past.grad_norm
+        for name, one in zip(named, again, strict=True):
+            torch.testing.assert_close(one * clipped, past.gradients[name])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import ast
 import math
 import operator
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -147,7 +148,10 @@ class _Parser:
             case ast.Constant(value=bool()):
                 pass
             case ast.Constant(value=int() | float() as value):
-                return lambda values: value
+                if abs(value) > sys.float_info.max and value != math.inf:
+                    raise self._error(self._at(node), "has a number here that is too large")
+                number = float(value)
+                return lambda values: number
             case ast.Name(id="inf"):
                 return lambda values: math.inf
             case ast.Name() if self._at(node) in self._names:

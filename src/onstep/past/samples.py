@@ -244,7 +244,7 @@ def undisturbed(job: Job) -> Iterator[None]:
         with RngState(job.run.world.device).kept(), job.run.features.pause("replay"):
             yield
     finally:
-        guard.restore()
+        guard.restore(only_changed=True)
 
 
 def tokens_of(batch: Batch) -> np.ndarray[Any, Any] | None:

@@ -50,7 +50,7 @@ def shape(**sizes: Any) -> ModelConfig:
 
 def say(text: str, *, ok: bool = True) -> int:
     """Print the line of the program; the exit code."""
-    print(f"RESULT {text}", flush=True)
+    print(f"RESULT {text}{'' if IS_CUDA else ' (on a CPU: waits and GPU memory are not checked)'}", flush=True)
     return int(not ok)
 
 

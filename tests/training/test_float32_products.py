@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,20 @@ GPU = torch.device("cuda", 0)
 
 
 def precision() -> Any:
-    return torch.backends.fp32_precision  # type: ignore[attr-defined]
+    """What torch's two interfaces say of matrix products and of convolutions."""
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))  # restores a setting that it has read
+    cudnn: Any = torch.backends.cudnn
+    newer = torch.backends.cuda.matmul.fp32_precision == "tf32", cudnn.conv.fp32_precision == "tf32"
+    return torch.get_float32_matmul_precision(), cudnn.allow_tf32, *newer
+
+
+@pytest.fixture(params=["highest", "high"])
+def of_script(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a script has set before the run."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(request.param)
+    yield
+    torch.set_float32_matmul_precision(before)
 
 
 @pytest.fixture
@@ -32,9 +46,13 @@ def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA A100")
 
 
-@pytest.mark.parametrize(("tf32", "expected"), [(True, "tf32"), (False, "ieee"), (None, None)])
+@pytest.mark.parametrize(
+    ("tf32", "expected"),
+    [(True, ("high", True, True, True)), (False, ("highest", False, False, False)), (None, None)],
+)
+@pytest.mark.usefixtures("of_script")
 def test_it_is_set_for_a_run_and_restored(
-    tiny_config: ConfigContainer, monkeypatch: pytest.MonkeyPatch, tf32: bool | None, expected: str | None
+    tiny_config: ConfigContainer, monkeypatch: pytest.MonkeyPatch, tf32: bool | None, expected: tuple[Any, ...] | None
 ) -> None:
     monkeypatch.setattr(float32, "has_tf32", lambda device=None: True)
     monkeypatch.setattr(setup, "slow_float32", lambda *args: None)
@@ -47,6 +65,19 @@ def test_it_is_set_for_a_run_and_restored(
 
     assert seen == {expected or before}
     assert precision() == before
+
+
+def test_what_a_script_has_set_by_the_newer_interface_is_restored() -> None:
+    backends: Any = torch.backends
+    backends.fp32_precision, backends.cuda.matmul.fp32_precision = "ieee", "none"
+    try:
+        with float32.float32_precision(tf32=True):
+            assert precision() == ("high", True, True, True)
+        assert backends.fp32_precision == backends.cuda.matmul.fp32_precision == "ieee"
+        backends.fp32_precision = "tf32"
+        assert backends.cuda.matmul.fp32_precision == "tf32"  # which still inherits
+    finally:
+        backends.fp32_precision = "none"
 
 
 def test_it_requires_a_gpu_that_has_it(tiny_config: ConfigContainer) -> None:
@@ -71,7 +102,7 @@ def test_float32_is_named_where_a_gpu_has_faster_precisions(ampere: None) -> Non
     assert "mixed_precision=bf16_mixed" in line
     assert slow_float32(torch.device("cpu"), model, "", "") is None
     assert slow_float32(GPU, [nn.Linear(3, 3).bfloat16()], "", "") is None
-    with float32.float32_precision("tf32"):
+    with float32.float32_precision(tf32=True):
         assert slow_float32(GPU, model, "", "") is None
 
 

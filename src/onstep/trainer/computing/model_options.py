@@ -57,7 +57,7 @@ def torch_options(args: TrainingArguments) -> Iterator[None]:
     wanted = args.tf32
     if args.torch_compile and has_tf32() and ((wanted is None and not args.fp16) or args.bf16):
         wanted = True  # as transformers: the compiler expects it
-    with nullcontext() if wanted is None or not has_tf32() else float32_precision("tf32" if wanted else "ieee"):
+    with nullcontext() if wanted is None or not has_tf32() else float32_precision(tf32=wanted):
         yield
 
 

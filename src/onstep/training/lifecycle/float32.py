@@ -35,18 +35,41 @@ class Float32Products(Feature[Run]):
                 f"train.tf32=true requires a CUDA GPU of the Ampere generation or newer, and the run is on {device}; "
                 f"use null."
             )
-        return float32_precision("tf32" if tf32 else "ieee") if has_tf32(device) else nullcontext()
+        return float32_precision(tf32=tf32) if has_tf32(device) else nullcontext()
 
 
 @contextmanager
-def float32_precision(precision: str) -> Iterator[None]:
-    """Context in which float32 products are computed as 'tf32' or 'ieee' on a GPU."""
+def float32_precision(*, tf32: bool) -> Iterator[None]:
+    """Context in which a GPU computes float32 products in TensorFloat-32 or in full precision; then all is as before.
+
+    Torch has an older and a newer interface for it, and raises where they contradict each other, for instance while
+    inductor tunes kernels. Here they agree, and no setting of a single operation overrides them.
+    """
     backends: Any = torch.backends
-    before, backends.fp32_precision = backends.fp32_precision, precision
+    cudnn = backends.cudnn
+    # from the widest to the narrowest, each of which inherits while it is "none"
+    owners = (backends, cudnn, backends.cuda.matmul, cudnn.conv, cudnn.rnn, backends.mkldnn.matmul)
+    allowed, before = _cudnn_allows_tf32(), []
+    for owner in owners:
+        before.append(owner.fp32_precision)
+        owner.fp32_precision = "none"
+    matmul = torch.get_float32_matmul_precision()
     try:
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        cudnn.allow_tf32 = tf32
         yield
     finally:
-        backends.fp32_precision = before
+        torch.set_float32_matmul_precision(matmul)
+        cudnn.allow_tf32 = allowed
+        for owner, precision in zip(owners, before, strict=True):
+            owner.fp32_precision = precision
+
+
+def _cudnn_allows_tf32() -> bool:
+    try:
+        return torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # the newer interface contradicts it: it has its default
+        return True
 
 
 def has_tf32(device: torch.device | None = None) -> bool:

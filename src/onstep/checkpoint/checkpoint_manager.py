@@ -12,9 +12,9 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 
-from onstep.checkpoint.catalog.discovery import CheckpointInfo, checkpoints, newest_verified
-from onstep.checkpoint.catalog.retention import Retention, best_verified, bring_back, set_aside, to_delete
-from onstep.checkpoint.components import Placement, StateComponent, find_placement, make_durable
+from onstep.checkpoint.catalog.discovery import CheckpointInfo, newest_verified
+from onstep.checkpoint.catalog.retention import Retention, best_verified, bring_back, delete_surplus, set_aside
+from onstep.checkpoint.components import Placement, StateComponent, find_placement
 from onstep.checkpoint.loading import LoadReport, load_components
 from onstep.checkpoint.replicas import check_replicas
 from onstep.checkpoint.saving import (
@@ -30,7 +30,7 @@ from onstep.checkpoint.saving import (
     collect_states,
     files_beside,
     report_left_out,
-    write_states,
+    write_durably,
 )
 from onstep.checkpoint.storage.manifest import Manifest
 from onstep.checkpoint.storage.memory_copies import WarmBuffers, storage_of
@@ -302,16 +302,7 @@ class CheckpointManager:
         self, directory: Path, states: list[EncodedState], request: SaveRequest
     ) -> Future[list[WrittenFile]]:
         """Errors are stored in the future: other ranks are already writing and learn of a failure in `finalize`."""
-
-        def write(states: list[EncodedState]) -> list[WrittenFile]:
-            with ThreadPoolExecutor(max_workers=1, thread_name_prefix="onstep-sync") as pool:
-                # meanwhile: the disk commits both together
-                others = [pool.submit(make_durable, component.stateful) for component in request.components]
-                written = write_states(self._store, directory, states)
-                for other in others:
-                    other.result()
-            return written
-
+        write = partial(write_durably, self._store, directory, request.components)
         if not self.async_save:
             return _done(lambda: write(states))
         steady = {storage_of(tensor) for tensor in request.steady}
@@ -354,13 +345,7 @@ class CheckpointManager:
         return path
 
     def _delete_surplus(self, saved_step: int) -> None:
-        """Delete checkpoints that no rule keeps; a failed deletion does not fail the save."""
-        try:
-            there = checkpoints(self.root)
-            for info in to_delete(there, self._retention, newest=saved_step, run_id=self._run_id):
-                self._store.remove_tree(info.path)
-        except CheckpointError as error:
-            logger.warning("An old checkpoint could not be deleted: %s", error)
+        delete_surplus(self._store, self.root, self._retention, newest=saved_step, run_id=self._run_id)
 
     def _on_main(self, work: Callable[[], T], doing: str) -> T:
         """Run `work` on rank 0 and return its result on all ranks. Collective."""

@@ -8,7 +8,7 @@ import platform
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from onstep.checkpoint.components import ComponentFiles, Placement, StateComponent
+from onstep.checkpoint.components import ComponentFiles, Placement, StateComponent, make_durable
 from onstep.checkpoint.format.codec import document_to_bytes, encode_state
 from onstep.checkpoint.format.tensor_file import FileDigest, write_tensors
 from onstep.checkpoint.format.tensor_header import ordered_names
@@ -116,6 +116,19 @@ def write_states(store: FileStore, directory: Path, states: Sequence[EncodedStat
             written.append(WrittenFile(key, files.tensors, file.digest))
         content = document_to_bytes(state.document, key)
         written.append(WrittenFile(key, files.document, store.write_file(directory / files.document, content)))
+    return written
+
+
+def write_durably(
+    store: FileStore, directory: Path, components: Sequence[StateComponent], states: Sequence[EncodedState]
+) -> list[WrittenFile]:
+    """Like `write_states`, while what the components have written elsewhere is made durable, too."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="onstep-sync") as pool:
+        # meanwhile: the disk commits both together
+        others = [pool.submit(make_durable, component.stateful) for component in components]
+        written = write_states(store, directory, states)
+        for other in others:
+            other.result()
     return written
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Collection, Iterable
@@ -21,6 +22,8 @@ from onstep.checkpoint.storage.manifest import Manifest
 from onstep.checkpoint.storage.store import FileStore
 from onstep.config.hf.arguments import is_greater_better as is_greater_better_by_name
 from onstep.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,15 @@ def to_delete(
     asked = {max((info.step for info in own if info.step <= step), default=step) for step in retention.steps_to_keep()}
     kept = {own[-1].step, *asked, *_kept_persistent(own, retention), *newest_temporary}
     return [info for info in own if info.step not in kept]
+
+
+def delete_surplus(store: FileStore, root: Path, retention: Retention, *, newest: int, run_id: str) -> None:
+    """Delete the checkpoints that no rule keeps, see `to_delete`; a failure is logged, as it does not fail a save."""
+    try:
+        for info in to_delete(checkpoints(root), retention, newest=newest, run_id=run_id):
+            store.remove_tree(info.path)
+    except CheckpointError as error:
+        logger.warning("An old checkpoint could not be deleted: %s", error)
 
 
 def best(infos: Iterable[CheckpointInfo], retention: Retention) -> CheckpointInfo | None:

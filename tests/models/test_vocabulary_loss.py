@@ -105,6 +105,9 @@ def model_of(chunked: bool | None, vocabulary: int = 64, head: str = "own", **op
     if head == "another":
         torch.manual_seed(2)
         model.output = Head(16, vocabulary)
+    if head == "biased":
+        torch.manual_seed(2)
+        model.output = nn.Linear(16, vocabulary)
     return model
 
 
@@ -123,7 +126,11 @@ def results(model: Any, reduction: str, is_training: bool) -> tuple[Tensor, ...]
 @pytest.mark.parametrize("is_training", [True, False])
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize(
-    "options", [{"head": "own"}, {"head": "tied"}, {"head": "another"}, {"mtp_num_layers": 1}, {"num_moe_experts": 2}]
+    "options",
+    [
+        *({"head": head} for head in ("own", "tied", "another", "biased")),
+        *({"mtp_num_layers": 1}, {"num_moe_experts": 2}),
+    ],
 )
 def test_a_models_loss_and_gradients_are_the_plain_ones(
     options: dict[str, Any], reduction: str, is_training: bool, monkeypatch: pytest.MonkeyPatch

@@ -168,7 +168,7 @@ class Transformer(nn.Module):
         if size is None:
             scores = self.logits(hidden).float().flatten(0, 1)
             losses = cross_entropy(scores, labels.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
-        elif self.output is None or type(self.output) is nn.Linear:
+        elif self.output is None or (type(self.output) is nn.Linear and self.output.bias is None):
             weight = self.embedding.weight if self.output is None else self.output.weight
             losses = linear_cross_entropy(hidden, weight, labels, reduction=reduction, chunk=size).float()
         else:

@@ -25,6 +25,10 @@ class Spy(Callback):
 class Angry(Callback):
     def on_train_step_end(self, context):
         raise ValueError("no more")
+
+class Picky(Callback):
+    def __init__(self, path):
+        pass
 """
 
 
@@ -91,6 +95,21 @@ def test_a_callback_sees_the_repeated_steps(run: Path, spy: Path, capsys: pytest
         "spied on 6",
     ]
     assert "no more, on the way to step 6" in error_of(capsys, run, 6, "--callback", f"{spy}:Angry")
+
+
+def test_a_callback_that_cannot_be_attached_is_one_line(
+    run: Path, spy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken_spies.py"
+    broken.write_text("raise KeyError('at import')")
+    for name, why in [
+        (f"{spy}:Picky", "cannot be made: TypeError"),
+        (f"{broken}:Spy", "cannot be made: KeyError"),
+        (f"{tmp_path}/gone.py:Spy", "--callback"),
+    ]:
+        assert why in error_of(capsys, run, 4, "--callback", name)
+    said = error_of(capsys, run, "--when", "spied > 1", "--callback", f"{spy}:Angry")
+    assert "no more, while --when was looked for" in said
 
 
 def test_a_profile_is_written(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,6 +183,8 @@ def test_dropping_each_sample_ranks_them(run: Path, capsys: pytest.CaptureFixtur
         (["5", "--when", "loss > 1"], "give either a STEP or --when"),
         (["5", "--from", "3"], "--from requires --when"),
         (["5", "--without", "3"], "--without must be each"),
+        (["5", "--without", "each", "--shell"], "--shell has no effect with --without each"),
+        (["5", "--profile", "trace.json", "--json"], "--json has no effect with --profile"),
         ([str(STEPS), "--without", "each"], f"no step follows step {STEPS}"),
         (["--when", "loss >"], "is not an expression (at its end)"),
         (["--when", "loss > 1e9"], f"holds at no step from 1 to {STEPS}"),

@@ -7,8 +7,8 @@ import importlib
 import json
 import math
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -98,6 +98,11 @@ def rewind(
     if as_json and shell:
         raise ConfigError("--json and --shell both use standard output; drop one of them.")
     _check_choice(step, when, from_step, without)
+    shown = {"--log": log is not None, "--report": report is not None, "--all": all_samples}
+    if without is not None:
+        _refuse("--without each", {**shown, "--profile": profile is not None, "--shell": shell})
+    if profile is not None:
+        _refuse("--profile", {**shown, "--json": as_json})
     directory = find_run(run)
     for path in imports or []:
         import_file(path)
@@ -106,20 +111,19 @@ def rewind(
     def look(rewound: Rewind) -> None:
         from onstep.past import plan_rewind
 
-        wanted = _found(rewound, directory, when, from_step, callbacks or []) if when is not None else step
+        wanted = step
+        if when is not None:
+            with _errors_in_one_line("while --when was looked for"):
+                wanted = _found(rewound, directory, when, from_step, callbacks or [])
         assert wanted is not None
         plan = plan_rewind(directory, wanted)
         _say(f"{plan.cost}; loading ...")
         given = [_callback(one) for one in callbacks or []]
-        try:
+        with _errors_in_one_line(f"on the way to step {wanted}"):
             if without is not None:
                 _drop_each(rewound, plan, given, horizon, as_json)
             else:
                 _show(rewound, plan, given, names, profile, as_json, report, all_samples, shell)
-        except OnstepError:
-            raise
-        except Exception as error:
-            raise _in_one_line(error, wanted) from error
 
     if script is not None:
         run_to_training(script, context.meta[WORDS], look)
@@ -144,6 +148,12 @@ def _check_choice(step: int | None, when: str | None, from_step: int | None, wit
             f"--without must be each, got {without!r}; to train without certain samples: onstep fork RUN@STEP "
             "--without-samples."
         )
+
+
+def _refuse(option: str, others: dict[str, bool]) -> None:
+    """Refuse options that have no effect beside another one, which shows something else than the step."""
+    for name in (name for name, is_given in others.items() if is_given):
+        raise ConfigError(f"{name} has no effect with {option}, which does not show the step; drop one of them.")
 
 
 def _found(rewound: Rewind, directory: Path, when: str, from_step: int | None, callbacks: list[str]) -> int:
@@ -251,12 +261,23 @@ def _open_shell(past: Past) -> None:
 
 
 def _callback(name: str) -> Any:
-    """The callback that `FILE.py:CLASS` or `module:CLASS` names."""
+    """The callback that `FILE.py:CLASS` or `module:CLASS` names.
+
+    Raises:
+        ConfigError: if it cannot be imported or made.
+    """
     place, _, attribute = name.rpartition(":")
-    if place.endswith(".py"):
-        import_file(place)
-        name = f"{Path(place).stem}:{attribute}"
-    return load_callback(name)
+    if place.endswith(".py") and not Path(place).is_file():
+        raise ConfigError(f"--callback {name}: the file does not exist; give FILE.py:CLASS or module:CLASS.")
+    try:
+        if place.endswith(".py"):
+            import_file(place)
+            return load_callback(f"{Path(place).stem}:{attribute}")
+        return load_callback(name)
+    except OnstepError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"--callback {name} cannot be made: {printable(named_text(error))}.") from error
 
 
 def _profiler() -> Any:
@@ -267,12 +288,19 @@ def _profiler() -> Any:
     return profile(activities=[ProfilerActivity.CPU, *cuda], record_shapes=True)
 
 
-def _in_one_line(error: Exception, step: int) -> ConfigError:
-    from onstep.training.watchdog.stacks import callback_of_error
+@contextmanager
+def _errors_in_one_line(place: str) -> Iterator[None]:
+    """Say what raised an error that is not Onstep's, and where."""
+    try:
+        yield
+    except OnstepError:
+        raise
+    except Exception as error:
+        from onstep.training.watchdog.stacks import callback_of_error
 
-    event, callback = callback_of_error(error)
-    raiser = f"callback {callback!r} in {event}" if callback else "the repeated run"
-    return ConfigError(f"{raiser} raised {printable(named_text(error))}, on the way to step {step}.")
+        event, callback = callback_of_error(error)
+        raiser = f"callback {callback!r} in {event}" if callback else "the repeated run"
+        raise ConfigError(f"{raiser} raised {printable(named_text(error))}, {place}.") from error
 
 
 def _finite(value: Any) -> Any:

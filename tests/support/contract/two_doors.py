@@ -217,8 +217,8 @@ def _witnessed(config: ConfigContainer, start: Callable[[CallbackManager], Any])
     finally:
         logging.getLogger("onstep").setLevel(level)
         os.environ.pop("ONSTEP_TWO_DOORS", None)
-    if config.checkpoint.async_save:  # it is fired once the write is done, whenever that is
-        outcome.events.sort(key=lambda event: event == "on_checkpoint_save")
+    if config.checkpoint.async_save:  # they are fired once the write is done, whenever that is
+        outcome.events.sort(key=("on_checkpoint_save", "on_decision").__contains__)
     directory = Path(config.run.output_dir)
     outcome.printed = [" ".join(line.split()[:2]) for line in printed.getvalue().splitlines() if line.strip()]
     files = [path.relative_to(directory) for path in directory.rglob("*") if path.is_file()]
@@ -235,6 +235,8 @@ def _witnessed(config: ConfigContainer, start: Callable[[CallbackManager], Any])
         for one in outcome.decisions:
             one["details"].pop("position", None)  # in the file: it depends on the length of the paths before it
             one.pop("digest")  # of the file, with its times and paths
+            if config.checkpoint.async_save and one["flag"] == "saved":
+                one.pop("step")  # at which the write was done
     if (RunDir(run).model / "model.safetensors").is_file():
         outcome.weights = load_file(RunDir(run).model / "model.safetensors")
     for board in {path.parent for path in directory.rglob("*tfevents*")}:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -322,9 +324,9 @@ def test_liger_kernels_require_their_package_and_are_applied_to_the_model(
     )
     monkeypatch.syspath_prepend(tmp_path / "site")
     model = qwen()
-    ours(model, causal_rows(2), tmp_path, **options)
-    import liger_kernel.transformers as fake  # type: ignore[import-not-found]
-
+    with patch.dict(sys.modules):
+        ours(model, causal_rows(2), tmp_path, **options)
+        import liger_kernel.transformers as fake  # type: ignore[import-not-found]
     assert fake.applied == [(model, {"rope": False})]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 import gpu
+from onstep.config import ConfigContainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,3 +83,12 @@ def test_the_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert all(row["seconds"] or row["problem"].startswith("not installed") for row in found["rows"].values())
     assert "| bare compiled loop |" in (tmp_path / "gpu.md").read_text()
+
+
+def test_the_guide_names_keys_that_have_an_effect() -> None:
+    guide, config = (ROOT / "docs" / "guide" / "on-a-gpu.md").read_text(), ConfigContainer()
+    named = re.findall(r"`(\w+)\.(\w+)(?:=[^`]*)?`", guide)
+    sections = {field.name: getattr(config, field.name) for field in fields(config)}
+    own = [(section, key) for section, key in named if section in sections]
+    assert len(own) > 5
+    assert [one for one in own if one[1] not in {field.name for field in fields(sections[one[0]])}] == []

@@ -45,6 +45,14 @@ class Net(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.body(x), labels)}
 
 
+class NormedNet(Net):
+    """Normalises by the statistics of the batch, which a sample alone does not have."""
+
+    def __init__(self, width: int = 8, dropout: float = 0.0) -> None:
+        super().__init__(width, dropout)
+        self.body.insert(1, nn.BatchNorm1d(width))
+
+
 class SharesNet(Net):
     def forward(  # type: ignore[override]
         self, x: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None
@@ -215,5 +223,19 @@ def test_the_samples_of_a_step_give_its_loss_and_its_gradient(
         assert sum(one.share for one in samples) == pytest.approx(1)
         assert sum(one.grad_share or 0 for one in samples) == pytest.approx(1)
         assert sum(one.loss for one in samples) / len(samples) == pytest.approx(past.loss)
+        past.next()
+        assert past.comparison.is_equal
+
+
+def test_samples_of_a_model_with_batch_norms_are_measured(tmp_path: Path) -> None:
+    make(tmp_path / "out", net=NormedNet).train()
+    with make(tmp_path / "out", net=NormedNet).rewind(6) as past:
+        buffers = {name: one.clone() for name, one in past.model.named_buffers()}
+        samples = past.samples()
+        torch.autograd.grad(past.forward(), list(past.model.parameters()))
+        assert all(torch.equal(one, buffers[name]) for name, one in past.model.named_buffers())
+        assert len(samples) == 4
+        assert all(one.grad_norm for one in samples)
+        assert any("batch norms" in one for one in past.warnings)
         past.next()
         assert past.comparison.is_equal

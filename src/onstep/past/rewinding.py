@@ -22,7 +22,7 @@ from onstep.past.samples import Sample, SampleLosses, undisturbed
 from onstep.past.sources import Sources
 from onstep.past.unusual import Seen, mark, mark_measures
 from onstep.training.compute.loss_sums import at_least_one
-from onstep.training.compute.rows import rows_of
+from onstep.training.compute.rows import batch_norms, rows_of
 from onstep.training.compute.step import MicroBatches, Step
 from onstep.training.protocols import StateDict
 from onstep.training.runs.decisions import DecisionLog
@@ -164,6 +164,8 @@ class Past:
             for row in rows_of(batch)
         ]
         found = SampleLosses(job, self.current, self._watch.random_state).measure(with_gradients=with_gradients)
+        if batch_norms(job.model):
+            self.warnings.append("batch norms used their running statistics for each sample, not those of its batch")
         tokenizer = getattr(job.run, "tokenizer", None)
         dataset = getattr(job.reader, "dataset", None)
         if tokenizer is not None and dataset is not None and not self.plan.is_of_trainer:

@@ -19,10 +19,10 @@ from onstep.events.context import unwrap
 from onstep.models import Transformer
 from onstep.training.compute.loss_sums import is_known, local_sums
 from onstep.training.compute.losses import IGNORE_INDEX, MicroLoss
-from onstep.training.compute.rows import rows_of
+from onstep.training.compute.rows import normalised_alone, rows_of
 from onstep.training.compute.step import MicroBatches, Step
 from onstep.training.protocols import StateDict
-from onstep.training.stages.forward_backward import BufferGuard, forward_of
+from onstep.training.stages.forward_backward import forward_of
 from onstep.training.stages.forward_step import forward_step
 from onstep.training.stages.job import Job
 
@@ -75,6 +75,7 @@ class SampleLosses:
     """Measures the samples of a held step, one at a time: beside the training, one further gradient is in memory.
 
     Each is computed with the random state of the step's beginning, so dropout masks are not those of the step.
+    Batch norms use their running statistics.
     """
 
     def __init__(self, job: Job, step: Step, random_state: StateDict) -> None:
@@ -99,7 +100,7 @@ class SampleLosses:
     def measure(self, *, with_gradients: bool = True) -> list[Sample]:
         """The samples of this rank, in their order. Collective."""
         found = []
-        with undisturbed(self._job), no_sync(self._job.model):
+        with undisturbed(self._job), no_sync(self._job.model), normalised_alone(self._job.model):
             if self._step.micros[0].kind == "share":
                 self._items = self._items_of_step()
             for number, batch in enumerate(self._step.micro_batches):
@@ -237,14 +238,22 @@ class SampleLosses:
 
 @contextmanager
 def undisturbed(job: Job) -> Iterator[None]:
-    """Restore random generators and buffers on exit, and let features ignore what is computed."""
-    guard = BufferGuard(job.model, saved_only=False)
-    guard.keep()
+    """Restore random generators and buffers on exit, and let features ignore what is computed.
+
+    The forward passes see copies of the buffers, so the graph of a loss stays valid when the buffers are back.
+    """
+    modules = [module for chunk in job.model for module in chunk.modules()]
+    buffers = [(module, dict(module._buffers)) for module in modules if module._buffers]
+    copies = {id(one): one.clone() for _, named in buffers for one in named.values() if one is not None}
+    for module, named in buffers:
+        module._buffers.update({name: None if one is None else copies[id(one)] for name, one in named.items()})
     try:
         with RngState(job.run.world.device).kept(), job.run.features.pause("replay"):
             yield
     finally:
-        guard.restore(only_changed=True)
+        for module, named in buffers:
+            module._buffers.clear()
+            module._buffers.update(named)
 
 
 def tokens_of(batch: Batch) -> np.ndarray[Any, Any] | None:

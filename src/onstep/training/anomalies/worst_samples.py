@@ -13,7 +13,7 @@ from onstep.checkpoint import RngState
 from onstep.data import StepBatches
 from onstep.distributed import no_sync
 from onstep.training.compute.loss_sums import local_sums
-from onstep.training.compute.rows import rows_of
+from onstep.training.compute.rows import normalised_alone, rows_of
 from onstep.training.compute.step import MicroBatches, Step
 from onstep.training.stages.forward_backward import forward_of
 from onstep.training.stages.job import Job
@@ -64,7 +64,8 @@ def find_worst_samples(job: Job, step: Step) -> list[WorstSample]:
     sums: list[tuple[float, float]] = []
     try:
         fillers = [step.batches.micro_batches[0]] * (most - len(rows))
-        with RngState(world.device).kept(), job.run.features.pause("replay"), no_sync(job.model), torch.no_grad():
+        kept = RngState(world.device).kept()
+        with kept, job.run.features.pause("replay"), no_sync(job.model), torch.no_grad(), normalised_alone(job.model):
             sums = list(_sums(job, [*(row[-1] for row in rows), *fillers]))[: len(rows)]
     except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; an empty one only names less
         logger.warning("the samples of the spike could not be measured: %s: %s", type(error).__name__, error)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from onstep.data import Batch
 from onstep.data.loaders.collate import mapping_like
@@ -40,3 +43,31 @@ def chosen_rows(value: Any, rows: Sequence[int], count: int) -> Any:
 
 def _index(rows: Sequence[int]) -> slice | list[int]:
     return slice(rows.start, rows.stop) if isinstance(rows, range) else list(rows)
+
+
+def batch_norms(model: list[nn.Module]) -> list[nn.Module]:
+    """The batch norms that are training and have running statistics."""
+    modules = [module for chunk in model for module in chunk.modules()]
+    return [one for one in modules if isinstance(one, _BatchNorm) and one.training and one.track_running_stats]
+
+
+@contextmanager
+def normalised_alone(model: list[nn.Module]) -> Iterator[None]:
+    """While entered, batch norms use their running statistics: a sample alone has none of a batch.
+
+    A forward step that calls `model.train()` does not change that.
+    """
+    norms = batch_norms(model)
+    for one in norms:
+        one.training = False
+        vars(one)["train"] = partial(_unchanged, one)
+    try:
+        yield
+    finally:
+        for one in norms:
+            one.training = True
+            del vars(one)["train"]
+
+
+def _unchanged(module: nn.Module, mode: bool = True) -> nn.Module:
+    return module

@@ -144,18 +144,12 @@ class BufferGuard:
             copy.copy_(buffer)
 
     @torch.no_grad()
-    def restore(self, *, only_changed: bool = False) -> None:
-        """Restore the buffers to the copies that `keep` made.
-
-        Args:
-            only_changed: leave those alone that are equal to their copies, such as tables of rotary embeddings, so
-                that the graph of what was computed meanwhile stays valid. Waits for an accelerator.
-        """
+    def restore(self) -> None:
+        """Restore the buffers to the copies that `keep` made."""
         for copy, (module, name) in zip(self._copies, self._places.values(), strict=False):
             buffer = getattr(module, name)
             if buffer.shape == copy.shape:
-                if not (only_changed and torch.equal(buffer, copy)):
-                    buffer.copy_(copy)
+                buffer.copy_(copy)
             else:
                 setattr(module, name, copy.clone())
 

@@ -72,6 +72,7 @@ def test_a_metric_that_was_never_logged_is_found_where_a_run_that_logs_it_has_it
         ("max_update > 0 and activation/layers.0 > 0", 2),
         ("attention_logit/layers.1 > -1e9 and max_activation > 0", 1),
         ("params_norm/grad_norm/2 > 0", 1),
+        ("params_norm/2.5 > 0", 1),
     ],
 )
 def test_layers_can_be_measured_afterwards(run: Path, text: str, step: int) -> None:

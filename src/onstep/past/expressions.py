@@ -189,6 +189,11 @@ def _reader(name: str) -> _Number:
     return read
 
 
+def metrics_of_quotient(name: str) -> list[str]:
+    """The metrics of a quotient such as `a/b/2`, without its numbers."""
+    return [one for one in name.split("/") if not _is_number(one)]
+
+
 def _is_number(text: str) -> bool:
     try:
         float(text)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from onstep.config.keys import own_copy
 from onstep.errors import AnomalyError, ConfigError, NonFiniteError
 from onstep.events import Callback
-from onstep.past.expressions import Expression, MissingMetricError
+from onstep.past.expressions import Expression, MissingMetricError, metrics_of_quotient
 from onstep.past.layers import Weights, largest_activations
 from onstep.past.metrics import KNOWN, metric_named
 from onstep.past.place import Plan, last_step, plan_rewind, rollbacks_of
@@ -117,8 +117,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 def _is_known(name: str, known: Iterable[str]) -> bool:
     """Whether a metric is known, or a quotient of metrics."""
     names = set(known)
-    parts = name.split("/")
-    return name in names or (len(parts) > 1 and all(one in names or one.isdigit() for one in parts))
+    return name in names or ("/" in name and names.issuperset(metrics_of_quotient(name)))
 
 
 def _in_record(expression: Expression, steps: Iterable[tuple[int, dict[str, float]]]) -> Found | None:
@@ -202,7 +201,7 @@ def _missing(expression: Expression, values: Mapping[str, float]) -> str:
 
 def _metrics_in(name: str) -> list[str]:
     """The metric of a name, or those of a quotient; none if a run has to log it."""
-    parts = [one for one in name.split("/") if not one.isdigit()]
+    parts = metrics_of_quotient(name)
     return [name] if _is_metric(name) else parts if all(map(_is_metric, parts)) else []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from onstep import Callback, CallbackManager, JsonLogger, pretrain
 from onstep.cli.config import import_file, load_callback
 from onstep.cli.main import main
 from onstep.events import Request
+from onstep.past.fork_directory import prepare
+from onstep.past.forks import plan_fork
 from onstep.record import read_records
 from tests.support.forked_processes import Processes
 from tests.support.past_runs import run_config
@@ -101,6 +104,20 @@ def test_a_fork_with_nothing_changed_ends_as_its_parent_which_is_not_touched(par
     end = end_of(fork(parent, step, f"same-{step}"))
     assert digests(parent) == before
     assert end == end_of(parent)
+
+
+def test_what_killed_forks_have_left_is_removed_but_not_that_of_another_user(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(pid: int, number: int) -> None:
+        raise PermissionError if pid == 1 else ProcessLookupError
+
+    monkeypatch.setattr("os.kill", kill)
+    left = [parent.parent / f".left.fork-{socket.gethostname()}-{pid}" for pid in (1, 2)]
+    for one in left:
+        one.mkdir()
+    assert prepare(plan_fork(parent, 8, "left"))
+    assert [one.exists() for one in left] == [True, False]
 
 
 def test_it_trains_on_exactly_the_samples_that_are_not_left_out_each_once(parent: Path) -> None:

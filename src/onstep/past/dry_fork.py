@@ -14,9 +14,9 @@ from onstep.checkpoint import CheckpointInfo, resolve
 from onstep.config.keys import own_copy
 from onstep.errors import ConfigError
 from onstep.events import Callback
-from onstep.past.fork_directory import COPIED, write_decisions
+from onstep.past.fork_directory import write_decisions
 from onstep.past.forks import Fork
-from onstep.past.place import Plan, last_step
+from onstep.past.place import COPIED, Plan, last_step
 from onstep.past.repetition import rewind
 from onstep.past.search import values_of
 from onstep.record import leading_records

@@ -19,16 +19,14 @@ from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.errors import CheckpointError, RunExistsError
 from onstep.files.durability import replace_durably, sync_dir
 from onstep.past.forks import FORKED_FROM, Fork
+from onstep.past.place import COPIED
 from onstep.training.runs.decisions import BRANCH, WITHDRAWN, DecisionLog, Sent, content_of
-from onstep.training.runs.identity import IDENTITY_FILE
 from onstep.training.runs.run_dir import RunDir
 from onstep.training.runs.sent_commands import branch_at, everything_sent, ids_to_repeat, steps_to_keep
 
 AUTHOR = "onstep fork"
 _OF_ITS_END = ("error", "ended_at", "continued_at", "continued_with", FORKED_FROM)
 """Entries of the parent's run.json that a fork does not continue."""
-COPIED = (IDENTITY_FILE, "tokenizer.json")
-"""What a start of a run reads in its directory, beside run.json, decisions and checkpoints."""
 _LOGS = ("record.jsonl", "trainer_logs.json", "gradient_norms.json", "parameter_norms.json")
 """Logs of which a checkpoint has a position, and the path."""
 
@@ -128,7 +126,8 @@ def _made_aside(path: Path) -> Iterator[Path]:
 
 def _lives(pid: str) -> bool:
     with suppress(ValueError, ProcessLookupError):
-        os.kill(int(pid), 0)
+        with suppress(PermissionError):  # it lives, and is another user's
+            os.kill(int(pid), 0)
         return True
     return False
 

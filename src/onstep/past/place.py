@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -22,10 +23,11 @@ from onstep.files.bounded_reading import read_json
 from onstep.record import Record, leading_records
 from onstep.record.kinds import FILE_NAME
 from onstep.training.checkpointing.starts import asked_start
+from onstep.training.runs.identity import IDENTITY_FILE
 from onstep.training.runs.run_dir import RunDir
 
-_COPIED = ("decisions.jsonl", "identity.json", "tokenizer.json")
-"""What a start of a run reads in its directory, beside run.json and the checkpoints."""
+COPIED = (IDENTITY_FILE, "tokenizer.json")
+"""What a start of a run reads in its directory, beside run.json, decisions and checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -146,19 +148,19 @@ def last_step(directory: Path, run_json: Mapping[str, Any], records: list[Record
 
 
 @contextmanager
-def copied(plan: Plan, *, is_main: bool) -> Iterator[Path]:
+def copied(plan: Plan) -> Iterator[Path]:
     """A temporary copy of the run at the checkpoint, without the checkpoint's files: they are read where they are.
 
     Yields its directory, which only rank 0 has.
     """
-    if not is_main:
+    if os.environ.get("RANK", "0") != "0":  # the ranks are not connected yet
         yield Path(tempfile.gettempdir()) / "onstep-rewind" / plan.directory.name
         return
     above = Path(tempfile.mkdtemp(prefix="onstep-rewind-"))
     try:
         directory = above / plan.directory.resolve().name
         (directory / "checkpoints").mkdir(parents=True)
-        for name in _COPIED:
+        for name in (*COPIED, "decisions.jsonl"):
             if (plan.directory / name).is_file():
                 shutil.copyfile(plan.directory / name, directory / name)
         content = {**plan.run_json, "status": "paused", "continued_at": plan.run_json.get("started_at", 0.0)}

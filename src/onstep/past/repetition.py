@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -163,7 +162,7 @@ def rewind(
         )
     repetition = Repetition(plan, lambda identity: _checked(plan, identity), log, around_step)
     with ExitStack() as stack:
-        directory = stack.enter_context(copied(plan, is_main=is_main()))
+        directory = stack.enter_context(copied(plan))
         own = own_callbacks(plan.run_json, callbacks)
         config = repetition.config(directory, evaluates=listen_to_evaluations([*own, *callbacks]))
         if forward_step_func is None:
@@ -181,11 +180,6 @@ def rewind(
             return repetition.claim(config, world, configured_identity)
 
         yield stack.enter_context(repetition.held(lambda: train_configured(state, manager, hooks, claim)))
-
-
-def is_main() -> bool:
-    """Whether this process is rank 0, before the ranks are connected."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _checked(plan: Plan, identity: Identity) -> Sequence[str]:

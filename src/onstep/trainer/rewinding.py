@@ -21,7 +21,7 @@ from onstep.errors import ConfigError, DataError
 from onstep.files.bounded_reading import read_json
 from onstep.past.code import listen_to_evaluations
 from onstep.past.place import Plan, copied, plan_rewind
-from onstep.past.repetition import AroundStep, Repetition, is_main
+from onstep.past.repetition import AroundStep, Repetition
 from onstep.past.rewinding import Past
 from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.output_dir.claim import in_words
@@ -67,7 +67,7 @@ def rewound(
     checked = _Check(plan)
     repetition = Repetition(plan, checked.notes_on, log, around_step)
     with ExitStack() as stack:
-        directory = stack.enter_context(copied(plan, is_main=is_main()))
+        directory = stack.enter_context(copied(plan))
         stack.enter_context(_kept(trainer))
         users = _users_callbacks(trainer, callbacks)
         trainer.callback_manager.replace([*users, *callbacks])

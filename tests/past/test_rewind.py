@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import onstep
 from onstep import pretrain
 from onstep.errors import ConfigError, DataError
 from onstep.events.context import unwrap
-from onstep.past import Past
+from onstep.past import Past, plan_rewind
+from onstep.past.comparison import Comparison
 from tests.support.past_runs import STEPS, content_of, run_config
 
 
@@ -105,6 +107,13 @@ def test_a_changed_corpus_is_refused_by_name(corpus: Path, token_cache: Path, tm
     run = tmp_path / "runs" / "x"
     with untouched(run), pytest.raises(DataError, match=r"text.txt was changed. Restore"), onstep.rewind(run, 5):
         pass
+
+
+def test_averages_of_other_sites_are_named_as_what_is_not_repeated(run: Path) -> None:
+    plan = plan_rewind(run, 5)
+    synchronised = [{**one, "diloco/sync_count": 1} for one in plan.records]
+    assert "DiLoCo" not in " ".join(Comparison(plan).causes)
+    assert "DiLoCo" in " ".join(Comparison(replace(plan, records=synchronised)).causes)
 
 
 def test_an_error_in_the_block_is_raised_and_ends_the_rewind(run: Path) -> None:

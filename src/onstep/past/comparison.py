@@ -88,6 +88,10 @@ class Comparison:
         before = {**self.plan.run_json, **self.plan.run_json.get("continued_with", {})}
         now = provenance()
         found = [*self.differences]
+        if any(
+            one.get("diloco/sync_count") for one in self.plan.records if one.get("global_step", 0) <= self.plan.step
+        ):
+            found.append("the run took over averages of several sites (DiLoCo), which are not repeated")
         if self.plan.num_ranks != self.num_ranks:
             found.append(f"the run had {self.plan.num_ranks} ranks, this has {self.num_ranks}")
         for part, words in (

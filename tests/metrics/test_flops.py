@@ -127,7 +127,8 @@ def test_flops_of_lora_are_two_products_of_frozen_matrices_and_three_of_added_on
 @pytest.mark.parametrize("name", ["gpt2_124m", "llama32_1b", "qwen25_500m", "qwen25_7b"])
 def test_flops_of_a_published_model_are_those_that_torch_counts_at_full_width(name: str) -> None:
     """Of two of its layers, which are all alike."""
-    config = replace(get_recipe(name)().model, recompute_granularity=None, num_layers=2)
+    options = {"recompute_granularity": None, "chunked_loss": False}  # torch does not count an addmm in place
+    config = replace(get_recipe(name)().model, num_layers=2, **options)
     with torch.device("meta"):
         model = Transformer(config).to("meta")  # the rotary tables too
         expected = counted_of(model, config, 1) - left_out(config, config.seq_length)

@@ -199,3 +199,13 @@ def test_a_compiled_model_has_the_same_loss_without_a_break(reduction: str, monk
     model.compile(backend="aot_eager", fullgraph=True)
     assert_close(results(model, reduction, True), plain, 1e-6)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_it_has_a_shape_on_meta(reduction: Any) -> None:
+    hidden, weight = (torch.empty(size, 8, device="meta", requires_grad=True) for size in (6, 32))
+    labels = torch.empty(6, dtype=torch.int64, device="meta")
+    losses = linear_cross_entropy(hidden, weight, labels, reduction=reduction, chunk=2)
+    losses.sum().backward()
+    assert losses.shape == (() if reduction == "sum" else (6,))
+    assert hidden.grad is not None

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
+from onstep.models.layers.autocast import product_dtype, without_autocast
 from onstep.models.multi_token_prediction import IGNORE_INDEX
 
 Reduction = Literal["none", "sum"]
@@ -45,8 +46,7 @@ def linear_cross_entropy(
     """
     x, targets = hidden.flatten(0, -2), labels.flatten()
     size = chunk or tokens_of_chunk(weight.shape[0])
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    dtype = product_dtype(x)
     if reduction == "sum" and dtype is not torch.float16:
         keeps = torch.is_grad_enabled()
         total: Tensor = _LinearCrossEntropy.apply(x, weight, targets, size, dtype, keeps)  # type: ignore[no-untyped-call]
@@ -102,7 +102,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         of_hidden, of_weight = (needed and keeps for needed in ctx.needs_input_grad[:2])
         wide = torch.promote_types(dtype, torch.float32)
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden):
             x, w = hidden.to(dtype), weight.to(dtype)
             total = torch.zeros((), dtype=wide, device=x.device)
             hidden_parts: list[Tensor] = []  # list[Tensor]() is beyond torch.compile

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, relu, silu
 
 from onstep.config import ModelConfig
+from onstep.models.layers.autocast import product_dtype
 from onstep.models.layers.expert_products import (
     Blocks,
     ExpertProduct,
@@ -108,8 +109,7 @@ class Experts(nn.Module):
         Choices beyond an expert's capacity contribute nothing.
         """
         # dtype of the products: autocast's if enabled, since autocast does not cover the grouped product
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        dtype = product_dtype(x)
         x = x.to(dtype)
         if routing.capacity is None:
             out = self._all(x, routing)

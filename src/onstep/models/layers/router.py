@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from onstep.config import ModelConfig
+from onstep.models.layers.autocast import without_autocast
 from onstep.models.layers.routing_record import (
     FIGURES,
     LOSSES,
@@ -148,7 +149,7 @@ class Router(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """(..., hidden) to (..., experts), in float32, or float64 if `x` is."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             return linear(x.to(dtype), self.weight.to(dtype))
 
     def choose(self, logits: Tensor) -> Routing:

@@ -132,7 +132,7 @@ def load_checkpoint(
         _load(state, info, Trained(model, optimizer, opt_param_scheduler), skip_load_to_model_and_opt)
         return state.train_state.step, state.train_state.floating_point_operations_so_far
     if not skip_load_to_model_and_opt:
-        _load(state, info, Trained(model, None, None), weights_only=True)
+        _load(state, info, Trained(model, None, None), only_model=True)
     return 0, 0.0
 
 
@@ -152,14 +152,14 @@ def _found(state: GlobalState, directory: Path) -> CheckpointInfo | None:
 
 
 def _load(
-    state: GlobalState, info: CheckpointInfo, trained: Trained, skips_model: bool = False, weights_only: bool = False
+    state: GlobalState, info: CheckpointInfo, trained: Trained, skips_model: bool = False, only_model: bool = False
 ) -> None:
     """Load the components of a checkpoint: all, all but what is trained, or the weights alone. Collective."""
     given, own = state.checkpoints, RunCheckpoints(state, Dispatcher(None, state), info.path.parent)
     state.checkpoints, own.start, own.is_chosen_start = own, info, True
     try:
         parts = own.components.progress(trained, loads=True)
-        if weights_only:
+        if only_model:
             parts = [one for one in parts if one.key == "model"]
         else:
             parts += [*own.components.features(), *own.components.position(None, loads=True)]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -56,6 +59,18 @@ def test_next_continues_to_the_end_of_the_run(run: Path) -> None:
         assert past.comparison.steps == [STEPS - 1]
         with pytest.raises(ConfigError, match=f"no step after {STEPS}"):
             past.next()
+
+
+def test_what_killed_rewinds_have_left_is_removed(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    left = [tmp_path / f"onstep-rewind-{socket.gethostname()}-{pid}-x" for pid in (gone.pid, os.getppid())]
+    for one in left:
+        one.mkdir()
+    with onstep.rewind(run, 1):
+        assert len(list(tmp_path.glob(f"onstep-rewind-*-{os.getpid()}-*"))) == 1
+    assert list(tmp_path.iterdir()) == left[1:]
 
 
 def test_gradients_are_those_that_the_update_applies(run: Path) -> None:

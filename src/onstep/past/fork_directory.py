@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.errors import CheckpointError, RunExistsError
 from onstep.files.durability import replace_durably, sync_dir
 from onstep.past.forks import FORKED_FROM, Fork
+from onstep.past.leftovers import owned_name
 from onstep.past.place import COPIED
 from onstep.training.runs.decisions import BRANCH, WITHDRAWN, DecisionLog, Sent, content_of
 from onstep.training.runs.run_dir import RunDir
@@ -111,25 +111,12 @@ def discard(fork: Fork) -> None:
 @contextmanager
 def _made_aside(path: Path) -> Iterator[Path]:
     """A new directory beside `path`, without those that killed processes of this machine have left."""
-    host = socket.gethostname()
-    prefix = f".{path.name}.fork-{host}-"
-    for old in path.parent.glob(f"{prefix}*"):
-        if not _lives(old.name.removeprefix(prefix)):
-            shutil.rmtree(old, ignore_errors=True)
-    aside = path.parent / f"{prefix}{os.getpid()}"
+    aside = path.parent / owned_name(path.parent, f".{path.name}.fork-")
     try:
         aside.mkdir()
         yield aside
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _lives(pid: str) -> bool:
-    with suppress(ValueError, ProcessLookupError):
-        with suppress(PermissionError):  # it lives, and is another user's
-            os.kill(int(pid), 0)
-        return True
-    return False
 
 
 def _was_moved(fork: Fork) -> bool:

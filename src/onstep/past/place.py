@@ -20,6 +20,7 @@ from onstep.config import ConfigContainer
 from onstep.config.load import from_dict
 from onstep.errors import CheckpointError, ConfigError, DataError, OnstepError
 from onstep.files.bounded_reading import read_json
+from onstep.past.leftovers import owned_name
 from onstep.record import Record, leading_records
 from onstep.record.kinds import FILE_NAME
 from onstep.training.checkpointing.starts import asked_start
@@ -151,12 +152,12 @@ def last_step(directory: Path, run_json: Mapping[str, Any], records: list[Record
 def copied(plan: Plan) -> Iterator[Path]:
     """A temporary copy of the run at the checkpoint, without the checkpoint's files: they are read where they are.
 
-    Yields its directory, which only rank 0 has.
+    Yields its directory, which only rank 0 has. What killed rewinds have left is removed.
     """
     if os.environ.get("RANK", "0") != "0":  # the ranks are not connected yet
         yield Path(tempfile.gettempdir()) / "onstep-rewind" / plan.directory.name
         return
-    above = Path(tempfile.mkdtemp(prefix="onstep-rewind-"))
+    above = Path(tempfile.mkdtemp(prefix=f"{owned_name(Path(tempfile.gettempdir()), 'onstep-rewind-')}-"))
     try:
         directory = above / plan.directory.resolve().name
         (directory / "checkpoints").mkdir(parents=True)

@@ -260,12 +260,17 @@ def test_a_click_on_a_spike_and_an_anomaly_give_the_command_that_shows_the_step(
     for step in range(1, 5_001):
         job.feed.history.add(step, 1e9 + step, {"loss": 5.0 if step == 2_345 else 1.0})
     job.feed.add_event("decision", {"step": 2_346, "flag": "skip", "details": {"bad_step": 2_345}})
-    job.feed.update(global_step=5_000, rewind="onstep rewind '/runs/a b'")
+    job.feed.update(global_step=5_000, rewind="onstep rewind '/runs/a b' {step} --script train.py")
     watched = new_page(viewport={"width": 1280, "height": 900})
     watched.page.goto(serve(job).new_link())
     watched.until("document.querySelector('[data-chart=loss]')?.dataset.points > 0")
     box = watched.page.locator("[data-chart=loss] .plot").bounding_box()
     place = watched.page.evaluate(f"{CHART}.x(2345) / {CHART}.svg.viewBox.baseVal.width")
     watched.page.mouse.click(box["x"] + box["width"] * place, box["y"] + 20)
-    assert watched.page.locator("[data-chart=loss] .tip code").inner_text() == "onstep rewind '/runs/a b' 2345"
-    watched.until("document.querySelector('#events code')?.textContent === \"onstep rewind '/runs/a b' 2345\"")
+    assert (
+        watched.page.locator("[data-chart=loss] .tip code").inner_text()
+        == "onstep rewind '/runs/a b' 2345 --script train.py"
+    )
+    watched.until(
+        "document.querySelector('#events code')?.textContent === \"onstep rewind '/runs/a b' 2345 --script train.py\""
+    )

@@ -87,12 +87,13 @@ def run_record(directory: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def rewind_command(directory: str | Path, step: int | None) -> str | None:
-    """The command that shows a step of a run, as a shell reads it; without its number for None.
+def rewind_command(directory: str | Path, step: int | str = "{step}") -> str | None:
+    """The command that shows a step of a run, as a shell reads it; a page puts the number in place of `{step}`.
 
-    None for a run that `onstep rewind` cannot repeat by itself, since its data and model are not configured.
+    A Trainer's run has its model and data from a script, which the reader names. None without a record of a run.
     """
     record = run_record(Path(directory))
-    if not isinstance(record.get("config"), dict) or record.get("layout") == "hugging_face":
+    if not isinstance(record.get("config"), dict):
         return None
-    return f"onstep rewind {shlex.quote(str(directory))}{'' if step is None else f' {step}'}"
+    script = " --script YOUR_SCRIPT.py" if record.get("layout") == "hugging_face" else ""
+    return f"onstep rewind {shlex.quote(str(directory))} {step}{script}"

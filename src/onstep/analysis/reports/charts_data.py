@@ -62,12 +62,12 @@ def report_data(logs: Sequence[TrainingLog], labels: Sequence[str]) -> dict[str,
     {"left_out": ..., "runs": [{label, colour, dash, steps, axes, rewind}], "axes": [...], "groups": [{name, metrics:
     [{key, name, evaluation, series}]}]}. `colour` is an index; `steps` are the lists that the series of the run refer
     to; `axes` has, for each axis but "step", a list of steps and one of values; `rewind` is the command that shows a
-    step, up to its number. A series is {run, points, missing, gaps, range, bulk, at, y}: `missing` is the number of
-    values that are not finite, `gaps` the first steps of these; `range` and `bulk` are the lowest and highest y of all
-    values and of those that are not outliers; `at` is the index of the steps. A long curve is downsampled to columns,
-    of which `low`, `y` and `high` are the lowest, the mean and the highest value; if it has spikes, `calm` are the
-    means without them, and `peaks` the steps of the highest ones by
-    column. A short one has `spikes`, their indices.
+    step, with `{step}` for its number. A series is {run, points, missing, gaps, range, bulk, at, y}: `missing` is the
+    number of values that are not finite, `gaps` the first steps of these; `range` and `bulk` are the lowest and highest
+    y of all values and of those that are not outliers; `at` is the index of the steps. A long curve is downsampled to
+    columns, of which `low`, `y` and `high` are the lowest, the mean and the highest value; if it has spikes, `calm` are
+    the means without them, and `peaks` the steps of the highest ones by column. A short one has `spikes`, their
+    indices.
     """
     known = list(NAMES)  # these come first; the rest in order of appearance
     metrics = list(dict.fromkeys(metric for log in logs for metric in metrics_of(log)))
@@ -135,7 +135,7 @@ class _Run:
             "dash": _DASHES[look.dash],
             "steps": [list(steps) for steps in self._steps],
             "axes": self._axes(),
-            "rewind": rewind_command(self._log.log_path.parent, None),
+            "rewind": rewind_command(self._log.log_path.parent),
         }
 
     def series(self, metric: str, rows: NDArray[np.intp]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class RunFiles:
             reason=ending,
             run=record.get("name") or self._log.parent.name,
             output_dir=str(self._log.parent),
-            rewind=rewind_command(self._log.parent, None),
+            rewind=rewind_command(self._log.parent),
             global_step=step if step is None else int(step),
             max_steps=total,
             progress=min(1.0, step / total) if total and step is not None else None,

@@ -50,7 +50,7 @@ function eventRow(item, name) {
 /** The command that shows the step of an anomaly, as text that one click selects. */
 function command({ job, details }) {
   const { rewind } = job.status, step = details?.bad_step;
-  return rewind && Number.isInteger(step) ? element("code", { class: "command" }, `${rewind} ${step}`) : null;
+  return rewind && Number.isInteger(step) ? element("code", { class: "command" }, rewind.replace("{step}", step)) : null;
 }
 
 /** How each kind of event reads: [tag, text, details]. */

@@ -101,7 +101,7 @@ export class Charts {
         const ratio = isLoss(name) ? unit.ratios?.get(job) ?? 1 : 1;
         const y = ratio === 1 ? series.value : series.value.map((one) => (one === null ? null : one / ratio));
         const { rewind } = job.status;
-        const commandOf = rewind && !isEvaluation(name) ? (at) => `${rewind} ${Math.max(1, series.step[at])}` : undefined;
+        const commandOf = rewind && !isEvaluation(name) ? (at) => rewind.replace("{step}", Math.max(1, series.step[at])) : undefined;
         return [{ ...line, x: across(series, job), y, commandOf }];
       });
     }));

@@ -154,7 +154,7 @@ class TrainerControlCallback(TrainerCallback):
             status="running",
             run=None if run.run_dir is None else run.run_dir.path.name,
             output_dir=None if run.run_dir is None else str(run.run_dir.path.absolute()),
-            rewind=None if run.run_dir is None else rewind_command(run.run_dir.path.absolute(), None),
+            rewind=None if run.run_dir is None else rewind_command(run.run_dir.path.absolute()),
             world_size=run.world.size,
             started_at=time.time(),
             num_train_epochs=state.num_train_epochs,

@@ -60,7 +60,7 @@ function linesOf(metric) {
     if (!x || !series.y) return;
     const smooth = smoothed(metric, series), band = series.low ? { low: series.low, high: series.high } : null;
     const base = { x, className: `run-${run.colour}`, dash: run.dash, label: run.label };
-    if (run.rewind && !metric.evaluation) base.commandOf = (index) => `${run.rewind} ${stepOf(series, run, index)}`;
+    if (run.rewind && !metric.evaluation) base.commandOf = (index) => run.rewind.replace("{step}", stepOf(series, run, index));
     const gaps = across(run, series.gaps);
     if (smooth && !band) found.push({ ...base, y: series.y, faint: true, gaps });
     found.push({ ...base, y: smooth || series.y, band, gaps: smooth && !band ? [] : gaps, markers: series.points <= MARKERS_UP_TO });

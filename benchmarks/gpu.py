@@ -16,9 +16,7 @@ A row whose package is not installed is named. Figures go to `--output` as `gpu.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
-import io
 import json
 import logging
 import os
@@ -26,9 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-import warnings
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +36,7 @@ from onstep.config import resolve
 from onstep.metrics.device_peaks import peak_of
 from onstep.metrics.flops import model_flops_utilization
 from onstep.recipes import RECIPES
+from silence import silence
 
 PACKAGES = {"transformers", "accelerate"}
 MIN_RATIO = 0.99
@@ -76,18 +73,6 @@ class Figures:
     def ratio(self) -> float:
         """Median ratio; 1 for the bare row."""
         return statistics.median(self.ratios) if self.ratios else 1.0
-
-
-@contextlib.contextmanager
-def silence() -> Iterator[None]:
-    """Keep logs and advice out of our table."""
-    with (
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        yield
 
 
 def run_block(row: Row, clock: Clock, workload: Workload) -> Clock:

@@ -21,19 +21,16 @@ installed. The method:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import cProfile
 import gc
-import io
 import logging
 import os
 import pstats
 import statistics
 import tempfile
 import time
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +39,7 @@ import torch
 import onstep
 from peer_models import Clock, Workload, workloads
 from peer_rows import BARE, BARE_CLIPPING, COMPARABLE, QUIET, Row, onstep_train, onstep_trainer
+from silence import silence
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 PACKAGES = {"transformers", "accelerate", "lightning", "ignite"}
@@ -91,18 +89,6 @@ def figures(blocks: list[Times], bare: list[Times]) -> Figures:
         over=statistics.median(one[0] - other[0] for one, other in pairs) * 1e6,
         outside=statistics.median(one[1] - other[1] for one, other in pairs) * 1e6,
     )
-
-
-@contextlib.contextmanager
-def silence() -> Iterator[None]:
-    """Keep progress bars, tables and advice out of our table."""
-    with (
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        yield
 
 
 def run_block(row: Row, workload: Workload, clock: Clock) -> Times:

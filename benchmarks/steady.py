@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from onstep import Callback, Trainer, TrainingArguments
 from peer_models import Clock, workloads
 from peer_rows import LOG_INTERVAL, ReadyBatches, first, made, trainer_arguments
-from peers import silence
+from silence import silence
 
 OPERATORS = ("_local_scalar_dense", "item", "is_nonzero", "equal")
 METHODS = ("tolist", "cpu")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import runpy
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
@@ -42,6 +41,7 @@ def run_to_training(script: Path, words: Sequence[str], look: Callable[[Any], No
     """
     if not script.is_file():
         raise ConfigError(f"{OPTION} {script}: the file does not exist; give the script that trained the run.")
+    from onstep.past.leftovers import temporary_directory
     from onstep.trainer.rewinding import rewound
     from onstep.trainer.takeover import TakenOver, TakeOver, taking_over
 
@@ -55,8 +55,8 @@ def run_to_training(script: Path, words: Sequence[str], look: Callable[[Any], No
         except BaseException as error:  # noqa: BLE001 - the script does not handle it
             failures.append(error)
 
-    with tempfile.TemporaryDirectory(prefix="onstep-script-") as directory:
-        takeover = TakeOver(at_training, Path(directory))
+    with temporary_directory("onstep-script-") as directory:
+        takeover = TakeOver(at_training, directory)
         with taking_over(takeover), _as_main(script, words), redirect_stdout(sys.stderr):
             try:
                 runpy.run_path(str(script), run_name="__main__")

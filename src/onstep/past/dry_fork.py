@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from onstep.errors import ConfigError
 from onstep.events import Callback
 from onstep.past.fork_directory import write_decisions
 from onstep.past.forks import Fork
+from onstep.past.leftovers import temporary_directory
 from onstep.past.place import COPIED, Plan, last_step
 from onstep.past.repetition import rewind
 from onstep.past.search import values_of
@@ -53,15 +53,15 @@ def dry_fork(fork: Fork, num_steps: int, callbacks: Sequence[object] = ()) -> Dr
             f"there is no checkpoint of step {fork.origin.step}, which --dry needs on several ranks; choose the step "
             f"of one, or drop --dry."
         )
-    with tempfile.TemporaryDirectory(prefix="onstep-fork-") as temporary:
-        start = fork.start if fork.is_exact else _state_at(fork, Path(temporary))
-        curve = _curve(fork, start, Path(temporary) / "fork", num_steps, callbacks)
+    with temporary_directory("onstep-fork-") as temporary:
+        start = fork.start if fork.is_exact else _state_at(fork, temporary)
+        curve = _curve(fork, start, temporary / "fork", num_steps, callbacks)
         recorded = _recorded(fork, len(curve))
         if recorded is not None:
             return DryFork(curve, recorded, is_recorded=True)
         unchanged = replace(fork.origin, changes={}, without_samples=[], lr_factor=None)
         same = replace(fork, config=fork.before, found=[], origin=unchanged)
-        return DryFork(curve, _curve(same, start, Path(temporary) / "parent", len(curve), callbacks), is_recorded=False)
+        return DryFork(curve, _curve(same, start, temporary / "parent", len(curve), callbacks), is_recorded=False)
 
 
 class _Saves(Callback):

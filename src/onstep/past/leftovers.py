@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -19,6 +21,14 @@ def owned_name(above: Path, prefix: str) -> str:
         if not _lives(old.name.removeprefix(ours).partition("-")[0]):
             shutil.rmtree(old, ignore_errors=True)
     return f"{ours}{os.getpid()}"
+
+
+@contextmanager
+def temporary_directory(prefix: str) -> Iterator[Path]:
+    """A directory for temporary files of this process; what killed processes have left of these is removed."""
+    above = Path(tempfile.gettempdir())
+    with tempfile.TemporaryDirectory(prefix=f"{owned_name(above, prefix)}-", ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
 
 
 def _lives(pid: str) -> bool:

@@ -14,13 +14,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from onstep.analysis.logs.decisions_log import details_of, read_decisions
 from onstep.checkpoint import CheckpointInfo, checkpoints, resolve
 from onstep.checkpoint.catalog.discovery import newest_verified
 from onstep.config import ConfigContainer
 from onstep.config.load import from_dict
 from onstep.errors import CheckpointError, ConfigError, DataError, OnstepError
 from onstep.files.bounded_reading import read_json
-from onstep.past.leftovers import owned_name
+from onstep.past.leftovers import temporary_directory
 from onstep.record import Record, leading_records
 from onstep.record.kinds import FILE_NAME
 from onstep.training.checkpointing.starts import asked_start
@@ -157,8 +158,7 @@ def copied(plan: Plan) -> Iterator[Path]:
     if os.environ.get("RANK", "0") != "0":  # the ranks are not connected yet
         yield Path(tempfile.gettempdir()) / "onstep-rewind" / plan.directory.name
         return
-    above = Path(tempfile.mkdtemp(prefix=f"{owned_name(Path(tempfile.gettempdir()), 'onstep-rewind-')}-"))
-    try:
+    with temporary_directory("onstep-rewind-") as above:
         directory = above / plan.directory.resolve().name
         (directory / "checkpoints").mkdir(parents=True)
         for name in (*COPIED, "decisions.jsonl"):
@@ -173,8 +173,6 @@ def copied(plan: Plan) -> Iterator[Path]:
             if info.step in plan.rollbacks and info.step <= plan.start_step:  # later ones are saved again
                 shutil.copytree(info.path, directory / "checkpoints" / info.path.name)
         yield directory
-    finally:
-        shutil.rmtree(above, ignore_errors=True)
 
 
 def _run_json(directory: Path) -> dict[str, Any]:
@@ -223,20 +221,9 @@ def _start(directory: Path, config: ConfigContainer, step: int) -> CheckpointInf
 
 def rollbacks_of(directory: Path) -> list[tuple[int, int]]:
     """(step gone back to, step undone) of each rollback of the run."""
-    found = []
-    try:
-        lines = (directory / "decisions.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        try:
-            one = json.loads(line)
-        except ValueError:  # the last line of a killed process
-            continue
-        details = one.get("details") if isinstance(one, dict) and one.get("flag") == "rolled_back" else None
-        if isinstance(details, dict):
-            found.append((int(details.get("to_step", 0)), int(details.get("bad_step", 0))))
-    return found
+    path = directory / "decisions.jsonl"
+    done = [one for one in read_decisions(path) if one.get("flag") == "rolled_back"] if path.is_file() else []
+    return [(int(one.get("to_step", 0)), int(one.get("bad_step", 0))) for one in map(details_of, done)]
 
 
 def _shown(seconds: float) -> str:

@@ -17,6 +17,7 @@ import transformers
 
 from onstep import InfoCallback, Trainer
 from onstep.errors import ConfigError
+from onstep.trainer import overrides
 from tests.support.forked_processes import Processes
 from tests.support.observed_runs import NotedRegression, arguments, described, observe
 from tests.support.small_models import Regression, regression_rows
@@ -52,9 +53,18 @@ class ForScripts:
 
 @dataclass(frozen=True)
 class Refused:
-    """A class that overrides it cannot be constructed; the message has the method's name and `remedy`."""
+    """A training that would need it is refused before it starts; the message has the method's name and `remedy`.
+
+    The class can be constructed and, where `options` are what needs it, trained without them.
+    """
 
     remedy: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Unneeded:
+    """No run needs it here: a class that overrides it trains, and it is never called."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,7 @@ class RefusedCall:
     remedy: str
 
 
-Row = Changes | Called | ForScripts | Refused | RefusedCall
+Row = Changes | Called | ForScripts | Refused | RefusedCall | Unneeded
 
 
 def _doubled(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -202,8 +212,6 @@ SAVES = {"save_strategy": "steps", "save_steps": 3}
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 3}
 BEST = {**SAVES, **EVALUATES, "load_best_model_at_end": True, "save_total_limit": 1}
 
-_NO_SEARCH = "run each trial with a Trainer of its own"
-_OTHER_LOOP = "use a callback"
 _LOAD = "on_checkpoint_load"
 _STATES = "save_only_model=True"
 _UPLOAD = "hf upload"
@@ -254,23 +262,20 @@ METHODS: dict[str, Row] = {
     "_track_num_input_tokens": Refused("include_num_input_tokens_seen"),
     **dict.fromkeys(
         (
-            "_finalize_training",
-            "_has_mixed_mesh_grads",
-            "_init_training_state",
-            "_mixed_mesh_grad_norm",
-            "_prepare_for_training",
-            "_validate_args",
-            "set_initial_training_values",
-        ),
-        Refused(_OTHER_LOOP),
-    ),
-    **dict.fromkeys(
-        (
             "_defer_fsdp_gradient_reduction",
-            "_prepare_context_parallel_inputs",
+            "_has_mixed_mesh_grads",
+            "_mixed_mesh_grad_norm",
             "_sync_replicated_trainable_parameters",
         ),
-        Refused("not sharded"),
+        Unneeded(),
+    ),
+    "_finalize_training": Refused("on_train_end"),
+    "_init_training_state": Refused("on_train_begin"),
+    "_prepare_for_training": Refused("create_optimizer"),
+    "_validate_args": Refused("__init__"),
+    "set_initial_training_values": Refused("max_steps"),
+    "_prepare_context_parallel_inputs": ForScripts(
+        lambda trainer: trainer._prepare_context_parallel_inputs(None, {"x": 1})[1] == {"x": 1}
     ),
     "_build_accelerator_args": Refused("TrainingArguments"),
     "_update_auto_batch_size": Refused("auto_find_batch_size"),
@@ -325,9 +330,12 @@ METHODS: dict[str, Row] = {
     "init_hf_repo": RefusedCall(lambda trainer: trainer.init_hf_repo(), "create_repo"),
     "push_to_hub": RefusedCall(lambda trainer: trainer.push_to_hub(), _UPLOAD),
     "hyperparameter_search": RefusedCall(lambda trainer: trainer.hyperparameter_search(), "create a Trainer"),
-    **dict.fromkeys(("_push_from_checkpoint", "_finish_current_push"), Refused(_UPLOAD)),
-    **dict.fromkeys(("_hp_search_setup", "_report_to_hp_search", "_tune_save_checkpoint"), Refused(_NO_SEARCH)),
+    **dict.fromkeys(("_push_from_checkpoint", "_finish_current_push"), Unneeded()),
+    **dict.fromkeys(("_hp_search_setup", "_report_to_hp_search", "_tune_save_checkpoint"), Unneeded()),
 }
+
+
+KINDS: dict[type, str] = {Refused: "refused", Unneeded: "unneeded"}
 
 
 def methods_of_transformers() -> list[str]:
@@ -398,10 +406,17 @@ def test_an_override_has_its_effect_or_is_refused(
 ) -> None:
     calls: list[str] = []
     match METHODS[name]:
-        case Refused(remedy):
+        case Refused(remedy, options):
             cls = subclass(name, unchanged, calls)
+            trainer = cls(NotedRegression(), arguments(tmp_path, **options), train_dataset=regression_rows(4))
             with pytest.raises(ConfigError, match=rf"(?s)\b{name}\b.*{remedy}"):
-                cls(NotedRegression(), arguments(tmp_path), train_dataset=regression_rows(4))
+                trainer.train()
+            assert not (tmp_path / "run").exists()
+            if options:
+                observe(tmp_path / "otherwise", cls)
+        case Unneeded():
+            observe(tmp_path, subclass(name, unchanged, calls))
+            assert not calls
         case RefusedCall(call, remedy):
             trainer = subclass("compute_loss", unchanged, calls)(NotedRegression(), arguments(tmp_path))
             with pytest.raises(ConfigError, match=rf"(?s)\b{name}\b.*{remedy}"):
@@ -454,3 +469,8 @@ def test_the_counts() -> None:
     counts = Counter(type(row).__name__ for row in METHODS.values())
     honoured, refused = counts["Changes"] + counts["Called"], counts["Refused"] + counts["RefusedCall"]
     print(f"{len(METHODS)} methods: {honoured} honoured, {counts['ForScripts']} for scripts, {refused} refused")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_table_of_overrides_says_what_the_run_does(name: str) -> None:
+    assert overrides.METHODS[name].kind == KINDS.get(type(METHODS[name]), "called")

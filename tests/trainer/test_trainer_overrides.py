@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from onstep import Trainer
 from onstep.errors import ConfigError
+from onstep.trainer.overrides import METHODS
 from tests.support.small_models import Regression, arguments, regression_rows
 
 
@@ -47,35 +49,58 @@ class WithEpochs:
         return None
 
 
-def test_a_method_that_would_never_be_called_is_refused_by_name_with_a_remedy(tmp_path: Path) -> None:
+def test_a_method_that_would_never_be_called_is_refused_by_name_when_a_training_needs_it(tmp_path: Path) -> None:
     class OwnLoop(WithEpochs, Trainer):
-        def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
             return None
 
+    trainer = OwnLoop(Regression(), arguments(tmp_path), train_dataset=regression_rows(4), default_callbacks=False)
+    trainer.evaluate(regression_rows(4))
     with pytest.raises(
         ValueError,
-        match=r"OwnLoop overrides _inner_training_loop, _run_epoch, which Onstep's Trainer never calls.*"
-        r"for _inner_training_loop: override training_step",
+        match=r"OwnLoop overrides _run_epoch, set_initial_training_values, which Onstep's Trainer never calls.*"
+        r"for _run_epoch: override training_step.*for set_initial_training_values: set max_steps",
     ):
-        OwnLoop(Regression(), arguments(tmp_path), train_dataset=regression_rows(4))
+        trainer.train()
 
 
-def test_every_method_of_transformers_exists_or_is_refused(tmp_path: Path) -> None:
+def test_deleting_checkpoints_by_a_method_of_transformers_4_is_refused_only_where_they_are_deleted(
+    tmp_path: Path,
+) -> None:
+    class Keeps(Trainer):
+        def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: Any = None) -> None:
+            return None
+
+    rows, options = regression_rows(4), {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    limited = Keeps(Regression(), arguments(tmp_path, **options, save_total_limit=1), train_dataset=rows)
+    with pytest.raises(ConfigError, match=r"Keeps overrides _rotate_checkpoints \(with save_total_limit\).*on_save"):
+        limited.train()
+    Keeps(Regression(), arguments(tmp_path, **options), train_dataset=rows, default_callbacks=False).train()
+    assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 2
+
+
+def test_a_method_assigned_to_the_class_counts_as_an_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(Regression(), arguments(tmp_path), train_dataset=regression_rows(4), default_callbacks=False)
+    monkeypatch.setattr(Trainer, "_run_epoch", WithEpochs._run_epoch, raising=False)
+    with pytest.raises(ConfigError, match="overrides _run_epoch"):
+        trainer.train()
+
+
+def test_every_method_of_transformers_is_in_the_table() -> None:
     theirs = pytest.importorskip("transformers").Trainer
-    names = [name for name, value in vars(theirs).items() if inspect.isfunction(value) and not name.startswith("__")]
-    refusals: dict[str, str] = {}
-    for name in names:
-        subclass = type("Mine", (Trainer,), {name: lambda self, *args, **kwargs: None})
-        try:
-            subclass(Regression(), arguments(tmp_path), train_dataset=regression_rows(4))
-        except ValueError as error:
-            refusals[name] = str(error)
-    assert all(name in text for name, text in refusals.items())
-    assert [name for name in names if name not in refusals and not hasattr(Trainer, name)] == []
+    names = {name for name, value in vars(theirs).items() if callable(value) and not name.startswith("__")}
+    assert names - METHODS.keys() == set()
+    assert METHODS.keys() - names == {"prediction_loop", "_rotate_checkpoints", "_sorted_checkpoints"}
+    assert [name for name, one in METHODS.items() if one.called and not hasattr(Trainer, name)] == []
+
+
+def test_the_table_can_be_read_without_torch() -> None:
+    code = "import sys, onstep.trainer.overrides; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_methods_assigned_to_a_trainer_that_are_never_called_are_refused(tmp_path: Path) -> None:
     trainer = Trainer(Regression(), arguments(tmp_path), train_dataset=regression_rows(4), default_callbacks=False)
-    trainer._inner_training_loop = lambda: None  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"Trainer overrides _inner_training_loop, which .* never calls"):
+    trainer._run_epoch = lambda: None  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"Trainer overrides _run_epoch, which .* never calls"):
         trainer.train()

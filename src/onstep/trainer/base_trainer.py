@@ -25,7 +25,6 @@ from onstep.trainer.computing.batch_size_search import Search
 from onstep.trainer.computing.label_smoothing import LabelSmoother, smoothed_loss
 from onstep.trainer.loss_convention import MAPPING, NUM_ITEMS, accepts_num_items, called, of_model
 from onstep.trainer.model_step import function_loss, model_loss
-from onstep.trainer.overrides import check_overrides
 from onstep.trainer.own_arguments import own_arguments
 from onstep.trainer.predictions import EvalPrediction
 from onstep.trainer.reporting.argument_errors import errors_name_arguments
@@ -65,7 +64,6 @@ class BaseTrainer:
         default_callbacks: bool = True,
     ) -> None:
         before = set(vars(self))
-        check_overrides(type(self))
         _check_model(model, model_init)
         if tokenizer is not None and processing_class not in (None, tokenizer):
             raise ConfigError("Pass the tokenizer as processing_class alone; tokenizer is its name in transformers 4.")

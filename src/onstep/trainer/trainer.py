@@ -46,8 +46,7 @@ class Trainer(TrainerMethods):
         default_callbacks: False disables the defaults.
 
     Raises:
-        ConfigError: for incompatible arguments; for a subclass that overrides a method of Hugging Face's Trainer which
-            is never called here.
+        ConfigError: for incompatible arguments.
     """
 
     @errors_name_arguments
@@ -62,7 +61,7 @@ class Trainer(TrainerMethods):
             RunExistsError: if a live process works on `output_dir`.
             NonFiniteError: if a loss or gradient norm is NaN or infinite.
         """
-        check_overrides(type(self), vars(self))
+        check_overrides(self)
         if not hasattr(self, "callback_manager"):
             name = type(self).__name__
             raise ConfigError(f"{name}.__init__ does not call super().__init__(...); call it before it returns.")

@@ -337,7 +337,8 @@ def test_the_divergence_detector_shows_its_curve() -> None:
 
 def test_names_of_forgathers_log_tools(tmp_path: Path) -> None:
     assert JsonLogger(project="x").kwargs == {"project": "x"}
-    assert list(smooth_values([1.0, 2.0, 3.0], window_size=2)) == [1.0, 2.0, 2.5]
+    assert smooth_values([1.0, 2.0, 3.0], window_size=2) == [1.0, 2.0, 2.5]
+    assert smooth_values([1.0, 2.0], 5) == [1.0, 2.0]
     summary = {"run_name": "mine", "final_loss": 1.0}
     for formatted in (format_summary_text(summary), format_summary_markdown(summary), format_summary_oneline(summary)):
         assert "mine" in formatted

@@ -121,7 +121,7 @@ def make(tmp_path: Path, **options: Any) -> Trainer:
         ({"model": None}, "exactly one of model and model_init"),
         ({"model": Regression}, "must be a torch.nn.Module, got the class Regression itself; .*model_init"),
         ({"model": None, "model_init": Regression()(torch.ones(1, 3))}, "model_init must be a function"),
-        ({"args": {"output_dir": "x"}}, "args must be .*TrainingArguments, got dict"),
+        ({"args": ["output_dir"]}, "args must be .*TrainingArguments, got list"),
     ],
 )
 def test_the_constructor_refuses(tmp_path: Path, options: dict[str, Any], message: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 from weakref import ref
@@ -22,10 +22,13 @@ from onstep.events import CallbackManager, normalize_callbacks
 from onstep.record.kinds import Metrics
 from onstep.trainer.computing.attributes import set_attributes
 from onstep.trainer.computing.batch_size_search import Search
+from onstep.trainer.computing.fused_loss import FusedLoss
 from onstep.trainer.computing.label_smoothing import LabelSmoother, smoothed_loss
+from onstep.trainer.distributed_env import join_environment
 from onstep.trainer.loss_convention import MAPPING, NUM_ITEMS, accepts_num_items, called, of_model
 from onstep.trainer.model_step import function_loss, model_loss
 from onstep.trainer.own_arguments import own_arguments
+from onstep.trainer.parameter_groups import OptimizerGroups, with_factories
 from onstep.trainer.predictions import EvalPrediction
 from onstep.trainer.reporting.argument_errors import errors_name_arguments
 from onstep.trainer.reporting.memory_metrics import MemoryMetrics
@@ -33,6 +36,8 @@ from onstep.trainer.takeover import current_takeover
 from onstep.training import GlobalState
 from onstep.training.runs.identity import Identity
 from onstep.training.runs.run_dir import RunDir
+
+_CHECKPOINTS = "a function (rank, module) that makes the module recompute its activations"
 
 
 class BaseTrainer:
@@ -47,7 +52,7 @@ class BaseTrainer:
     def __init__(
         self,
         model: nn.Module | None = None,
-        args: TrainingArguments | None = None,
+        args: TrainingArguments | Mapping[str, Any] | None = None,
         data_collator: Collate | None = None,
         train_dataset: object = None,
         eval_dataset: object = None,
@@ -62,6 +67,12 @@ class BaseTrainer:
         *,
         tokenizer: object = None,
         default_callbacks: bool = True,
+        optimizer_factory: Callable[..., Any] | None = None,
+        lr_scheduler_factory: Callable[..., Any] | None = None,
+        optimizer_groups: OptimizerGroups | None = None,
+        fused_loss_factory: Callable[[nn.Module], Callable[..., Tensor]] | None = None,
+        enable_activation_checkpoint_fn: Callable[[int, nn.Module], object] | None = None,
+        distributed_env: object = None,
     ) -> None:
         before = set(vars(self))
         _check_model(model, model_init)
@@ -74,8 +85,13 @@ class BaseTrainer:
             "preprocess_logits_for_metrics", preprocess_logits_for_metrics, "a function (logits, labels)", 2
         )
         _check_callable("compute_loss_func", compute_loss_func, "a function of (outputs, labels)", 2)
+        _check_callable("enable_activation_checkpoint_fn", enable_activation_checkpoint_fn, _CHECKPOINTS, 2)
+        optimizers = with_factories(optimizers, optimizer_cls_and_kwargs, optimizer_factory, lr_scheduler_factory)
         _check_optimizers(optimizers)
         self.args = own_arguments(args)
+        if distributed_env is not None:
+            self.args = join_environment(distributed_env, self.args)
+        self.distributed_env = self.dist = distributed_env
         if (takeover := current_takeover()) is not None:
             takeover.redirect(self.args)
         self.model = model
@@ -93,6 +109,11 @@ class BaseTrainer:
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = optimizers
+        self.optimizer_factory, self.lr_scheduler_factory = optimizer_factory, lr_scheduler_factory
+        self.optimizer_groups = optimizer_groups
+        self.fused_loss_factory = fused_loss_factory
+        self.fused_loss = None if fused_loss_factory is None else FusedLoss(fused_loss_factory)
+        self.enable_activation_checkpoint_fn = enable_activation_checkpoint_fn
         self.previous: tuple[object, object] = (None, None)
         """Optimizer and scheduler of the last training."""
         self.put_back: dict[str, object] = {}
@@ -127,6 +148,9 @@ class BaseTrainer:
         self.label_smoother: LabelSmoother | None = None
         """The loss with `label_smoothing_factor`; None without it."""
         set_attributes(self)
+        if self.fused_loss is not None and (compute_loss_func is not None or self.label_smoother is not None):
+            other = "label_smoothing_factor" if compute_loss_func is None else "compute_loss_func"
+            raise ConfigError(f"fused_loss_factory and {other} both define the loss; pass one of them.")
         self.library_attributes = frozenset(vars(self)) - before
         """Names of the attributes that are not a user's own."""
 
@@ -154,7 +178,9 @@ class BaseTrainer:
         """
         function = self.compute_loss_func
         further: dict[str, object] = {NUM_ITEMS: num_items_in_batch}
-        if function is not None:
+        if self.fused_loss is not None:
+            loss, outputs = self.fused_loss(model, inputs, num_items_in_batch, returns_logits=return_outputs)
+        elif function is not None:
             loss, outputs = function_loss(function, model, inputs, further if self._accepts_items(function) else {})
         elif self.label_smoother is not None and isinstance(inputs, MAPPING) and "labels" in inputs:
             loss, outputs = smoothed_loss(self.label_smoother, model, inputs, further)

@@ -58,6 +58,8 @@ def _convention(trainer: BaseTrainer, module: nn.Module) -> tuple[Convention, st
     stated = trainer.loss_is_scaled_for_ga
     if stated is not None:
         return "share" if stated else "mean", "loss_is_scaled_for_ga"
+    if trainer.fused_loss is not None and not _has_own_loss(trainer):
+        return of_function(trainer.fused_loss.function(module)), "the function of fused_loss_factory"
     if trainer.stated_loss_kwargs is not None and trainer.compute_loss_func is None:
         return "share" if trainer.stated_loss_kwargs else "mean", "model_accepts_loss_kwargs"
     if _has_own_loss(trainer):

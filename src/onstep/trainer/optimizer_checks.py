@@ -19,6 +19,12 @@ def check_optimizers(trainer: BaseTrainer) -> None:
     optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
     if trainer.optimizer_cls_and_kwargs is not None and optimizer not in (None, trainer.previous[0]):
         raise ConfigError("Pass the optimizer through optimizers or optimizer_cls_and_kwargs, not both.")
+    has_own = creates_optimizer(trainer) or (is_object(optimizer) and optimizer is not trainer.previous[0])
+    if trainer.optimizer_groups is not None and has_own:
+        raise ConfigError(
+            "optimizer_groups groups the parameters of an optimizer that the Trainer makes, but yours has its own "
+            "groups; pass optimizer_factory in its place, or leave optimizer_groups out."
+        )
     if trainer.model_init is not None and (is_object(optimizer) or is_object(scheduler)):
         raise ConfigError(
             "model_init creates new parameters for every train(), but an optimizer or scheduler object holds old ones; "
@@ -91,7 +97,11 @@ def check_evaluates(trainer: BaseTrainer, scheduler: object) -> None:
 def _check_options_are_free(trainer: BaseTrainer) -> None:
     """Reject settings of the configured optimizer that the one of the arguments would not read."""
     args, kinds = trainer.args, ("optimizer.sgd_", "optimizer.adam_", "optimizer.muon_", "optimizer.optimizer")
-    found = [] if is_native(args) else [key for key in _overridden(trainer) if key.startswith(kinds)]
+    found = (
+        []
+        if is_native(args) and trainer.optimizer_groups is None
+        else [key for key in _overridden(trainer) if key.startswith(kinds)]
+    )
     if found:
         raise ConfigError(
             f"config_overrides sets {', '.join(found)}, which optim={args.optim!r} with optim_args={args.optim_args!r} "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ from onstep.trainer.optimizer_checks import (
 )
 from onstep.trainer.overrides import overrides
 from onstep.trainer.own_arguments import config_of
+from onstep.trainer.parameter_groups import Group, call_factory, groups_of
+from onstep.trainer.parameter_groups import check_options as check_group_options
 from onstep.training.protocols import UserOptimizer, UserScheduler
 from onstep.training.setup.setup import scheduler_for
 from onstep.training.stages.left_out import check_trains
@@ -57,11 +60,13 @@ def own_optimizer(trainer: BaseTrainer, module: nn.Module | None) -> object:
     """
     if module is None:
         raise ConfigError("Trainer has no model yet: model_init runs when training starts; call train().")
-    given = trainer.optimizer_cls_and_kwargs
+    given, wanted = trainer.optimizer_cls_and_kwargs, trainer.optimizer_groups
+    if wanted is not None:
+        return _grouped_optimizer(trainer, module, groups_of(wanted, module, _config(trainer).optimizer.weight_decay))
     if isinstance(trainer.optimizer, type) and issubclass(trainer.optimizer, torch.optim.Optimizer):
         given = trainer.optimizer, {"lr": _config(trainer).optimizer.lr}
     elif trainer.optimizer is not None:
-        return trainer.optimizer(_trainable(module))
+        return call_factory(trainer.optimizer, module, None)
     methods: Any = trainer
     decayed = methods.get_decay_parameter_names(module)
     if given is not None:
@@ -74,6 +79,21 @@ def own_optimizer(trainer: BaseTrainer, module: nn.Module | None) -> object:
     else:
         cls, keywords = methods.get_optimizer_cls_and_kwargs(trainer.args, module)
     return construct(cls, keywords, module, decay_groups(module, decayed, _config(trainer).optimizer.weight_decay))
+
+
+def _grouped_optimizer(trainer: BaseTrainer, module: nn.Module, groups: list[Group]) -> object:
+    """The optimizer of the user's factory or class, or of the arguments, with the groups of `optimizer_groups`."""
+    made = trainer.optimizer
+    if made is not None:
+        if isinstance(made, type):
+            made = partial(made, lr=_config(trainer).optimizer.lr)
+        optimizer = call_factory(made, module, groups)
+    else:
+        methods: Any = trainer
+        cls, keywords = trainer.optimizer_cls_and_kwargs or methods.get_optimizer_cls_and_kwargs(trainer.args, module)
+        optimizer = construct(cls, keywords, module, groups)
+    check_group_options(trainer.optimizer_groups, optimizer)
+    return optimizer
 
 
 def own_scheduler(trainer: BaseTrainer, optimizer: Any, num_training_steps: int) -> object:
@@ -185,7 +205,8 @@ def use_evaluation_weights(optimizer: object) -> None:
 
 def _is_configured(trainer: BaseTrainer) -> bool:
     """Whether the optimizer is the one of the configuration, whose learning rate then applies to it."""
-    is_given = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
+    given = (trainer.optimizer, trainer.optimizer_cls_and_kwargs, trainer.optimizer_groups)
+    is_given = any(one is not None for one in given)
     return not is_given and not creates_optimizer(trainer) and is_native(trainer.args)
 
 

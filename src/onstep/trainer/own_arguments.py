@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any
 
 from onstep.config import (
     AnomalyConfig,
@@ -20,11 +22,11 @@ from onstep.config.hf.optimizers import check_options
 from onstep.errors import ConfigError
 
 
-def own_arguments(args: TrainingArguments | None) -> TrainingArguments:
+def own_arguments(args: TrainingArguments | Mapping[str, Any] | None) -> TrainingArguments:
     """`args` as Onstep's `TrainingArguments`; None means the defaults.
 
-    An instance of Hugging Face's class is converted field by field. Fields added by a user's subclass of it are kept as
-    attributes, for callbacks that read them.
+    A mapping has them by name. An instance of Hugging Face's class is converted field by field. Fields added by a
+    user's subclass of it are kept as attributes, for callbacks that read them.
 
     Raises:
         ConfigError: for any other type, and for an unsupported value.
@@ -36,11 +38,14 @@ def own_arguments(args: TrainingArguments | None) -> TrainingArguments:
         own = TrainingArguments()
     elif isinstance(args, TrainingArguments):
         own = args
+    elif isinstance(args, Mapping):
+        own = TrainingArguments(**args)
     elif theirs is not None and is_dataclass(args):
         own = _converted(args, theirs)
     else:
         raise ConfigError(
-            f"args must be onstep.TrainingArguments or transformers.TrainingArguments, got {type(args).__name__}."
+            f"args must be onstep.TrainingArguments, a dict of them, or transformers.TrainingArguments, got "
+            f"{type(args).__name__}."
         )
     check_best_model(own)
     check_schedule_metric(own)

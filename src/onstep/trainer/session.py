@@ -314,6 +314,8 @@ def _name_idle_arguments(trainer: TrainerMethods, session: Session) -> None:
         found.append(("prediction_loss_only=False", ["compute_metrics"]))
     if trainer.label_smoother is not None and trainer.compute_loss_func is not None:
         found.append(("no compute_loss_func", ["label_smoothing_factor"]))
+    if trainer.enable_activation_checkpoint_fn is not None and not trainer.args.activation_checkpointing:
+        found.append(("gradient_checkpointing=True", ["enable_activation_checkpoint_fn"]))
     if trainer.args.dataloader_num_workers and hasattr(trainer.train_dataset, "_ex_iterable"):
         found.append(("a train_dataset that is not a stream of datasets", ["dataloader_num_workers"]))
     if getattr(trainer.args, "predict_with_generate", False) and not hasattr(trainer, "_gen_kwargs"):

@@ -36,7 +36,7 @@ class Trainer(TrainerMethods):
 
     Args:
         model: the module to train; or `model_init`, which creates a new one for every `train()`.
-        args: `onstep.TrainingArguments`, or an instance of Hugging Face's.
+        args: `onstep.TrainingArguments`, a dict of them, or an instance of Hugging Face's.
         eval_dataset: one dataset, or a dict of them by name.
         callbacks: added after the defaults (DefaultMetrics, ProgressCallback, InfoCallback); an instance of a default's
             class replaces it. A `CallbackManager` is used as is, and extended.
@@ -44,6 +44,17 @@ class Trainer(TrainerMethods):
             and one that creates a scheduler from an optimizer.
         tokenizer: `processing_class` under its name in transformers 4.
         default_callbacks: False disables the defaults.
+        optimizer_factory: makes the optimizer of the trainable parameters, or, if its first argument is called
+            `named_parameters`, of (name, parameter) pairs.
+        lr_scheduler_factory: makes the scheduler of the optimizer.
+        optimizer_groups: `{pattern: options}`, or pairs of them: the first pattern found in a parameter's name gives
+            it its options, such as `lr`; parameter groups; or a function of (name, parameter) pairs that returns these.
+        fused_loss_factory: makes, of the model's output embeddings, a function of (hidden_states, labels) that is the
+            loss; logits are then computed for `compute_metrics` and `predict` only.
+        enable_activation_checkpoint_fn: called with the rank and the model in place of the model's own method, if
+            `gradient_checkpointing` is set.
+        distributed_env: an object with `rank`, `world_size`, `local_rank`, `master_addr` and `master_port`, for
+            processes that torchrun has not started.
 
     Raises:
         ConfigError: for incompatible arguments.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from transformers import EarlyStoppingCallback
 
 from onstep import Trainer, TrainerCallback, TrainingArguments
 from tests.support.jobs.resume_jobs import observed, report
-from tests.support.small_models import Regression, causal_rows, qwen, regression_rows
+from tests.support.small_models import Regression, arguments, causal_rows, quiet, qwen, regression_rows
 
 
 class Saves(TrainerCallback):
@@ -62,6 +64,20 @@ class Begins(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.step = state.global_step
+
+
+def job_distributed_env(settings: dict[str, Any]) -> dict[str, Any]:
+    """Trains without torchrun's variables, as the rank that the argument names."""
+    names = ("rank", "world_size", "local_rank", "local_world_size", "master_addr", "master_port")
+    found = {name: os.environ.pop(name.upper(), None) for name in names}
+    env = SimpleNamespace(
+        **{name: value if name == "master_addr" else int(value or 0) for name, value in found.items()}
+    )
+    trainer = quiet(Regression(), arguments(Path(), max_steps=2), regression_rows(), distributed_env=env)
+    trainer.train()
+    assert trainer.state is not None
+    weights = [value.tolist() for value in trainer.model.state_dict().values()]
+    return {"world": trainer.state.num_processes, "weights": weights}
 
 
 def job_train(settings: dict[str, Any]) -> None:

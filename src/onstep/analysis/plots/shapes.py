@@ -23,7 +23,7 @@ from onstep.analysis.plots.series import (
     is_of_evaluation,
     metrics_of,
 )
-from onstep.analysis.plots.smoothing import automatic_window, smooth_values, spikes
+from onstep.analysis.plots.smoothing import automatic_window, smoothed, spikes
 from onstep.errors import ConfigError, DataError
 
 
@@ -182,7 +182,7 @@ def _smoothed(curve: Curve, metric: str, options: PlotOptions) -> Values | None:
     if not 1 < window <= len(curve) or is_of_evaluation(metric) or metric.startswith("learning_rate"):
         return None
     left_out = spikes(curve.y, window) if options.ignore_outliers and has_outliers(metric) else None
-    return smooth_values(curve.y, window, left_out)
+    return smoothed(curve.y, window, left_out)
 
 
 def _perplexity(losses: Values) -> Values:

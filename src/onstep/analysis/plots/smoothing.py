@@ -48,7 +48,12 @@ SMOOTHING_SHARE = 25
 
 def smooth_values(
     values: Sequence[float] | Values, window_size: int, left_out: NDArray[np.bool_] | None = None
-) -> Values:
+) -> list[float]:
+    """The list of `smoothed`, which has the arguments."""
+    return [float(value) for value in smoothed(values, window_size, left_out)]
+
+
+def smoothed(values: Sequence[float] | Values, window_size: int, left_out: NDArray[np.bool_] | None = None) -> Values:
     """Centered moving mean of `values`, over `window_size // 2` neighbors on either side.
 
     A window of 10 therefore averages 11 points. At the start it narrows on both sides, so that the curve starts at its

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Protocol
@@ -66,6 +66,7 @@ class Configured(Protocol):
 
     args: TrainingArguments
     neftune_noise_alpha: float | None
+    enable_activation_checkpoint_fn: Callable[[int, nn.Module], object] | None
 
 
 @contextmanager
@@ -87,7 +88,10 @@ def model_options(trainer: Configured, module: nn.Module, *, trains: bool) -> It
         return
     if args.use_liger_kernel:
         _use_liger_kernel(inner_module(module), args.liger_kernel_config or {})
-    if args.activation_checkpointing:
+    own = trainer.enable_activation_checkpoint_fn
+    if args.activation_checkpointing and own is not None:
+        own(args.process_index, inner_module(module))
+    elif args.activation_checkpointing:
         checkpoint_activations(module, dict(args.activation_checkpointing_kwargs or {}))
     if args.debug:
         importlib.import_module("transformers.debug_utils").DebugUnderflowOverflow(module)

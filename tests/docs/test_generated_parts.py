@@ -197,7 +197,7 @@ def public_names() -> list[tuple[str, ...]]:
     """The functions and classes that the packages of Onstep export, each with the anchors that may show it."""
     found = []
     for info in pkgutil.iter_modules(onstep.__path__):
-        if info.name.startswith("_") or info.name == "cli":
+        if info.name.startswith("_") or info.name in ("cli", "as_transformers"):
             continue
         package = importlib.import_module(f"onstep.{info.name}")
         for name in getattr(package, "__all__", []):

@@ -6,10 +6,14 @@ import os
 import re
 import sys
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from onstep.cli.exit_codes import BROKEN_PIPE, ERROR, INTERRUPTED, OK
 from onstep.cli.streams import lead_nowhere
 from onstep.errors import OnstepError
+
+if TYPE_CHECKING:
+    from onstep.cli.program import Program
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("train:train", "Train a model: onstep train [config.yaml] [key=value ...]"),
@@ -30,6 +34,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "rewind": (
         "rewind:rewind",
         "Repeat a run to a step of its past and show it: onstep rewind RUN STEP",
+    ),
+    "run": (
+        "run:app",
+        "Run an unmodified script of transformers' Trainer: onstep run train.py [ARGS]",
     ),
     "fork": (
         "fork:fork",
@@ -59,7 +67,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
 }
 """Command name -> (function, or application of a group; one line of help)."""
-_TRAINING = ("train", "finetune", "rewind", "fork", "verify-resume")
+_TRAINING = ("train", "finetune", "run", "rewind", "fork", "verify-resume")
 """Commands that run user code; their OSErrors keep the traceback, which shows where they were raised."""
 _DRAWING = ("logs", "plot")
 
@@ -72,8 +80,9 @@ def main(argv: list[str] | None = None) -> int:
     if sys.stdout is None:  # Python found it closed
         print("error: standard output is closed; redirect it, for example to a file or /dev/null.", file=sys.stderr)
         return ERROR
+    programs: list[Program] = []
     try:
-        code = _main(arguments)
+        code = _main(arguments, programs)
         sys.stdout.flush()
     except BrokenPipeError:
         lead_nowhere(sys.stdout.fileno())
@@ -84,7 +93,20 @@ def main(argv: list[str] | None = None) -> int:
         lead_nowhere(sys.stdout.fileno())
         print(f"error: cannot write to standard output: {error.strerror}", file=sys.stderr)
         return ERROR
-    return code
+    return _run_program(programs[0]) if programs else code
+
+
+def _run_program(program: Program) -> int:
+    """Run the user's program of `onstep run`, outside of all that handles the errors of commands."""
+    from onstep.cli.program import NoProgramError
+    from onstep.cli.run import run_exchanged
+
+    try:
+        run_exchanged(program)
+    except NoProgramError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ERROR
+    return OK
 
 
 def _is_of_output(error: OSError) -> bool:
@@ -98,7 +120,7 @@ def _is_of_output(error: OSError) -> bool:
     return False
 
 
-def _main(arguments: list[str]) -> int:
+def _main(arguments: list[str], programs: list[Program]) -> int:
     if "_ONSTEP_COMPLETE" in os.environ:  # the shell asks for completions
         from onstep.cli.completion import complete
 
@@ -118,7 +140,7 @@ def _main(arguments: list[str]) -> int:
         print(f"error: there is no command {name!r}.{nearest(name, list(COMMANDS))}\n\n{overview()}", file=sys.stderr)
         return ERROR
     try:
-        return _run(name, rest)
+        return _run(name, rest, programs)
     except KeyboardInterrupt:  # before a run handles it, or in a command that has nothing to save
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -159,12 +181,12 @@ def _completion(arguments: list[str]) -> int:
     return OK
 
 
-def _run(name: str, arguments: list[str]) -> int:
+def _run(name: str, arguments: list[str], programs: list[Program]) -> int:
     from onstep.cli.application import application_at
 
     app = application_at(COMMANDS[name][0])
     try:
-        result = app(args=arguments, prog_name=f"onstep {name}", standalone_mode=True)
+        result = app(args=arguments, prog_name=f"onstep {name}", standalone_mode=True, obj=programs)
     except OnstepError as error:
         from onstep.analysis.text_tables import printable
         from onstep.console.style import in_words

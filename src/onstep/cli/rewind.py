@@ -22,6 +22,7 @@ from onstep.cli.first_checks import is_main
 from onstep.cli.script import WORDS, run_to_training
 from onstep.cli.why import find_run
 from onstep.errors import ConfigError, OnstepError, named_text
+from onstep.exchange.install import exchanged
 
 if TYPE_CHECKING:
     from onstep.past import Past, Plan
@@ -104,8 +105,6 @@ def rewind(
     if profile is not None:
         _refuse("--profile", {**shown, "--json": as_json})
     directory = find_run(run)
-    for path in imports or []:
-        import_file(path)
     names = [one.strip() for one in log.split(",") if one.strip()] if log else []
 
     def look(rewound: Rewind) -> None:
@@ -125,12 +124,15 @@ def rewind(
             else:
                 _show(rewound, plan, given, names, profile, as_json, report, all_samples, shell)
 
-    if script is not None:
-        run_to_training(script, context.meta[WORDS], look)
-    else:
-        from onstep.past import rewind as rewound
+    with exchanged() if script is not None else nullcontext():
+        for path in imports or []:
+            import_file(path)
+        if script is not None:
+            run_to_training(script, context.meta[WORDS], look)
+        else:
+            from onstep.past import rewind as rewound
 
-        look(rewound)
+            look(rewound)
 
 
 def _check_choice(step: int | None, when: str | None, from_step: int | None, without: str | None) -> None:

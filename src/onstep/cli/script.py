@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -12,6 +11,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from onstep.cli.program import Program, run_as_main
 from onstep.errors import ConfigError
 
 OPTION = "--script"
@@ -57,9 +57,9 @@ def run_to_training(script: Path, words: Sequence[str], look: Callable[[Any], No
 
     with temporary_directory("onstep-script-") as directory:
         takeover = TakeOver(at_training, directory)
-        with taking_over(takeover), _as_main(script, words), redirect_stdout(sys.stderr):
+        with taking_over(takeover), _main_restored(), redirect_stdout(sys.stderr):
             try:
-                runpy.run_path(str(script), run_name="__main__")
+                run_as_main(Program(str(script), is_module=False, words=words))
             except TakenOver:
                 pass
             except SystemExit as end:
@@ -72,12 +72,10 @@ def run_to_training(script: Path, words: Sequence[str], look: Callable[[Any], No
 
 
 @contextmanager
-def _as_main(script: Path, words: Sequence[str]) -> Iterator[None]:
-    """Let `sys` be as it is in `python SCRIPT WORDS`."""
-    arguments, path = sys.argv, sys.path[:]
-    sys.argv = [str(script), *words]
-    sys.path.insert(0, str(script.resolve().parent))
+def _main_restored() -> Iterator[None]:
+    """Restore what a program that runs as `__main__` sets."""
+    arguments, path, main = sys.argv, sys.path[:], sys.modules["__main__"]
     try:
         yield
     finally:
-        sys.argv, sys.path[:] = arguments, path
+        sys.argv, sys.path[:], sys.modules["__main__"] = arguments, path, main

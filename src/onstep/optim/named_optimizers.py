@@ -12,6 +12,7 @@ from torch import nn
 
 from onstep.config.hf.optimizers import NATIVE, OPTIMIZERS, parse_options
 from onstep.errors import ConfigError
+from onstep.originals import original
 
 
 def _is_true(text: str) -> bool:
@@ -62,9 +63,7 @@ def optimizer_class(args: Any, model: nn.Module | None = None) -> tuple[Any, dic
         cls, types = _TORCHS[args.optim]
         options = {key: types.get(key, float)(value) for key, value in parse_options(args.optim_args).items()}
         return cls, {"lr": args.learning_rate, **options}
-    from transformers import Trainer
-
-    named: Any = Trainer.get_optimizer_cls_and_kwargs
+    named = original("transformers.trainer", "Trainer").get_optimizer_cls_and_kwargs
     try:
         cls, keywords = named(args, model)
     except ImportError as error:  # of what the package itself imports

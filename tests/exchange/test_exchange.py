@@ -1,0 +1,128 @@
+"""The exchange of names: what a script and the libraries that it imports get from `transformers`."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from onstep.exchange.names import NAMES, number_of_names
+from tests.exchange.conftest import Start
+
+PLACES = """
+import json
+import transformers
+from transformers import TrainerCallback, TrainingArguments
+from transformers.trainer_callback import *
+import transformers.trainer_callback as home, transformers.integrations as integrations, library
+first = TrainerCallback
+print(json.dumps({
+    "callback": TrainerCallback.__module__,
+    "arguments": TrainingArguments.__module__,
+    "is one": transformers.TrainerCallback is first is home.TrainerCallback,
+    "of a library": issubclass(library.Own, first) and issubclass(integrations.WandbCallback, first),
+    "further": Further.__module__,
+}))
+"""
+EXPECTED = {
+    "callback": "onstep.events.callback",
+    "arguments": "onstep.config.hf.arguments",
+    "is one": True,
+    "of a library": True,
+    "further": "transformers.trainer_callback",
+}
+
+
+def test_a_script_and_its_libraries_get_onsteps_names(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(PLACES)
+    done = start("-m", "onstep.run", "script.py")
+    assert json.loads(done.stdout) == EXPECTED, done.stderr
+    said = f"onstep: Trainer, TrainingArguments, TrainerCallback and {number_of_names() - 3} more names of transformers"
+    assert done.stderr == f"{said} are Onstep's.\n"
+
+
+def test_the_same_by_an_import_even_after_that_of_transformers(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        f"import transformers.trainer_callback\nimport onstep.as_transformers\n{PLACES}"
+    )
+    done = start("script.py", RANK="1")
+    assert json.loads(done.stdout) == EXPECTED, done.stderr
+    assert done.stderr == ""  # another rank says it
+
+
+@pytest.mark.parametrize(
+    ("imports", "named", "remedy"),
+    [
+        ("import library", "library.TrainerCallback", "above `import library`"),
+        ("from transformers import TrainingArguments", "__main__.TrainingArguments", "above all other imports"),
+    ],
+)
+def test_an_exchange_that_comes_too_late_is_refused(
+    start: Start, tmp_path: Path, imports: str, named: str, remedy: str
+) -> None:
+    (tmp_path / "script.py").write_text(f"{imports}\nimport onstep.as_transformers\n")
+    done = start("script.py")
+    assert done.returncode == 1
+    line = done.stderr.splitlines()[-1]
+    assert named in line
+    assert remedy in line
+    assert "onstep run" in line
+
+
+def test_the_exchange_of_a_block_is_undone(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import sys, transformers.trainer_callback as home\n"
+        "from onstep.exchange.install import exchanged\n"
+        "with exchanged():\n"
+        "    print(home.TrainerCallback.__module__, home.HELD.__module__)\n"
+        "import transformers.training_args as arguments\n"
+        "print(home.TrainerCallback.__module__, home.HELD.__module__, arguments.HELD.__module__)\n"
+    )
+    done = start("script.py")
+    own = "transformers.trainer_callback"
+    assert done.stdout.splitlines() == [
+        "onstep.events.callback onstep.events.callback",
+        f"{own} {own} transformers.training_args",
+    ]
+
+
+def test_every_name_of_the_table_exists_in_both_libraries() -> None:
+    spec = find_spec("transformers")
+    assert spec is not None
+    assert spec.origin is not None
+    for module, names in NAMES.items():
+        source = Path(spec.origin).with_name(f"{module.rpartition('.')[2]}.py").read_text()
+        defined = {each.name for each in ast.parse(source).body if isinstance(each, ast.ClassDef)}
+        assert names.keys() <= defined
+        for place in names.values():
+            home, _, name = place.partition(":")
+            assert hasattr(importlib.import_module(home), name)
+
+
+REAL = """
+import transformers
+from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
+from transformers.integrations import TensorBoardCallback
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, EvalPrediction, TrainerCallback
+assert transformers.Trainer is Trainer and Trainer.__module__ == "onstep.trainer.trainer"
+assert issubclass(Seq2SeqTrainer, Trainer) and issubclass(TensorBoardCallback, transformers.TrainerCallback)
+assert TrainerCallback is transformers.trainer_callback.TrainerCallback
+assert {EvalPrediction.__module__, DEFAULT_PROGRESS_CALLBACK.__module__} == {
+    "onstep.trainer.predictions", "onstep.console.progress"
+}
+optimizer, _ = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(optim="adafactor"))
+assert optimizer is transformers.Adafactor
+"""
+
+
+def test_transformers_itself_gives_onsteps_names(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(REAL)
+    words = [sys.executable, "-m", "onstep.run", "script.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := .venv-peers
+BROUGHT := .venv-brought
 
-.PHONY: demo test test-all test-slow faults faults-diloco promises release-check check lint bench bench-peers gpu-check browser docs docs-serve docs-tables clean
+.PHONY: demo test test-all test-slow faults faults-diloco promises release-check check lint bench bench-peers brought gpu-check browser docs docs-serve docs-tables clean
 
 demo: $(READY)
 	$(BIN)/onstep demo
@@ -71,6 +72,10 @@ browser:
 bench-peers: $(PEERS)/.ready
 	$(PEERS)/bin/python benchmarks/peers.py
 
+# Unmodified scripts of other libraries under transformers and under onstep run, by turns: differences and times.
+brought: $(BROUGHT)/.ready
+	$(BROUGHT)/bin/python -m tests.brought.compare --turns 3 --kills
+
 # The tables that are read from the code, written into the pages of docs/.
 docs-tables: $(READY)
 	$(BIN)/python docs/generate.py
@@ -82,7 +87,7 @@ docs-serve: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:
-	rm -rf $(VENV) $(PEERS) site build dist src/onstep.egg-info
+	rm -rf $(VENV) $(PEERS) $(BROUGHT) site build dist src/onstep.egg-info
 
 # The CPU build of torch comes first, by its exact version: a range would pull the newest build with CUDA.
 $(READY): pyproject.toml constraints.txt
@@ -98,3 +103,10 @@ $(PEERS)/.ready: pyproject.toml constraints.txt benchmarks/peers-requirements.tx
 	$(PEERS)/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
 	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --requirement benchmarks/peers-requirements.txt --editable .
 	touch $(PEERS)/.ready
+
+$(BROUGHT)/.ready: pyproject.toml constraints.txt tests/brought/requirements.txt
+	test -x $(BROUGHT)/bin/python || $(PYTHON) -m venv $(BROUGHT)
+	$(BROUGHT)/bin/python -m pip install --quiet --upgrade pip
+	$(BROUGHT)/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BROUGHT)/bin/python -m pip install --quiet --constraint constraints.txt --requirement tests/brought/requirements.txt --editable .
+	touch $(BROUGHT)/.ready

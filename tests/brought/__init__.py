@@ -1,0 +1,1 @@
+"""Scripts and modules of others, run unmodified under `transformers` and under `onstep run`, and compared."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from onstep.analysis.text_tables import printable
 from onstep.cli.application import application
 from onstep.cli.program import Program, run_to_end
 from onstep.cli.script import WORDS
@@ -37,6 +41,10 @@ def run(
     module: Annotated[
         str | None, typer.Option(_MODULE, metavar="MODULE [ARGS]", help="A module instead, as in python -m.")
     ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say which of its overrides and attributes Onstep honours; run nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --explain: all of it as JSON.")] = False,
 ) -> None:
     """Run an unmodified script with Onstep's Trainer, TrainingArguments and callbacks in place of transformers'.
 
@@ -47,7 +55,29 @@ def run(
         raise ConfigError("give the script to run, onstep run SCRIPT.py [ARGS], or onstep run -m MODULE [ARGS].")
     program = Program(script or module or "", module is not None, context.meta[WORDS])
     program.check()
-    context.obj.append(program)
+    if explain:
+        print_explanation(program, as_json=as_json)
+    elif as_json:
+        raise ConfigError("--json belongs to --explain: onstep run --explain --json SCRIPT.py.")
+    else:
+        context.obj.append(program)
+
+
+def print_explanation(program: Program, *, as_json: bool) -> None:
+    """Print the outcome of a program's overrides and attributes, from its source.
+
+    Raises:
+        ConfigError: if it has no readable source, or transformers isn't installed.
+    """
+    from onstep.explain.explaining import explain_module, explain_script
+    from onstep.explain.report import report
+
+    explanation = explain_module(program.name) if program.is_module else explain_script(Path(program.name))
+    if as_json:
+        print(json.dumps(asdict(explanation), indent=2))
+    else:
+        for line in report(explanation, f"-m {program.name}" if program.is_module else program.name):
+            print(printable(line))
 
 
 def run_exchanged(program: Program) -> None:

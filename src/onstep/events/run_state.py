@@ -66,7 +66,7 @@ class RunInfo:
 
 _COUNTED = "the loop counts it; keep a count of your own under another name, such as state.my_{name}"
 _GIVEN = "set it in TrainingArguments before training"
-_REFUSED = {
+REFUSED = {
     **{one.name: _GIVEN for one in dataclasses.fields(RunInfo)},
     "epoch": _COUNTED,
     "global_step": _COUNTED,
@@ -163,8 +163,8 @@ class RunState(TrainerState):
     def __setattr__(self, name: str, value: object) -> None:
         if name in _SETTABLE:
             object.__setattr__(self, name, value)
-        elif name in _REFUSED:
-            remedy = _REFUSED[name].format(name=name)
+        elif name in REFUSED:
+            remedy = REFUSED[name].format(name=name)
             raise AttributeError(f"state.{name} cannot be set during a run: {remedy}.")
         else:
             self._progress.user_attributes[name] = value

@@ -34,6 +34,7 @@ from onstep.config.hf.reserved import REASONS, reserved_fields
 from onstep.control.client import functions
 from onstep.events import EVENTS, Callback, TrainerCallback
 from onstep.events.events import Event
+from onstep.exchange.names import KEPT, NAMES
 from onstep.trackers import TRACKERS, tracker_class
 from onstep.training import loop
 from onstep.training.feature import HOOKS, Feature
@@ -197,6 +198,22 @@ def _section_of(name: str, pages: Mapping[str, str]) -> str:
     raise KeyError(f"no page of docs/callbacks has a heading {name}")
 
 
+def exchanged_names() -> str:
+    """The table of names that are Onstep's after the exchange."""
+    rows = [
+        (f"`{module}`", f"`{name}`", f"`{to.replace(':', '.')}`")
+        for module, names in NAMES.items()
+        for name, to in names.items()
+    ]
+    return _table(("Module", "Name", "Is then"), rows)
+
+
+def kept_names() -> str:
+    """The table of names that remain those of transformers."""
+    rows = [(f"`{module}`", ", ".join(f"`{name}`" for name in names.split())) for module, names in KEPT.items()]
+    return _table(("Module", "Names"), rows)
+
+
 def verbs_of_control() -> str:
     """The verbs of `onstep control`."""
     usage = {command.verb: "".join(map(_option, command.parameters)) for command in COMMANDS.values()} | _USAGE
@@ -291,6 +308,8 @@ GENERATED: dict[str, Callable[[], str]] = {
     "neutral keys of bridge": neutral_keys_of_bridge,
     "refused values of bridge": refused_values_of_bridge,
     "control verbs": verbs_of_control,
+    "exchanged names": exchanged_names,
+    "kept names": kept_names,
 }
 """The generated parts, by the name in their marker."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from onstep.exchange.names import NAMES, number_of_names
+from onstep.exchange.names import KEPT, NAMES, number_of_names
 from tests.exchange.conftest import Start
 
 PLACES = """
@@ -92,17 +92,29 @@ def test_the_exchange_of_a_block_is_undone(start: Start, tmp_path: Path) -> None
     ]
 
 
-def test_every_name_of_the_table_exists_in_both_libraries() -> None:
+def test_every_public_name_of_the_modules_is_exchanged_or_listed_as_kept() -> None:
+    for module in {**NAMES, **KEPT}:
+        names = set(NAMES.get(module, {})), set(KEPT.get(module, "").split())
+        assert names[0].isdisjoint(names[1])
+        assert names[0] | names[1] == public_names(module), module
+
+
+def test_every_replacement_exists() -> None:
+    for place in (place for names in NAMES.values() for place in names.values()):
+        home, _, name = place.partition(":")
+        assert hasattr(importlib.import_module(home), name)
+
+
+def public_names(module: str) -> set[str]:
+    """The names that a module of transformers defines, without importing it."""
     spec = find_spec("transformers")
     assert spec is not None
     assert spec.origin is not None
-    for module, names in NAMES.items():
-        source = Path(spec.origin).with_name(f"{module.rpartition('.')[2]}.py").read_text()
-        defined = {each.name for each in ast.parse(source).body if isinstance(each, ast.ClassDef)}
-        assert names.keys() <= defined
-        for place in names.values():
-            home, _, name = place.partition(":")
-            assert hasattr(importlib.import_module(home), name)
+    tree = ast.parse(Path(spec.origin).with_name(f"{module.rpartition('.')[2]}.py").read_text())
+    defined = {each.name for each in tree.body if isinstance(each, (ast.ClassDef, ast.FunctionDef))}
+    assigned = [each for each in tree.body if isinstance(each, ast.Assign)]
+    defined |= {target.id for each in assigned for target in each.targets if isinstance(target, ast.Name)}
+    return {name for name in defined if not name.startswith("_") and name != "logger"}
 
 
 REAL = """

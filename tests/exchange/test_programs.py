@@ -115,5 +115,5 @@ def test_an_unmodified_script_trains_and_its_run_is_rewound(start: Start, tmp_pa
     done = start("-m", "onstep", "run", "script.py")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "checkpoint-4").is_dir()
-    done = start("-m", "onstep", "rewind", "out", "4", "--json", "--script", "script.py")
+    done = start("-m", "onstep", "rewind", "out", "4", "--json", "-m", "script")
     assert json.loads(done.stdout)["comparison"]["is_equal"], done.stderr

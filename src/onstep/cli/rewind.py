@@ -19,7 +19,8 @@ from onstep.analysis.text_tables import printable, table
 from onstep.cli.application import Imports
 from onstep.cli.config import import_file, load_callback
 from onstep.cli.first_checks import is_main
-from onstep.cli.script import WORDS, run_to_training
+from onstep.cli.program import Program
+from onstep.cli.script import MODULE_OPTION, WORDS, run_to_training
 from onstep.cli.why import find_run
 from onstep.errors import ConfigError, OnstepError, named_text
 from onstep.exchange.install import exchanged
@@ -87,6 +88,10 @@ def rewind(
             help="The script of a Trainer's run, with its arguments: the last option. It runs until it would train.",
         ),
     ] = None,
+    module: Annotated[
+        str | None,
+        typer.Option(MODULE_OPTION, metavar="MODULE [ARGS]", help="A module in place of the script, as in python -m."),
+    ] = None,
 ) -> None:
     """Repeat a run in memory from its nearest checkpoint to a step, and show what happened there.
 
@@ -94,7 +99,7 @@ def rewind(
     losses would have been without each of its samples is shown instead.
 
     Nothing in the run's directory changes, and the run may still be training. What the repeated steps log is compared
-    with the record, to the bit. A run of a Trainer requires --script.
+    with the record, to the bit. A run of a Trainer requires --script or -m.
     """
     if as_json and shell:
         raise ConfigError("--json and --shell both use standard output; drop one of them.")
@@ -124,11 +129,12 @@ def rewind(
             else:
                 _show(rewound, plan, given, names, profile, as_json, report, all_samples, shell)
 
-    with exchanged() if script is not None else nullcontext():
+    name = module if script is None else str(script)
+    with exchanged() if name is not None else nullcontext():
         for path in imports or []:
             import_file(path)
-        if script is not None:
-            run_to_training(script, context.meta[WORDS], look)
+        if name is not None:
+            run_to_training(Program(name, script is None, context.meta[WORDS]), look)
         else:
             from onstep.past import rewind as rewound
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -14,33 +14,34 @@ from typer.core import TyperCommand
 from onstep.cli.program import Program, run_as_main
 from onstep.errors import ConfigError
 
-OPTION = "--script"
+OPTION, MODULE_OPTION = "--script", "-m"
 WORDS = "onstep.words_of_script"
 """Entry of a context: the arguments of the script."""
 
 
 class ScriptCommand(TyperCommand):
-    """A command whose option `--script FILE` comes last: everything after the file is for the script."""
+    """A command whose option `--script FILE` or `-m MODULE` comes last: everything after it is for the script."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # the context's class has no public name
         """Keep the arguments of the script aside."""
-        at = next((at for at, word in enumerate(args) if word == OPTION or word.startswith(f"{OPTION}=")), len(args))
-        end = at + (2 if args[at : at + 1] == [OPTION] else 1)
+        options = (OPTION, MODULE_OPTION)
+        at = next((at for at, word in enumerate(args) if word in options or word.startswith(f"{OPTION}=")), len(args))
+        end = at + (2 if args[at : at + 1] in ([option] for option in options) else 1)
         ctx.meta[WORDS] = args[end:]
         return super().parse_args(ctx, args[:end])
 
 
-def run_to_training(script: Path, words: Sequence[str], look: Callable[[Any], None]) -> None:
-    """Run a script with these arguments until it would train, and call `look` there, in place of the training.
+def run_to_training(program: Program, look: Callable[[Any], None]) -> None:
+    """Run a program until it would train, and call `look` there, in place of the training.
 
     `look` receives what rewinds a run with the script's Trainer, as `onstep.rewind`. What the script prints goes to
     standard error, and its Trainer writes to a temporary directory.
 
     Raises:
-        ConfigError: if there is no such script, or it never trains.
+        ConfigError: if there is no such script or module, or it never trains.
     """
-    if not script.is_file():
-        raise ConfigError(f"{OPTION} {script}: the file does not exist; give the script that trained the run.")
+    if not program.is_module and not Path(program.name).is_file():
+        raise ConfigError(f"{OPTION} {program.name}: the file does not exist; give the script that trained the run.")
     from onstep.past.leftovers import temporary_directory
     from onstep.trainer.rewinding import rewound
     from onstep.trainer.takeover import TakenOver, TakeOver, taking_over
@@ -59,7 +60,7 @@ def run_to_training(script: Path, words: Sequence[str], look: Callable[[Any], No
         takeover = TakeOver(at_training, directory)
         with taking_over(takeover), _main_restored(), redirect_stdout(sys.stderr):
             try:
-                run_as_main(Program(str(script), is_module=False, words=words))
+                run_as_main(program)
             except TakenOver:
                 pass
             except SystemExit as end:
@@ -68,7 +69,7 @@ def run_to_training(script: Path, words: Sequence[str], look: Callable[[Any], No
     if failures:
         raise failures[0]
     if not takeover.is_done:
-        raise ConfigError(f"{script} ended without Trainer.train(); give the script that trained the run.")
+        raise ConfigError(f"{program.name} ended without Trainer.train(); give the script that trained the run.")
 
 
 @contextmanager

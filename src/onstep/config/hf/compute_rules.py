@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from onstep.config.hf.launcher import settle_launcher
 from onstep.errors import ConfigError
 
 _ALIASES = {
@@ -14,10 +15,12 @@ UNDERFLOW_OVERFLOW = "underflow_overflow"
 
 
 def settle_compute(args: Any) -> None:
-    """Give both names of activation checkpointing one value, and switch `torch_compile` on where it is configured.
+    """Follow the launcher, give both names of activation checkpointing one value, and switch `torch_compile` on where
+    it is configured.
 
     Source: `TrainingArguments.__post_init__` of transformers 5.23.
     """
+    settle_launcher(args)
     for old, new in _ALIASES.items():
         if getattr(args, new) is None:
             setattr(args, new, getattr(args, old))

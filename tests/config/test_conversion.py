@@ -25,6 +25,7 @@ from onstep.config import (
     to_flat,
     validate,
 )
+from onstep.config.hf.accelerator import AcceleratorConfig
 from onstep.config.hf.argument import KEY_OF
 from onstep.config.hf.conversion import SHARES
 from onstep.config.hf.reserved import reserved_fields
@@ -223,8 +224,13 @@ OTHER_VALUES: dict[str, Any] = {
     "group_by_length": True,
     "length_column_name": "tokens",
     "dataloader_prefetch_factor": 4,
+    "hub_model_id": "me/model",
+    "hub_private_repo": True,
+    "hub_strategy": "end",
+    "hub_always_push": True,
+    "hub_revision": "main",
     "dataloader_multiprocessing_context": "spawn",
-    "accelerator_config": {"use_seedable_sampler": False},
+    "accelerator_config": AcceleratorConfig(use_seedable_sampler=False),
     "ddp_find_unused_parameters": True,
     "ddp_bucket_cap_mb": 30,
     "ddp_broadcast_buffers": True,
@@ -264,8 +270,6 @@ OTHER_VALUES: dict[str, Any] = {
     "best_model_metric": "accuracy",
     "best_model_greater_is_better": False,
     "checkpoint_components": ["model", "trainer"],
-    "config_overrides": {"model.num_layers": 7, "run.fresh": True},
-    "control": True,
     "report_to": ["csv", "comet"],
     "project": "my-project",
     "trackio_space_id": "me/space",
@@ -273,7 +277,8 @@ OTHER_VALUES: dict[str, Any] = {
 }
 RESERVED = {field.name: field for field in reserved_fields()}
 HF_DEFAULTS = {field.name: default_of(field) for field in dataclasses.fields(transformers.TrainingArguments)}
-OWN_DEFAULTS = {"config_overrides": None, "control": False}
+OWN_VALUES: dict[str, Any] = {"config_overrides": {"model.num_layers": 7, "run.fresh": True}, "control": True}
+NEEDED: dict[str, dict[str, Any]] = {"dataloader_prefetch_factor": {"dataloader_num_workers": 2}}
 FORGATHER_DEFAULTS = {
     "max_eval_steps": -1,
     "epoch_train_steps": 100000,
@@ -303,7 +308,7 @@ def made(**values: Any) -> TrainingArguments:
 
 
 def test_the_names_are_hugging_faces_and_forgathers_and_each_has_another_value_or_none() -> None:
-    assert set(ARGUMENTS) == {*HF_DEFAULTS, *FORGATHER_DEFAULTS, *OWN_DEFAULTS}
+    assert set(ARGUMENTS) == {*HF_DEFAULTS, *FORGATHER_DEFAULTS}
     assert set(OTHER_VALUES) == set(ARGUMENTS) - set(RESERVED)
 
 
@@ -311,20 +316,33 @@ def test_the_names_are_hugging_faces_and_forgathers_and_each_has_another_value_o
 def test_an_argument_has_its_default_and_an_effect_or_a_refusal(name: str) -> None:
     """For every argument: its own default is the default; another value is refused by name, or survives conversion."""
     default = default_of(ARGUMENTS[name])
-    assert default == {**HF_DEFAULTS, **FORGATHER_DEFAULTS, **OWN_DEFAULTS}[name]
+    assert default == {**HF_DEFAULTS, **FORGATHER_DEFAULTS}[name]
     assert TrainingArguments(**{name: default}) == TrainingArguments()
     if name in RESERVED:
         with pytest.raises(ConfigError, match=rf"TrainingArguments\.{name}=.* is not supported yet") as error:
             TrainingArguments(**{name: "something else"})
         assert f"leave it at its default {default!r}" in str(error.value)
         return
-    args = made(**{name: OTHER_VALUES[name]})
+    args = made(**{name: OTHER_VALUES[name]}, **NEEDED.get(name, {}))
     config = args_to_config(args)
     again = config_to_args(config)
     assert getattr(again, name) == getattr(args, name) == OTHER_VALUES[name]
     assert again == args
     if name != "lr_scheduler_kwargs":  # a key of its own, or `trainer` where only the Trainer can act on it
         assert config != args_to_config(TrainingArguments())
+
+
+@pytest.mark.parametrize("name", OWN_VALUES)
+def test_an_argument_that_is_not_a_field_survives_conversion_and_copies(name: str) -> None:
+    args = made(**{name: OWN_VALUES[name]})
+    copies = (
+        config_to_args(args_to_config(args)),
+        dataclasses.replace(args, seed=3),
+        TrainingArguments(**args.to_dict()),
+    )
+    for copied in copies:
+        assert getattr(copied, name) == getattr(args, name) == OWN_VALUES[name]
+    assert not getattr(TrainingArguments(), name)
 
 
 def test_a_reserved_argument_that_a_key_names_has_an_effect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +363,8 @@ def test_random_arguments_survive_the_round_trip() -> None:
         rng = random.Random(seed)
         excluded = ("mixed_precision", "fp16", "fp16_full_eval")
         names = [name for name in OTHER_VALUES if rng.random() < 0.4 and name not in excluded]
-        args = made(**{name: OTHER_VALUES[name] for name in names})
+        needed = {key: value for name in names for key, value in NEEDED.get(name, {}).items()}
+        args = made(**{name: OTHER_VALUES[name] for name in names} | needed)
         assert config_to_args(args_to_config(args, world_size=2), world_size=2) == args, seed
 
 

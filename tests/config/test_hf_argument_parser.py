@@ -43,14 +43,29 @@ def parsed(cls: type[Any], *words: str) -> Any:
 @pytest.mark.parametrize("cls", [TrainingArguments, ScriptArguments])
 def test_words_become_arguments(cls: type[Any]) -> None:
     words = ("--learning_rate", "1e-4", "--warmup_steps", "0.1", "--save_steps", "10", "--bf16", "--report_to", "none")
-    overrides = '{"optimizer.sgd_momentum": 0.5}'
-    args = parsed(
-        cls, *words, "--max_eval_steps", "3", "--config_overrides", overrides, "--resume_from_checkpoint", "runs/y"
-    )
+    args = parsed(cls, *words, "--max_eval_steps", "3", "--resume_from_checkpoint", "runs/y")
     assert (args.learning_rate, args.warmup_steps, args.save_steps, args.bf16) == (1e-4, 0.1, 10, True)
     assert type(args.save_steps) is int
     assert (args.report_to, args.max_eval_steps, args.resume_from_checkpoint) == ([], 3, "runs/y")
-    assert args.config_overrides == {"optimizer.sgd_momentum": 0.5}
+
+
+@dataclass
+class OwnModelArguments:
+    """What transformers' examples declare beside the arguments of a training."""
+
+    config_overrides: Optional[str] = field(default=None)  # noqa: UP045
+    control: bool = field(default=False)
+
+
+@pytest.mark.parametrize("cls", [TrainingArguments, ScriptArguments])
+def test_a_parser_has_no_argument_that_is_onsteps_own(cls: type[Any]) -> None:
+    parser = parser_module.HfArgumentParser((OwnModelArguments, cls))
+    words = ["--output_dir", "runs/x", "--config_overrides", "n_embd=10", "--control"]
+    own, args = parser.parse_args_into_dataclasses(words)
+    assert (own.config_overrides, own.control) == ("n_embd=10", True)
+    assert (args.config_overrides, args.control) == (None, False)
+    given = cls("runs/x", config_overrides={"optimizer.sgd_momentum": 0.5}, control=True)
+    assert (given.config_overrides, given.control) == ({"optimizer.sgd_momentum": 0.5}, True)
 
 
 def test_without_words_every_argument_has_its_default() -> None:

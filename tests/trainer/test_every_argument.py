@@ -219,22 +219,34 @@ def shows_save_at_signal(directory: Path, value: Any) -> None:
     assert (directory / "out" / "checkpoint-3").is_dir()
 
 
+def is_named_as_idle(name: str, value: Any, directory: Path) -> None:
+    """Without `push_to_hub` it has no effect, and a run says so, as it says what its effect requires."""
+    lines = [line for _, line in observe(directory, **{name: value})["log_lines"]]
+    assert any(f"{name}={value!r} (requires push_to_hub=True, which is not supported)" in line for line in lines)
+
+
 def shows_restored_callbacks(directory: Path, value: Any) -> None:
+    """Attributes are always restored; what the constructor got is restored on request."""
+
     class Counting(TrainerCallback, ExportableState):
         count = 0
+
+        def __init__(self, limit: int) -> None:
+            self.limit = limit
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.count += 1
 
         def state(self) -> dict[str, Any]:
-            return {"args": {}, "attributes": {"count": self.count}}
+            return {"args": {"limit": self.limit}, "attributes": {"count": self.count}}
 
-    first, again = Counting(), Counting()
+    first, again = Counting(3), Counting(5)
     observe(directory, partial(Trainer, callbacks=[first]), **SAVES)
     checkpoint = str(directory / "out" / "checkpoint-4")
     options = {"resume_from_checkpoint": checkpoint, "restore_callback_states_from_checkpoint": value}
     observe(directory, partial(Trainer, callbacks=[again]), **SAVES, **options)
     assert again.count == first.count == 6
+    assert again.limit == (3 if value else 5)
 
 
 def shows_resuming(directory: Path) -> None:
@@ -348,19 +360,19 @@ FIELDS: dict[str, Row] = {
     "resume_from_checkpoint": Shown(shows_resuming),
     "ignore_data_skip": Refused(True, "continues at the very sample"),
     "restore_callback_states_from_checkpoint": AlwaysSo(
-        (False, True), "a run that continues restores the states of its callbacks", shows_restored_callbacks
+        (False, True), "a run that continues restores the attributes of its callbacks", shows_restored_callbacks
     ),
     "push_to_hub": Refused(True, _HUB),
     "hub_token": Refused("secret", _HUB),
-    "hub_private_repo": Refused(True, _HUB),
-    "hub_model_id": Refused("me/model", _HUB),
-    "hub_strategy": Refused("end", _HUB),
-    "hub_always_push": Refused(True, _HUB),
-    "hub_revision": Refused("main", _HUB),
+    "hub_private_repo": Shown(partial(is_named_as_idle, "hub_private_repo", True)),
+    "hub_model_id": Shown(partial(is_named_as_idle, "hub_model_id", "me/model")),
+    "hub_strategy": Shown(partial(is_named_as_idle, "hub_strategy", "end")),
+    "hub_always_push": Shown(partial(is_named_as_idle, "hub_always_push", True)),
+    "hub_revision": Shown(partial(is_named_as_idle, "hub_revision", "main")),
     # data
     "dataloader_drop_last": Changes(True, "steps", {"per_device_train_batch_size": 5}),
     "dataloader_num_workers": Changes(1, "loader"),
-    "dataloader_pin_memory": Changes(False, "loader"),
+    "dataloader_pin_memory": Changes(False, "loader", {"use_cpu": False}),
     "dataloader_persistent_workers": Changes(True, "loader", WORKERS),
     "dataloader_prefetch_factor": Changes(4, "loader", WORKERS),
     "dataloader_multiprocessing_context": Shown(shows_start_of_workers),

@@ -76,7 +76,7 @@ def test_what_a_users_subclass_of_hugging_faces_arguments_adds_is_seen_by_callba
     assert seen == [0.5]
 
 
-@pytest.mark.parametrize("options", [{"average_tokens_across_devices": False}, {"hub_always_push": True}])
+@pytest.mark.parametrize("options", [{"average_tokens_across_devices": False}, {"ignore_data_skip": True}])
 def test_what_we_do_not_do_is_refused_in_hugging_faces_arguments_too(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         quiet(Regression(), hf_arguments(tmp_path, **options))

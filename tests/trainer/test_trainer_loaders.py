@@ -534,7 +534,7 @@ def test_a_dropped_tail_of_a_sampler_is_that_of_transformers(tmp_path: Path, acc
     ],
 )
 def test_keys_of_accelerator_config_that_change_nothing_are_accepted(config: Any) -> None:
-    assert TrainingArguments(accelerator_config=config) == TrainingArguments()
+    assert args_to_config(TrainingArguments(accelerator_config=config)) == args_to_config(TrainingArguments())
 
 
 @pytest.mark.parametrize(
@@ -542,7 +542,6 @@ def test_keys_of_accelerator_config_that_change_nothing_are_accepted(config: Any
     [
         ({"split_batches": True}, r"\['split_batches'\]=True is not supported: a micro-batch has per_device"),
         ({"dispatch_batches": True}, "every rank reads its own micro-batches"),
-        ({"use_configured_state": True}, "the ranks are those of torchrun"),
         ({"even_batches": 1.5}, "use True or False"),
         ({"split_batch": True}, "has no key 'split_batch'. Did you mean 'split_batches'"),
         ({"gradient_accumulation_kwargs": {"sync_each_batch": True}}, "gradients are reduced once a step"),
@@ -560,7 +559,7 @@ def test_accelerator_config_may_set_the_accumulation_and_may_be_a_file(tmp_path:
     path = tmp_path / "accelerator.json"
     path.write_text('{"gradient_accumulation_kwargs": {"num_steps": 4}, "use_seedable_sampler": false}')
     args = TrainingArguments(accelerator_config=str(path))
-    assert (args.gradient_accumulation_steps, args.accelerator_config) == (4, {"use_seedable_sampler": False})
+    assert (args.gradient_accumulation_steps, args.accelerator_config.use_seedable_sampler) == (4, False)
     with pytest.raises(ConfigError, match="contradicts gradient_accumulation_steps=2"):
         TrainingArguments(accelerator_config=str(path), gradient_accumulation_steps=2)
 

@@ -58,7 +58,12 @@ EVENTS: tuple[Event, ...] = (
         "After the model, optimizer and scheduler are built, before any data file is opened",
         ("optimizer", "scheduler"),
     ),
-    Event("on_init_end", "At the end of setup, once per train() and evaluate() call", TRAINING),
+    Event(
+        "on_init_end",
+        "At the end of setup, once per train() and evaluate() call; in Hugging Face's convention once, at the end of "
+        "the Trainer's constructor",
+        TRAINING,
+    ),
     Event("on_train_start", "After `model.train()`, before the first step", TRAINING, renamed="on_train_begin"),
     Event("on_epoch_start", "Before each epoch", TRAINING, renamed="on_epoch_begin"),
     Event("on_step_begin", "Before the step's micro-batches are read", TRAINING, per_step=1),

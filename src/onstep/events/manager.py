@@ -59,6 +59,7 @@ class CallbackManager:
         self._disabled: dict[int, object] = {}
         """Disabled callbacks by id; keeping the objects alive prevents reuse of their ids."""
         self._followers = _Followers()
+        self._fires_init_end_itself = False
         self.listeners = Listeners()
         self.callback_timer = CallbackTimer()
         """Measures the time spent in each callback, while it is started."""
@@ -297,10 +298,24 @@ class CallbackManager:
         known = ", ".join(author_of(owner) for owner in self.callbacks) or "none"
         raise ValueError(f"{wanted!r} is not registered; registered callbacks: {known}.")
 
+    def take_init_end(self) -> tuple[Listener, ...]:
+        """The listeners of `on_init_end` in Hugging Face's convention, which no loop calls from now on.
+
+        For a Trainer, which fires that event once, in its constructor.
+        """
+        self._fires_init_end_itself = True
+        self._rebuild()
+        return tuple(one for one in self._registered("on_init_end") if one.handle is not one.original)
+
+    def _registered(self, event: str) -> Iterator[Listener]:
+        return (one for registration in self._registrations for one in registration.listeners.get(event, ()))
+
     def _rebuild(self) -> None:
         for event in VALID_EVENTS:
-            listening = (one for registration in self._registrations for one in registration.listeners.get(event, ()))
-            setattr(self.listeners, event, tuple(listening))
+            setattr(self.listeners, event, tuple(self._registered(event)))
+        if self._fires_init_end_itself:
+            of_the_loop = (one for one in self._registered("on_init_end") if one.handle is one.original)
+            setattr(self.listeners, "on_init_end", tuple(of_the_loop))  # noqa: B010 - declared by its name alone
         for follower in self._followers:
             follower.refresh()
 

@@ -27,6 +27,11 @@ _TORCHS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Callable[[str], 
 """Classes of torch, and the types of their options that are not numbers."""
 
 
+_IN_PLACE_OF_GROUPS = ("params", "model", "optimizer_dict")
+"""Keywords whose value an optimizer gets in place of the groups, as in Hugging Face's `create_optimizer`; the last one
+that is given decides."""
+
+
 def is_native(args: Any) -> bool:
     """Whether `optimizer` of the configuration expresses the optimizer that the arguments name."""
     return args.optim in NATIVE and not args.optim_args
@@ -72,7 +77,7 @@ def optimizer_class(args: Any, model: nn.Module | None = None) -> tuple[Any, dic
 
 
 def construct(cls: Any, keywords: dict[str, Any], module: nn.Module, groups: list[dict[str, Any]]) -> Any:
-    """An optimizer of `cls` over the groups, or those in its keywords.
+    """An optimizer of `cls` over the groups, or over what its keywords have in their place, which comes first.
 
     As in Hugging Face, a class of callable objects that is not an optimizer is a factory: `cls()(module, **keywords)`.
     """
@@ -80,7 +85,10 @@ def construct(cls: Any, keywords: dict[str, Any], module: nn.Module, groups: lis
     if is_class and not issubclass(cls, torch.optim.Optimizer) and any("__call__" in vars(one) for one in cls.__mro__):
         return cls()(module, **keywords)
     keywords = dict(keywords)
-    optimizer = cls(keywords.pop("params", groups), **keywords)
+    optimized: Any = groups
+    for name in _IN_PLACE_OF_GROUPS:
+        optimized = keywords.pop(name, optimized)
+    optimizer = cls(optimized, **keywords)
     if "bitsandbytes" in str(cls) and keywords.get("optim_bits") == 8:
         _keep_embeddings_wide(module)
     return optimizer

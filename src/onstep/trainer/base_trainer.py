@@ -25,6 +25,7 @@ from onstep.trainer.computing.batch_size_search import Search
 from onstep.trainer.computing.fused_loss import FusedLoss
 from onstep.trainer.computing.label_smoothing import LabelSmoother, smoothed_loss
 from onstep.trainer.distributed_env import join_environment
+from onstep.trainer.loaders.kept_loaders import KeptLoaders
 from onstep.trainer.loss_convention import MAPPING, NUM_ITEMS, accepts_num_items, called, of_model
 from onstep.trainer.model_step import function_loss, model_loss
 from onstep.trainer.own_arguments import own_arguments
@@ -137,6 +138,8 @@ class BaseTrainer:
         """State of the current or most recent run."""
         self.session: Any = None
         """The session of the current run; None outside of one."""
+        self.eval_loaders = KeptLoaders()
+        """Evaluation loaders whose workers stay for the next evaluation, at most until a training ends."""
         self.owned_dirs: dict[Path, tuple[RunDir, Identity]] = {}
         """Run directories that this Trainer claimed, by requested path, and what it learned from there."""
         self.batch_size_search: Search | None = None
@@ -153,6 +156,8 @@ class BaseTrainer:
             raise ConfigError(f"fused_loss_factory and {other} both define the loss; pass one of them.")
         self.library_attributes = frozenset(vars(self)) - before
         """Names of the attributes that are not a user's own."""
+        methods: Any = self
+        methods.callback_handler.fire_init_end()
 
     @property
     def tokenizer(self) -> object:

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from onstep.data import EvalLoader
 from onstep.data.loaders.collate import Collate
 from onstep.events import Dispatcher
 from onstep.record.kinds import Kind
@@ -38,8 +37,6 @@ class Session:
     optimizer: UserOptimizer | None = None
     scheduler: UserScheduler | None = None
     train_data: Any = None
-    eval_loaders: list[tuple[object, EvalLoader]] = field(default_factory=list)
-    """The evaluation sets of a training whose loaders keep their workers, with these loaders."""
     trains: bool = False
     ignore_keys: list[str] | None = None
     """The outputs that evaluations of a training do not keep as predictions."""
@@ -58,6 +55,4 @@ class Session:
         """End worker processes and release the data-parallel wrapper."""
         if self.train_data is not None:
             self.train_data.close()
-        for _, loader in self.eval_loaders:
-            loader.close()
         self.model = self.notify.model = [self.module]

@@ -289,6 +289,14 @@ class TrainerCallbackHandler(CallbackHandler):
         manager: CallbackManager = self._of.callback_manager
         return manager
 
+    def fire_init_end(self) -> None:
+        """Call `on_init_end` of the callbacks in Hugging Face's convention, which is done once, by the constructor."""
+        listeners = self.callback_manager.take_init_end()
+        if listeners:
+            context = self._context("on_init_end", self._of.args, self._of.state, self._of.control)  # type: ignore[attr-defined]
+            context.keywords = context.event_keywords()
+            self.callback_manager.call(listeners, context)
+
     model = _held(lambda session: (session.notify, "model"), "model")
     optimizer = _held(lambda session: (session.notify, "optimizer"), "optimizer")
     lr_scheduler = _held(lambda session: (session.notify, "scheduler"), "lr_scheduler")

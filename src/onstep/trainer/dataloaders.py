@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from onstep.config import ConfigContainer, TrainingArguments
+from onstep.config import ConfigContainer
 from onstep.config.lengths import sizes_of
 from onstep.data import Batch, EvalLoader, IterableLoader, Loader, StepSource, TrainLoader, is_map_style
 from onstep.data.loaders.collate import Collate, length_of, name_sample, samples_in
@@ -115,11 +116,13 @@ def eval_loader_of(
 ) -> EvalLoader:
     """The loader of an evaluation set: `eval_loader`, or what the user's methods create. Every rank must call it."""
     method = "get_test_dataloader" if is_test else "get_eval_dataloader"
-    if not any(overrides(trainer, name) for name in (method, *EVALUATION_LOADING)):
-        keeps = config.dataset.persistent_workers and not is_test
-        return eval_loader(dataset, collate, config, world, is_test=is_test, persistent_workers=keeps)
-    options = users_eval_data(getattr(trainer, method)(dataset), trainer.args, world)
-    return eval_loader(collate=collate, config=config, world=world, is_test=is_test, **options)
+    if any(overrides(trainer, name) for name in (method, *EVALUATION_LOADING)):
+        return as_eval_loader(trainer, getattr(trainer, method)(dataset), config, world, collate, is_test=is_test)
+    make = partial(eval_loader, dataset, collate, config, world, is_test=is_test)
+    if is_test or not config.dataset.persistent_workers:
+        return make()
+    keeping = partial(make, persistent_workers=True)
+    return trainer.eval_loaders.of_dataset(dataset, trainer.data_collator, trainer.args, keeping)
 
 
 def check_eval_data(given: object) -> None:
@@ -150,14 +153,22 @@ def check_samples(name: str, given: object, remedy: str) -> None:
 
 
 def as_eval_loader(
-    batches: object, args: TrainingArguments, config: ConfigContainer, world: World, *, is_test: bool = False
+    trainer: BaseTrainer,
+    batches: object,
+    config: ConfigContainer,
+    world: World,
+    collate: Collate | None = None,
+    *,
+    is_test: bool = False,
 ) -> EvalLoader:
     """The loader itself if it is Onstep's, else one of a user's loader, or of any iterable of this rank's batches."""
     if isinstance(batches, EvalLoader):
         return batches
-    return eval_loader(
-        collate=None, config=config, world=world, is_test=is_test, **users_eval_data(batches, args, world)
-    )
+    options = users_eval_data(batches, trainer.args, world)
+    make = partial(eval_loader, collate=collate, config=config, world=world, is_test=is_test, **options)
+    if is_test or not getattr(batches, "persistent_workers", False):
+        return make()
+    return trainer.eval_loaders.of_loader(batches, partial(make, persistent_workers=True))
 
 
 def collator(trainer: BaseTrainer) -> Collate:
@@ -178,7 +189,7 @@ def column_filter(trainer: BaseTrainer, collate: Collate) -> Collate:
         raise ConfigError("The Trainer has no model yet, whose columns to keep: model_init runs when training starts.")
     if overrides(trainer, "_set_signature_columns_if_needed"):
         user._set_signature_columns_if_needed()
-    return ColumnFilter(collate, trainer.model, trainer.args.label_names or (), user._signature_columns)
+    return ColumnFilter(collate, trainer.model, user.label_names, user._signature_columns)
 
 
 def _reading(collate: Collate | None, config: ConfigContainer, world: World) -> dict[str, Any]:

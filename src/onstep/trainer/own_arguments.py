@@ -19,6 +19,7 @@ from onstep.config import (
 )
 from onstep.config.hf.checks import check_best_model, check_schedule_metric
 from onstep.config.hf.optimizers import check_options
+from onstep.config.hf.unparsed import UNPARSED
 from onstep.errors import ConfigError
 
 
@@ -109,7 +110,7 @@ def _converted(args: TrainingArguments, theirs: type) -> TrainingArguments:
         if name in of_hugging_face and values[name] != _default(of_hugging_face[name]):
             raise ConfigError(f"TrainingArguments.{name}={values[name]!r} is not supported; leave it at its default.")
     own = TrainingArguments(**{name: value for name, value in values.items() if name in known})
-    for name in values.keys() - known - of_hugging_face.keys():
+    for name in values.keys() - known - of_hugging_face.keys() - {*UNPARSED}:
         setattr(own, name, getattr(args, name))
     return own
 

@@ -231,7 +231,8 @@ def _session(
     notify.model = [module]
     state.flops_per_token = 6.0 * _active_parameters(module)
     preparation_seconds = time.perf_counter() - started
-    labels = Labels(trainer.args.label_names, found=label_parameters(module), shifted=shifts_labels(module))
+    names = trainer.args.label_names if trainer.stated_label_names is None else trainer.stated_label_names
+    labels = Labels(names, found=label_parameters(module), shifted=shifts_labels(module))
     forward_step = forward_step_of(trainer, module, labels, state)
     session = Session(state, module, [module], forward_step, labels, collator(trainer), notify, trains=trains)
     session.preparation_seconds = preparation_seconds
@@ -249,6 +250,8 @@ def _session(
             yield session
     finally:
         trainer.session = None
+        if trains:
+            trainer.eval_loaders.close()
         session.release()
 
 

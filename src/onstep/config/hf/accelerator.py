@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
+from onstep.config.hf.accelerate_state import use_configured_state
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 from onstep.files.bounded_reading import parse_json, read_json
@@ -19,7 +22,7 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "even_batches": ((True, False), ""),
     "use_seedable_sampler": ((True, False), ""),
     "non_blocking": ((True, False), ""),
-    "use_configured_state": ((None, False), "the ranks are those of torchrun; drop the key"),
+    "use_configured_state": ((None, True, False), ""),
 }
 """The values of each key that are allowed, and what to do instead of another. Every sample is trained on once an epoch,
 whatever their number, and copies from pinned memory never block, so `even_batches` and `non_blocking` change nothing.
@@ -33,27 +36,70 @@ _ACCUMULATION = {
 _DEFAULTS = {"sync_each_batch": False, "adjust_scheduler": True, "sync_with_dataloader": True}
 
 
-def settle_accelerator(args: Any) -> None:
-    """Read `accelerator_config` and keep the keys that differ from their defaults; None if there is none.
+@dataclass
+class AcceleratorConfig:
+    """`accelerator_config` of `TrainingArguments`, with the attributes and methods of transformers' class.
 
-    `num_steps` becomes `gradient_accumulation_steps`.
+    What an attribute is set to is checked when training starts.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = True
+    non_blocking: bool = False
+    gradient_accumulation_kwargs: dict[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All values."""
+        return copy.deepcopy(vars(self))
+
+    def pop(self, key: str, default: object = None) -> object:
+        """Remove an attribute and return it."""
+        return vars(self).pop(key, default)
+
+    @classmethod
+    def from_json_file(cls, json_file: str) -> Self:
+        """The values in a file.
+
+        Raises:
+            ConfigError: if it has none.
+        """
+        return cls(**_from_text(json_file))
+
+    def changed(self) -> dict[str, Any]:
+        """The values with an effect that differ from the defaults; what `gradient_accumulation_kwargs` sets is set."""
+        return {} if self.use_seedable_sampler else {"use_seedable_sampler": False}
+
+
+def settle_accelerator(args: Any) -> None:
+    """Read `accelerator_config` and make it an `AcceleratorConfig`; `num_steps` sets `gradient_accumulation_steps`.
 
     Raises:
         ConfigError: for an unknown key, or a value without its effect here.
     """
-    given = _as_mapping(args.accelerator_config)
+    given = dict(_as_mapping(args.accelerator_config))
+    _check_keys(given)
+    _settle_accumulation(args, given.get("gradient_accumulation_kwargs") or {})
+    if given.pop("use_configured_state", None):
+        use_configured_state(args)
+    args.accelerator_config = AcceleratorConfig(**given)
+
+
+def check_accelerator(given: object) -> None:
+    """Refuse (ConfigError) what an attribute of `accelerator_config` has been set to, if it has no effect."""
+    _check_keys(_as_mapping(given))
+
+
+def _check_keys(given: Mapping[str, Any]) -> None:
+    known = [*_ALLOWED, *(one.name for one in fields(AcceleratorConfig) if one.name not in _ALLOWED)]
     for key, value in given.items():
-        if key == "gradient_accumulation_kwargs":
-            _settle_accumulation(args, value or {})
-            continue
-        if key not in _ALLOWED:
-            raise ConfigError(f"{_NAME} has no key {key!r}.{nearest(key, [*_ALLOWED, 'gradient_accumulation_kwargs'])}")
-        allowed, reason = _ALLOWED[key]
+        if key not in known:
+            raise ConfigError(f"{_NAME} has no key {key!r}.{nearest(key, known)}")
+        allowed, reason = _ALLOWED.get(key, ((value,), ""))
         if not any(value is one for one in allowed):
             remedy = reason or "use True or False"
             raise ConfigError(f"{_NAME}[{key!r}]={value!r} is not supported: {remedy}.")
-    is_plain = given.get("use_seedable_sampler") is False
-    args.accelerator_config = {"use_seedable_sampler": False} if is_plain else None
 
 
 def _as_mapping(given: Any) -> Mapping[str, Any]:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import warnings
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, fields
 from difflib import get_close_matches
 from enum import Enum
 from typing import Any, TypeVar
 
 from onstep.config.field_types import coerce, field_types
-from onstep.config.hf.accelerator import settle_accelerator
-from onstep.config.hf.argument import (
-    FOLLOW_METRIC,
-    Values,
-    argument_named,
-    declares_arguments,
-)
+from onstep.config.hf.accelerate_state import partial_state
+from onstep.config.hf.accelerator import check_accelerator, settle_accelerator
+from onstep.config.hf.argument import FOLLOW_METRIC, Values, argument_named, declares_arguments
 from onstep.config.hf.checks import check_arguments
 from onstep.config.hf.compute_rules import check_compute, settle_compute
 from onstep.config.hf.fields.compute import ComputeArguments
@@ -31,7 +27,9 @@ from onstep.config.hf.fields.optimization import OptimizationArguments
 from onstep.config.hf.fields.saving import SavingArguments
 from onstep.config.hf.process import ProcessArguments
 from onstep.config.hf.reserved import ReservedArguments, check_reserved, reserved_fields
+from onstep.config.hf.serialization import SerializingMethods, typed_texts
 from onstep.config.hf.setters import SettingMethods
+from onstep.config.hf.unparsed import UNPARSED, Unparsed, UnparsedArguments, receives_unparsed
 from onstep.config.lengths import share_of
 from onstep.config.suggestions import nearest, shown
 from onstep.config.trackers import tracker_list
@@ -48,7 +46,9 @@ _DICTIONARIES = (
     "liger_kernel_config",
     "config_overrides",
 )
-"""Fields that also accept a dictionary as JSON."""
+"""Arguments that also accept a dictionary as JSON."""
+_IS_INTERNAL: ContextVar[bool] = ContextVar("_IS_INTERNAL", default=False)
+"""Whether arguments are made to be compared, so that they do not decide accelerate's state."""
 _SWITCHES = {"true": True, "false": False}
 """Texts of `HfArgumentParser`, which passes on what is typed, that are meant as switches."""
 
@@ -65,7 +65,7 @@ def is_greater_better(metric: str) -> bool:
 def names_unknown_keywords(cls: Arguments) -> Arguments:
     """Make the constructor of a dataclass name the nearest field for an unknown keyword."""
     generated: Callable[..., None] = vars(cls)["__init__"]
-    known = [f.name for f in fields(cls) if f.init]
+    known = [*(f.name for f in fields(cls) if f.init), *UNPARSED]
 
     @functools.wraps(generated)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -102,6 +102,8 @@ class TrainingArguments(
     ReservedArguments,
     ProcessArguments,
     SettingMethods,
+    SerializingMethods,
+    UnparsedArguments,
     _Directory,
 ):
     """A run in the words of Hugging Face's `TrainingArguments`.
@@ -116,15 +118,21 @@ class TrainingArguments(
     """
 
     _: KW_ONLY
-    config_overrides: Values | None = None
-    """Values of the `ConfigContainer` that have no name above, by section or dotted key; they win."""
+    config_overrides: Unparsed[Values | None] = None
+    """Values of the `ConfigContainer` that have no name above, by section or dotted key; they win. Like `control`, it
+    is an argument of the constructor and an attribute, but no field: an argument parser does not have it."""
+    control: Unparsed[bool] = False
+    """Serve the job to `onstep control` and the live page: adds a `TrainerControlCallback`."""
 
     use_legacy_prediction_loop = False
     """For code of transformers 4 that reads it; True calls `prediction_loop` in place of `evaluation_loop`."""
 
+    @receives_unparsed
     def __post_init__(self) -> None:
         self._settle()
         self.check()
+        if not _IS_INTERNAL.get():
+            partial_state(self)
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set an argument, or an attribute of the user's own, which is named if it is almost an argument."""
@@ -142,31 +150,36 @@ class TrainingArguments(
             ConfigError: naming the field, the value and the rule.
         """
         for name, annotation in field_types(TrainingArguments).items():
-            if name in _OWN_FIELDS:
-                setattr(self, name, coerce(getattr(self, name), annotation, f"TrainingArguments.{name}"))
+            if name in _COERCED:
+                declared = getattr(annotation, "type", annotation)  # of an argument that is not a field
+                setattr(self, name, coerce(getattr(self, name), declared, f"TrainingArguments.{name}"))
         self.report_to = tracker_list(self.report_to, "TrainingArguments.report_to")
+        check_accelerator(self.accelerator_config)
         check_reserved(self)
         check_arguments(self)
         check_compute(self)
 
     def _settle(self) -> None:
         """Turn enum members into their values and fill in what Hugging Face fills in."""
-        for each in fields(self):
+        for each in fields(TrainingArguments):
             value = getattr(self, each.name)
             if isinstance(value, Enum):
                 setattr(self, each.name, value.value)
             elif isinstance(value, list):
                 setattr(self, each.name, [v.value if isinstance(v, Enum) else v for v in value])
         self.output_dir = os.path.expanduser("trainer_output" if self.output_dir is None else self.output_dir)
-        for name in _DICTIONARIES:
+        for name in (*self._VALID_DICT_FIELDS, *_DICTIONARIES):
             value = getattr(self, name)
-            if isinstance(value, str):
-                setattr(self, name, _dictionary(value, f"TrainingArguments.{name}"))
+            if isinstance(value, str) and (name in _DICTIONARIES or value.startswith("{")):
+                given = _dictionary(value, f"TrainingArguments.{name}")
+                setattr(self, name, typed_texts(given) if name in self._VALID_DICT_FIELDS else given)
         settle_compute(self)
         resume = self.resume_from_checkpoint
         if isinstance(resume, str) and resume.lower() in _SWITCHES and not os.path.exists(resume):
             self.resume_from_checkpoint = _SWITCHES[resume.lower()]
         settle_accelerator(self)
+        if self.use_cpu:
+            self.dataloader_pin_memory = False
         self._settle_strategy()
         counted = self.include_num_input_tokens_seen
         counted = _SWITCHES.get(counted.lower(), counted) if isinstance(counted, str) else counted
@@ -205,20 +218,6 @@ class TrainingArguments(
             return int(self.warmup_steps)
         return share_of(num_training_steps, self.warmup_steps)
 
-    def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values; tokens are hidden."""
-        values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
-        return {name: f"<{name.upper()}>" if name.endswith("_token") else value for name, value in values.items()}
-
-    def to_json_string(self) -> str:
-        """`to_dict()` as JSON."""
-        return json.dumps(self.to_dict(), indent=2)
-
-    def to_sanitized_dict(self) -> dict[str, Any]:
-        """`to_dict()` with the batch sizes, and text in place of what is not a number, switch or text: for trackers."""
-        values = {**self.to_dict(), "train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
-        return {name: one if type(one) in (bool, int, float, str) else str(one) for name, one in values.items()}
-
 
 def _dictionary(text: str, name: str) -> Any:
     """The dictionary in JSON.
@@ -239,9 +238,17 @@ def build_silently(values: dict[str, Any]) -> TrainingArguments:
     Raises:
         ConfigError: as `TrainingArguments`.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return TrainingArguments(**values)
+    token = _IS_INTERNAL.set(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            return TrainingArguments(**values)
+    finally:
+        _IS_INTERNAL.reset(token)
 
 
-_OWN_FIELDS = {each.name for each in fields(TrainingArguments)} - {each.name for each in reserved_fields()}
+_COERCED = {*(each.name for each in fields(TrainingArguments)), *UNPARSED} - {
+    "accelerator_config",
+    *(each.name for each in reserved_fields()),
+}
+"""The arguments whose values are converted to their types; those of the others have checks of their own."""

@@ -42,6 +42,11 @@ def check_arguments(args: Any) -> None:
     for what in ("logging", "eval", "save"):
         if getattr(args, f"{what}_strategy") == "steps":
             _check_interval(f"{what}_steps", getattr(args, f"{what}_steps"))
+    if args.dataloader_prefetch_factor is not None and args.dataloader_num_workers == 0:
+        raise ConfigError(
+            f"TrainingArguments.dataloader_prefetch_factor={args.dataloader_prefetch_factor} requires workers that "
+            f"prefetch; set dataloader_num_workers > 0, or drop it."
+        )
     if args.save_on_each_node and args.world_size > integer_from_environment("LOCAL_WORLD_SIZE", 1):
         raise ConfigError(
             "TrainingArguments.save_on_each_node=True is not supported with ranks on several machines: rank 0 "
@@ -119,7 +124,8 @@ def evaluates(args: Any) -> bool:
     return own or bool(getattr(args, "eval_on_save", False)) or getattr(args, "eval_strategy", "steps") != "no"
 
 
-_OF_WORKERS = "dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context"
+_OF_WORKERS = "dataloader_persistent_workers dataloader_multiprocessing_context"
+_OF_THE_HUB = "hub_model_id hub_private_repo hub_strategy hub_always_push hub_revision"
 _GROUPS = ("group_by_length", "batch_rebalance")
 
 
@@ -134,6 +140,7 @@ def idle_arguments(args: Any) -> list[tuple[str, list[str]]]:
         (args.preserve_best_model, "preserve_best_model=True", "preserve_n_best best_model_metric"),
         (args.activation_checkpointing, "activation_checkpointing=True", "activation_checkpointing_kwargs"),
         (args.use_liger_kernel, "use_liger_kernel=True", "liger_kernel_config"),
+        (args.push_to_hub, "push_to_hub=True, which is not supported", _OF_THE_HUB),
         (args.dataloader_num_workers > 0, "dataloader_num_workers > 0", _OF_WORKERS),
         (args.train_sampling_strategy in _GROUPS, "a train_sampling_strategy that groups", "length_column_name"),
     )

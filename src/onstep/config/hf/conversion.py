@@ -133,8 +133,10 @@ def _with_overrides(values: dict[str, Any], config: ConfigContainer, world_size:
 def _without_a_name(args: TrainingArguments, config: ConfigContainer, world_size: int) -> dict[str, Any]:
     """The arguments that cannot be recovered from the configuration."""
     back = build_silently(_named_arguments(config, world_size))
-    names = [f.name for f in fields(TrainingArguments) if f.init and f.name != "config_overrides"]
+    names = [f.name for f in fields(TrainingArguments) if f.init]
     differing = {name: getattr(args, name) for name in names if getattr(args, name) != getattr(back, name)}
+    if differing.pop("accelerator_config", None) and (changed := args.accelerator_config.changed()):
+        differing["accelerator_config"] = changed
     return {name: value for name, value in differing.items() if not (name in SHARES and value and value < 1)}
 
 
@@ -234,6 +236,8 @@ def _total_steps(args: TrainingArguments, config: ConfigContainer, num_samples: 
 def _named_arguments(config: ConfigContainer, world_size: int) -> dict[str, Any]:
     """The configuration as far as `TrainingArguments` can express it; the rest is missing or approximate."""
     named = {name: key.get(config) for name, key in KEY_OF.items()}
+    if config.dataset.num_workers == 0:  # the arguments have it only with workers
+        del named["dataloader_prefetch_factor"]
     named |= _named_run(config, world_size)
     named |= _named_intervals(config)
     named |= _named_checkpoints(config)

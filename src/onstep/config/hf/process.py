@@ -13,6 +13,7 @@ from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from onstep.config.hf.accelerate_state import partial_state
 from onstep.config.hf.argument import LOG_LEVELS
 from onstep.errors import ConfigError
 from onstep.files.bounded_reading import integer_from_environment
@@ -31,15 +32,10 @@ class ParallelMode(Enum):
     TPU = "tpu"
 
 
-_ACCELERATE = "it is an object of accelerate; use world_size, process_index, local_process_index and device"
-_DEEPSPEED = "there is no DeepSpeed"
 REFUSED_ATTRIBUTES = {
-    "distributed_state": _ACCELERATE,
-    "deepspeed_plugin": _DEEPSPEED,
-    "hf_deepspeed_config": _DEEPSPEED,
-    "fsdp_plugin_args": "sharded training comes with a later version",
+    "distributed_state": "it is an object of accelerate, which is not installed: pip install accelerate",
+    "hf_deepspeed_config": "there is no DeepSpeed",
     "xla_fsdp_config": "there is no XLA",
-    "default_optim": "read the field optim",
 }
 """Attributes of Hugging Face's arguments that these do not have, and the reason or the remedy."""
 
@@ -65,6 +61,35 @@ class ProcessArguments:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     framework = "pt"
+    default_optim = "adamw_torch_fused"
+    """The default of `optim`."""
+    fsdp_plugin_args = None
+    """None: nothing is sharded."""
+
+    @property
+    def distributed_state(self) -> Any:
+        """accelerate's `PartialState`, which has the ranks and the device of these arguments. Imports accelerate."""
+        try:
+            return partial_state(self, imports=True)
+        except ModuleNotFoundError as error:
+            raise AttributeError(str(error)) from error
+
+    @property
+    def deepspeed_plugin(self) -> None:
+        """None: there is no DeepSpeed."""
+        return None
+
+    @deepspeed_plugin.setter
+    def deepspeed_plugin(self, plugin: object) -> None:
+        if plugin is not None:
+            raise ConfigError(
+                f"TrainingArguments.deepspeed_plugin={type(plugin).__name__} is not supported: there is no DeepSpeed; "
+                f"start data parallelism with torchrun, without it."
+            )
+
+    @property
+    def _no_sync_in_gradient_accumulation(self) -> bool:
+        return True
 
     @property
     def train_batch_size(self) -> int:

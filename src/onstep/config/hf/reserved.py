@@ -39,11 +39,6 @@ class ReservedArguments:
     )
     push_to_hub: bool = reserved(False, _HUB)
     hub_token: str | None = reserved(None, _HUB, same=("<HUB_TOKEN>",))
-    hub_private_repo: bool | None = reserved(None, _HUB)
-    hub_model_id: str | None = reserved(None, _HUB)
-    hub_strategy: str = reserved("every_save", _HUB)
-    hub_always_push: bool = reserved(False, _HUB)
-    hub_revision: str | None = reserved(None, _HUB)
     ignore_data_skip: bool = reserved(False, "a resumed run continues at the very sample where it stopped")
     parallelism_config: Anything = reserved(None, f"{_SHARDING}; start data parallelism with torchrun, without it")
     dataloader_in_order: bool = reserved(

@@ -144,6 +144,10 @@ class EvalLoader:
             num_read += 1
             yield step_of(taken)
 
+    def read_in_order_of(self, other: EvalLoader) -> None:
+        """Read the samples in the order of another loader of the same dataset from now on."""
+        self._listed = other._listed
+
     def close(self) -> None:
         """Stop persistent workers; a later pass starts new ones."""
         if isinstance(self._reader, MicroBatchReader):

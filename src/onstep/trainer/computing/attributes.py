@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from onstep.config import TrainingArguments
+from onstep.config.hf.accelerate_state import accelerator_state
 from onstep.errors import ConfigError
 from onstep.trainer.computing.accelerator import Accelerator
 from onstep.trainer.computing.label_smoothing import LabelSmoother
@@ -25,8 +26,9 @@ def set_attributes(trainer: Any) -> None:
             f"{type(trainer).__name__}.create_accelerator_and_postprocess must leave Onstep's own self.accelerator, "
             f"whose ranks and precision are those of the run; call super(), and configure with TrainingArguments."
         )
+    accelerator_state(trainer.args, trainer.accelerator.mixed_precision)
     trainer.is_deepspeed_enabled = trainer.is_fsdp_enabled = trainer.is_tp_enabled = False
-    trainer.deepspeed = trainer.hp_name = trainer.hp_search_backend = None
+    trainer.deepspeed = trainer.hub_model_id = trainer.hp_name = trainer.hp_search_backend = None
     trainer.neftune_noise_alpha = trainer.args.neftune_noise_alpha
     trainer.label_smoother = _label_smoother(trainer.args, trainer.model)
 

@@ -19,8 +19,7 @@ GROUPING = ("group_by_length", "batch_rebalance")
 
 def reseeds_shuffling(args: TrainingArguments) -> bool:
     """Whether torch's shuffling is seeded for each epoch (`use_seedable_sampler` of `accelerator_config`)."""
-    given = args.accelerator_config
-    return not isinstance(given, Mapping) or bool(given.get("use_seedable_sampler", True))
+    return bool(args.accelerator_config.use_seedable_sampler)
 
 
 def data_seed(args: TrainingArguments) -> int:

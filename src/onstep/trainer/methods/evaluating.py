@@ -26,7 +26,7 @@ from onstep.trainer.computed_metrics import (
 )
 from onstep.trainer.dataloaders import as_eval_loader, check_eval_data, eval_loader_of
 from onstep.trainer.full_eval import cast_weights
-from onstep.trainer.loss_convention import inner_module, label_parameters
+from onstep.trainer.loss_convention import inner_module
 from onstep.trainer.model_step import call_model, find_loss
 from onstep.trainer.optimizer_checks import check_metrics
 from onstep.trainer.optimizers import step_on_metric
@@ -55,13 +55,6 @@ class EvaluatingMethods(BaseTrainer):
     _gather_function: Callable[..., object] | None = None
     model_preparation_time: float | None = None
     """Seconds in which the model was placed for the first evaluation; None if a training placed it."""
-
-    @property
-    def label_names(self) -> list[str]:
-        """The keys of the labels: `args.label_names`, else the parameters of `forward` that are named like labels."""
-        if self.args.label_names is not None:
-            return list(self.args.label_names)
-        return [] if self.model is None else label_parameters(self.model)
 
     @property
     def gather_function(self) -> Callable[..., object]:
@@ -139,7 +132,7 @@ class EvaluatingMethods(BaseTrainer):
         is_test = description == "Prediction"
         with self._evaluation() as session:
             state, step = session.state, session.forward_step
-            loader = as_eval_loader(dataloader, self.args, state.cfg, state.world, is_test=is_test)
+            loader = as_eval_loader(self, dataloader, state.cfg, state.world, is_test=is_test)
             collector = None if loss_only else collector_for(self.args, session.module, is_test=is_test)
             batches = None if loss_only else batch_metrics(self.compute_metrics, self.args, state.world)
 
@@ -204,7 +197,8 @@ class EvaluatingMethods(BaseTrainer):
         with self._evaluation() as session, torch.no_grad(), session.state.autocast():
             inputs = self._placed(inputs)
             labels = session.labels.of(inputs)
-            if labels is None and (session.is_test or not self._computes_own_loss()):
+            computes = not session.is_test and self._computes_own_loss()
+            if labels is None and not computes and not self._gives_loss_without_labels(inputs):  # type: ignore[attr-defined]
                 outputs = call_model(model, inputs)
                 loss = find_loss(outputs)
             else:
@@ -327,13 +321,7 @@ class EvaluatingMethods(BaseTrainer):
         """The loader of a dataset; an overridden loop gets one with Hugging Face's interface."""
         if overrides(self, "evaluation_loop") or overrides(self, "prediction_loop"):
             return getattr(self, "get_test_dataloader" if is_test else "get_eval_dataloader")(dataset)
-        kept = next((loader for one, loader in session.eval_loaders if one is dataset), None)
-        if kept is not None and not is_test:
-            return kept
-        loader = eval_loader_of(self, dataset, session.collate, session.state.cfg, session.state.world, is_test=is_test)
-        if loader.keeps_workers and session.trains and not is_test:
-            session.eval_loaders.append((dataset, loader))
-        return loader
+        return eval_loader_of(self, dataset, session.collate, session.state.cfg, session.state.world, is_test=is_test)
 
     def _computes_own_loss(self) -> bool:
         return self.compute_loss_func is not None or overrides(self, "compute_loss")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 from torch.utils.data import SequentialSampler
@@ -32,6 +32,9 @@ class LoadingMethods(BaseTrainer):
     _signature_columns: list[str] | None = None
     """The columns that reach the collator, where a subclass sets them; None is the parameters of `forward`."""
 
+    _eval_dataloaders: Sequence[tuple[object, Iterable[Batch]]] = ()
+    """The loaders of evaluation sets whose workers are kept."""
+
     @property
     def _train_batch_size(self) -> int:
         """The size of a micro-batch: with `auto_find_batch_size`, the one that fitted into memory."""
@@ -55,6 +58,8 @@ class LoadingMethods(BaseTrainer):
     def get_eval_dataloader(self, eval_dataset: object = None) -> Iterable[Batch]:
         """A DataLoader of an evaluation set: one passed here, one of a dict by name, or the constructor's.
 
+        With `dataloader_persistent_workers`, the same one for the same set.
+
         Raises:
             ConfigError: without an evaluation set.
         """
@@ -65,7 +70,13 @@ class LoadingMethods(BaseTrainer):
             raise ConfigError(
                 "Trainer.get_eval_dataloader requires an eval_dataset: a dataset, or the name of one of several."
             )
-        return self._get_dataloader(dataset, "Evaluation", self.args.eval_batch_size, self._get_eval_sampler)
+        kept = next((loader for one, loader in self._eval_dataloaders if one is dataset), None)
+        if kept is not None and self.args.dataloader_persistent_workers:
+            return kept
+        loader = self._get_dataloader(dataset, "Evaluation", self.args.eval_batch_size, self._get_eval_sampler)
+        if getattr(loader, "persistent_workers", False):
+            self._eval_dataloaders = [*self._eval_dataloaders, (dataset, loader)]
+        return loader
 
     def get_test_dataloader(self, test_dataset: object) -> Iterable[Batch]:
         """A DataLoader of a test set."""
@@ -124,7 +135,8 @@ class LoadingMethods(BaseTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None and self.model is not None:
-            labels = sorted(LABEL_COLUMNS.union(self.args.label_names or ()))
+            names: list[str] = self.label_names  # type: ignore[attr-defined]
+            labels = sorted(LABEL_COLUMNS.union(names))
             parameters = parameters_of(self.model)
             self._signature_columns = [*parameters, *(name for name in labels if name not in parameters)]
 

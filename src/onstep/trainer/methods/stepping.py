@@ -17,13 +17,16 @@ from onstep.record.kinds import Metrics
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.computing.accelerator import Accelerator
 from onstep.trainer.dataloaders import forward_parameters
-from onstep.trainer.loss_convention import NUM_ITEMS, accepts_num_items, of_model
+from onstep.trainer.loss_convention import NUM_ITEMS, accepts_num_items, label_parameters, of_model
 from onstep.training.compute.step import LastStep, to_device
 
 
 class SteppingMethods(BaseTrainer):
     """Hugging Face's methods of one micro-batch, and the attributes that they and subclasses read."""
 
+    _stated_can_return_loss: bool | None = None
+    stated_label_names: list[str] | None = None
+    """What was assigned to `label_names`."""
     place_model_on_device: bool = True
     """Whether a run moves the model to its device."""
 
@@ -140,10 +143,41 @@ class SteppingMethods(BaseTrainer):
         self.stated_loss_kwargs = accepts
 
     @property
+    def label_names(self) -> list[str]:
+        """The keys of the labels: `args.label_names`, else the parameters of `forward` that are named like labels.
+
+        It may be assigned before a run.
+        """
+        if self.stated_label_names is not None:
+            return self.stated_label_names
+        if self.args.label_names is not None:
+            return list(self.args.label_names)
+        return [] if self.model is None else label_parameters(self.model)
+
+    @label_names.setter
+    def label_names(self, names: list[str]) -> None:
+        self.stated_label_names = names
+
+    @property
     def can_return_loss(self) -> bool:
-        """Whether the model has a parameter `return_loss` that is True by default."""
+        """Whether the model has a parameter `return_loss` that is True by default; it may be assigned.
+
+        Without `label_names`, predictions then have a loss, as in Hugging Face.
+        """
+        if self._stated_can_return_loss is not None:
+            return self._stated_can_return_loss
         parameters = [] if self.model is None else forward_parameters(self.model)
         return any(one.name == "return_loss" and one.default is True for one in parameters)
+
+    @can_return_loss.setter
+    def can_return_loss(self, value: bool) -> None:
+        self._stated_can_return_loss = value
+
+    def _gives_loss_without_labels(self, inputs: Batch) -> bool:
+        """Whether a batch has a loss without label names: its `return_loss` says so, else `can_return_loss`."""
+        asked = inputs.get("return_loss") if isinstance(inputs, Mapping) else None
+        returns = self.can_return_loss if asked is None else asked
+        return bool(returns) and not self.label_names
 
     @property
     def current_gradient_accumulation_steps(self) -> int:

@@ -28,15 +28,17 @@ class CallbackStates:
     """Saves and loads every callback that has `state_dict` and `load_state_dict`, or `state` and `from_state`.
 
     The latter is Hugging Face's convention (`ExportableState`): what `state()` names is saved; its attributes are
-    restored, while its arguments are those that this run's callback was created with.
+    restored. Its arguments are those that this run's callback was created with, or with `restores_arguments` those of
+    the checkpoint, with which the callback is initialized again.
 
     The id of a callback is its class's full name with its `state_key` attribute, or else with a digest of the plain
     values that it was created with. Equal ids are numbered in order. The ids are fixed when the run starts, before
     anything changes a callback, and do not depend on the other callbacks.
     """
 
-    def __init__(self, manager: CallbackManager | None) -> None:
+    def __init__(self, manager: CallbackManager | None, *, restores_arguments: bool = False) -> None:
         self._manager = manager
+        self._restores_arguments = restores_arguments
         self._ids: dict[int, tuple[str, object]] = {}
         """The ids by Python's `id()`, which is valid as long as the callback is kept here."""
         self._current()
@@ -94,7 +96,7 @@ class CallbackStates:
         current: dict[str, HasState] = {}
         taken = {key for key, _ in self._ids.values()}
         for one in self._manager.callbacks if self._manager is not None else []:
-            state = _state_of(one)
+            state = _state_of(one, self._restores_arguments)
             if state is None:
                 continue
             if id(one) not in self._ids:
@@ -117,8 +119,9 @@ def _name_of(key: str) -> str:
 class _Exported:
     """The state of an `ExportableState`, that of `transformers` included, recognized by its methods."""
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: Any, restores_arguments: bool) -> None:
         self.owner = owner
+        self._restores_arguments = restores_arguments
 
     def state_dict(self) -> StateDict:
         state = self.owner.state()
@@ -126,15 +129,17 @@ class _Exported:
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         is_flat = state_dict.keys() != {"args", "attributes"}  # up to version 0.4: the attributes alone
+        if self._restores_arguments and not is_flat:
+            type(self.owner).__init__(self.owner, **state_dict["args"])
         for name, value in (state_dict if is_flat else state_dict["attributes"]).items():
             setattr(self.owner, name, value)
 
 
-def _state_of(callback: object) -> HasState | None:
+def _state_of(callback: object, restores_arguments: bool) -> HasState | None:
     """The object that holds a callback's state; None for a callback without one."""
     if hasattr(callback, "get_last_lr"):  # a scheduler that is a callback too is saved as scheduler
         return None
-    exported = _Exported(callback) if is_exportable(callback) else None
+    exported = _Exported(callback, restores_arguments) if is_exportable(callback) else None
     return callback if has_state(callback) else exported
 
 

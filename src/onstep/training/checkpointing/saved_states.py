@@ -37,7 +37,8 @@ class RunComponents:
     def __init__(self, state: Run, notify: Dispatcher) -> None:
         self.state = state
         self.notify = notify
-        self.callbacks = CallbackStates(notify.manager)
+        restores_arguments = bool(state.cfg.trainer.get("restore_callback_states_from_checkpoint"))
+        self.callbacks = CallbackStates(notify.manager, restores_arguments=restores_arguments)
         self.rng = RngState(state.world.device)
 
     def progress(self, trained: Trained, loads: bool = False) -> list[StateComponent]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onstep.config.hf.argument import Values, argument, declares_arguments
+from onstep.config.hf.argument import Anything, argument, declares_arguments
 
 STRATEGIES = ("random", "sequential", "group_by_length", "batch_rebalance")
 
@@ -32,7 +32,7 @@ class DataArguments:
     """Micro-batches that each worker reads ahead; None is torch's default, 2."""
     dataloader_multiprocessing_context: str | None = None
     """fork | spawn | forkserver: how workers are started; None is Python's default."""
-    accelerator_config: Values | None = None
+    accelerator_config: Anything = None
     """A dictionary, the path of a JSON file with one, or an `AcceleratorConfig`. `use_seedable_sampler=False` shuffles
     as torch's `RandomSampler` does; `gradient_accumulation_kwargs={'num_steps': n}` sets
     `gradient_accumulation_steps`."""

@@ -15,7 +15,7 @@ class LoggingArguments:
 
     logging_strategy: str = argument("steps", choices=("no", "steps", "epoch"))
     """no | steps | epoch"""
-    logging_steps: Steps = argument(500, bound=">= 0")
+    logging_steps: Steps | None = argument(500, bound=">= 0")
     """Steps; below 1 it is a share of the run."""
     logging_first_step: bool = False
     logging_dir: str | None = None
@@ -35,8 +35,6 @@ class LoggingArguments:
     log_level_replica: str = argument("warning", choices=tuple(LOG_LEVELS))
     """Level of Onstep's messages on the other ranks."""
     disable_tqdm: bool | None = None
-    control: bool = False
-    """Serve the job to `onstep control` and the live page: adds a `TrainerControlCallback`."""
     report_to: Texts = "none"
     """Trackers to report to: none | all (that are installed) | one of `logger.report_to` or a list of them (comet is
     Hugging Face's comet_ml). Becomes a list, as in `transformers`."""

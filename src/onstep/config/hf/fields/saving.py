@@ -15,7 +15,7 @@ class SavingArguments:
     save_strategy: str = argument("steps", choices=("no", "steps", "epoch", "best"))
     """no | steps | epoch | best: when an evaluation yields the best `metric_for_best_model` so far. `steps` and `epoch`
     also save at the end of the run; all of them, `no` included, save when a signal ends it."""
-    save_steps: Steps = argument(500, bound=">= 0")
+    save_steps: Steps | None = argument(500, bound=">= 0")
     """Steps; below 1 it is a share of the run."""
     save_total_limit: int | None = None
     """Number of newest checkpoints to keep, beside the best ones; None keeps all."""
@@ -37,6 +37,13 @@ class SavingArguments:
     overwrite_output_dir: bool = False
     """Start from scratch even if the run in `output_dir` was interrupted; its checkpoints move to `checkpoints-<n>`."""
     restore_callback_states_from_checkpoint: bool = False
-    """Accepted without effect: the states of callbacks are always restored."""
+    """True restores what an `ExportableState` callback of the checkpoint was created with, too; its attributes, and the
+    states of all other callbacks, are always restored."""
     enable_jit_checkpoint: bool = False
     """Accepted without effect: SIGTERM always saves a checkpoint and ends the run."""
+    hub_model_id: str | None = None
+    """Like the four that follow, for `push_to_hub`, without which none has an effect in transformers either."""
+    hub_private_repo: bool | None = None
+    hub_strategy: str = argument("every_save", choices=("end", "every_save", "checkpoint", "all_checkpoints"))
+    hub_always_push: bool = False
+    hub_revision: str | None = None

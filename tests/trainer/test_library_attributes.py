@@ -18,8 +18,13 @@ from tests.support.small_models import Regression, arguments, quiet, regression_
 
 def theirs(directory: Path, **options: Any) -> transformers.TrainingArguments:
     values: dict[str, Any] = {
-        **{"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "learning_rate": 0.05},
-        **{"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4},
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "learning_rate": 0.05,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
     }
     return transformers.TrainingArguments(str(directory), **{**values, **options})
 

@@ -59,7 +59,7 @@ class CallbackManager:
         self._disabled: dict[int, object] = {}
         """Disabled callbacks by id; keeping the objects alive prevents reuse of their ids."""
         self._followers = _Followers()
-        self._fires_init_end_itself = False
+        self._leaves_out_init_end = False
         self.listeners = Listeners()
         self.callback_timer = CallbackTimer()
         """Measures the time spent in each callback, while it is started."""
@@ -299,30 +299,26 @@ class CallbackManager:
         raise ValueError(f"{wanted!r} is not registered; registered callbacks: {known}.")
 
     def take_init_end(self) -> tuple[Listener, ...]:
-        """The listeners of `on_init_end` in Hugging Face's convention, which no loop calls from now on.
-
-        For a Trainer, which fires that event once, in its constructor.
-        """
-        self._fires_init_end_itself = True
+        """The `on_init_end` of callbacks in Hugging Face's convention, for a constructor to fire; no loop calls it."""
+        self._leaves_out_init_end = True
         self._rebuild()
-        return tuple(one for one in self._registered("on_init_end") if one.handle is not one.original)
+        return tuple(one for one in self._registered("on_init_end") if not one.gets_context)
 
     def _registered(self, event: str) -> Iterator[Listener]:
         return (one for registration in self._registrations for one in registration.listeners.get(event, ()))
 
     def _rebuild(self) -> None:
         for event in VALID_EVENTS:
-            setattr(self.listeners, event, tuple(self._registered(event)))
-        if self._fires_init_end_itself:
-            of_the_loop = (one for one in self._registered("on_init_end") if one.handle is one.original)
-            setattr(self.listeners, "on_init_end", tuple(of_the_loop))  # noqa: B010 - declared by its name alone
+            leaves_out = event == "on_init_end" and self._leaves_out_init_end
+            listening = (one for one in self._registered(event) if one.gets_context or not leaves_out)
+            setattr(self.listeners, event, tuple(listening))
         for follower in self._followers:
             follower.refresh()
 
 
 def _with_object(listener: Listener, given: object) -> Listener:
     """A listener that gets `given` in place of the context, if it is one of the context convention."""
-    if listener.handle is not listener.original:
+    if not listener.gets_context:
         return listener
     return replace(listener, handle=lambda context: listener.original(given))
 

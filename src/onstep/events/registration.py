@@ -46,6 +46,11 @@ class Listener:
     on_error: str
 
     @property
+    def gets_context(self) -> bool:
+        """Whether it is called with the context itself, not with the arguments of Hugging Face's convention."""
+        return self.handle is self.original
+
+    @property
     def author(self) -> str:
         """Name of the callback in messages."""
         return self.event_and_author[1]

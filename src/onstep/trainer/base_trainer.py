@@ -17,6 +17,7 @@ from onstep.config import ConfigContainer, TrainingArguments, merge
 from onstep.console import level_of, shown_by_default
 from onstep.data import Batch, default_data_collator
 from onstep.data.loaders.collate import Collate
+from onstep.data.loaders.kept_loaders import KeptLoaders
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager, normalize_callbacks
 from onstep.record.kinds import Metrics
@@ -25,7 +26,6 @@ from onstep.trainer.computing.batch_size_search import Search
 from onstep.trainer.computing.fused_loss import FusedLoss
 from onstep.trainer.computing.label_smoothing import LabelSmoother, smoothed_loss
 from onstep.trainer.distributed_env import join_environment
-from onstep.trainer.loaders.kept_loaders import KeptLoaders
 from onstep.trainer.loss_convention import MAPPING, NUM_ITEMS, accepts_num_items, called, of_model
 from onstep.trainer.model_step import function_loss, model_loss
 from onstep.trainer.own_arguments import own_arguments

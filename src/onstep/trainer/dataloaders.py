@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from onstep.config import ConfigContainer
+from onstep.config import ConfigContainer, TrainingArguments
 from onstep.config.lengths import sizes_of
 from onstep.data import Batch, EvalLoader, IterableLoader, Loader, StepSource, TrainLoader, is_map_style
 from onstep.data.loaders.collate import Collate, length_of, name_sample, samples_in
@@ -122,7 +122,16 @@ def eval_loader_of(
     if is_test or not config.dataset.persistent_workers:
         return make()
     keeping = partial(make, persistent_workers=True)
-    return trainer.eval_loaders.of_dataset(dataset, trainer.data_collator, trainer.args, keeping)
+    return trainer.eval_loaders.of_dataset(dataset, trainer.data_collator, _way_to_read(trainer.args), keeping)
+
+
+def _way_to_read(args: TrainingArguments) -> tuple[object, ...]:
+    """The arguments that decide how an evaluation set is read."""
+    return (
+        *(args.eval_batch_size, args.world_size, args.remove_unused_columns, tuple(args.label_names or ())),
+        *(args.dataloader_num_workers, args.dataloader_pin_memory, args.dataloader_prefetch_factor),
+        args.dataloader_multiprocessing_context,
+    )
 
 
 def check_eval_data(given: object) -> None:

@@ -1,4 +1,4 @@
-"""Keeps the evaluation loaders of a Trainer whose worker processes stay for the next evaluation."""
+"""Keeps evaluation loaders whose worker processes stay for the next evaluation."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from weakref import WeakKeyDictionary
 
 from torch.utils.data import DataLoader
 
-from onstep.config import TrainingArguments
-from onstep.data import EvalLoader
+from onstep.data.loaders.eval_loader import EvalLoader
 
 
 class KeptLoaders:
     """Evaluation loaders with persistent workers, by the dataset or by the user's loader that they read.
 
-    They end with `close`, or with the Trainer; those of a user's loader also when nothing else refers to it.
+    They end with `close`, or with this object; those of a user's loader also when nothing else refers to it.
     """
 
     def __init__(self) -> None:
@@ -23,10 +22,9 @@ class KeptLoaders:
         self._of_loaders: WeakKeyDictionary[DataLoader[Any], EvalLoader] = WeakKeyDictionary()
 
     def of_dataset(
-        self, dataset: object, collator: object, args: TrainingArguments, make: Callable[[], EvalLoader]
+        self, dataset: object, collator: object, values: tuple[object, ...], make: Callable[[], EvalLoader]
     ) -> EvalLoader:
-        """The loader that was kept for this dataset, collator and way to read, else a new one."""
-        values = _reading(args)
+        """The loader that was kept for this dataset and collator, and with equal `values`, else a new one."""
         for known, known_collator, known_values, loader in self._of_datasets:
             if known is dataset and known_collator is collator and known_values == values:
                 return loader
@@ -50,12 +48,3 @@ class KeptLoaders:
             loader.close()
         self._of_datasets.clear()
         self._of_loaders.clear()
-
-
-def _reading(args: TrainingArguments) -> tuple[object, ...]:
-    """The arguments that decide how an evaluation set is read."""
-    return (
-        *(args.eval_batch_size, args.world_size, args.remove_unused_columns, tuple(args.label_names or ())),
-        *(args.dataloader_num_workers, args.dataloader_pin_memory, args.dataloader_prefetch_factor),
-        args.dataloader_multiprocessing_context,
-    )

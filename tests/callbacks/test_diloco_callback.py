@@ -90,7 +90,70 @@ def test_without_a_server_the_environment_is_of_no_interest(monkeypatch: pytest.
         monkeypatch.setenv("DILOCO_SYNC_EVERY", text)
         assert not DiLoCoCallback().active
     monkeypatch.setenv("DILOCO_SYNC_EVERY", "")
-    assert DiLoCoCallback("here:1").sync_every is None
+    one = DiLoCoCallback("here:1")
+    assert (one.sync_every, one.bf16_comm, one.dylu, one.num_fragments) == (500, True, False, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "the server decides sync_every=3, codec=fp32 (by default sync_every=500, bf16_comm=True)"),
+        ({"sync_every": 2}, "submits every 2 steps, the others every 3"),
+        ({"bf16_comm": True}, "submits bf16 where the server's codec is fp32"),
+        ({"dylu": True}, "dylu=True has no effect"),
+        ({"sync_every": 3, "bf16_comm": False, "dylu": False, "num_fragments": 1}, None),
+    ],
+)
+def test_a_worker_is_told_where_the_server_has_other_values(
+    options: dict[str, Any], words: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serve() as server, caplog.at_level(logging.INFO, "onstep"):
+        train(tmp_path, DiLoCoCallback(server.address, **options))
+    told = [line for line in caplog.messages if "the server decides" in line or "this worker" in line or "dylu" in line]
+    assert told == [] if words is None else any(words in line for line in told)
+
+
+COMMANDED = {
+    "save": (6, [2, 6]),
+    "stop": (2, [2]),
+    "save-stop": (2, [2]),
+    "abort": (2, []),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDED)
+def test_an_operators_command_at_the_server_is_carried_out_by_the_worker(command: str, tmp_path: Path) -> None:
+    last, saved = COMMANDED[command]
+    with serve(sync_every=100) as server:
+        commander = Commander(server.address, command)
+        callback = DiLoCoCallback(server.address, worker_id="w", heartbeat_interval=0.02)
+        train(tmp_path, commander, callback)
+    assert commander.last_step == last
+    assert commander.saved == saved
+
+
+class Commander(TrainerCallback):
+    """Gives a command in the second step, and waits in it until the worker has received it."""
+
+    def __init__(self, address: str, command: str) -> None:
+        self.address, self.command = address, command
+        self.saved: list[int] = []
+        self.last_step = 0
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step != 1:
+            return
+        with DiLoCoClient(self.address) as client:
+            answer = client.control("command", {"command": self.command})[0]
+            assert answer["workers"] == ["w"]
+            while client.get_status()["workers"]["w"]["command_number"] < answer["number"]:
+                pass
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.saved.append(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.last_step = state.global_step
 
 
 def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,12 @@ def test_control_saves_sets_kicks_and_ends(
 ) -> None:
     place = ["--server", server.address]
     with DiLoCoClient(server.address) as client:
-        client.register("berlin")
+        client.register("berlin", {"hostname": "node7", "num_gpus": 2, "gpu_names": ["H100"], "bf16_comm": True})
+        assert main(["diloco", "control", "stop", *place]) == 0
+        assert main(["diloco", "control", "save", "--workers", *place]) == 0
+        assert client.heartbeat("berlin")["commands"] == ["graceful_stop", "save_checkpoint"]
+        known = client.get_status()["workers"]["berlin"]
+        assert (known["hostname"], known["num_gpus"], known["gpu_names"]) == ("node7", 2, ["H100"])
         assert main(["diloco", "control", "set", "--lr", "0.5", "--num-workers", "3", *place]) == 0
         assert main(["diloco", "control", "kick", "--worker", "berlin", *place]) == 0
         assert main(["diloco", "control", "save", *place]) == 0
@@ -88,6 +93,8 @@ def test_control_saves_sets_kicks_and_ends(
         (["control", "kick"], "--worker"),
         (["control", "set"], "--lr"),
         (["control", "save", "--lr", "1"], "set"),
+        (["control", "kick", "--workers"], "save"),
+        (["control", "stop", "--lr", "1"], "no option"),
         (["status", "--server", "127.0.0.1:9"], "127.0.0.1:9"),
         (["status", "--server", "no/address"], "host:port"),
         (["status", "--token", "secret"], "--token-file"),

@@ -6,24 +6,25 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from onstep.commands import COMMANDS
 from onstep.config import TrainingArguments
 from onstep.diloco.worker import DiLoCoWorker
+from onstep.diloco.worker.defaults import (
+    DEFAULTS,
+    decided_by_server,
+    flag_from_environment,
+    number_from_environment,
+)
 from onstep.distributed.shards import world_size
-from onstep.errors import ConfigError
 from onstep.events import Control, RunState, TrainerCallback
 from onstep.record.kinds import Metrics
 from onstep.train_state import StateDict
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-_TRUE = ("1", "true", "yes")
-
-
-Number = TypeVar("Number", int, float)
 
 
 class Schedule(Protocol):
@@ -54,6 +55,9 @@ class DiLoCoCallback(TrainerCallback):
     `/bits_per_value` of the last submission (with `codec="auto"`, what was chosen), `/quantization_error`,
     `/steps_per_second`, and others when there is something to report.
 
+    A worker does what an operator tells all workers of the run to do (`onstep diloco control stop`, `save --workers`,
+    ...): heartbeats bring the commands, and they are carried out at the end of the step.
+
     It works in Hugging Face's own `Trainer` as well. There, restrict the data to the worker's share yourself
     (`dataset.shard(num_workers, index)`), and checkpoints do not hold its state. It does not tell callbacks of an
     exception: the worker then leaves when training begins again or the callback is gone, or is evicted after ten
@@ -62,14 +66,14 @@ class DiLoCoCallback(TrainerCallback):
     Args:
         server_addr: `host:port`; of several servers that share the parameters, all of them, separated by commas. By
             default `DILOCO_SERVER`; empty for training alone.
-        sync_every: optimizer steps of this worker between two submissions; by default `DILOCO_SYNC_EVERY`, else
-            the server's number (500).
+        sync_every: optimizer steps of this worker between two submissions; by default `DILOCO_SYNC_EVERY`, else 500.
+            This default, and the following ones, yield to the server's values, and the worker says so.
         worker_id: unique in the run; by default `DILOCO_WORKER_ID`, else the checkpoint's, else a new one.
-        bf16_comm: True submits bfloat16, False float32; by default `DILOCO_BF16_COMM`, else the server's codec.
-        dylu: take as many steps as the server recommends; by default `DILOCO_DYLU`, else what the server says.
+        bf16_comm: True submits bfloat16, False float32; by default `DILOCO_BF16_COMM`, else True.
+        dylu: take as many steps as the server recommends; by default `DILOCO_DYLU`, else False.
         heartbeat_interval: seconds between heartbeats, at most a third of the server's timeout; by default
             `DILOCO_HEARTBEAT_INTERVAL`, else 30.
-        num_fragments: must be the server's if given; by default `DILOCO_NUM_FRAGMENTS`.
+        num_fragments: must be the server's if given; by default `DILOCO_NUM_FRAGMENTS`, else 1.
         timeout: seconds that a sync waits for its result; training continues afterwards.
         max_sync_retries: see `DiLoCoWorker`.
         codec: `fp32`, `bf16`, `fp16`, `int8`, `int4` or `auto`; wins over `bf16_comm`; by default `DILOCO_CODEC`.
@@ -98,15 +102,20 @@ class DiLoCoCallback(TrainerCallback):
         verify: str | None = None,
     ) -> None:
         self.server_addr = os.environ.get("DILOCO_SERVER", "") if server_addr is None else server_addr
-        self.sync_every = self._number("DILOCO_SYNC_EVERY", int) if sync_every is None else sync_every
         self.worker_id = worker_id or os.environ.get("DILOCO_WORKER_ID") or None
-        self.bf16_comm = _flag("DILOCO_BF16_COMM") if bf16_comm is None else bf16_comm
-        self.dylu = _flag("DILOCO_DYLU") if dylu is None else dylu
-        interval = (
-            self._number("DILOCO_HEARTBEAT_INTERVAL", float) if heartbeat_interval is None else heartbeat_interval
-        )
+        number = number_from_environment if self.active else _no_number
+        interval = number("DILOCO_HEARTBEAT_INTERVAL", float) if heartbeat_interval is None else heartbeat_interval
         self.heartbeat_interval = 30.0 if interval is None else interval
-        self.num_fragments = self._number("DILOCO_NUM_FRAGMENTS", int) if num_fragments is None else num_fragments
+        given = {
+            "sync_every": number("DILOCO_SYNC_EVERY", int) if sync_every is None else sync_every,
+            "bf16_comm": flag_from_environment("DILOCO_BF16_COMM") if bf16_comm is None else bf16_comm,
+            "dylu": flag_from_environment("DILOCO_DYLU") if dylu is None else dylu,
+            "num_fragments": number("DILOCO_NUM_FRAGMENTS", int) if num_fragments is None else num_fragments,
+        }
+        self._given = {name for name, value in given.items() if value is not None}
+        values: dict[str, Any] = DEFAULTS | {name: given[name] for name in self._given}
+        self.sync_every, self.bf16_comm = values["sync_every"], values["bf16_comm"]
+        self.dylu, self.num_fragments = values["dylu"], values["num_fragments"]
         self.timeout, self.max_sync_retries = timeout, max_sync_retries
         self.codec = codec or os.environ.get("DILOCO_CODEC") or None
         self.verify = verify or os.environ.get("DILOCO_CA_FILE") or None
@@ -128,14 +137,6 @@ class DiLoCoCallback(TrainerCallback):
     def active(self) -> bool:
         """Whether a server is configured."""
         return bool(self.server_addr)
-
-    def _number(self, name: str, kind: type[Number]) -> Number | None:
-        """A number of the environment; without a server, none of it is of interest."""
-        text = os.environ.get(name)
-        try:
-            return kind(text) if text and self.active else None
-        except ValueError:
-            raise ConfigError(f"${name} must be a number, got {text!r}; unset it for the default.") from None
 
     def skips_event(self, name: str) -> bool:
         """Without a server, only the beginning is of interest, where that is logged."""
@@ -174,6 +175,10 @@ class DiLoCoCallback(TrainerCallback):
         is_same = share is None or tuple(share) == self._place()
         self._take_share(args, state.global_step, kwargs.get("train_dataloader"), data_start if is_same else None)
         logger.info("DiLoCo: %s is a worker of %s", worker.worker_id, self.server_addr)
+        asked = {name: self._asked(name) for name in DEFAULTS} | ({"bf16_comm": True} if self.codec else {})
+        decided = decided_by_server(worker.registered.settings, asked)
+        if decided is not None:
+            logger.info("DiLoCo: %s", decided)
 
     def _place(self) -> tuple[int, int]:
         """This worker's share of the data, and how many there are."""
@@ -198,19 +203,24 @@ class DiLoCoCallback(TrainerCallback):
                 place.slot,
             )
 
+    def _asked(self, name: str) -> Any:
+        """A value that was given, or set later; None for the default, which yields to the server's."""
+        value = getattr(self, name)
+        return value if name in self._given or value != DEFAULTS[name] else None
+
     def _new_worker(self, model: nn.Module, loaded: StateDict | None) -> DiLoCoWorker:
         known = None if loaded is None else str(loaded["worker_id"])
         worker = DiLoCoWorker(
             model,
             None,
             self.server_addr,
-            self.sync_every,
+            self._asked("sync_every"),
             self.worker_id or known,
-            self.bf16_comm,
+            self._asked("bf16_comm"),
             self.timeout,
-            self.dylu,
+            self._asked("dylu"),
             self.heartbeat_interval,
-            self.num_fragments,
+            self._asked("num_fragments"),
             self.max_sync_retries,
             codec=self.codec,
             verify=self.verify,
@@ -253,9 +263,24 @@ class DiLoCoCallback(TrainerCallback):
         if self.worker is None:
             return
         self.worker.end_step(self._tokens)
+        self._obey(control)
         if self._is_last_step(state):
             self.worker.finish()
             control.should_training_stop = True
+
+    def _obey(self, control: Control) -> None:
+        """Ask the loop for what an operator has asked all workers of the run to do."""
+        assert self.worker is not None
+        commands = self.worker.take_commands()
+        if not isinstance(control, Control):  # of Hugging Face's Trainer, whose ranks do not agree on flags
+            commands = self.worker.share(commands)
+        for name in commands:
+            logger.info("DiLoCo: the server tells its workers to %s", name.replace("_", " "))
+            for flag in COMMANDS[name].requests:
+                if hasattr(control, flag):
+                    setattr(control, flag, True)
+                else:
+                    logger.warning("DiLoCo: this Trainer cannot abort; it stops, and saves as it does at every end")
 
     def on_log_step(
         self, args: object, state: object, control: object, logs: Metrics | None = None, **kwargs: object
@@ -304,9 +329,8 @@ class DiLoCoCallback(TrainerCallback):
         self._loaded = dict(state_dict) if state_dict else None
 
 
-def _flag(name: str) -> bool | None:
-    text = os.environ.get(name)
-    return None if text is None else text.strip().lower() in _TRUE
+def _no_number(name: str, kind: type) -> None:
+    """Without a server, no number of the environment is of interest."""
 
 
 def _saved_place(loaded: StateDict | None) -> tuple[int, int, list[int] | None]:

@@ -69,7 +69,7 @@ def groups_of(given: OptimizerGroups, module: nn.Module, weight_decay: float) ->
     gets `weight_decay`.
 
     Raises:
-        ConfigError: for anything that is not described by `RULE`; for a pattern that is no regular expression.
+        ConfigError: for anything that is not described by `RULE`; for a pattern that is not a regular expression.
     """
     if callable(given):
         try:

@@ -119,6 +119,8 @@ def test_what_is_left_of_a_cycle_can_be_submitted_by_hand() -> None:
         for _ in range(2):  # the second time there is nothing to submit
             worker.force_sync()
         assert_close(server.parameters(), trained_alone(3))
+        assert worker.sync_metrics["diloco/sync_count"] == 2
+        assert worker.sync_metrics["diloco/local_step"] == 0
     assert [one.steps for one in server.submits] == [2, 1]
 
 

@@ -18,14 +18,23 @@ class Action(StrEnum):
     SAVE = "save"
     KICK = "kick"
     SET = "set"
+    STOP = "stop"
+    SAVE_STOP = "save-stop"
+    ABORT = "abort"
     SHUTDOWN = "shutdown"
+
+
+_RELAYED = (Action.STOP, Action.SAVE_STOP, Action.ABORT)
+"""Commands for all workers."""
 
 
 def control(
     action: Annotated[
         Action,
         typer.Argument(
-            help="save: write a checkpoint; kick: evict --worker; set: --lr, --momentum, --num-workers; shutdown."
+            help="save: write a checkpoint, with --workers every worker its own; stop, save-stop, abort: end the "
+            "training of all workers; kick: evict --worker; set: --lr, --momentum, --num-workers; shutdown: end the "
+            "server."
         ),
     ],
     server: Server = DEFAULT_SERVER,
@@ -33,15 +42,27 @@ def control(
     lr: Annotated[float | None, typer.Option(help="Learning rate of the outer optimizer, from the next round.")] = None,
     momentum: Annotated[float | None, typer.Option(help="Its momentum.")] = None,
     num_workers: Annotated[int | None, typer.Option(help="Workers that are expected.")] = None,
+    workers: Annotated[bool, typer.Option("--workers", help="With save: all workers save, not the server.")] = False,
     token_file: TokenFile = None,
     ca_file: CaFile = None,
 ) -> None:
-    """Change a running server: save, evict a worker, set the outer optimizer's rates, shut down."""
-    commands = _commands(action, worker, {"lr": lr, "momentum": momentum}, num_workers)
+    """Change a running server: save, stop all workers, evict one, set the outer optimizer's rates, shut down."""
+    if action in _RELAYED or workers:
+        commands = _relayed(action, lr, momentum, num_workers, worker)
+    else:
+        commands = _commands(action, worker, {"lr": lr, "momentum": momentum}, num_workers)
     with connect(server, token_file, ca_file) as client:
         for name, body in commands:
             for answer in client.control(name, body):
                 print(json.dumps(answer))
+
+
+def _relayed(action: Action, *others: object) -> list[tuple[str, dict[str, Any]]]:
+    if action not in (*_RELAYED, Action.SAVE) or any(one is not None for one in others):
+        raise ConfigError(
+            "--workers belongs to `onstep diloco control save`; stop, save-stop and abort have no option."
+        )
+    return [("command", {"command": action.value})]
 
 
 def _commands(

@@ -22,6 +22,7 @@ from onstep.diloco.codec.formats import encode
 from onstep.diloco.codec.specs import specs_of
 from onstep.diloco.protocol.messages import Beat, Deregister, Heartbeat, Refused, Reply, Request
 from onstep.diloco.protocol.session import RefusedByServerError, ServerLostError
+from onstep.diloco.protocol.settings import warn_of_disagreements
 from onstep.diloco.wire.http import CONTROL, GLOBAL_PARAMS, STATUS
 from onstep.errors import ConfigError, OnstepError, require
 
@@ -123,7 +124,8 @@ class DiLoCoClient:
 
         Args:
             worker_id: unique in the run.
-            info: `hostname`, `sync_every`, `num_fragments` and `step`, all optional.
+            info: `hostname`, `sync_every`, `num_fragments` and `step`, all optional; what else it has, such as
+                `num_gpus` and `gpu_names`, is shown in the status.
             parameters: the worker's own, whose names, shapes and dtypes the server compares with its model's; None
                 assumes that they are the same.
 
@@ -132,11 +134,18 @@ class DiLoCoClient:
             RefusedByServerError: if the server refuses; names the first parameter that differs.
         """
         specs = specs_of(self.get_global_params() if parameters is None else parameters)
-        known = dict(info or {})
-        step, lost_seconds = known.pop("step", 0), self._retry_delay * (2**self._max_retries - 1)
-        member = Membership(self._servers, worker_id, specs, timeout=self.timeout, lost_seconds=lost_seconds, **known)
+        details = dict(info or {})
+        names = ("hostname", "sync_every", "num_fragments")
+        known: dict[str, Any] = {name: details.pop(name) for name in names if name in details}
+        step, lost_seconds = details.pop("step", 0), self._retry_delay * (2**self._max_retries - 1)
+        if details.pop("worker_id", worker_id) != worker_id:
+            raise ConfigError(f"info names another worker_id than {worker_id!r}; leave it out.")
+        options: dict[str, Any] = {"timeout": self.timeout, "lost_seconds": lost_seconds, "details": details, **known}
+        member = Membership(self._servers, worker_id, specs, **options)
         member.session.step = step
-        member.join()
+        settings = member.join().settings
+        codec = None if details.get("bf16_comm") is None else ("bf16" if details["bf16_comm"] else "fp32")
+        warn_of_disagreements(worker_id, settings, known.get("sync_every"), codec, details.get("dylu"))
         newest = [member.fetch(fragment) for fragment in range(len(member.fragments))]
         self._membership, self._submissions, self._results = member, {}, {}
         self._versions = {fragment: version.number for fragment, version in enumerate(newest)}
@@ -176,21 +185,28 @@ class DiLoCoClient:
         return self._submit(self._member(worker_id), [fragment_id], pseudogradients, tokens, steps)
 
     def heartbeat(self, worker_id: str, steps_per_second: float = 0.0) -> dict[str, Any]:
-        """Send a heartbeat; returns `status`, `versions`, `num_registered`, `recommended_sync_every`.
+        """Send a heartbeat; returns `status`, `versions`, `num_registered`, `recommended_sync_every`, and `commands`,
+        those for all workers that this one has not had.
 
         Raises:
             ServerLostError: if no answer comes.
             RefusedByServerError: with status 404 if the server has evicted the worker; its next submission registers it
                 again.
         """
-        reply = self._retried(lambda: self._answer(Heartbeat(worker_id, self._session_id, steps_per_second)))
+        session = None if self._membership is None else self._membership.session
+        number = 0 if session is None else session.command_number
+        beat = Heartbeat(worker_id, self._session_id, steps_per_second, command_number=number)
+        reply = self._retried(lambda: self._answer(beat))
         assert isinstance(reply, Beat)
+        if session is not None:
+            session.note_commands(reply)
         return {
             "status": "ok",
             "versions": list(reply.versions),
             "sync_round": sum(reply.versions),
             "num_registered": reply.num_registered,
             "recommended_sync_every": reply.recommended_sync_every,
+            "commands": [] if session is None else session.take_commands(),
         }
 
     def deregister(self, worker_id: str) -> None:
@@ -223,7 +239,8 @@ class DiLoCoClient:
 
     def control(self, action: str, body: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
         """Send an operator's command to all servers: `save_state`, `kick_worker`, `update_optimizer`,
-        `update_num_workers` or `shutdown`; returns their answers. Raises as above.
+        `update_num_workers`, `command` (what all workers do: `save`, `stop`, `save-stop` or `abort`) or `shutdown`;
+        returns their answers. Raises as above.
         """
         return self._ask_all("POST", f"{CONTROL}/{action}", dict(body or {}))
 

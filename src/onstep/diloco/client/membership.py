@@ -94,7 +94,7 @@ class Membership:
         specs: all trained parameters.
         timeout: seconds that a round may last.
         lost_seconds: after this long without any answer, an operation fails even before its bound.
-        info: `hostname`, `sync_every` and `num_fragments`, all optional.
+        info: `hostname`, `sync_every`, `num_fragments` and `details`, all optional.
     """
 
     def __init__(

@@ -123,6 +123,8 @@ def _joined_beat(replies: Sequence[Beat]) -> Beat:
         versions=_interleaved([reply.versions for reply in replies]),
         num_registered=min(reply.num_registered for reply in replies),
         recommended_sync_every=replies[0].recommended_sync_every,
+        command_number=replies[0].command_number,
+        commands=replies[0].commands,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from onstep.diloco.protocol.messages import (
     Settings,
     Submit,
 )
+from onstep.diloco.protocol.relay import Relay
 from onstep.diloco.protocol.roster import Member, Roster
 from onstep.diloco.protocol.rounds import Closed, Contribution, Rounds
 from onstep.diloco.protocol.settings import STATE_VERSION, check_settings, check_state, misfit
@@ -73,6 +74,7 @@ class Coordinator:
         self.revision = 0
         """Incremented when the roster changes; `state_dict` must then be persisted before the request is answered."""
         self.counts: Counter[str] = Counter()
+        self.relay = Relay()
         self._roster = Roster(settings.num_workers)
         self._rounds = [Rounds(fragment, now) for fragment in range(settings.num_fragments)]
         self._has_assembled = False
@@ -91,6 +93,11 @@ class Coordinator:
     def versions(self) -> tuple[int, ...]:
         """Newest committed version of each fragment."""
         return tuple(rounds.version for rounds in self._rounds)
+
+    @property
+    def workers(self) -> Collection[str]:
+        """Ids of the registered workers."""
+        return self._roster.last_seen.keys()
 
     @property
     def step(self) -> int:
@@ -161,6 +168,11 @@ class Coordinator:
         """Remove a worker as after its heartbeat timeout; whether it was registered."""
         return self._leave(worker_id, "evictions", now)
 
+    def command(self, name: str) -> int:
+        """Give a command to all workers that have joined so far; returns its number."""
+        self.revision += 1
+        return self.relay.add(name)
+
     def set_num_workers(self, num_workers: int, now: float) -> None:
         """Expect another number of workers; the quorum stays.
 
@@ -217,6 +229,7 @@ class Coordinator:
             step=self.step,
             next_sequences=tuple(self._next_sequence(rounds, member) for rounds in self._rounds),
             slot_steps=self._roster.slot_steps[member.slot],
+            command_number=self.relay.number,
         )
 
     def _next_sequence(self, rounds: Rounds, member: Member) -> int:
@@ -288,10 +301,12 @@ class Coordinator:
         if isinstance(member, Refused):
             return member
         self._roster.touch(request.worker_id, now)
-        member.step = request.step
+        member.step, member.command_number = request.step, request.command_number
         if request.steps_per_second > 0:
             self._roster.note_speed(member, request.steps_per_second)
-        return Beat(self.versions, len(self._roster.last_seen), self._recommended(member))
+        recommended, relay = self._recommended(member), self.relay
+        commands = relay.since(request.command_number)
+        return Beat(self.versions, len(self._roster.last_seen), recommended, relay.number, commands)
 
     def _recommended(self, member: Member) -> int | None:
         """Steps per round with which a worker submits together with the others. Source: Liu et al. 2024, section 5."""
@@ -344,6 +359,7 @@ class Coordinator:
             "roster": self._roster.state_dict(),
             "fragments": [rounds.state_dict() for rounds in self._rounds],
             "has_assembled": self._has_assembled,
+            "relay": self.relay.state_dict(),
             "counts": dict(self.counts),
         }
 
@@ -368,12 +384,14 @@ class Coordinator:
             "workers": self._roster.status(now),
             "rounds": [rounds.status(now, self._roster.last_seen.keys()) for rounds in self._rounds],
             "counts": dict(self.counts),
+            "command": {"number": self.relay.number, "name": self.relay.newest},
         }
 
     def _load(self, state: Mapping[str, Any], now: float) -> None:
         check_state(state, self.fingerprint, self.settings.num_fragments)
         self.run_id, self._has_assembled = state["run_id"], state["has_assembled"]
         self._roster.load_state_dict(state["roster"], now)
+        self.relay.load_state_dict(state.get("relay", {}))
         for rounds, saved in zip(self._rounds, state["fragments"], strict=True):
             rounds.load_state_dict(saved, now)
         self.counts = Counter(state["counts"])

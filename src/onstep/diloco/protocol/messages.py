@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Incremented by every incompatible change."""
 
 
@@ -110,6 +110,8 @@ class Register:
     """Number from the answer to an earlier registration, to accept it; 0 to ask."""
     resumes_at: int | None = None
     """First sequence number of fragment 0 after the restored state; None for a worker without one."""
+    details: dict[str, object] = field(default_factory=dict)
+    """What else the worker says of itself, for the status: JSON-safe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,8 @@ class Registered:
     it. (A delayed registration of a process that is dead by now is never followed by a second one.)"""
     slot_steps: int = 0
     """Optimizer steps submitted from this share of the data so far: where its data continues."""
+    command_number: int = 0
+    """Number of the newest command for workers: earlier ones are not for a session that begins now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +225,8 @@ class Heartbeat:
     session: str
     steps_per_second: float = 0.0
     step: int = 0
+    command_number: int = 0
+    """Number of the newest command that this worker has received."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +236,10 @@ class Beat:
     versions: tuple[int, ...]
     num_registered: int
     recommended_sync_every: int | None = None
+    command_number: int = 0
+    """Number of the newest command for workers."""
+    commands: tuple[str, ...] = ()
+    """The newest commands, those that the worker has not received: the last has the number `command_number`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,10 @@ class Member:
     """Slot at that submission."""
     last_end: int = -1
     """Steps of that slot after it."""
+    details: dict[str, object] = field(default_factory=dict)
+    """What the worker says of itself."""
+    command_number: int = 0
+    """Of the newest command that it has received."""
 
     def accepts(self, request: Register) -> bool:
         """Whether a new session may replace this one; if not yet, it gets a new offer."""
@@ -114,7 +118,7 @@ class Roster:
             member.begin_session(request.session, request.step)
         if request.worker_id not in self.last_seen:
             member.slot = self._slot_again(member)
-        member.hostname, member.step = request.hostname, request.step
+        member.hostname, member.step, member.details = request.hostname, request.step, request.details
         self.touch(request.worker_id, now)
         self._find_fastest()
         return member
@@ -208,11 +212,13 @@ class Roster:
 
     def _status_of(self, member: Member, silent_for: float) -> dict[str, object]:
         return {
+            **member.details,
             "hostname": member.hostname,
             "slot": member.slot,
             "step": member.step,
             "steps_per_second": member.steps_per_second,
             "silent_seconds": silent_for,
+            "command_number": member.command_number,
         }
 
     def state_dict(self) -> dict[str, object]:

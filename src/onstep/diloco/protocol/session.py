@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -122,7 +123,7 @@ class WorkerSession:
         fingerprint: of the model.
         clock: seconds that never go back.
         lost_seconds: an operation without any answer for this long fails, even before its bound.
-        hostname: sent at registration, like `sync_every` and `num_fragments`.
+        hostname: sent at registration, like `sync_every`, `num_fragments` and `details`.
         poll_seconds: how long the server may hold one `Await`.
     """
 
@@ -138,6 +139,7 @@ class WorkerSession:
         sync_every: int | None = None,
         num_fragments: int | None = None,
         poll_seconds: float = POLL_SECONDS,
+        details: Mapping[str, object] | None = None,
     ) -> None:
         self.worker_id, self.id = worker_id, session_id
         self.step = 0
@@ -149,7 +151,10 @@ class WorkerSession:
         self.num_rejoins = 0
         self._fingerprint, self._clock, self._lost_seconds = fingerprint, clock, lost_seconds
         self._hostname, self._sync_every, self._num_fragments = hostname, sync_every, num_fragments
-        self._poll_seconds = poll_seconds
+        self._poll_seconds, self._details = poll_seconds, dict(details or {})
+        self.command_number = 0
+        """Of the newest command for workers that this session has received."""
+        self._commands: deque[str] = deque()
         self._run_id: str | None = None
         self._next_sequences: dict[int, int] = {}
         self._is_restored = False
@@ -230,10 +235,28 @@ class WorkerSession:
 
     def beat(self, steps_per_second: float, bound: float) -> Operation[Beat]:
         """Send a heartbeat; registers again if the server does not know this worker. Raises like `join`."""
-        beat = Heartbeat(self.worker_id, self.id, steps_per_second, self.step)
-        reply = (yield from self._ask(lambda: Send(beat), self._clock() + bound)).reply
+
+        def heartbeat() -> Send:
+            return Send(Heartbeat(self.worker_id, self.id, steps_per_second, self.step, self.command_number))
+
+        reply = (yield from self._ask(heartbeat, self._clock() + bound)).reply
         assert isinstance(reply, Beat)
+        self.note_commands(reply)
         return reply
+
+    def note_commands(self, beat: Beat) -> None:
+        """Keep the commands of an answer for `take_commands`."""
+        missing = beat.command_number - self.command_number  # another heartbeat may have brought some meanwhile
+        if missing > 0:
+            self._commands.extend(beat.commands[-missing:])
+            self.command_number = beat.command_number
+
+    def take_commands(self) -> list[str]:
+        """The commands that heartbeats have brought since the last call."""
+        taken = []
+        while self._commands:
+            taken.append(self._commands.popleft())
+        return taken
 
     def can_commit(self, fragment: int, beat: Beat) -> bool:
         """Whether the pending submission is committed, or enough workers are registered to commit it."""
@@ -326,6 +349,7 @@ class WorkerSession:
             num_fragments=self._num_fragments,
             step=self.step,
             offer=offer,
+            details=self._details,
             resumes_at=self._next_sequences.get(0, 0) if self._is_restored and self.registered is None else None,
         )
 
@@ -340,6 +364,7 @@ class WorkerSession:
         self._run_id, self.registered = registered.run_id, registered
         if not is_first:
             return
+        self.command_number = registered.command_number
         known = dict(enumerate(registered.next_sequences))
         if self._is_restored:
             self.superseded = frozenset(one for one in known if known[one] > self._next_sequences.get(one, 0))

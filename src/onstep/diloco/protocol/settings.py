@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -9,6 +10,8 @@ from typing import Any
 
 from onstep.diloco.protocol.messages import PROTOCOL_VERSION, Refused, Register, Settings
 from onstep.errors import ConfigError, require
+
+logger = logging.getLogger(__name__)
 
 STATE_VERSION = 1
 """Of `Coordinator.state_dict`."""
@@ -54,6 +57,26 @@ def misfit(request: Register, fingerprint: str, num_fragments: int) -> Refused |
         error = f"num_fragments must be the server's, {num_fragments}, got {request.num_fragments}; omit it"
         return Refused(422, error, {"kind": "settings"})
     return None
+
+
+def warn_of_disagreements(
+    worker_id: str, settings: Settings, sync_every: int | None, codec: str | None, dylu: bool | None
+) -> None:
+    """Warn a worker that asks for other values than the server's; None is the server's value."""
+    found = []
+    if sync_every not in (None, settings.sync_every):
+        found.append(
+            f"this worker submits every {sync_every} steps, the others every {settings.sync_every} (sync_every, "
+            f"--sync-every): a round then waits for the slowest; give them the server's number, or drop it"
+        )
+    if codec not in (None, "auto", settings.codec):
+        found.append(f"this worker submits {codec} where the server's codec is {settings.codec} (bf16_comm, codec)")
+    if dylu and not settings.dylu:
+        found.append("dylu=True has no effect, as the server does not recommend numbers of steps; start it with --dylu")
+    elif dylu is False and settings.dylu:
+        found.append("dylu=False: this worker ignores the recommended numbers of steps, which the others follow")
+    for line in found:
+        logger.warning("%s: %s", worker_id, line)
 
 
 def check_state(state: Mapping[str, Any], fingerprint: str, num_fragments: int) -> None:

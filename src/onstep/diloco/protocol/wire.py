@@ -19,7 +19,9 @@ MAX_NUMBER = 2**53
 MAX_ITEMS = 100_000
 """Elements of a list or object: contributors, fragments."""
 LOWEST: Mapping[str, int] = {
-    **dict.fromkeys(("sequence", "fragment", "base_version", "steps", "step", "version", "have_version"), 0),
+    **dict.fromkeys(
+        ("sequence", "fragment", "base_version", "steps", "step", "version", "have_version", "command_number"), 0
+    ),
     **dict.fromkeys(("wait", "steps_per_second", "resumes_at"), 0),
     **dict.fromkeys(("tokens", "sync_every", "num_fragments"), 1),
 }

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from onstep.diloco.outer import set_rate
 from onstep.diloco.protocol.messages import PROTOCOL_VERSION, Settings
+from onstep.diloco.protocol.relay import relayed_command
 from onstep.diloco.server.served_run import ServedRun
 
 
@@ -84,6 +85,10 @@ class Operator:
             "pid": os.getpid(),
         }
 
+    def workers(self) -> list[str]:
+        """The registered workers."""
+        return list(self._run.coordinator.workers)
+
     def rates(self) -> dict[str, float | None]:
         """Learning rate and momentum of the outer optimizer."""
         group = self._run.fragments[0].optimizer.param_groups[0]
@@ -114,6 +119,12 @@ class Operator:
         found = bool(self._run.change(lambda coordinator, now: coordinator.evict(worker_id, now)))
         await self._run.save_change()
         return found
+
+    async def command(self, name: str) -> int:
+        """Give a command to all workers, durably; returns its number. Each gets it with its next heartbeat."""
+        number = int(self._run.change(lambda coordinator, now: coordinator.command(relayed_command(name))))
+        await self._run.save_change()
+        return number
 
     async def save_state(self) -> int:
         """Write the weights for other programs; returns the number of rounds in them."""

@@ -42,21 +42,27 @@ class HeartbeatThread:
 
     def _run(self) -> None:
         try:
-            while not self._stopped.wait(self._interval):
+            has_news = False
+            while not self._stopped.wait(0.0 if has_news else self._interval):
                 pace = self._pace()
                 if pace is None:
                     self._member.leave()
                     return
+                has_news = False
                 if pace.seconds_since_step() < self._idle_seconds and self._training_thread.is_alive():
-                    self._beat(pace.steps_per_second())
+                    has_news = self._beat(pace.steps_per_second())
                 del pace
         except MembershipClosedError:
             return
         except RefusedByServerError as error:
             self.error = error
 
-    def _beat(self, steps_per_second: float) -> None:
+    def _beat(self, steps_per_second: float) -> bool:
+        """Send one; whether it brought commands, whose receipt the server learns by another."""
         try:
-            self.recommended_sync_every = self._member.beat(steps_per_second, self._interval).recommended_sync_every
+            beat = self._member.beat(steps_per_second, self._interval)
         except ServerLostError as error:
             logger.info("no answer to a heartbeat: %s", error)
+            return False
+        self.recommended_sync_every = beat.recommended_sync_every
+        return bool(beat.commands)

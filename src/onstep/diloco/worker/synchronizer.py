@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -15,6 +16,8 @@ from onstep.diloco.worker.heartbeat import HeartbeatThread
 from onstep.diloco.worker.parameters import Parameters
 from onstep.diloco.worker.ranks import on_main
 from onstep.distributed.world import World
+
+logger = logging.getLogger(__name__)
 
 
 class Synchronizer:
@@ -56,6 +59,23 @@ class Synchronizer:
     def fragments(self) -> range:
         """Indices of all fragments."""
         return range(len(self.names))
+
+    def resume(self, loaded: Mapping[str, Any] | None) -> None:
+        """Give the model the server's versions, except where a restored model is at them already.
+
+        Args:
+            loaded: the state of the worker in a checkpoint.
+        """
+        state, mine = (None, []) if loaded is None else (loaded.get("exchange"), loaded["since_base"])
+        # of rank 0, as a rank that the job did not have before has no state, and all ranks must exchange together
+        local_step, steps = self.world.share(
+            (0 if loaded is None else loaded["local_step"], [one["steps"] for one in mine])
+        )
+        tokens = [one["tokens"] for one in mine] or [0.0] * len(steps)
+        if self.restore(state, list(map(Amount, tokens, steps))):
+            self.cycle.step = min(local_step, self.cycle.length - 1)
+        elif local_step:
+            logger.warning("the run is past this checkpoint: %d local steps of this worker are discarded", local_step)
 
     def restore(self, state: Mapping[str, Any] | None, amounts: list[Amount]) -> bool:
         """Give the model the server's versions, but not of fragments whose restored progress still counts.

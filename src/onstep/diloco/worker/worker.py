@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from onstep.diloco.client.membership import Membership
 from onstep.diloco.client.servers import Servers
-from onstep.diloco.progress import Amount
 from onstep.diloco.protocol.messages import Registered, Settings
+from onstep.diloco.protocol.settings import warn_of_disagreements
 from onstep.diloco.worker.exchange import Exchange
 from onstep.diloco.worker.heartbeat import HeartbeatThread
 from onstep.diloco.worker.metrics import SyncMetrics
@@ -182,8 +182,11 @@ class DiLoCoWorker:
 
     def _begin(self, world: World, parameters: Parameters, exchange: Exchange | None) -> Synchronizer:
         registered = on_main(world, exchange, Exchange.join)
+        if world.is_main:
+            warn_of_disagreements(self.worker_id, registered.settings, self._sync_every, self._codec, self._dylu)
         synchronizer = Synchronizer(world, parameters, exchange, registered, self._sync_every)
-        self._restore(synchronizer)
+        loaded, self._loaded = self._loaded, None
+        synchronizer.resume(loaded)
         if exchange is not None and self._heartbeat_interval > 0:
             interval = self._interval_for(registered.settings.heartbeat_timeout)
             synchronizer.heartbeat = HeartbeatThread(exchange.member, interval, self._pace)
@@ -195,21 +198,6 @@ class DiLoCoWorker:
         if self._heartbeat_interval > longest:
             logger.info("heartbeats every %g s: the server evicts a worker after %g s of silence", longest, timeout)
         return min(self._heartbeat_interval, longest)
-
-    def _restore(self, synchronizer: Synchronizer) -> None:
-        """Give the model the server's versions, except where a restored model is at them already."""
-        loaded, self._loaded = self._loaded, None
-        state, mine = (None, []) if loaded is None else (loaded.get("exchange"), loaded["since_base"])
-        # of rank 0, as a rank that the job did not have before has no state, and all ranks must exchange together
-        local_step, steps = synchronizer.world.share(
-            (0 if loaded is None else loaded["local_step"], [one["steps"] for one in mine])
-        )
-        tokens = [one["tokens"] for one in mine] or [0.0] * len(steps)
-        cycle = synchronizer.cycle
-        if synchronizer.restore(state, list(map(Amount, tokens, steps))):
-            cycle.step = min(local_step, cycle.length - 1)
-        elif local_step:
-            logger.warning("the run is past this checkpoint: %d local steps of this worker are discarded", local_step)
 
     def end_step(self, tokens: Tensor | float | None = None) -> None:
         """Count an optimizer step; exchange the fragments that are due after it. Collective.
@@ -254,15 +242,29 @@ class DiLoCoWorker:
     def _is_dynamic(self, settings: Settings) -> bool:
         return settings.dylu if self._dylu is None else self._dylu and settings.dylu
 
+    def take_commands(self) -> list[str]:
+        """On rank 0, the commands for workers that the server has relayed since the last call; heartbeats bring them.
+
+        They are `save_checkpoint`, `graceful_stop`, `save_and_stop` and `abort`, as in `onstep control`.
+        """
+        exchange = self._started().exchange
+        return [] if exchange is None else exchange.member.session.take_commands()
+
     def force_sync(self) -> None:
-        """Exchange all fragments that have a new step now, and wait. Collective.
+        """Exchange all fragments that have a new step now, wait, and begin the next cycle. Collective.
+
+        It counts in `sync_count`, unless there is no new step.
 
         Raises:
             RuntimeError: if it is not active.
         """
         synchronizer = self._started()
+        has_steps = any(map(synchronizer.progress.has_steps, synchronizer.fragments))
         synchronizer.exchange_due(synchronizer.fragments, 0.0)
         synchronizer.merge_arrived(wait=True)
+        if has_steps:
+            synchronizer.cycle.begin(synchronizer.cycle.length)
+            self.metrics.sync_count += 1
 
     def finish(self) -> None:
         """Submit the steps since the last submission, and continue from the result: training is over. Collective.

@@ -24,6 +24,7 @@ class ControlRoutes:
             "kick_worker": self._kick_worker,
             "update_optimizer": self._update_optimizer,
             "update_num_workers": self._update_num_workers,
+            "command": self._command,
             "shutdown": self._shutdown,
         }
         """What obeys a command, by name."""
@@ -79,6 +80,13 @@ class ControlRoutes:
             raise RefusedError(400, "num_workers must be given.")
         await self._operator.set_num_workers(number)
         return {"num_workers": number}
+
+    async def _command(self, body: dict[str, Any]) -> dict[str, Any]:
+        name = _of(body, "command", str)
+        if name is None:
+            raise RefusedError(400, "command must be given.")
+        number = await self._operator.command(name)
+        return {"command": name, "number": number, "workers": self._operator.workers()}
 
     async def _shutdown(self, body: dict[str, Any]) -> dict[str, Any]:
         self._operator.shut_down()

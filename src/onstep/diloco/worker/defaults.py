@@ -1,0 +1,46 @@
+"""Reads what a worker asks for from the environment, and holds the defaults, which yield to the server's values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from onstep.diloco.protocol.messages import Settings
+from onstep.errors import ConfigError
+
+DEFAULTS: dict[str, Any] = {"sync_every": 500, "bf16_comm": True, "dylu": False, "num_fragments": 1}
+"""Values of a worker that was given nothing; a server's own values win over these."""
+_TRUE = ("1", "true", "yes")
+Number = TypeVar("Number", int, float)
+
+
+def number_from_environment(name: str, kind: type[Number]) -> Number | None:
+    """A number of the environment; None if it is not set.
+
+    Raises:
+        ConfigError: for anything but a number.
+    """
+    text = os.environ.get(name)
+    try:
+        return kind(text) if text else None
+    except ValueError:
+        raise ConfigError(f"${name} must be a number, got {text!r}; unset it for the default.") from None
+
+
+def flag_from_environment(name: str) -> bool | None:
+    """A switch of the environment; None if it is not set."""
+    text = os.environ.get(name)
+    return None if text is None else text.strip().lower() in _TRUE
+
+
+def decided_by_server(settings: Settings, asked: Mapping[str, Any]) -> str | None:
+    """A line about the server's values that are not the defaults, of those that the worker does not ask for."""
+    found = {name: getattr(settings, name) for name in ("sync_every", "dylu", "num_fragments")}
+    found["bf16_comm"] = settings.codec == "bf16"
+    decided = [name for name in DEFAULTS if asked[name] is None and found[name] != DEFAULTS[name]]
+    if not decided:
+        return None
+    shown = {**{name: f"{name}={value}" for name, value in found.items()}, "bf16_comm": f"codec={settings.codec}"}
+    ours = ", ".join(f"{name}={DEFAULTS[name]}" for name in decided)
+    return f"the server decides {', '.join(shown[name] for name in decided)} (by default {ours})"

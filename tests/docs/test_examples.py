@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 import textwrap
@@ -26,6 +27,8 @@ FENCE = re.compile(
 )
 
 
+NEEDS = {"lightning.md": "lightning"}
+"""Packages that the examples of a page import, and that the development environment lacks; `make brought` has them."""
 GENERATED = re.compile(r"^<!-- generated: .*?^<!-- end of generated part -->$", re.MULTILINE | re.DOTALL)
 """What `docs/generate.py` wrote, such as the loop: shown, not an example."""
 
@@ -86,6 +89,9 @@ def commands() -> list[Any]:
 @pytest.mark.parametrize("page", [page for page in PAGES[1:] if blocks(page, "python")], ids=lambda p: p.name)
 def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, empty_dir: Path) -> None:
     """Of the README, each example runs by itself."""
+    needed = NEEDS.get(page.name)
+    if needed is not None and importlib.util.find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed")
     namespace: dict[str, Any] = {"__name__": "__main__"}
     torch.manual_seed(0)
     for block in blocks(page, "python", *(["bash"] if page == HOW_DO_I else [])):

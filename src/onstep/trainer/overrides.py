@@ -206,8 +206,13 @@ def check_overrides(trainer: object) -> None:
 def _owns(kind: type, name: str) -> bool:
     """Whether the method of a class is not Onstep's: of a user's class, or assigned to a class of Onstep's."""
     owner = next((one for one in kind.__mro__ if name in vars(one)), None)
-    if owner is None or not owner.__module__.startswith("onstep."):
+    if owner is None or not _is_of_the_trainer(owner.__module__):
         return owner is not None
     method = vars(owner)[name]
     home = method.__globals__.get("__name__") if isinstance(method, FunctionType) else None
-    return home is not None and not str(home).startswith("onstep.")
+    return home is not None and not _is_of_the_trainer(str(home))
+
+
+def _is_of_the_trainer(module: str) -> bool:
+    """Whether a module is Onstep's; its adapters for other libraries override methods as a user does."""
+    return module.startswith("onstep.") and not module.startswith("onstep.integrations.")

@@ -172,7 +172,8 @@ def _users_callbacks(trainer: TrainerMethods, given: Sequence[object]) -> list[o
 
 
 def _reports(callback: object) -> bool:
-    return type(callback).__module__.startswith(("onstep.", "transformers.integrations"))
+    module = type(callback).__module__
+    return module.startswith(("onstep.", "transformers.integrations")) and not module.startswith("onstep.integrations.")
 
 
 @contextmanager

@@ -43,6 +43,8 @@ _LEARNING = (
     "get_optimizer_cls_and_kwargs",
 )
 """Methods whose overrides determine what is learned. Those that evaluate, report or save do not."""
+_OF_A_MODEL = ("forward", "training_step", "configure_optimizers")
+"""Methods of a model that determine what is learned; the last two are those of a LightningModule."""
 ARCHITECTURE = "the architecture"
 """Entry of the weights: how the model is built."""
 _ROWS = 4096
@@ -129,7 +131,7 @@ def _code(trainer: BaseTrainer) -> dict[str, object]:
         values["data_collator"] = (collator, plain)
     if model is not None:
         for cls in dict.fromkeys(type(module) for module in model.modules()):
-            values |= reachable(cls, ("forward",))
+            values |= reachable(cls, _OF_A_MODEL)
         values["model.forward"] = vars(model).get("forward")
     return {name: value for name, value in values.items() if value is not None}
 

@@ -36,6 +36,7 @@ from onstep.events import EVENTS, Callback, TrainerCallback
 from onstep.events.events import Event
 from onstep.exchange.names import KEPT, NAMES
 from onstep.trackers import TRACKERS, tracker_class
+from onstep.trainer.overrides import METHODS
 from onstep.training import loop
 from onstep.training.feature import HOOKS, Feature
 
@@ -162,6 +163,26 @@ def refused_table() -> str:
         (f"`{field.name}`", f"`{_default(field)}`", _prose(REASONS.get(field.name, ""))) for field in reserved_fields()
     ]
     return _table(("Argument", "Accepted value", "Why, or what instead"), rows)
+
+
+def called_overrides() -> str:
+    """When each overridden method of a Trainer is called."""
+    when: dict[str, list[str]] = {}
+    for name, method in METHODS.items():
+        if method.called:
+            when.setdefault(method.called, []).append(f"`{name}`")
+    return _table(("Called", "Override of"), [(moment, ", ".join(names)) for moment, names in when.items()])
+
+
+def refused_overrides() -> str:
+    """Which overridden methods of a Trainer are refused in which training, and those that no training needs."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name, method in METHODS.items():
+        if not method.called:
+            row = (method.refused, method.instead) if method.refused else ("never", f"nothing: {method.unneeded}")
+            rows.setdefault(row, []).append(f"`{name}`")
+    cells = [(", ".join(names), when, instead) for (when, instead), names in rows.items()]
+    return _table(("Override of", "Refused", "Instead"), cells)
 
 
 def tracker_table() -> str:
@@ -292,6 +313,8 @@ def _recipes_of_bridge() -> dict[str, dict[str, Any]]:
 
 GENERATED: dict[str, Callable[[], str]] = {
     "readme": readme,
+    "called overrides": called_overrides,
+    "refused overrides": refused_overrides,
     "events": events_table,
     "loop": loop_source,
     "features": feature_table,

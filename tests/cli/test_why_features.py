@@ -13,6 +13,7 @@ from onstep.cli.why_features import PARTS, Row, feature_lines, wishes
 from onstep.config import ConfigContainer, apply_overrides, resolve
 from onstep.events import CallbackContext
 from onstep.trainer.feature import TrainerFeature
+from onstep.trainer.loop_methods import LoopMethods
 from onstep.training.features import FEATURES, TRAINING
 from tests.support.forked_processes import Processes
 from tests.support.shell import Shell
@@ -40,8 +41,9 @@ def test_the_command_lists_every_feature_in_the_order_of_the_table(processes: Pr
 
 def test_the_parts_are_the_whole_table() -> None:
     kinds = [kind for kinds, _ in PARTS.values() for kind in kinds]
-    assert kinds == [*FEATURES[: kinds.index(TrainerFeature)], TrainerFeature, *TRAINING]
-    assert [kind for kind in kinds if kind is not TrainerFeature] == list(FEATURES)
+    of_trainer = [TrainerFeature, LoopMethods]
+    assert kinds == [*FEATURES[: kinds.index(TrainerFeature)], *of_trainer, *TRAINING]
+    assert [kind for kind in kinds if kind not in of_trainer] == list(FEATURES)
 
 
 def test_a_row_says_what_its_class_overrides() -> None:

@@ -63,8 +63,8 @@ def test_methods_are_honoured_refused_or_never_called_and_ones_own_are_no_overri
         "class Mine(Trainer):\n"
         "    def __init__(self, *args): super().__init__(*args)\n"
         "    def training_step(self, model, inputs): ...\n"
-        "    def _inner_training_loop(self): ...\n"
-        "    def _hp_search_setup(self, trial): ...\n"
+        "    def _run_epoch(self): ...\n"
+        "    def _tune_save_checkpoint(self, checkpoint_dir): ...\n"
         "    async def evaluate(self): ...\n"
         "    def my_own(self): ...\n"
         "    if True:\n"
@@ -72,15 +72,15 @@ def test_methods_are_honoured_refused_or_never_called_and_ones_own_are_no_overri
     )
     assert overrides_of(found) == {
         "Mine.training_step": "honoured",
-        "Mine._inner_training_loop": "refused",
-        "Mine._hp_search_setup": "never",
+        "Mine._run_epoch": "refused",
+        "Mine._tune_save_checkpoint": "never",
         "Mine.evaluate": "honoured",
         "Mine.log": "honoured",
     }
     rows = {row.name: row for row in found.overrides}
-    assert rows["_inner_training_loop"].when
-    assert "training_step" in rows["_inner_training_loop"].instead
-    assert rows["_inner_training_loop"].line == 5
+    assert rows["_run_epoch"].when
+    assert "training_step" in rows["_run_epoch"].instead
+    assert rows["_run_epoch"].line == 5
 
 
 def test_a_mixin_counts_once_with_the_class_that_uses_it(explain: Explain) -> None:
@@ -99,7 +99,7 @@ def test_functions_assigned_to_an_object_or_a_class_are_overrides(explain: Expla
         "import transformers\n"
         "from transformers import Trainer, TrainingArguments\n"
         "def no_clipping(*args): ...\n"
-        "Trainer._clip_grad_norm = no_clipping\n"
+        "Trainer._run_epoch = no_clipping\n"
         "setattr(transformers.Trainer, 'create_scheduler', no_clipping)\n"
         "transformers.trainer.get_model_param_count = no_clipping\n"
         "def main():\n"
@@ -113,7 +113,7 @@ def test_functions_assigned_to_an_object_or_a_class_are_overrides(explain: Expla
         found
     ) == {"__main__.create_optimizer": "honoured", "Mine._save": "honoured"}
     assert [(row.name, row.outcome) for row in found.assigned] == [
-        ("Trainer._clip_grad_norm", "refused"),
+        ("Trainer._run_epoch", "refused"),
         ("Trainer.create_scheduler", "honoured"),
         ("transformers.trainer.get_model_param_count", "never"),
     ]

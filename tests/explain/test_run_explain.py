@@ -17,7 +17,7 @@ from library import Base
 raise SystemExit("the script was run")
 class Mine(Base):
     def compute_loss(self, model, inputs): return self.args.seed
-    def _inner_training_loop(self): ...
+    def _run_epoch(self): ...
 args: TrainingArguments
 """
 LIBRARY = """
@@ -41,8 +41,8 @@ def test_the_report_lists_each_class_with_its_overrides(script: Path, capsys: py
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines)
     assert "transformers.trainer: Trainer" in text
-    assert "Mine (script.py:5), a Trainer\n  honoured      compute_loss: for a micro-batch (line 6)" in text
-    assert "  refused       _inner_training_loop: in every training: override training_step" in text
+    assert "Mine (script.py:5), a Trainer\n  honoured      compute_loss: for each micro-batch (line 6)" in text
+    assert "  refused       _run_epoch: in every training: override training_step" in text
     assert "library.Base (library.py:3), a Trainer\n  1 of 2 overrides honoured\n" in text
     assert text.endswith(
         "In all: 2 of 4 overrides honoured, 2 refused, 0 never called, 0 missing; 2 of 2\n"
@@ -55,7 +55,7 @@ def test_json_has_every_row(script: Path, capsys: pytest.CaptureFixture[str]) ->
     found = json.loads(capsys.readouterr().out)
     assert {row["name"]: row["outcome"] for row in found["overrides"]} == {
         "compute_loss": "honoured",
-        "_inner_training_loop": "refused",
+        "_run_epoch": "refused",
         "evaluate": "honoured",
         "_rotate_checkpoints": "refused",
     }

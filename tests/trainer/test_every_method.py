@@ -75,7 +75,12 @@ class RefusedCall:
     remedy: str
 
 
-Row = Changes | Called | ForScripts | Refused | RefusedCall | Unneeded
+@dataclass(frozen=True)
+class Continued:
+    """A run that continues from a checkpoint calls the override, which calls `super()`; another one does not."""
+
+
+Row = Continued | Changes | Called | ForScripts | Refused | RefusedCall | Unneeded
 
 
 def _doubled(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -190,6 +195,27 @@ def _doubled_prediction(original: Any, trainer: Any, *args: Any, **kwargs: Any) 
     return 2 * loss, logits, labels
 
 
+def _negated_samples(original: Any, trainer: Any, iterator: Any, num_batches: int, device: Any) -> Any:
+    samples, num_items = original(iterator, num_batches, device)
+    return [{key: -value for key, value in one.items()} for one in samples], num_items
+
+
+def _in_another_context(original: Any, trainer: Any, model: Any, inputs: Any) -> Any:
+    context, inputs = original(model, inputs)
+    return context, {key: -value for key, value in inputs.items()}
+
+
+def _clipped_to_nothing(original: Any, trainer: Any, model: Any) -> Any:
+    norm = original(model)
+    for parameter in model.parameters():
+        parameter.grad.zero_()
+    return norm
+
+
+def _counted_as_seven(original: Any, trainer: Any, inputs: Any) -> None:
+    trainer.state.num_input_tokens_seen += 7
+
+
 def _has_group(trainer: Any) -> bool:
     weight = next(trainer.model.parameters())
     groups = trainer.get_optimizer_group()
@@ -212,8 +238,6 @@ SAVES = {"save_strategy": "steps", "save_steps": 3}
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 3}
 BEST = {**SAVES, **EVALUATES, "load_best_model_at_end": True, "save_total_limit": 1}
 
-_LOAD = "on_checkpoint_load"
-_STATES = "save_only_model=True"
 _UPLOAD = "hf upload"
 
 METHODS: dict[str, Row] = {
@@ -228,8 +252,8 @@ METHODS: dict[str, Row] = {
     "_remove_unused_columns": Changes("order", _negated_table, {"rows": table_of_rows()}),
     "_set_signature_columns_if_needed": Called(),
     "num_examples": Called(),
-    "get_total_train_batch_size": Refused("per_device_train_batch_size"),
-    "get_batch_samples": Refused("get_train_dataloader"),
+    "get_total_train_batch_size": Changes("sizes", lambda original, trainer, args: 77),
+    "get_batch_samples": Changes("order", _negated_samples),
     # optimizer and schedule
     "create_optimizer": Changes("optimizer", _plain_sgd),
     "create_scheduler": Changes("rates", _constant),
@@ -239,7 +263,7 @@ METHODS: dict[str, Row] = {
     "get_learning_rates": ForScripts(lambda trainer: trainer.get_learning_rates() == [0.0, 0.0]),
     "get_num_trainable_parameters": ForScripts(lambda trainer: trainer.get_num_trainable_parameters() == 4),
     "get_optimizer_group": ForScripts(_has_group),
-    "_get_learning_rate": Refused("on_log"),
+    "_get_learning_rate": Changes("rates", lambda original, trainer: 7.0),
     # the model
     "call_model_init": Changes("losses", lambda original, trainer: Regression(seed=1), {"model_init": NotedRegression}),
     "create_accelerator_and_postprocess": Called(),
@@ -254,12 +278,12 @@ METHODS: dict[str, Row] = {
     "_prepare_input": Changes("order", _negated_tensor),
     "_prepare_inputs": Changes("order", _negated),
     "_get_num_items_in_batch": Changes("losses", lambda original, trainer, *args: torch.tensor(1000), {"tokens": True}),
-    "_clip_grad_norm": Refused("on_pre_optimizer_step"),
-    "_get_grad_norm": Refused("on_pre_optimizer_step"),
-    "_inner_training_loop": Refused("training_step"),
+    "_clip_grad_norm": Changes("losses", _clipped_to_nothing),
+    "_get_grad_norm": Changes("norms", lambda original, trainer, model, grad_norm=None: 7.0),
+    "_inner_training_loop": Changes("files", _marked),
     "_run_epoch": Refused("training_step"),
-    "_maybe_log_save_evaluate": Refused("override log"),
-    "_track_num_input_tokens": Refused("include_num_input_tokens_seen"),
+    "_maybe_log_save_evaluate": Changes("names", lambda original, trainer, *args, **kwargs: None),
+    "_track_num_input_tokens": Changes("input_tokens", _counted_as_seven),
     **dict.fromkeys(
         (
             "_defer_fsdp_gradient_reduction",
@@ -269,16 +293,14 @@ METHODS: dict[str, Row] = {
         ),
         Unneeded(),
     ),
-    "_finalize_training": Refused("on_train_end"),
+    "_finalize_training": Changes("files", _marked),
     "_init_training_state": Refused("on_train_begin"),
     "_prepare_for_training": Refused("create_optimizer"),
-    "_validate_args": Refused("__init__"),
+    "_validate_args": Called(),
     "set_initial_training_values": Refused("max_steps"),
-    "_prepare_context_parallel_inputs": ForScripts(
-        lambda trainer: trainer._prepare_context_parallel_inputs(None, {"x": 1})[1] == {"x": 1}
-    ),
-    "_build_accelerator_args": Refused("TrainingArguments"),
-    "_update_auto_batch_size": Refused("auto_find_batch_size"),
+    "_prepare_context_parallel_inputs": Changes("order", _in_another_context),
+    "_build_accelerator_args": Called(),
+    "_update_auto_batch_size": Called({"auto_find_batch_size": True}),
     # evaluation
     "evaluate": Changes("best", _perfect, BEST),
     "_evaluate": Changes("evaluated_steps", lambda original, trainer, *args, **kwargs: {}, EVALUATES),
@@ -291,19 +313,19 @@ METHODS: dict[str, Row] = {
     "_save": Changes("files", _marked, SAVES),
     "_save_checkpoint": Changes("files", _marked, SAVES),
     "save_state": ForScripts(_leaves("trainer_state.json", lambda trainer: trainer.save_state())),
-    "_get_output_dir": Refused("output_dir"),
-    **dict.fromkeys(("_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler"), Refused(_STATES)),
+    "_get_output_dir": Called(SAVES),
+    **dict.fromkeys(("_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler"), Called(SAVES)),
+    "_load_best_model": Called(BEST),
     **dict.fromkeys(
         (
             "_issue_warnings_after_load",
-            "_load_best_model",
             "_load_callback_state",
             "_load_from_checkpoint",
             "_load_optimizer_and_scheduler",
             "_load_rng_state",
             "_load_scaler",
         ),
-        Refused(_LOAD),
+        Continued(),
     ),
     # reports
     "log": Changes("names", _noted),
@@ -330,8 +352,11 @@ METHODS: dict[str, Row] = {
     "init_hf_repo": RefusedCall(lambda trainer: trainer.init_hf_repo(), "create_repo"),
     "push_to_hub": RefusedCall(lambda trainer: trainer.push_to_hub(), _UPLOAD),
     "hyperparameter_search": RefusedCall(lambda trainer: trainer.hyperparameter_search(), "create a Trainer"),
-    **dict.fromkeys(("_push_from_checkpoint", "_finish_current_push"), Unneeded()),
-    **dict.fromkeys(("_hp_search_setup", "_report_to_hp_search", "_tune_save_checkpoint"), Unneeded()),
+    "_push_from_checkpoint": Unneeded(),
+    "_finish_current_push": Called(),
+    "_hp_search_setup": Called(),
+    "_report_to_hp_search": Called(EVALUATES),
+    "_tune_save_checkpoint": Unneeded(),
 }
 
 
@@ -414,6 +439,16 @@ def test_an_override_has_its_effect_or_is_refused(
             assert not (tmp_path / "run").exists()
             if options:
                 observe(tmp_path / "otherwise", cls)
+        case Continued():
+            cls = subclass(name, unchanged, calls)
+            options = {**SAVES, "max_steps": 6}
+            observe(tmp_path, cls, **options)
+            assert not calls
+            rows, checkpoint = regression_rows(12), str(tmp_path / "out/checkpoint-3")
+            trainer = cls(NotedRegression(), arguments(tmp_path, **options), train_dataset=rows)
+            trainer.train(resume_from_checkpoint=checkpoint)
+            assert calls
+            assert trainer.state.global_step == 6
         case Unneeded():
             observe(tmp_path, subclass(name, unchanged, calls))
             assert not calls

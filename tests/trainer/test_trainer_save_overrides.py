@@ -153,13 +153,6 @@ def test_save_writes_the_weights_that_it_is_given(tmp_path: Path) -> None:
     torch.testing.assert_close(again.state_dict(), weights)
 
 
-@pytest.mark.parametrize("name", ["_save_optimizer_and_scheduler", "_save_rng_state", "_rotate_checkpoints"])
-def test_parts_of_a_save_are_refused_with_a_remedy(tmp_path: Path, name: str) -> None:
-    cls: Any = type("Mine", (Trainer,), {name: lambda self, *args: None})
-    with pytest.raises(ConfigError, match=rf"{name}: set save_(only_model|total_limit)"):
-        cls(Regression(), arguments(tmp_path), train_dataset=regression_rows(4))
-
-
 def tokenizer(**special: str) -> Any:
     words = ["<pad>", "<end>", "<turn>", "<start>", *(f"w{n}" for n in range(19))]
     inner = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<pad>"))

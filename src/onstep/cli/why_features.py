@@ -13,6 +13,7 @@ from onstep.analysis.text_tables import printable
 from onstep.cli.device_waits import DEVICE_WAITS
 from onstep.config import ConfigContainer
 from onstep.trainer.feature import TrainerFeature
+from onstep.trainer.loop_methods import LoopMethods
 from onstep.training import GlobalState
 from onstep.training.feature import HOOKS, Feature
 from onstep.training.features import RUN, SECTIONS, SETUP, TRAINING
@@ -24,7 +25,7 @@ PARTS: dict[str, tuple[Sequence[type[Feature[Any]]], str]] = {
     "SETUP": (SETUP, "opened by pretrain() and Trainer before the process group"),
     "RUN": (RUN, "opened by pretrain() and Trainer before the model is built, else by train()"),
     "SECTIONS": (SECTIONS, "opened by pretrain() and Trainer once the checkpoints are known"),
-    "TRAINER": ((TrainerFeature,), "opened by Trainer once it has placed the model"),
+    "TRAINER": ((TrainerFeature, LoopMethods), "opened by Trainer once it has placed the model"),
     "TRAINING": (TRAINING, "opened by train()"),
 }
 """The sections of `FEATURES` and the feature of `Trainer`, in order, and when each is opened."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 from weakref import ref
@@ -154,6 +155,9 @@ class BaseTrainer:
         if self.fused_loss is not None and (compute_loss_func is not None or self.label_smoother is not None):
             other = "label_smoothing_factor" if compute_loss_func is None else "compute_loss_func"
             raise ConfigError(f"fused_loss_factory and {other} both define the loss; pass one of them.")
+        self.has_fired_on_save = False
+        """Whether an override has saved a checkpoint, which fires `on_save`, and may now fire it itself."""
+        self._validate_args()
         self.library_attributes = frozenset(vars(self)) - before
         """Names of the attributes that are not a user's own."""
         methods: Any = self
@@ -167,6 +171,9 @@ class BaseTrainer:
     @tokenizer.setter
     def tokenizer(self, tokenizer: object) -> None:
         self.processing_class = tokenizer
+
+    def _validate_args(self) -> None:
+        """Called at the end of the constructor; the checks of the arguments are made without it."""
 
     def compute_loss(
         self,
@@ -200,6 +207,12 @@ class BaseTrainer:
         if self._known_function[0] is not function:
             self._known_function = function, accepts_num_items(function)
         return self._known_function[1]
+
+    def _prepare_context_parallel_inputs(
+        self, model: nn.Module, inputs: Batch
+    ) -> tuple[Callable[[], AbstractContextManager[object]], Batch]:
+        """What makes the context of a micro-batch's passes, and its inputs: sequences are not split here."""
+        return nullcontext, inputs
 
     def is_local_process_zero(self) -> bool:
         """Whether this is the first rank of its machine."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,8 @@ class Session:
     scheduler: UserScheduler | None = None
     train_data: Any = None
     trains: bool = False
+    build: Callable[[], None] | None = None
+    """Builds what a training needs beside the model: the optimizer, the scheduler, the data."""
     ignore_keys: list[str] | None = None
     """The outputs that evaluations of a training do not keep as predictions."""
     compiled: ExitStack = field(default_factory=ExitStack)

@@ -312,6 +312,17 @@ class TrainerCallbackHandler(CallbackHandler):
         """
         return pop_default(self._of, callback) or super().pop_callback(callback)
 
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: Returned, *given: object, **kwargs: object
+    ) -> Returned:
+        """As in `CallbackHandler`, unless a checkpoint that an override has just saved fired it."""
+        if self._of.has_fired_on_save:
+            self._of.has_fired_on_save = False
+            control.should_save = False  # type: ignore[attr-defined]
+            return control
+        fired: Returned = super().on_save(args, state, control, *given, **kwargs)  # type: ignore[misc]
+        return fired
+
     @property
     def _run(self) -> object:
         return self._of.global_state

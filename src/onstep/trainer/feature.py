@@ -14,8 +14,10 @@ from onstep.config import TrainingArguments
 from onstep.config.hf.argument import LOG_LEVELS
 from onstep.metrics.memory_peaks import MemoryPeaks
 from onstep.optim import RecallsRates
+from onstep.trainer.loads import Load, by_methods
+from onstep.trainer.methods.state_files import READERS, STATE_METHODS
 from onstep.trainer.output_dir.files import files_of_checkpoint
-from onstep.trainer.overrides import overrides
+from onstep.trainer.overrides import overrides, replaces
 from onstep.trainer.reporting.changed_arguments import watched_arguments
 from onstep.trainer.reporting.input_counts import InputCounts
 from onstep.training.compute.step import LastStep
@@ -47,10 +49,17 @@ class TrainerFeature(Feature[Run]):
         self.evaluates_last_step = validation.eval_after_training and not validation.eval_each_epoch
         """As with `eval_steps` of Hugging Face's Trainer."""
         self._check_arguments = watched_arguments(args, host.args) if self._trains else None
-        self._started = time.time()
+        self.started = time.time()
+        """When the training began, in Unix seconds."""
         self._passes_start = len(inspect.signature(trainer.log).parameters) > 1
         self._counts_flops = overrides(trainer, "floating_point_ops") or overrides(trainer, "store_flos")
-        self._saves = any(overrides(trainer, name) for name in ("_save_checkpoint", "save_model", "_save"))
+        self._tracks = overrides(trainer, "_track_num_input_tokens")
+        self._saves = any(
+            overrides(trainer, name) for name in ("_save_checkpoint", "save_model", "_save", *STATE_METHODS)
+        )
+        self._saves |= any(replaces(trainer, name) for name in READERS)
+        self.writes_directly = False
+        """Whether the user's method that saves is running, and calls for the checkpoint."""
         self._written: dict[int, bool] = {}
         """Whether the user's method that saves called `super()`, by step."""
 
@@ -59,8 +68,9 @@ class TrainerFeature(Feature[Run]):
         """Count the inputs, and measure the memory of a training."""
         trainer, kind = self._trainer, str(self._trainer.args.include_num_input_tokens_seen)
         counts: InputCounts | None = None
-        if self._trains and (kind != "no" or self._counts_flops or trainer.memory.enabled):
-            counts = InputCounts(trainer, self.host, kind=kind, counts_flops=self._counts_flops)
+        if self._trains and (kind != "no" or self._counts_flops or self._tracks or trainer.memory.enabled):
+            options = {"counts_flops": self._counts_flops, "tracks": self._tracks}
+            counts = InputCounts(trainer, self.host, kind=kind, **options)
             trainer.callback_manager.add(counts)
         if self._trains:
             trainer.input_counts = counts if kind != "no" else None
@@ -98,7 +108,7 @@ class TrainerFeature(Feature[Run]):
 
         def log(logs: Metrics) -> None:
             if self._passes_start and "loss" in logs:
-                self._trainer.log(logs, self._started)
+                self._trainer.log(logs, self.started)
             else:
                 self._trainer.log(logs)
 
@@ -118,7 +128,7 @@ class TrainerFeature(Feature[Run]):
         It is called once for a step, as by Hugging Face's Trainer. The end of training saves the last step again, since
         it adds a record: what was written beside the first checkpoint is kept.
         """
-        if not self._saves:
+        if not self._saves and not overrides(self._trainer, "_maybe_log_save_evaluate"):
             return write
         run, trainer, step, written = self.host, self._trainer, self.host.train_state.step, self._written
 
@@ -129,23 +139,45 @@ class TrainerFeature(Feature[Run]):
                 run.checkpoints.finish()  # the user's code may add files to the checkpoint
 
         def save() -> None:
-            if written.get(step):
+            if written.get(step) or self.writes_directly or not self._saves:
                 write_for_user()
                 return
             if step not in written:
                 written[step] = False
                 trainer.write_checkpoint = write_for_user
+                path = os.path.join(trainer._get_output_dir(None), f"checkpoint-{step}")
                 try:
-                    trainer._save_checkpoint(trainer.model, None)
+                    with self.saving_to(path):
+                        trainer._save_checkpoint(trainer.model, None)
                 finally:
                     trainer.write_checkpoint = None
                 if not written[step]:
-                    path = os.path.join(trainer._get_output_dir(None), f"checkpoint-{step}")
                     self._session.notify.on_checkpoint_save(checkpoint_step=step, checkpoint_path=path)
             if run.checkpoints is not None:
                 run.checkpoints.saved_mark = run.mark
 
         return save
+
+    @contextmanager
+    def saving_to(self, directory: str) -> Iterator[None]:
+        """Let the user's methods write to the directory of a checkpoint.
+
+        What they have left to it is written afterwards if they have not called for it.
+        """
+        trainer, step = self._trainer, self.host.train_state.step
+        before = trainer.due_directory, trainer.left_to_checkpoint
+        trainer.due_directory, trainer.left_to_checkpoint = directory, []
+        try:
+            yield
+            if not self._written.get(step):
+                for write in trainer.left_to_checkpoint:
+                    write()
+        finally:
+            trainer.due_directory, trainer.left_to_checkpoint = before
+
+    def wrap_load(self, load: Load) -> Load:
+        """What a run loads, through the user's methods that load parts of it. Collective."""
+        return by_methods(self._trainer, load)
 
 
 @contextmanager

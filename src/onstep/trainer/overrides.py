@@ -1,10 +1,11 @@
-"""Says what becomes of an override of each method of Hugging Face's Trainer, and refuses what a run would need.
+"""Says what happens to an override of each method of Hugging Face's Trainer, and refuses what a run would need.
 
 `METHODS` is the table; importing it does not import torch. The documentation and `onstep run --explain` read it.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FunctionType
@@ -12,17 +13,12 @@ from typing import Any, Literal
 
 from onstep.errors import ConfigError
 
-_STEP = "override training_step, or use a callback (on_forward_backward_end, on_pre_optimizer_step, on_step_end)"
-_SAVE = "set save_only_model=True to save none of it, or override _save_checkpoint, to write files beside it"
-_AFTER_A_STEP = "override log, _evaluate or _determine_best_metric, or set what is due in a callback's on_step_end"
-_LOAD = "load other weights before passing the model, or in a callback's on_checkpoint_load"
-_LENGTH = "set max_steps, num_train_epochs, per_device_train_batch_size and gradient_accumulation_steps"
 _TRAINING = "in every training"
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """What becomes of an override of a method."""
+    """What happens to an override of a method."""
 
     called: str = ""
     """When it is called; empty for one that never is."""
@@ -37,7 +33,7 @@ class Method:
 
     @property
     def kind(self) -> Literal["called", "refused", "unneeded"]:
-        """What becomes of an override."""
+        """What happens to an override."""
         return "called" if self.called else "refused" if self.refused else "unneeded"
 
 
@@ -49,12 +45,18 @@ def _deletes_checkpoints(trainer: Any) -> bool:
     return trainer.args.save_total_limit is not None
 
 
-_CONSTRUCTOR, _EVALUATION, _LOADING, _SETUP = "in the constructor", "in an evaluation", "for data", "before training"
-_MICRO_BATCH, _SAVING, _BY_YOU = "for a micro-batch", "when a checkpoint or the model is saved", "where you call it"
-_CALLED = {
-    _CONSTRUCTOR: ("create_accelerator_and_postprocess", "add_callback"),
+_CONSTRUCTOR, _SETUP, _RESUME = "in the constructor", "before training", "when a run continues from a checkpoint"
+_DATA, _MICRO_BATCH, _STEP_END = "for data", "for each micro-batch", "after each step and epoch"
+_EVALUATION, _SAVING, _BY_YOU = "in an evaluation", "when a checkpoint or the model is saved", "where you call it"
+_CALLED: dict[str, tuple[str, ...]] = {
+    _CONSTRUCTOR: (
+        "create_accelerator_and_postprocess",
+        "_build_accelerator_args",
+        "_validate_args",
+    ),
     _SETUP: (
         "train",
+        "_hp_search_setup",
         "call_model_init",
         "_move_model_to_device",
         "_wrap_model",
@@ -63,8 +65,9 @@ _CALLED = {
         "create_scheduler",
         "get_optimizer_cls_and_kwargs",
         "get_decay_parameter_names",
+        "_get_output_dir",
     ),
-    _LOADING: (
+    _DATA: (
         "get_train_dataloader",
         "get_eval_dataloader",
         "get_test_dataloader",
@@ -76,6 +79,18 @@ _CALLED = {
         "_remove_unused_columns",
         "_get_collator_with_removed_columns",
     ),
+    _RESUME: (
+        "_load_from_checkpoint",
+        "_load_callback_state",
+        "_load_optimizer_and_scheduler",
+        "_load_scaler",
+        "_load_rng_state",
+    ),
+    "when weights are loaded by `_load_from_checkpoint` or `_load_best_model`": ("_issue_warnings_after_load",),
+    "around each training": ("_inner_training_loop",),
+    "when auto_find_batch_size tries a size": ("_update_auto_batch_size",),
+    "for each step": ("get_batch_samples", "_get_grad_norm", "_get_learning_rate"),
+    "for each step, with max_grad_norm above 0": ("_clip_grad_norm",),
     _MICRO_BATCH: (
         "training_step",
         "compute_loss",
@@ -83,9 +98,12 @@ _CALLED = {
         "autocast_smart_context_manager",
         "_prepare_inputs",
         "_prepare_input",
+        "_prepare_context_parallel_inputs",
         "_get_num_items_in_batch",
+        "_track_num_input_tokens",
         "floating_point_ops",
     ),
+    _STEP_END: ("_maybe_log_save_evaluate",),
     _EVALUATION: (
         "evaluate",
         "predict",
@@ -93,10 +111,24 @@ _CALLED = {
         "prediction_loop",
         "prediction_step",
         "_evaluate",
+        "_report_to_hp_search",
         "_determine_best_metric",
     ),
     _SAVING: ("save_model", "_save", "_save_checkpoint"),
+    "when a checkpoint is saved, without save_only_model": (
+        "_save_optimizer_and_scheduler",
+        "_save_scaler",
+        "_save_rng_state",
+    ),
     "for a record": ("log", "store_flos"),
+    "for the record at the end of training": (
+        "get_total_train_batch_size",
+        "get_sp_size",
+        "get_cp_size",
+        "get_tp_size",
+    ),
+    "at the end of training": ("_finalize_training", "_finish_current_push"),
+    "at the end of training, with load_best_model_at_end": ("_load_best_model",),
     _BY_YOU: (
         "create_model_card",
         "push_to_hub",
@@ -110,56 +142,27 @@ _CALLED = {
         "get_learning_rates",
         "get_num_trainable_parameters",
         "get_optimizer_group",
+        "add_callback",
         "pop_callback",
         "remove_callback",
         "is_local_process_zero",
         "is_world_process_zero",
-        "get_sp_size",
-        "get_cp_size",
-        "get_tp_size",
-        "_prepare_context_parallel_inputs",
     ),
 }
 _REFUSED = {
-    "_inner_training_loop": _refused(_STEP),
-    "_run_epoch": _refused(_STEP),
-    "_get_output_dir": _refused("set output_dir"),
-    "get_total_train_batch_size": _refused(_LENGTH),
+    "_run_epoch": _refused("override training_step or get_batch_samples, or use a callback's on_epoch_begin"),
     "_init_training_state": _refused("use a callback's on_train_begin"),
     "_prepare_for_training": _refused("override create_optimizer, create_scheduler or _wrap_model"),
-    "_finalize_training": _refused("use a callback's on_train_end"),
-    "_validate_args": _refused("check the arguments in __init__, after super().__init__"),
-    "_build_accelerator_args": _refused("configure with TrainingArguments"),
-    "set_initial_training_values": _refused(_LENGTH),
-    "_update_auto_batch_size": _refused("set per_device_train_batch_size, or auto_find_batch_size"),
-    "get_batch_samples": _refused("override get_train_dataloader with a loader of those batches"),
-    "_clip_grad_norm": _refused(_STEP),
-    "_get_grad_norm": _refused(_STEP),
-    "_maybe_log_save_evaluate": _refused(_AFTER_A_STEP),
-    "_get_learning_rate": _refused("use a callback's on_log"),
-    "_track_num_input_tokens": _refused("set include_num_input_tokens_seen, or count in on_train_step_start"),
-    "_save_optimizer_and_scheduler": _refused(_SAVE),
-    "_save_rng_state": _refused(_SAVE),
-    "_save_scaler": _refused(_SAVE),
-    "_load_from_checkpoint": _refused(_LOAD),
-    "_load_best_model": _refused(_LOAD),
-    "_load_optimizer_and_scheduler": _refused(_LOAD),
-    "_load_rng_state": _refused(_LOAD),
-    "_load_scaler": _refused(_LOAD),
-    "_load_callback_state": _refused(_LOAD),
-    "_issue_warnings_after_load": _refused(_LOAD),
-    "_rotate_checkpoints": _refused(
-        "delete directories in a callback's on_save", "with save_total_limit", _deletes_checkpoints
+    "set_initial_training_values": _refused(
+        "set max_steps, num_train_epochs, per_device_train_batch_size and gradient_accumulation_steps"
     ),
-    "_sorted_checkpoints": _refused(
-        "delete directories in a callback's on_save", "with save_total_limit", _deletes_checkpoints
+    **dict.fromkeys(
+        ("_rotate_checkpoints", "_sorted_checkpoints"),
+        _refused("delete directories in a callback's on_save", "with save_total_limit", _deletes_checkpoints),
     ),
 }
 _UNNEEDED = {
     "_push_from_checkpoint": "push_to_hub is refused: nothing is uploaded",
-    "_finish_current_push": "push_to_hub is refused: nothing is uploaded",
-    "_hp_search_setup": "hyperparameter_search is refused",
-    "_report_to_hp_search": "hyperparameter_search is refused",
     "_tune_save_checkpoint": "hyperparameter_search is refused",
     "_defer_fsdp_gradient_reduction": "fsdp is refused",
     "_sync_replicated_trainable_parameters": "fsdp is refused",
@@ -171,7 +174,7 @@ METHODS: dict[str, Method] = {
     **_REFUSED,
     **{name: Method(unneeded=reason) for name, reason in _UNNEEDED.items()},
 }
-"""What becomes of an override of each method of `transformers.Trainer` (5.x, and names of 4.x), by its name."""
+"""What happens to an override of each method of `transformers.Trainer` (5.x, and names of 4.x), by its name."""
 
 
 def overrides(trainer: object, name: str) -> bool:
@@ -183,6 +186,13 @@ def overridden_by(trainer: type, assigned: Iterable[str] = ()) -> list[str]:
     """The methods of the table that a class derived from `Trainer`, its mixins or an assignment replace."""
     names = set(assigned)
     return [name for name in METHODS if name in names or _owns(trainer, name)]
+
+
+def replaces(trainer: object, name: str) -> bool:
+    """Whether a user's override of a method does without `super()`: its code does not name the method."""
+    owners = [one for one in type(trainer).__mro__ if name in vars(one) and not one.__module__.startswith("onstep.")]
+    methods = [vars(one)[name] for one in owners] + ([vars(trainer)[name]] if name in vars(trainer) else [])
+    return any(not _names(method, name) for method in methods)
 
 
 def check_overrides(trainer: object) -> None:
@@ -201,6 +211,11 @@ def check_overrides(trainer: object) -> None:
             f"{kind.__name__} overrides {names}, which Onstep's Trainer never calls, so that the run would differ from "
             f"what the class says. Instead, {remedies}."
         )
+
+
+def _names(method: object, name: str) -> bool:
+    code = getattr(inspect.unwrap(method) if callable(method) else method, "__code__", None)
+    return code is None or name in code.co_names
 
 
 def _owns(kind: type, name: str) -> bool:

@@ -35,6 +35,7 @@ from onstep.trainer.entry_point import TrainerEntryPoint
 from onstep.trainer.feature import TrainerFeature
 from onstep.trainer.forward_step import forward_step_of
 from onstep.trainer.loaders.users_data import UsersData, count_examples, decides_data, users_data, whole_epochs
+from onstep.trainer.loop_methods import LoopMethods
 from onstep.trainer.loss_convention import Labels, label_parameters, shifts_labels
 from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.methods.callbacks import adopt_state, shown_steps
@@ -135,13 +136,19 @@ def training_session(
         _session(trainer, run, opened.notify, trains=True) as session,
     ):
         session.ignore_keys = ignore_keys
-        _build_training(trainer, session, num_samples, data)
-        end_set_up(run, session.notify, tf32="tf32=True", bf16="bf16=True")
+
+        def build() -> None:
+            _build_training(trainer, session, num_samples, data)
+            end_set_up(run, session.notify, tf32="tf32=True", bf16="bf16=True")
+
+        session.build = build
         yield session
 
 
 def job_of(trainer: TrainerMethods, session: Session) -> Job:
-    """The training of a session."""
+    """The training of a session, which is built first."""
+    assert session.build is not None
+    session.build()
     assert session.optimizer is not None
     return Job.of(
         session.state,
@@ -243,7 +250,7 @@ def _session(
             model_options(trainer, module, trains=trains),
             causal_loss_in_chunks(module, state.cfg.model),
             session.compiled,
-            state.features.open((TrainerFeature,), state, state.world),
+            state.features.open((TrainerFeature, LoopMethods), state, state.world),
         ):
             if not trains:
                 session.compiled.enter_context(compiled(state.cfg.train, module))

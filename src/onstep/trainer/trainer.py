@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
+from onstep.config import TrainingArguments
 from onstep.errors import ConfigError
 from onstep.past.rewinding import Past
 from onstep.trainer.call import Resume, Session
 from onstep.trainer.computing.batch_size_search import with_largest_batch
+from onstep.trainer.loads import load_weights_first
 from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.output_dir.claim import unfinished_batch_size
 from onstep.trainer.output_dir.files import write_final_files
-from onstep.trainer.overrides import check_overrides
+from onstep.trainer.overrides import check_overrides, overrides
 from onstep.trainer.predictions import TrainOutput
 from onstep.trainer.reporting.argument_errors import errors_name_arguments
 from onstep.trainer.rewinding import rewound
 from onstep.trainer.session import evaluation_session, job_of, training_session
 from onstep.trainer.takeover import current_takeover
-from onstep.trainer.training_checks import check_training
+from onstep.trainer.training_checks import check_output_dir, check_training
 from onstep.training import GlobalState
 from onstep.training.pretrain import load_best_model
 from onstep.training.run_job import run_job
@@ -79,11 +82,11 @@ class Trainer(TrainerMethods):
         if (takeover := current_takeover()) is not None:
             takeover.train(self)
         if not self.args.auto_find_batch_size:
-            return self._train_once(resume_from_checkpoint, ignore_keys_for_eval)
+            return self._train_once(resume_from_checkpoint, trial, ignore_keys_for_eval)
         resume = resume_from_checkpoint
         return with_largest_batch(
             self,
-            lambda is_first: self._train_once(resume if is_first or resume else False, ignore_keys_for_eval),
+            lambda is_first: self._train_once(resume if is_first or resume else False, trial, ignore_keys_for_eval),
             unfinished_batch_size(self, resume),
         )
 
@@ -113,16 +116,67 @@ class Trainer(TrainerMethods):
         directory = Path(self.args.output_dir or ".") if run is None else Path(run)
         return rewound(self, directory, step, callbacks=callbacks, log=log)
 
-    def _train_once(self, resume_from_checkpoint: Resume, ignore_keys_for_eval: list[str] | None) -> TrainOutput:
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: TrainingArguments | None = None,
+        resume_from_checkpoint: str | None = None,
+        trial: object = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Make the optimizer and the schedule, train, and finish. Collective; an override calls `super()`.
+
+        Args:
+            batch_size: samples of a micro-batch; like `args` and `ignore_keys_for_eval` it cannot be changed here.
+            resume_from_checkpoint: the checkpoint that the run continues from; None for a new one.
+
+        Raises:
+            ConfigError: if it is not `train` that calls it.
+        """
+        session, started = self.session, time.time()
+        if session is None or session.build is None or session.optimizer is not None:
+            raise ConfigError("Trainer._inner_training_loop is called by train(), once for a training; call train().")
+        if self.args.auto_find_batch_size:
+            self._update_auto_batch_size(self._train_batch_size if batch_size is None else batch_size)
+        run_job(job_of(self, session))
+        return self._finalize_training(trial, session.state.info.num_train_samples, started)
+
+    def _finalize_training(self, trial: object, num_train_samples: int, start_time: float) -> TrainOutput:
+        """Load the best weights if asked, and write the final ones. Collective; the last record is written already.
+
+        Raises:
+            ConfigError: if no training has just ended.
+        """
+        if self.session is None or not self.session.trains:
+            raise ConfigError("Trainer._finalize_training is called at the end of a training; call train().")
+        state = self.session.state
+        if not overrides(self, "_load_best_model") and not overrides(self, "_issue_warnings_after_load"):
+            load_best_model(state, self.session.model)
+        elif self.args.load_best_model_at_end and state.train_state.best_model_checkpoint and not state.exits.decided:
+            self._load_best_model()
+        self._finish_current_push()
+        write_final_weights(state, partial(write_final_files, self))
+        return _train_output(state)
+
+    def _train_once(
+        self, resume_from_checkpoint: Resume, trial: object, ignore_keys_for_eval: list[str] | None
+    ) -> TrainOutput:
         check_training(self, resume_from_checkpoint)
         self.check_evaluation()
         if self.model_init is not None:
             self.model = None
+        self._hp_search_setup(trial)
         with training_session(self, resume_from_checkpoint, ignore_keys_for_eval) as session:
-            run_job(job_of(self, session))
-            load_best_model(session.state, session.model)
-            write_final_weights(session.state, partial(write_final_files, self))
-            return _train_output(session.state)
+            checkpoints = session.state.checkpoints
+            check_output_dir(self, checkpoints, trial)
+            load_weights_first(self, checkpoints)
+            return self._inner_training_loop(
+                batch_size=self._train_batch_size,
+                args=self.args,
+                resume_from_checkpoint=None if checkpoints is None else checkpoints.start_path,
+                trial=trial,
+                ignore_keys_for_eval=ignore_keys_for_eval,
+            )
 
     def _evaluation(self) -> AbstractContextManager[Session]:
         return evaluation_session(self)

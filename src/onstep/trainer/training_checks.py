@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from types import NoneType
 
 from torch.utils.data import DataLoader
@@ -18,6 +19,7 @@ from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.optimizer_checks import check_optimizers
 from onstep.trainer.optimizers import withdraw_optimizers
 from onstep.trainer.overrides import overrides
+from onstep.training.protocols import Checkpoints
 
 
 def check_training(trainer: TrainerMethods, resume_from_checkpoint: object = None) -> None:
@@ -58,6 +60,18 @@ def check_training(trainer: TrainerMethods, resume_from_checkpoint: object = Non
     check_options(args)
     withdraw_optimizers(trainer)
     check_optimizers(trainer)
+
+
+def check_output_dir(trainer: TrainerMethods, checkpoints: Checkpoints | None, trial: object) -> None:
+    """Reject (ConfigError) an overridden `_get_output_dir` that names another directory than that of the run."""
+    if checkpoints is None or not overrides(trainer, "_get_output_dir"):
+        return
+    named, root = trainer._get_output_dir(trial), checkpoints.root
+    if Path(named).resolve() != root.resolve():
+        raise ConfigError(
+            f"{type(trainer).__name__}._get_output_dir returned {named!r}, but the checkpoints of a run are in its "
+            f"output_dir, {str(root)!r}; set output_dir={named!r}."
+        )
 
 
 def check_length(num_samples: int | None, args: TrainingArguments) -> None:

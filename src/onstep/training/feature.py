@@ -30,6 +30,7 @@ asynchronous one durable; a comparison of weights; recomputing the gradients of 
 
 Work = Literal[
     "act",
+    "due",
     "iterate",
     "read",
     "step",
@@ -40,13 +41,16 @@ Work = Literal[
     "score",
     "log",
     "count_flops",
+    "final_metrics",
+    "load",
     "evaluate",
     "save",
 ]
-"""The loop's own work that a feature may wrap: what is due or asked for at the end of a step or epoch, a whole
-iteration, reading its micro-batches, training on them, all forward and backward passes, the forward pass of one
-micro-batch, its backward pass, and the update. `score` is a batch of an evaluation. The others belong to what is due:
-appending a record, adding up the FLOPs of a logging interval, an evaluation inside the loop, and a checkpoint."""
+"""The loop's own work that a feature may wrap: what is due or asked for at the end of a step or epoch, with and without
+the agreement before it (`act`, `due`); a whole iteration, reading its micro-batches, training on them, all forward and
+backward passes, the forward pass of one micro-batch, its backward pass, and the update. `score` is a batch of an
+evaluation, `load` the components of a checkpoint. The others belong to what is due: appending a record, adding up the
+FLOPs of a logging interval, the final metrics, an evaluation inside the loop, and a checkpoint."""
 
 
 def is_due(step: int, every: int | None, *, start: int = 0) -> bool:

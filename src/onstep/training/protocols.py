@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from torch import nn
 
-from onstep.checkpoint import CheckpointInfo, CheckpointManager
+from onstep.checkpoint import CheckpointInfo, CheckpointManager, StateComponent
 from onstep.data import Batch, EvalLoader, StepSource
 from onstep.data.loaders.iterable_loader import is_stateful
 from onstep.optim.protocol import HasParamGroups, HasState, ParamScheduler
@@ -56,6 +56,8 @@ class Checkpoints(Protocol):
     @property
     def start(self) -> CheckpointInfo | None: ...
     @property
+    def start_path(self) -> str | None: ...
+    @property
     def is_chosen_start(self) -> bool: ...
     @property
     def is_loaded(self) -> bool: ...
@@ -68,6 +70,7 @@ class Checkpoints(Protocol):
     def save(
         self, trained: Trained, reader: StepSource, persistent: bool = True, adopts: bool = False, reason: str = ""
     ) -> None: ...
+    def read(self, info: CheckpointInfo, components: Sequence[StateComponent]) -> None: ...
     def load_best_model(self, model: list[nn.Module]) -> None: ...
     def finalize_if_written(self) -> None: ...
     def finish(self) -> None: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Unpack
 
 import torch
@@ -27,6 +27,8 @@ METHODS = (
     "_prepare_inputs",
     "_prepare_input",
     "_get_num_items_in_batch",
+    "_prepare_context_parallel_inputs",
+    "get_batch_samples",
 )
 """The methods that this step calls."""
 
@@ -51,6 +53,8 @@ class CustomStep(ModelStep):
         parameters = inspect.signature(trainer.training_step).parameters.values()
         self._passes_items = len(parameters) > 2 or any(one.kind is one.VAR_POSITIONAL for one in parameters)
         """Whether `training_step` has a third parameter, which transformers 4.45 and earlier did not pass."""
+        self.given_items: tuple[Tensor | int | None] | None = None
+        """The `num_items_in_batch` of the step that an overridden `get_batch_samples` has returned."""
         self._weight: Tensor | float = 1.0
         self._total_weight: Any = None
         transformer = inner_transformer(trainer.model)
@@ -68,10 +72,12 @@ class CustomStep(ModelStep):
         num_items = self._items_in(step, inputs)
         if step is not None and self.runs_backward:
             return self._trained(model, inputs, num_items)
+        parallel: Callable[[], AbstractContextManager[object]] = nullcontext
         if self.predict is None:  # prediction_step prepares its inputs itself
+            parallel, inputs = self._trainer._prepare_context_parallel_inputs(model, inputs)
             inputs = self._trainer._prepare_inputs(inputs)
         measured = self._labels.measure(inputs)
-        with self._trainer.compute_loss_context_manager():
+        with parallel(), self._trainer.compute_loss_context_manager():
             loss = self._loss(model, inputs, num_items)
         if loss is None and step is not None:
             raise ConfigError("compute_loss returned None; it must return the loss of the micro-batch.")
@@ -115,7 +121,10 @@ class CustomStep(ModelStep):
             return items
         if NUM_ITEMS not in step.items:
             counted = counted_micro_batches(step)
-            step.items[NUM_ITEMS] = self._trainer._get_num_items_in_batch(counted, device)
+            if self.given_items is None:
+                step.items[NUM_ITEMS] = self._trainer._get_num_items_in_batch(counted, device)
+            else:
+                step.items[NUM_ITEMS] = self.given_items[0]
             if self.runs_backward and not self._gives_shares:
                 self._total_weight = self._weigh(step, counted)
         known: Tensor | int | None = step.items[NUM_ITEMS]

@@ -7,8 +7,10 @@ then calls it at its place; otherwise the loop does the same in its own, shorter
 from onstep.trainer.methods.callbacks import CallbackMethods
 from onstep.trainer.methods.evaluating import EvaluatingMethods
 from onstep.trainer.methods.loading import LoadingMethods
+from onstep.trainer.methods.looping import LoopingMethods
 from onstep.trainer.methods.optimizing import OptimizingMethods
 from onstep.trainer.methods.reporting import ReportingMethods
+from onstep.trainer.methods.resuming import ResumingMethods
 from onstep.trainer.methods.saving import SavingMethods
 from onstep.trainer.methods.stepping import SteppingMethods
 
@@ -17,8 +19,10 @@ class TrainerMethods(
     LoadingMethods,
     OptimizingMethods,
     SteppingMethods,
+    LoopingMethods,
     EvaluatingMethods,
     ReportingMethods,
+    ResumingMethods,
     SavingMethods,
     CallbackMethods,
 ):

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
 import torch
@@ -194,8 +194,10 @@ class EvaluatingMethods(BaseTrainer):
         self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, object, object]:
         """The loss, logits and labels of one batch; None for those that it lacks or that are not asked for."""
-        with self._evaluation() as session, torch.no_grad(), session.state.autocast():
+        with self._evaluation() as session, torch.no_grad(), session.state.autocast(), ExitStack() as stack:
             inputs = self._placed(inputs)
+            parallel, inputs = self._prepare_context_parallel_inputs(model, inputs)
+            stack.enter_context(parallel())
             labels = session.labels.of(inputs)
             computes = not session.is_test and self._computes_own_loss()
             if labels is None and not computes and not self._gives_loss_without_labels(inputs):  # type: ignore[attr-defined]
@@ -214,13 +216,12 @@ class EvaluatingMethods(BaseTrainer):
             labels,
         )
 
-    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Batch) -> tuple[object, Batch]:
-        """For a `prediction_step` copied from Hugging Face's: a context that does nothing, and the inputs."""
-        return nullcontext, inputs
-
     def _evaluate(self, trial: object, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False) -> Metrics:
         """The evaluation of a run, when one is due."""
         metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        state = self.session.state
+        state.evaluated.at_step = state.train_state.step
+        self._report_to_hp_search(trial, state.train_state.step, metrics)
         if not skip_scheduler:
             step_on_metric(self, self.session.scheduler, metrics)
         return metrics
@@ -232,6 +233,9 @@ class EvaluatingMethods(BaseTrainer):
             ConfigError: if `metrics` lacks it.
         """
         return note_best_metric(self.global_state or self.session.state, metrics)
+
+    def _report_to_hp_search(self, trial: object, step: int, metrics: Metrics) -> None:
+        """Nothing, since there is no search here; an override is called after each evaluation of a run."""
 
     def check_evaluation(self) -> None:
         """Refuse (ConfigError) metrics and overridden methods that an evaluation would not call as they are meant."""

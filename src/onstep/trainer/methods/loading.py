@@ -8,7 +8,6 @@ from typing import Any
 
 from torch.utils.data import SequentialSampler
 
-from onstep.config import TrainingArguments
 from onstep.data import Batch, is_map_style
 from onstep.data.loaders.collate import Collate
 from onstep.errors import ConfigError
@@ -88,10 +87,6 @@ class LoadingMethods(BaseTrainer):
             return len(dataloader.dataset)
         except (AttributeError, TypeError):
             return len(dataloader) * self.args.per_device_train_batch_size
-
-    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Samples of an optimizer step over all ranks."""
-        return int(self._train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
     def _get_dataloader(
         self,

@@ -17,18 +17,20 @@ from onstep.errors import ConfigError
 from onstep.events.context import unwrap
 from onstep.models import Transformer, hf_obstacle, save_hf
 from onstep.train_state import StateDict
-from onstep.trainer.base_trainer import BaseTrainer
+from onstep.trainer.methods.state_files import StateFileMethods
 from onstep.trainer.overrides import overrides
 from onstep.trainer.reporting.model_card import Words, model_card
 
 ARGUMENTS_FILE = "training_args.json"
 
 
-class SavingMethods(BaseTrainer):
+class SavingMethods(StateFileMethods):
     """Hugging Face's methods that write the model, the state and the model card."""
 
     write_checkpoint: Callable[[], None] | None = None
     """Writes the checkpoint that is due, while `_save_checkpoint` runs."""
+    write_checkpoint_now: Callable[[], None] | None = None
+    """Writes a checkpoint, while an overridden `_maybe_log_save_evaluate` runs, which decides whether one is due."""
 
     @property
     def saved_processing_class(self) -> object:
@@ -74,15 +76,16 @@ class SavingMethods(BaseTrainer):
         Raises:
             ConfigError: if no checkpoint is due.
         """
-        write, state = self.write_checkpoint, self.global_state
+        write, state = self.write_checkpoint or self.write_checkpoint_now, self.global_state
         if write is None or state is None:
             raise ConfigError(
                 "Trainer._save_checkpoint is called where a checkpoint is due; to save at another time, set "
                 "control.should_save = True in a callback; to write only the model, call save_model(directory)."
             )
+        directory = os.path.join(self._get_output_dir(trial), f"checkpoint-{state.train_state.step}")
         if overrides(self, "save_model") or overrides(self, "_save"):
-            directory = os.path.join(self._get_output_dir(trial), f"checkpoint-{state.train_state.step}")
             self.save_model(directory, _internal_call=True)
+        self.save_states(directory)
         write()
 
     def create_model_card(

@@ -43,14 +43,16 @@ class SteppingMethods(BaseTrainer):
             ConfigError: outside of a run.
         """
         step = self._running_step("training_step")
-        model.train()
-        inputs = self._prepare_inputs(inputs)
-        with self.compute_loss_context_manager():
-            further: Metrics = {NUM_ITEMS: num_items_in_batch} if accepts_num_items(self.compute_loss) else {}
-            loss: Tensor = step.part_of_step(self.compute_loss(model, inputs, **further))
-        del inputs
-        self.accelerator.backward(loss)
-        return loss.detach()
+        parallel, inputs = self._prepare_context_parallel_inputs(model, inputs)
+        with parallel():
+            model.train()
+            inputs = self._prepare_inputs(inputs)
+            with self.compute_loss_context_manager():
+                further: Metrics = {NUM_ITEMS: num_items_in_batch} if accepts_num_items(self.compute_loss) else {}
+                loss: Tensor = step.part_of_step(self.compute_loss(model, inputs, **further))
+            del inputs
+            self.accelerator.backward(loss)
+            return loss.detach()
 
     def compute_loss_context_manager(self) -> AbstractContextManager[object]:
         """The context of `compute_loss`."""
@@ -117,8 +119,30 @@ class SteppingMethods(BaseTrainer):
         return model
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create `self.accelerator`; an override calls `super()` first."""
+        """Create `self.accelerator`; an override calls `super()` first.
+
+        Raises:
+            ConfigError: if an overridden `_build_accelerator_args` changes what the arguments of the Trainer say.
+        """
         self.accelerator = Accelerator(self)
+        own = self._accelerator_args()
+        changed = [name for name, value in self._build_accelerator_args(**own).items() if own.get(name) != value]
+        if changed:
+            raise ConfigError(
+                f"{type(self).__name__}._build_accelerator_args sets {', '.join(changed)}, but the accelerator has the "
+                f"ranks and the precision of the run; configure them with TrainingArguments."
+            )
+
+    def _build_accelerator_args(self, **kwargs: object) -> dict[str, Any]:
+        """The arguments of the accelerator, with those given; an override that changes them is refused."""
+        return {**self._accelerator_args(), **kwargs}
+
+    def _accelerator_args(self) -> dict[str, Any]:
+        return {
+            "dataloader_config": Accelerator.dataloader_config,
+            "mixed_precision": self.args.mixed_precision,
+            "deepspeed_plugin": None,
+        }
 
     @property
     def model_wrapped(self) -> nn.Module | None:

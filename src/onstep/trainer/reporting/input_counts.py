@@ -27,18 +27,21 @@ class Counted(Protocol):
     model: nn.Module | None
     processing_class: object
     floating_point_ops: Callable[[Batch], int]
+    _track_num_input_tokens: Callable[[Batch], None]
 
 
 class InputCounts(Callback):
     """Counts the input tokens of every step on the host, and adds them up over the ranks where a record is due.
 
     Args:
-        trainer: its `floating_point_ops` is called for every micro-batch if `counts_flops`.
+        trainer: its `floating_point_ops` is called for every micro-batch if `counts_flops`, and its
+            `_track_num_input_tokens` if `tracks`, in place of counting here.
         kind: `include_num_input_tokens_seen`: no | all | non_padding.
     """
 
-    def __init__(self, trainer: Counted, run: Run, *, kind: str, counts_flops: bool) -> None:
+    def __init__(self, trainer: Counted, run: Run, *, kind: str, counts_flops: bool, tracks: bool) -> None:
         self._trainer, self._run, self._kind, self._counts_flops = trainer, run, kind, counts_flops
+        self._tracks = tracks
         self._local = 0
         """Tokens of this rank that are not in the run's count yet."""
         self._at_start = 0
@@ -53,10 +56,16 @@ class InputCounts(Callback):
         for index, inputs in enumerate(batches):
             if context.sample_ids is not None and not context.sample_ids[index]:
                 continue
-            if self._kind != "no":
-                self._local += self._tokens_of(inputs)
+            if self._tracks:
+                self._trainer._track_num_input_tokens(inputs)
+            elif self._kind != "no":
+                self.count(inputs)
             if self._counts_flops:
                 self._trainer.current_flos += float(self._trainer.floating_point_ops(inputs))
+
+    def count(self, inputs: Batch) -> None:
+        """Count the tokens of a micro-batch on this rank."""
+        self._local += self._tokens_of(inputs)
 
     def on_log_step(self, context: CallbackContext) -> None:
         """Add up what the ranks counted. Collective."""

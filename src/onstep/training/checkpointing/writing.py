@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,11 @@ class RunCheckpoints:
         if self.start is None:
             self._record_start()
         return self.start
+
+    @property
+    def start_path(self) -> str | None:
+        """The directory of the checkpoint from which the run continues."""
+        return None if self.start is None else str(self.start.path)
 
     def check_states(self, trained: Trained) -> None:
         """Reject states that no checkpoint can hold, before any training.
@@ -305,11 +310,7 @@ class RunCheckpoints:
         if best is None:
             logger.warning("checkpoint.load_best_model_at_end: no checkpoint has the metric; the weights are unchanged")
             return
-        self.manager.load(
-            best,
-            [StateComponent("model", ModelState(model), SharingPattern.REPLICATED)],
-            skip=set(best.manifest.components) - {"model"},
-        )
+        self.read(best, [weights_of(model)])
         self.state.train_state.best_model_checkpoint = str(best.path)
         if self.state.world.is_main:
             logger.info("loaded the best weights, from step %d", best.step)
@@ -344,8 +345,12 @@ class RunCheckpoints:
             )
         if lacking and self.state.world.is_main:
             logger.warning("%s has no %s; keeping their current state", info.path, ", ".join(lacking))
-        self.manager.load(info, there, skip=known - {one.key for one in there})
+        self.state.features.wrap("load", self.read)(info, there)
         self._loaded |= {one.key for one in there}
+
+    def read(self, info: CheckpointInfo, components: Sequence[StateComponent]) -> None:
+        """Load these components of a checkpoint, and nothing else of it. Collective."""
+        self.manager.load(info, components, skip=set(info.manifest.components) - {one.key for one in components})
 
     def _ways_without(self, info: CheckpointInfo, required: list[str]) -> str:
         """What to do with a checkpoint that lacks the `required` components, as an error says it."""
@@ -364,6 +369,11 @@ class RunCheckpoints:
         note_best_checkpoint(self.state, saved.step, saved.path)
         write_decision(self.state, Request("saved", "the loop", "", self._reason, 0, details))
         self.notify.on_checkpoint_save(checkpoint_step=saved.step, checkpoint_path=str(saved.path))
+
+
+def weights_of(model: Sequence[nn.Module]) -> StateComponent:
+    """The weights of a model, as a component to load."""
+    return StateComponent("model", ModelState(model), SharingPattern.REPLICATED)
 
 
 def _branch_of(manifest: Manifest, most: int) -> int | None:

@@ -84,6 +84,21 @@ def act(job: Job) -> bool:
             save_and_exit_if_due(job)
         return True
     on.after_agreement()
+    if job.instead_of_due is not None:
+        job.instead_of_due(job)
+    elif control.should_log or control.should_evaluate or control.should_save or may_exit(job):
+        do_what_is_due(job)
+    return False
+
+
+def may_exit(job: Job) -> bool:
+    """Whether a save or an exit may be due without a request."""
+    return job.run.exits.decided is not None or job.decides_at_every_step
+
+
+def do_what_is_due(job: Job) -> None:
+    """Log, evaluate, save and exit, whatever of it is due. Collective, right after an agreement."""
+    run, on, control = job.run, job.run.features, job.run.control
     if control.should_log:
         control.clear("should_log")
         on.settle()
@@ -97,9 +112,8 @@ def act(job: Job) -> bool:
         on.settle()
         evaluate_unless_interrupted(job)
         agree(run)
-    if control.should_save or run.exits.decided is not None or job.decides_at_every_step:
+    if control.should_save or may_exit(job):
         save_and_exit_if_due(job)
-    return False
 
 
 def save_and_exit_if_due(job: Job) -> None:

@@ -84,7 +84,7 @@ def publish_final_metrics(job: Job) -> None:
     rest = job.accumulator.flush()
     if rest is not None:
         advance_tokens(run, rest)
-    metrics = final_metrics(run, job.start)
+    metrics = run.features.wrap("final_metrics", final_metrics)(run, job.start)
     job.notify.on_final_metrics(logs=metrics)
     run.info.history.final_metrics = metrics  # also where the user's own `log` drops the record
     publish(run, metrics, job.notify)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,8 @@ class Job:
     process_non_loss_data_func: NonLossFunction | None = None
     non_loss_data_func: NonLossFunction | None = None
     accumulator: LossAccumulator = field(default_factory=LossAccumulator)
+    instead_of_due: Callable[[Job], object] | None = None
+    """Called at the end of every step and epoch in place of `do_what_is_due`, where a feature wraps that."""
 
     @property
     def last(self) -> Step | None:

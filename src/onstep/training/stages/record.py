@@ -38,23 +38,34 @@ _OF_THE_LOG = frozenset(
 
 def log_step(state: Run, accumulator: LossAccumulator, optimizer: UserOptimizer, notify: Dispatcher) -> None:
     """Report the steps since the last logged one: read the device, fire `on_log_step`, then `on_log`. Collective."""
-    unread: dict[str, dict[str, torch.Tensor]] = {}
-    state.features.add_to_read(unread)
-    report = accumulator.read(**unread)
+    report, extras = read_interval(state, accumulator)
     if report is None:
         return
-    accumulator.reset()
-    state.features.after_read()
-    advance_tokens(state, report)
-    if report.num_losses:
-        state.losses.logged = report.loss
-    logs = build_logs(state, report, optimizer, extras=tuple(unread))
+    logs = build_logs(state, report, optimizer, extras=extras)
     state.features.add_to_log(logs)
     warn_if_all_skipped(state, report)
     warn_if_nothing_is_learned(state, report)
     notify.on_log_step(logs=logs)
     publish(state, logs, notify)
     state.interval.start = state.clock.elapsed()
+
+
+def read_interval(state: Run, accumulator: LossAccumulator) -> tuple[IntervalReport | None, tuple[str, ...]]:
+    """What is to be logged of the steps since the last logged one, which end here; None without any. Collective.
+
+    Beside it, the names of the groups that features have added to what is read.
+    """
+    unread: dict[str, dict[str, torch.Tensor]] = {}
+    state.features.add_to_read(unread)
+    report = accumulator.read(**unread)
+    if report is None:
+        return None, ()
+    accumulator.reset()
+    state.features.after_read()
+    advance_tokens(state, report)
+    if report.num_losses:
+        state.losses.logged = report.loss
+    return report, tuple(unread)
 
 
 def warn_if_all_skipped(state: Run, report: IntervalReport) -> None:

@@ -1,0 +1,156 @@
+"""Overrides that load and save parts of a checkpoint: a killed run continues with the same bits, and with their own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from onstep import Trainer, TrainerCallback
+from onstep.errors import ConfigError
+from tests.support.forked_processes import Processes
+from tests.support.small_models import arguments, regression_rows
+from tests.support.state_overrides import (
+    OPTIONS,
+    LogsItself,
+    Noisy,
+    OwnGenerators,
+    OwnOptimizer,
+    OwnWeights,
+    WithCoefficient,
+    losses,
+    trained,
+    weights,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
+
+
+@pytest.mark.parametrize("cls", [WithCoefficient, OwnWeights, OwnGenerators, OwnOptimizer, LogsItself])
+def test_a_killed_run_continues_with_the_same_bits(cls: Any, tmp_path: Path) -> None:
+    options = {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 4}
+    whole = trained(cls, tmp_path / "whole", **options)
+    trained(cls, tmp_path / "killed", kill_at=5, **options)
+    again = trained(cls, tmp_path / "killed", **options)
+    assert again.state.global_step == whole.state.global_step == 8
+    assert weights(again) == weights(whole)
+    assert losses(again) == losses(whole)
+    assert len(losses(whole)) == 4
+    if cls is WithCoefficient:
+        assert again.coefficient == whole.coefficient == 1.5**8
+    if cls is not LogsItself:
+        plain = trained(Trainer, tmp_path / "plain", **options)
+        assert losses(plain) == losses(whole)
+
+
+def test_what_logs_itself_has_the_losses_and_files_of_another_run(tmp_path: Path) -> None:
+    options = {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 4, "metric_for_best_model": "loss"}
+    saves: list[int] = []
+
+    class Notes(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            saves.append(state.global_step)
+
+    rows, found = regression_rows(8), []
+    for cls, name in ((LogsItself, "mine"), (Trainer, "plain")):
+        args = arguments(tmp_path / name, **{**OPTIONS, **options})
+        trainer = cls(
+            Noisy(), args, train_dataset=rows, eval_dataset=rows, default_callbacks=False, callbacks=[Notes()]
+        )
+        trainer.train()
+        found.append((trainer, sorted(path.name for path in (tmp_path / name / "run").glob("checkpoint-*")), saves[:]))
+        saves.clear()
+    mine, plain = found
+    assert mine[1] == plain[1] == ["checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-8"]
+    assert sorted(set(mine[2])) == sorted(set(plain[2])) == [2, 4, 6, 8]
+    assert mine[2].count(2) == 1
+    assert losses(mine[0]) == pytest.approx(losses(plain[0]), rel=1e-6)
+    assert mine[0].state.best_metric == plain[0].state.best_metric
+    assert all(record["mine"] == 1.0 for record in mine[0].state.log_history if "loss" in record)
+
+
+def test_the_best_weights_are_loaded_by_the_override(tmp_path: Path) -> None:
+    options = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    mine = trained(OwnWeights, tmp_path / "mine", **options)
+    plain = trained(Trainer, tmp_path / "plain", **options)
+    assert mine.state.best_global_step == plain.state.best_global_step
+    assert weights(mine) == weights(plain)
+
+
+def test_no_file_is_written_for_an_override_that_calls_super(tmp_path: Path) -> None:
+    trained(WithCoefficient, tmp_path)
+    names = {path.name for path in (tmp_path / "run" / "checkpoint-4").iterdir()}
+    assert "coefficient.json" in names
+    assert not names & {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
+
+
+def test_a_checkpoint_of_the_users_own_has_the_states_as_files(tmp_path: Path) -> None:
+    class Own(Trainer):
+        """Writes checkpoints itself, as axolotl does for quantized models."""
+
+        def _save_checkpoint(self, model: Any, trial: Any = None, metrics: Any = None) -> None:
+            directory = os.path.join(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+            os.makedirs(directory, exist_ok=True)
+            self._save_optimizer_and_scheduler(directory)
+            self._save_scaler(directory)
+            self._save_rng_state(directory)
+
+    trainer = trained(Own, tmp_path)
+    names = {path.name for path in (tmp_path / "run" / "checkpoint-4").iterdir()}
+    assert names == {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
+    state = torch.load(tmp_path / "run" / "checkpoint-8" / "optimizer.pt")
+    assert state["param_groups"] == trainer.optimizer.state_dict()["param_groups"]
+
+
+def test_with_save_only_model_no_state_is_saved(tmp_path: Path) -> None:
+    trained(WithCoefficient, tmp_path, save_only_model=True)
+    assert not (tmp_path / "run" / "checkpoint-4" / "coefficient.json").exists()
+
+
+def test_weights_of_any_directory_can_be_loaded(tmp_path: Path) -> None:
+    trainer = trained(Trainer, tmp_path)
+    target = Noisy()
+    trainer._load_from_checkpoint(str(tmp_path / "run" / "checkpoint-4"), target)
+    saved = load_file(tmp_path / "run" / "checkpoint-4" / "model.safetensors")
+    torch.testing.assert_close(dict(target.state_dict()), saved)
+    trainer.save_model(str(tmp_path / "plain"))
+    trainer._load_from_checkpoint(str(tmp_path / "plain"), target)
+    torch.testing.assert_close(target.state_dict(), trainer.model.state_dict())
+    with pytest.raises(FileNotFoundError, match="no weights in safetensors"):
+        trainer._load_from_checkpoint(str(tmp_path), target)
+
+
+def test_an_override_that_replaces_the_model_is_refused(tmp_path: Path) -> None:
+    class Replaces(Trainer):
+        def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+            self.model = Noisy()
+
+    trained(Trainer, tmp_path, kill_at=3)
+    with pytest.raises(ConfigError, match=r"Replaces._load_from_checkpoint replaced trainer.model.*load_state_dict"):
+        trained(Replaces, tmp_path)
+
+
+def test_another_output_directory_is_refused_before_training(tmp_path: Path) -> None:
+    class Elsewhere(Trainer):
+        def _get_output_dir(self, trial: Any = None) -> str:
+            return os.path.join(super()._get_output_dir(trial), "elsewhere")
+
+    with pytest.raises(ConfigError, match=r"Elsewhere._get_output_dir returned '.*elsewhere'.*set output_dir="):
+        trained(Elsewhere, tmp_path)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["WithCoefficient", "OwnWeights", "OwnGenerators", "LogsItself"])
+def test_two_ranks_continue_with_the_same_bits(name: str, processes: Processes, tmp_path: Path) -> None:
+    def run(directory: str, kill_at: int | None) -> list[Any]:
+        settings = {"name": name, "kill_at": kill_at}
+        return processes.results("tests.support.jobs.state_override_jobs", "trains", tmp_path / directory, settings)
+
+    whole = run("whole", None)
+    run("killed", 3)
+    assert run("killed", None) == whole
+    assert whole[0] == whole[1]

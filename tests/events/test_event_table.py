@@ -33,7 +33,7 @@ FORGATHER_EVENTS = {
     *("on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin"),
     *("on_step_end", "on_substep_end", "on_forward_backward_begin", "on_forward_backward_end", "on_optimizer_step"),
     *("on_pre_optimizer_step", "on_evaluate", "on_predict", "on_prediction_step", "on_save", "on_log"),
-    *("on_log_step", "on_train_metrics"),
+    *("on_log_step", "on_train_metrics", "on_load_model_weights"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -272,3 +273,50 @@ def test_the_state_has_all_fields_of_forgather_with_true_values(tmp_path: Path) 
     )
     assert seen[-1]["total_flos"] > 0
     assert seen[-1]["logged"] == 10  # those of this step follow
+
+
+class GivesWeights(TrainerCallback):
+    """Gives the model its weights, where checkpoints have none."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self.weights = weights
+        self.steps: list[int] = []
+
+    def on_load_model_weights(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps.append(state.global_step)
+        kwargs["model"].load_state_dict(self.weights)
+
+
+def test_a_callback_gives_the_weights_where_checkpoints_have_none(tmp_path: Path) -> None:
+    """Three steps, and three more that start from the weights of the callback with the optimizer of the checkpoint."""
+
+    def trained(directory: Path, crash: int, callback: Any, components: list[str]) -> dict[str, Tensor]:
+        args = arguments(directory, max_steps=6, save_steps=3, save_strategy="steps", lr_scheduler_type="constant")
+        args.checkpoint_components = components
+        trainer = quiet(Regression(), args, regression_rows(24), callbacks=[Crash(crash), callback])
+        with pytest.raises(KeyError) if crash else nullcontext():
+            trainer.train()
+        return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+    every = ["model", "optimizer", "scheduler", "trainer", "dataset", "rng"]
+    unused = GivesWeights({})
+    expected = trained(tmp_path / "whole", 0, unused, every)
+    assert unused.steps == []
+    start = GivesWeights(Regression().state_dict())
+    middle = trained(tmp_path / "part", 3, start, every[1:])
+    again = GivesWeights(middle)
+    found = trained(tmp_path / "part", 0, again, every[1:])
+    assert (start.steps, again.steps) == ([0], [3])
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+
+
+class Crash(TrainerCallback):
+    """Ends a run after its checkpoint of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyError("crash")

@@ -62,6 +62,10 @@ class Dispatcher:
             self.run.control.declared = declared_settings(named)
             self.run.control.commands = declared_commands(self.manager.callbacks)
 
+    def listens(self, event: str) -> bool:
+        """Whether any callback listens to the event."""
+        return bool(getattr(self.on, event))
+
     def fire(self, event: str, **fields: object) -> None:
         """Fire the event with this name."""
         getattr(self, event)(**fields)

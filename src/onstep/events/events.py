@@ -54,6 +54,12 @@ EVENTS: tuple[Event, ...] = (
         (*TRAINING, "checkpoint_step", "checkpoint_path"),
     ),
     Event(
+        "on_load_model_weights",
+        "In a run whose checkpoints have no weights (`checkpoint.components` without `model`), at a fresh start and "
+        "after one is loaded: a callback gives the model its weights",
+        ("optimizer", "scheduler"),
+    ),
+    Event(
         "on_data_init_start",
         "After the model, optimizer and scheduler are built, before any data file is opened",
         ("optimizer", "scheduler"),

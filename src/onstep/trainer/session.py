@@ -67,6 +67,7 @@ from onstep.training.setup.setup import (
     MODEL_TIMER,
     count_steps,
     end_set_up,
+    let_callbacks_give_weights,
     load_checkpoint,
     seed_everything,
 )
@@ -289,6 +290,7 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
         made = make_optimizers(trainer, session.module, config, Length(iters, state.world.size, num_samples))
         session.optimizer, session.scheduler = notify.optimizer, notify.scheduler = made
     load_checkpoint(state, Trained(session.model, session.optimizer, session.scheduler))
+    let_callbacks_give_weights(state, notify)
     recall_history(state)
     notify.on_data_init_start()
     with state.timers(DATA_TIMER).measure(barrier=True):

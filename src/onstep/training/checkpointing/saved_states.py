@@ -10,6 +10,7 @@ from typing import Any
 
 from onstep.checkpoint import ModelState, RngState, SharingPattern, StateComponent, Stateful, check_encodable
 from onstep.checkpoint.components import make_durable
+from onstep.config import CheckpointConfig
 from onstep.data import StepSource
 from onstep.errors import CheckpointError
 from onstep.events import Dispatcher
@@ -31,6 +32,12 @@ _OF_TRAINER = ("loop", "rank")
 """The states in `trainer`: those of the loop between steps, common to all ranks and per rank."""
 
 
+def callbacks_give_weights(config: CheckpointConfig, notify: Dispatcher) -> bool:
+    """Whether checkpoints have no weights, and a callback gives the model its own (`on_load_model_weights`)."""
+    has_weights = config.components is None or "model" in config.components
+    return not has_weights and notify.listens("on_load_model_weights")
+
+
 class RunComponents:
     """The components of a run, for saving and for loading, and the ranks on which each of them differs."""
 
@@ -49,9 +56,10 @@ class RunComponents:
         def compared(key: str, part: Stateful) -> StateComponent:
             return _replicated(key, part, required=is_required, validate_replication=config.validate_replication)
 
-        parts = [compared("model", ModelState(trained.model))]
+        model = compared("model", ModelState(trained.model))
         run_dir = self.state.run_dir
-        parts[0].at_root = run_dir is not None and run_dir.layout == "hugging_face"
+        model.at_root = run_dir is not None and run_dir.layout == "hugging_face"
+        parts = [] if loads and callbacks_give_weights(config, self.notify) else [model]
         has_optimizer = (config.load_optim or not self._is_chosen_start) if loads else config.save_optim
         if trained.optimizer is not None and has_optimizer:
             parts.append(compared("optimizer", trained.optimizer))

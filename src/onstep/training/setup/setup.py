@@ -19,6 +19,7 @@ from onstep.errors import ConfigError
 from onstep.events import Dispatcher
 from onstep.models import ModelHook
 from onstep.optim import build_loss_scaler, build_optimizer, build_scheduler
+from onstep.training.checkpointing.saved_states import callbacks_give_weights
 from onstep.training.lifecycle.float32 import slow_float32
 from onstep.training.protocols import Trained, UserOptimizer, UserScheduler
 from onstep.training.run import Run
@@ -71,6 +72,7 @@ def set_up(state: Run, notify: Dispatcher, pre_wrap_hooks: Sequence[ModelHook] =
         scheduler = None if optimizer is None or waits else scheduler_for(config, optimizer, iters, world.size)
     notify.model, notify.optimizer, notify.scheduler = model, optimizer, scheduler
     load_checkpoint(state, Trained(model, optimizer, scheduler))
+    let_callbacks_give_weights(state, notify)
     notify.on_data_init_start()
     with timers(DATA_TIMER).measure(barrier=True):
         train_data, valid_data, test_data = build_data(config, world, state.tokenizer)
@@ -96,6 +98,12 @@ def load_checkpoint(state: Run, trained: Trained) -> None:
             state.checkpoints.load_progress(trained)
     if state.is_resumed:
         state.print_timers(["load-checkpoint"])
+
+
+def let_callbacks_give_weights(state: Run, notify: Dispatcher) -> None:
+    """Fire `on_load_model_weights` in a run whose checkpoints have no weights. Collective."""
+    if callbacks_give_weights(state.cfg.checkpoint, notify):
+        notify.on_load_model_weights()
 
 
 def end_set_up(

@@ -7,7 +7,6 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -22,6 +21,7 @@ from onstep.config import DistributedInitConfig
 from onstep.distributed import World, open_world
 from onstep.optim import LossScaler, TrainingOptimizer
 from onstep.train_state import StateDict
+from onstep.trainer.computing.accelerator_answers import AcceleratorAnswers
 from onstep.trainer.computing.gathering import gather, gather_rows, pad_to_longest, reduce
 from onstep.training.compute.step import LastStep, Step
 from onstep.training.profiling.memory import empty_unused_memory
@@ -60,7 +60,7 @@ class ScaledLoss:
         return True
 
 
-class Accelerator:
+class Accelerator(AcceleratorAnswers):
     """The ranks, device and precision of a Trainer under the names of `accelerate.Accelerator`.
 
     Available before, during and after a run. Methods marked collective must be called on all ranks. Whatever is
@@ -69,16 +69,6 @@ class Accelerator:
     Args:
         trainer: its arguments say where it will train, until a run has begun.
     """
-
-    deepspeed_plugin = fsdp_plugin = parallelism_config = None
-    gradient_accumulation_steps = 1
-    """1, as under Hugging Face's Trainer, which accumulates gradients itself; see
-    `trainer.current_gradient_accumulation_steps`."""
-
-    dataloader_config = SimpleNamespace(
-        split_batches=False, dispatch_batches=None, even_batches=True, use_seedable_sampler=True, non_blocking=False
-    )
-    """accelerate's defaults."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

@@ -1,4 +1,4 @@
-"""What `accelerate.Accelerator` tells about plugins, loaders and processes, answered for Onstep's Trainer."""
+"""Answers what `accelerate.Accelerator` tells about plugins, loaders and processes, for the Trainer's own."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class AcceleratorAnswers:
         """Nothing without a loss scale.
 
         Raises:
-            ConfigError: with float16, whose scale the loop takes from the gradients once all are there.
+            ConfigError: with float16, whose loop removes the scale once all gradients are there.
         """
         if self.scaler is not None:  # type: ignore[attr-defined]
             raise ConfigError(

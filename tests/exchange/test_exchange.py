@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import pickle
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -12,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from onstep import TrainingArguments
 from onstep.exchange.names import KEPT, NAMES, number_of_names
 from tests.exchange.conftest import Start
 
 PLACES = """
 import json
+import pickle
 import transformers
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import *
@@ -138,3 +141,20 @@ def test_transformers_itself_gives_onsteps_names(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "onstep.run", "script.py"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_pickled_arguments_of_transformers_become_onsteps() -> None:
+    """As `training_args.bin` has them, which is unpickled after the exchange."""
+    own = TrainingArguments("out", learning_rate=1e-3, eval_strategy="epoch")
+    assert pickle.loads(pickle.dumps(own)) == own
+    theirs = importlib.import_module("transformers").TrainingArguments("out", learning_rate=1e-3, eval_strategy="epoch")
+    restored = TrainingArguments.__new__(TrainingArguments)
+    restored.__setstate__(vars(theirs))
+    restored.check()
+    mine, given = own.to_dict(), restored.to_dict()
+    assert {name: given[name] for name in mine if given[name] != mine[name]} == {
+        "disable_tqdm": theirs.disable_tqdm,
+        "mixed_precision": "no",
+    }
+    assert restored.eval_strategy == "epoch"
+    assert type(restored.eval_strategy) is str

@@ -28,6 +28,7 @@ NAMES: dict[str, dict[str, str]] = {
         "TrainOutput": "onstep.trainer:TrainOutput",
     },
     "transformers.trainer_pt_utils": {
+        "AcceleratorConfig": "onstep.config.hf.accelerator:AcceleratorConfig",
         "LabelSmoother": "onstep.trainer.computing.label_smoothing:LabelSmoother",
     },
 }
@@ -46,7 +47,7 @@ KEPT: dict[str, str] = {
     "find_executable_batch_size get_last_checkpoint has_length is_main_process load_sharded_checkpoint "
     "number_of_arguments rotate_checkpoints seed_worker set_seed sort_checkpoints speed_metrics suppress_progress_bars "
     "total_processes_number unwrap_peft_model validate_quantization_for_training",
-    "transformers.trainer_pt_utils": "AcceleratorConfig BatchRebalanceSampler DistributedLengthGroupedSampler "
+    "transformers.trainer_pt_utils": "BatchRebalanceSampler DistributedLengthGroupedSampler "
     "DistributedSamplerWithLoop EvalLoopContainer IterableDatasetShard LayerWiseDummyOptimizer LayerWiseDummyScheduler "
     "LengthGroupedSampler ShardSampler atleast_1d distributed_broadcast_scalars distributed_concat expand_like "
     "find_batch_size get_dataloader_sampler get_learning_rates get_length_grouped_indices get_model_param_count "

@@ -49,6 +49,7 @@ class AcceleratorConfig:
     use_seedable_sampler: bool = True
     non_blocking: bool = False
     gradient_accumulation_kwargs: dict[str, Any] | None = None
+    use_configured_state: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """All values."""
@@ -81,9 +82,10 @@ def settle_accelerator(args: Any) -> None:
     given = dict(_as_mapping(args.accelerator_config))
     _check_keys(given)
     _settle_accumulation(args, given.get("gradient_accumulation_kwargs") or {})
-    if given.pop("use_configured_state", None):
+    if given.get("use_configured_state"):
         use_configured_state(args)
     args.accelerator_config = AcceleratorConfig(**given)
+    args.accelerator_config.pop("use_configured_state")
 
 
 def check_accelerator(given: object) -> None:

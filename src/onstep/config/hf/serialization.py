@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from enum import Enum
 from typing import Any
 
@@ -29,6 +29,15 @@ class SerializingMethods:
             values[name] = f"<{name.upper()}>" if name.endswith("_token") else _plain(value)
         self._dict_dtype_to_str(values)
         return values
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore pickled arguments; those of transformers, as in `training_args.bin`, get Onstep's values."""
+        vars(self).update(state)
+        if "_n_gpu" in state:  # of transformers
+            for each in fields(self):  # type: ignore[arg-type]
+                if each.default_factory is not MISSING and each.name not in state:
+                    setattr(self, each.name, each.default_factory())
+            self._settle()  # type: ignore[attr-defined]
 
     def to_json_string(self) -> str:
         """`to_dict()` as JSON."""

@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 PEERS := .venv-peers
 BROUGHT := .venv-brought
 
-.PHONY: demo test test-all test-slow faults faults-diloco promises release-check check lint bench bench-peers brought gpu-check browser docs docs-serve docs-tables clean
+.PHONY: demo test test-all test-slow faults faults-diloco promises release-check check lint bench bench-peers brought walk gpu-check browser docs docs-serve docs-tables clean
 
 demo: $(READY)
 	$(BIN)/onstep demo
@@ -75,6 +75,10 @@ bench-peers: $(PEERS)/.ready
 # Unmodified scripts of other libraries under transformers and under onstep run, by turns: differences and times.
 brought: $(BROUGHT)/.ready
 	$(BROUGHT)/bin/python -m tests.brought.compare --turns 3 --kills
+
+# What ten libraries override and use of a Trainer, read in the sources of their wheels, written into its page of docs/.
+walk: $(READY)
+	$(BIN)/python tools/walk_libraries.py
 
 # The tables that are read from the code, written into the pages of docs/.
 docs-tables: $(READY)

@@ -109,14 +109,35 @@ def test_functions_assigned_to_an_object_or_a_class_are_overrides(explain: Expla
         "    def __init__(self):\n"
         "        self._save = no_clipping\n"
     )
-    assert overrides_of(found) == {"script.create_optimizer": "honoured", "Mine._save": "honoured"} or overrides_of(
-        found
-    ) == {"__main__.create_optimizer": "honoured", "Mine._save": "honoured"}
+    assert overrides_of(found) == {"__main__.create_optimizer": "honoured", "Mine._save": "honoured"}
     assert [(row.name, row.outcome) for row in found.assigned] == [
         ("Trainer._run_epoch", "refused"),
         ("Trainer.create_scheduler", "honoured"),
         ("transformers.trainer.get_model_param_count", "never"),
     ]
+
+
+def test_a_parameter_named_trainer_is_the_class_and_sources_that_are_edited_are_listed(explain: Explain) -> None:
+    found = explain(
+        "import inspect\nfrom transformers import Trainer\n"
+        "def patch(Trainer):\n    Trainer.__init__ = Trainer.compute_loss = lambda self: None\n"
+        "text = inspect.getsource(Trainer.evaluation_loop)\n"
+        "Trainer.my_own = 1\n"
+    )
+    assert [(row.name, row.verb, row.outcome) for row in found.assigned] == [
+        ("Trainer.__init__", "assign", "honoured"),
+        ("Trainer.compute_loss", "assign", "honoured"),
+        ("Trainer.evaluation_loop", "source", "never"),
+    ]
+
+
+def test_a_data_collator_is_listed_and_remains_that_of_transformers(explain: Explain) -> None:
+    found = explain(
+        "from transformers import DataCollatorWithPadding\n"
+        "class Pad(DataCollatorWithPadding):\n    def __call__(self, features): ...\n"
+    )
+    assert [(one.name, one.kind) for one in found.classes] == [("__main__.Pad", "collator")]
+    assert found.overrides == []
 
 
 def test_a_callback_and_arguments_are_classes_of_a_trainer_too(explain: Explain) -> None:

@@ -113,3 +113,22 @@ def test_what_a_run_counts_itself_is_refused_with_a_remedy(tmp_path: Path, name:
 def test_the_script_is_not_run_and_torch_not_imported(tmp_path: Path) -> None:
     found = explained(tmp_path, "from transformers import Trainer\nraise SystemExit('run')\nclass Mine(Trainer): ...")
     assert [one.name for one in found.classes] == ["__main__.Mine"]
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [
+        ("self.accelerator.save_state()", "a callback can set control.should_save"),
+        ("self.accelerator.state.distributed_type = 'NO'", "configure with TrainingArguments"),
+        ("self.accelerator.gradient_state.remainder", "trainer.state"),
+        ("self.args.hf_deepspeed_config", "there is no DeepSpeed"),
+        ("self._memory_tracker", "skip_memory_metrics=False"),
+    ],
+)
+def test_what_onstep_does_not_have_is_refused_with_a_remedy(tmp_path: Path, code: str, remedy: str) -> None:
+    found = explained(
+        tmp_path, f"from transformers import Trainer\nclass Mine(Trainer):\n    def mine(self):\n        {code}\n"
+    )
+    (row,) = [row for row in found.attributes if row.outcome != "honoured"]
+    assert row.outcome == "refused"
+    assert remedy in row.instead

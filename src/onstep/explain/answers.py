@@ -38,6 +38,9 @@ _HERE = {
     "callback_handler": ["onstep.trainer.callback_handler.TrainerCallbackHandler"],
     "accelerator": ["onstep.trainer.computing.accelerator.Accelerator"],
     "accelerator.state": ["onstep.trainer.computing.accelerator.Accelerator"],
+    "accelerator.gradient_state": ["onstep.trainer.computing.gradients.GradientState"],
+    "args.distributed_state": ["accelerate.state.PartialState"],
+    "args.accelerator_config": ["onstep.config.hf.accelerator.AcceleratorConfig"],
 }
 """Where each kind is defined; a function is one that sets attributes of its first parameter."""
 

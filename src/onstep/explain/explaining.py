@@ -14,7 +14,14 @@ from onstep.explain.reached import reached_from
 from onstep.explain.source.classes import Classes, ClassInfo
 from onstep.explain.source.kinds import kind_of_class
 from onstep.explain.source.modules import Module, Sources
-from onstep.explain.source.resolver import ClassDefinition, Exchanged, ModuleName, Resolver
+from onstep.explain.source.resolver import (
+    ClassDefinition,
+    Denoted,
+    Exchanged,
+    Missing,
+    ModuleName,
+    Resolver,
+)
 from onstep.explain.source.uses import Patch, Use
 from onstep.explain.source.walk import Walk, walk
 
@@ -25,7 +32,7 @@ class Row:
 
     Args:
         name: of the method; `args.name` of an attribute; `Trainer.name` of an assignment.
-        verb: override, read, set, pass or assign.
+        verb: override, read, ask, super, set, pass, assign, or source, where the source of a method is read.
         owner: the class that has it; the module, outside of classes.
     """
 
@@ -148,14 +155,15 @@ def _overrides(info: ClassInfo, kind: str, outcomes: Outcomes) -> Iterator[Row]:
 def _assigned_to_objects(found: Walk, outcomes: Outcomes) -> Iterator[Row]:
     """Methods that are assigned to an object: `trainer.create_optimizer = function`."""
     for use in _distinct(use for use in found.uses if use.verb == "set"):
-        outcome = outcomes.override(use.kind, use.name)
+        outcome = outcomes.assigned(use.kind, use.name)
         if outcome is not None:
-            yield _row(use.name, "assign", _owner(use), str(use.module.path), use.line, outcome)
+            name = use.name if use.kind in ("trainer", "callback") else f"{use.kind}.{use.name}"
+            yield _row(name, "assign", _owner(use), str(use.module.path), use.line, outcome)
 
 
 def _attributes(found: Walk, outcomes: Outcomes) -> Iterator[Row]:
     for use in _distinct([*found.uses, *_class_attributes(found)]):
-        if use.verb == "set" and outcomes.override(use.kind, use.name) is not None:
+        if use.verb == "set" and outcomes.assigned(use.kind, use.name) is not None:
             continue
         outcome = outcomes.attribute(use, found)
         if outcome is not None:
@@ -190,7 +198,8 @@ def _assigned(found: Walk, resolver: Resolver, outcomes: Outcomes) -> Iterator[R
         outcome = outcomes.patch(patch, kind)
         if outcome is not None:
             path = str(patch.module.path)
-            yield _row(f"{_target(patch)}.{patch.name}", "assign", patch.module.name, path, patch.line, outcome)
+            verb = "source" if patch.reads_source else "assign"
+            yield _row(f"{_target(patch)}.{patch.name}", verb, patch.module.name, path, patch.line, outcome)
 
 
 def _target(patch: Patch) -> str:
@@ -205,8 +214,18 @@ def _imports(found: Walk, resolver: Resolver) -> dict[str, int]:
     counts = Counter[str]()
     for name in {(one.source, one.name) for one in found.imports}:
         if name[0].startswith("transformers.train"):
-            counts["exchanged" if isinstance(resolver.member(*name), Exchanged) else "transformers' own"] += 1
+            counts[_kind_of_import(resolver.member(*name))] += 1
     return dict(counts)
+
+
+def _kind_of_import(denoted: Denoted | None) -> str:
+    match denoted:
+        case Exchanged():
+            return "exchanged"
+        case Missing():
+            return "not there"
+        case _:
+            return "transformers' own"
 
 
 def _row(name: str, verb: str, owner: str, path: str, line: int, outcome: Outcome) -> Row:

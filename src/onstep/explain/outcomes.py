@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from onstep.config.hf.process import REFUSED_ATTRIBUTES
 from onstep.events.run_state import REFUSED
 from onstep.explain.answers import NEVER_FIRED, Names, here, there
 from onstep.explain.source.classes import Member
-from onstep.explain.source.kinds import KINDS
 from onstep.explain.source.resolver import ClassDefinition, Exchanged, ModuleName
 from onstep.explain.source.uses import Patch, Use
 from onstep.explain.source.walk import Walk
+from onstep.trainer.computing.refused_attributes import ACCELERATOR, CONFIGURE, OF_A_STEP, OTHERWISE, TRAINER
 from onstep.trainer.overrides import METHODS
 
 OutcomeName = Literal["honoured", "refused", "never", "missing"]
@@ -44,15 +44,10 @@ _NOT_OVERRIDES = ("__init__", "__module__", "__doc__", "__qualname__", "__slots_
 
 
 class Outcomes:
-    """Compares names in sources with what transformers and Onstep have.
+    """Compares names in sources with what the installed transformers and Onstep have."""
 
-    Args:
-        remedies: what to do instead of using an attribute that is refused, by kind and name.
-    """
-
-    def __init__(self, remedies: Mapping[str, Mapping[str, str]] | None = None) -> None:
+    def __init__(self) -> None:
         self._there, self._here = there(), here()
-        self._remedies = remedies or {}
 
     def has_reference(self) -> bool:
         """Whether transformers is found, so that its names can be compared."""
@@ -76,6 +71,13 @@ class Outcomes:
             return Outcome("never", "push_to_hub is refused: nothing is uploaded")
         return HONOURED if self._member(self._here, kind, name) is not None else MISSING
 
+    def assigned(self, kind: str, name: str) -> Outcome | None:
+        """The outcome of a method that is assigned to an object; None if it overrides none of transformers'."""
+        outcome = self.override(kind, name)
+        if kind == "accelerator" and outcome is HONOURED:
+            return Outcome("honoured", "where you call it")
+        return outcome
+
     def attribute(self, use: Use, walk: Walk) -> Outcome | None:
         """The outcome of a use of an attribute; None if it isn't one of transformers'."""
         if use.verb == "pass":
@@ -85,20 +87,22 @@ class Outcomes:
             return None
         if use.verb not in ("set", "super") and walk.is_own(use):
             return None
-        remedy = self._remedies.get(use.kind, {}).get(use.name)
         member = self._member(self._here, use.kind, use.name)
         if use.verb == "set" and use.kind == "state" and use.name in REFUSED:
             return Outcome("refused", "during a run", REFUSED[use.name].format(name=use.name))
         if member is not None and (use.verb != "set" or member.is_settable):
             return HONOURED
+        remedy = _remedy(use, is_there=member is not None)
         return MISSING if remedy is None else Outcome("refused", instead=remedy)
 
     def patch(self, patch: Patch, kind: str | None) -> Outcome | None:
         """The outcome of an assignment to a class or module; None if it concerns nothing of a Trainer."""
+        if kind is not None and patch.reads_source and patch.name in METHODS and isinstance(patch.target, Exchanged):
+            return Outcome("never", "Onstep's method has another source, which a change of its text doesn't fit")
         match patch.target:
-            case Exchanged(name):
-                return self.override(KINDS.get(name, ""), patch.name)
-            case ClassDefinition() if kind is not None:
+            case Exchanged() | ClassDefinition() if kind is not None and not patch.reads_source:
+                if patch.name == "__init__":
+                    return Outcome("honoured", "in the constructor")
                 return self.override(kind, patch.name)
             case ModuleName(name) if name in TRAINER_MODULES:
                 return Outcome("never", "Onstep's Trainer doesn't use the functions of this module")
@@ -116,3 +120,16 @@ class Outcomes:
     def _member(names: Names, kind: str, name: str) -> Member | None:
         found = names.of(kind)
         return None if found is None else found.members.get(name)
+
+
+def _remedy(use: Use, *, is_there: bool) -> str | None:
+    """What the error of a refused attribute says to do instead; None for one that no error names."""
+    if use.kind in ("accelerator", "accelerator.state"):
+        return CONFIGURE if is_there else ACCELERATOR.get(use.name, OTHERWISE)
+    if use.kind == "accelerator.gradient_state":
+        return CONFIGURE if is_there else OF_A_STEP
+    if use.kind == "args" and not is_there:
+        return REFUSED_ATTRIBUTES.get(use.name)
+    if use.kind == "trainer" and not is_there:
+        return TRAINER.get(use.name)
+    return None

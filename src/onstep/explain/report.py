@@ -18,6 +18,7 @@ _A = {
     "callback_handler": "a CallbackHandler",
     "state": "a TrainerState",
     "control": "a TrainerControl",
+    "collator": "a data collator, called as it is",
 }
 
 
@@ -73,7 +74,7 @@ def _class(one: ClassRow, rows: list[Row], width: int) -> Iterator[str]:
 def _rows(rows: Iterable[Row], width: int) -> Iterator[str]:
     for row in rows:
         word = _WORDS.get(row.outcome, "honoured")
-        if row.verb in ("read", "super", "ask", "pass"):
+        if row.verb == "source" or (row.verb == "assign" and row.name.startswith("transformers.")):
             word = {"never called": "no effect"}.get(word, word)
         parts = [row.when, row.instead]
         words = ": ".join(part for part in parts if part)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
 
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from onstep.trainer.computing.attributes import set_attributes
 from onstep.trainer.computing.batch_size_search import Search
 from onstep.trainer.computing.fused_loss import FusedLoss
 from onstep.trainer.computing.label_smoothing import LabelSmoother, smoothed_loss
+from onstep.trainer.computing.refused_attributes import missing_attribute
 from onstep.trainer.distributed_env import join_environment
 from onstep.trainer.loss_convention import MAPPING, NUM_ITEMS, accepts_num_items, called, of_model
 from onstep.trainer.model_step import function_loss, model_loss
@@ -213,6 +214,13 @@ class BaseTrainer:
     ) -> tuple[Callable[[], AbstractContextManager[object]], Batch]:
         """What makes the context of a micro-batch's passes, and its inputs: sequences are not split here."""
         return nullcontext, inputs
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property whose own code lacks an attribute: its error, not this one
+                return object.__getattribute__(self, name)
+            raise missing_attribute(self, name)
 
     def is_local_process_zero(self) -> bool:
         """Whether this is the first rank of its machine."""

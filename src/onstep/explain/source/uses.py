@@ -45,12 +45,14 @@ class Patch:
     Args:
         target: the exchanged class, the class in a source, or the module.
         name: of the attribute.
+        reads_source: whether the source of that method is read, to compile a changed one, and nothing is assigned.
     """
 
     target: Exchanged | ClassDefinition | ModuleName
     name: str
     module: Module
     line: int
+    reads_source: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,11 @@ class UsesOfModule:
             attribute = node.args[1]
             if isinstance(attribute, ast.Constant) and isinstance(attribute.value, str):
                 self._by_name(str(name), node, attribute.value, variables, place)
+        match node:
+            case ast.Call(func=ast.Attribute(attr="getsource"), args=[ast.Attribute(value=owner, attr=method)]):
+                self._patch(owner, method, node.lineno, variables, reads_source=True)
+            case _:
+                pass
         kind = self._constructed(node, variables, place)
         if kind is not None:
             for keyword in node.keywords:
@@ -182,12 +189,14 @@ class UsesOfModule:
             case _:
                 return None
 
-    def _patch(self, target: ast.expr, name: str, line: int, variables: Variables) -> None:
+    def _patch(
+        self, target: ast.expr, name: str, line: int, variables: Variables, *, reads_source: bool = False
+    ) -> None:
         match self.classes.resolver.expression(target, variables.scope):
             case Exchanged() | ClassDefinition() | ModuleName() as denoted:
-                self.patches.append(Patch(denoted, name, self.module, line))
+                self.patches.append(Patch(denoted, name, self.module, line, reads_source))
             case None if isinstance(target, ast.Name) and target.id in KINDS:  # a parameter of that name
-                self.patches.append(Patch(Exchanged(target.id), name, self.module, line))
+                self.patches.append(Patch(Exchanged(target.id), name, self.module, line, reads_source))
             case _:
                 pass
 

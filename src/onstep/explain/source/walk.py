@@ -14,6 +14,9 @@ from onstep.explain.source.resolver import ClassDefinition, Resolver
 from onstep.explain.source.scopes import Scope, scope_of_function, statements
 from onstep.explain.source.uses import Patch, Use, UsesOfModule
 
+COLLATORS = "transformers.data.data_collator"
+"""The module of the base classes of data collators, which aren't exchanged."""
+
 
 @dataclass(frozen=True)
 class ImportedName:
@@ -52,10 +55,12 @@ def walk(modules: Iterable[Module], resolver: Resolver) -> Walk:
     definitions = [one for module in modules for one in class_definitions(module, resolver.scope(module))]
     infos = [classes.of(one) for one in definitions]
     for info in infos:
+        chain = info.chain()
         kind = next((KINDS[root] for root in info.roots if root in KINDS), None)
+        if kind is None and any(one.definition.module.name == COLLATORS for one in chain):
+            kind = "collator"
         if kind is None:
             continue
-        chain = info.chain()
         names = {name for one in chain for name in (*one.defined, *one.assigned)}
         for one in chain:
             found.kinds.setdefault(one, kind)
@@ -91,4 +96,5 @@ def imports_of(module: Module) -> Iterator[ImportedName]:
             source = module.imported(node)
             if source == "transformers" or source.startswith("transformers."):
                 for alias in node.names:
-                    yield ImportedName(source, alias.name, module, node.lineno)
+                    if alias.name != "*":
+                        yield ImportedName(source, alias.name, module, node.lineno)

@@ -7,6 +7,7 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -21,46 +22,16 @@ from onstep.config import DistributedInitConfig
 from onstep.distributed import World, open_world
 from onstep.optim import LossScaler, TrainingOptimizer
 from onstep.train_state import StateDict
-from onstep.trainer.computing.accelerator_answers import AcceleratorAnswers
-from onstep.trainer.computing.gathering import gather, gather_rows, pad_to_longest, reduce
+from onstep.trainer.computing.gathering import gather, gather_rows, own_share, pad_to_longest, reduce
+from onstep.trainer.computing.gradients import GradientState, ScaledLoss
+from onstep.trainer.computing.refused_attributes import ACCELERATOR, CONFIGURE, OTHERWISE
 from onstep.training.compute.step import LastStep, Step
 from onstep.training.profiling.memory import empty_unused_memory
-
-_REMEDIES = {
-    "init_trackers": "set report_to in TrainingArguments",
-    "get_tracker": "set report_to in TrainingArguments, and log with trainer.log",
-    "trackers": "set report_to in TrainingArguments, and log with trainer.log",
-    "save_state": "the Trainer saves checkpoints by save_strategy; a callback can set control.should_save",
-    "load_state": "pass resume_from_checkpoint to trainer.train",
-    "save_model": "call trainer.save_model",
-    "register_for_checkpointing": "give a callback state_dict and load_state_dict",
-}
-_OTHERWISE = "use torch itself, or accelerate's own Accelerator outside of the Trainer"
-
 
 Given = TypeVar("Given")
 
 
-class ScaledLoss:
-    """float16's loss scale with the methods of torch's `GradScaler` that a training step uses."""
-
-    def __init__(self, scaler: LossScaler) -> None:
-        self._scaler = scaler
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the scale."""
-        return loss * self._scaler.scale
-
-    def get_scale(self) -> float:
-        """The scale."""
-        return self._scaler.scale
-
-    def is_enabled(self) -> bool:
-        """True."""
-        return True
-
-
-class Accelerator(AcceleratorAnswers):
+class Accelerator:
     """The ranks, device and precision of a Trainer under the names of `accelerate.Accelerator`.
 
     Available before, during and after a run. Methods marked collective must be called on all ranks. Whatever is
@@ -70,13 +41,33 @@ class Accelerator(AcceleratorAnswers):
         trainer: its arguments say where it will train, until a run has begun.
     """
 
+    deepspeed_plugin = fsdp_plugin = parallelism_config = None
+    is_fsdp2 = False
+    gradient_accumulation_steps = 1
+    """1, as under Hugging Face's Trainer, which accumulates gradients itself; see
+    `trainer.current_gradient_accumulation_steps`."""
+
+    dataloader_config = SimpleNamespace(
+        split_batches=False, dispatch_batches=None, even_batches=True, use_seedable_sampler=True, non_blocking=False
+    )
+    """accelerate's defaults."""
+
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._opened: World | None = None
         self._prepared: WeakSet[object] = WeakSet()
+        self.gradient_state = GradientState(self)
+        self.even_batches = True
+        """Accepted without effect: every sample is trained on once an epoch, whatever their number."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        known = getattr(type(self), name, None)
+        if isinstance(known, property) and known.fset is None:
+            raise AttributeError(f"trainer.accelerator.{name} cannot be set: {CONFIGURE}.")
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        remedy = _REMEDIES.get(name, _OTHERWISE)
+        remedy = ACCELERATOR.get(name, OTHERWISE)
         raise AttributeError(f"trainer.accelerator is Onstep's and has no {name!r}; {remedy}.")
 
     # ---- ranks
@@ -176,6 +167,13 @@ class Accelerator(AcceleratorAnswers):
     def reduce(self, tensor: Given, reduction: str = "sum", scale: float = 1.0) -> Given:
         """The sum or mean over all ranks, in new tensors; `scale` has no effect, as in accelerate. Collective."""
         return reduce(tensor, self._world(), reduction)
+
+    def split_between_processes(self, inputs: Given, apply_padding: bool = False) -> AbstractContextManager[Given]:
+        """Context with this rank's share of a sequence, tensor or `datasets.Dataset`, or of each value of a mapping.
+
+        With `apply_padding` the last element is repeated, so that all ranks have the same number.
+        """
+        return nullcontext(own_share(inputs, self.process_index, self.num_processes, pads=apply_padding))
 
     def pad_across_processes(self, tensor: Given, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Given:
         """Tensors padded to the longest of all ranks along an axis. Collective."""

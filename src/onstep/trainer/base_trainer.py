@@ -26,6 +26,7 @@ from onstep.trainer.computing.attributes import set_attributes
 from onstep.trainer.computing.batch_size_search import Search
 from onstep.trainer.computing.fused_loss import FusedLoss
 from onstep.trainer.computing.label_smoothing import LabelSmoother, smoothed_loss
+from onstep.trainer.computing.random_numbers import StartOfTraining
 from onstep.trainer.computing.refused_attributes import missing_attribute
 from onstep.trainer.distributed_env import join_environment
 from onstep.trainer.loss_convention import MAPPING, NUM_ITEMS, accepts_num_items, called, of_model
@@ -97,6 +98,7 @@ class BaseTrainer:
         self.distributed_env = self.dist = distributed_env
         if (takeover := current_takeover()) is not None:
             takeover.redirect(self.args)
+        self.start_of_training = StartOfTraining(self.args.seed)
         self.model = model
         self.model_init = model_init
         self.has_own_collator = data_collator is not None

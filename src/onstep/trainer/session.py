@@ -25,6 +25,7 @@ from onstep.trackers.report_to import attach_trackers
 from onstep.trainer.call import Resume, Session
 from onstep.trainer.computing.causal_loss import causal_loss_in_chunks
 from onstep.trainer.computing.model_options import compiled, model_options, torch_options
+from onstep.trainer.computing.random_numbers import draws_each_epoch
 from onstep.trainer.dataloaders import (
     ColumnFilter,
     collator,
@@ -103,6 +104,8 @@ def training_session(
 ) -> Iterator[Session]:
     """Set up the ranks, the run's directory, the model, optimizer, scheduler and data. Collective."""
     size = world_size_from_environment()
+    if trainer.model is not None:
+        trainer.start_of_training.remember()
     data = _users_data(trainer, size)
     num_samples = num_samples_of(trainer.train_dataset) if data is None else data.num_samples
     args = trainer.args if data is None else whole_epochs(trainer.args)
@@ -120,8 +123,7 @@ def training_session(
 
     def claim_run(config: ConfigContainer, world: World) -> tuple[Claim | None, Hold | None]:
         if trainer.model is None:
-            seed_everything(config.rng.seed)
-            trainer.model = trainer.call_model_init()
+            trainer.model = trainer.start_of_training.model_made(trainer.call_model_init, config.rng.seed)
         if repeated is None:
             claim, hold = acquire_dir(trainer, config, world, resume)
         else:
@@ -268,8 +270,7 @@ def _users_data(trainer: TrainerMethods, size: int) -> UsersData | None:
     if not decides_data(trainer):
         return None
     if trainer.model is None:
-        seed_everything(trainer.args.seed)
-        trainer.model = trainer.call_model_init()
+        trainer.model = trainer.start_of_training.model_made(trainer.call_model_init, trainer.args.seed)
     with _world(config_of(trainer.args, num_samples=None, world_size=size, for_training=False)):
         data = users_data(trainer)
     check_length(data.num_samples, trainer.args)
@@ -295,9 +296,10 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
     notify.on_data_init_start()
     with state.timers(DATA_TIMER).measure(barrier=True):
         if data is None:
-            session.train_data = train_loader(trainer.train_dataset, session.collate, config, state.world)
+            read = train_loader(trainer.train_dataset, session.collate, config, state.world)
+            session.train_data = draws_each_epoch(read)
         else:
-            session.train_data = data.open(config, state.world)
+            session.train_data = draws_each_epoch(data.open(config, state.world), data.loader)
     state.entry_point.train_dataloader = session.train_data if data is None else data.loader
     state.train_state.do_train = True
     state.train_state.do_valid = trainer.eval_dataset is not None and config.validation.eval_iters != 0
@@ -305,7 +307,7 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
     count_examples(trainer, state, data)
     state.info.shown_steps = shown_steps(trainer.args, state.info.max_steps)
     record_tokenizer(state, session.module, trainer.data_collator, trainer.eval_dataset, trainer.train_dataset)
-    seed_everything(config.rng.seed + state.world.rank)
+    trainer.start_of_training.apply(config.rng.seed, state.world.rank)
 
 
 def _wrapped(trainer: TrainerMethods, session: Session) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
@@ -83,6 +83,9 @@ class Loader:
         self._source = source
         self._drop_last = drop_last
         self.compared_by: Compared = source.compared_by
+        self.before_epoch: Callable[[], None] | None = None
+        """Called before the first step of an epoch is read, but not where a run resumes inside of it."""
+        self._has_begun = False
         self._stream: Iterator[StepBatches] | None = None
         self.seek(epoch, samples_in_epoch)
 
@@ -130,6 +133,9 @@ class Loader:
         if not is_whole and not self.has_next(num_microbatches):
             self._end_epoch(num_microbatches * row_size, 0)
             return None
+        if self.before_epoch is not None and not self._has_begun:
+            self._has_begun = True
+            self.before_epoch()
         # An interrupted read must not leave a half-read stream behind: the next one starts over at the position.
         stream, self._stream = self._stream or source.rows(self.samples_in_epoch), None
         rows = list(islice(stream, num_microbatches))
@@ -175,6 +181,7 @@ class Loader:
         """The epoch of the next read; an epoch ends when `read` returns None."""
         self.samples_in_epoch = samples_in_epoch
         """Samples handed out in this epoch over all ranks."""
+        self._has_begun = samples_in_epoch > 0
         self._stream = None
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ from onstep.trainer.computed_metrics import (
     computed_metrics,
     prefixed,
 )
+from onstep.trainer.computing.random_numbers import draw_for_evaluation, without_trace
 from onstep.trainer.dataloaders import as_eval_loader, check_eval_data, eval_loader_of
 from onstep.trainer.full_eval import cast_weights
 from onstep.trainer.loss_convention import inner_module
@@ -152,6 +153,7 @@ class EvaluatingMethods(BaseTrainer):
             state.entry_point.eval_dataloader, session.is_test = dataloader, is_test
             step.predict = predict if is_asked else None
             try:
+                draw_for_evaluation(loader)
                 with evaluation_mode(session.model), cast_weights(session.module, self._full_dtype()):
                     means, metrics, num_samples = score(
                         state,
@@ -261,9 +263,13 @@ class EvaluatingMethods(BaseTrainer):
                 warn_once(logger, "no evaluation is run, although one is due or requested: pass an eval_dataset")
             return
         is_first = state.train_state.step == 0  # of eval_on_start, whose weights are not a result of the training
-        metrics = (
-            self._evaluate(None, ignore_keys, skip_scheduler=True) if is_first else self._evaluate(None, ignore_keys)
-        )
+        is_due = state.evaluated.due_at_step == state.train_state.step
+        with without_trace(applies=not is_due):  # one that was requested by hand must not change the training
+            metrics = (
+                self._evaluate(None, ignore_keys, skip_scheduler=True)
+                if is_first
+                else self._evaluate(None, ignore_keys)
+            )
         metrics = state.world.share(metrics)  # a script may add some on the first rank only
         if self.args.metric_for_best_model is not None:
             check_metrics(self, metrics)

@@ -43,6 +43,8 @@ def mark_due(run: Run) -> None:
     logs = is_due(step, log_every) or (step == 1 and run.cfg.logger.log_first_step)
     first_evaluated = validation.start_eval_at_iter or 0
     evaluates = is_due(step, eval_every, start=first_evaluated)
+    if evaluates:
+        run.evaluated.due_at_step = step
     if run.features.evaluates_last_step and step >= first_evaluated and run.has_all_steps:
         evaluates = True
     save_every = set_now.get("save_interval", run.cfg.checkpoint.save_interval)
@@ -56,6 +58,8 @@ def mark_due_after_an_epoch(run: Run) -> None:
     validation = run.cfg.validation
     saves = run.checkpoints is not None and run.cfg.checkpoint.save_each_epoch
     evaluates = validation.eval_each_epoch and run.trainer_state.epoch >= (validation.start_eval_at_epoch or 0)
+    if evaluates and run.trainer_state.epoch % 1 == 0:
+        run.evaluated.due_at_step = run.train_state.step
     run.control.set_due(
         log=run.cfg.logger.log_on_each_epoch,
         evaluate=evaluates or (saves and validation.eval_on_save),

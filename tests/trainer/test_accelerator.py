@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import pytest
 import torch
-from accelerate import PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
@@ -17,7 +15,6 @@ from torch.utils.data import DataLoader
 from onstep import Trainer
 from onstep.errors import ConfigError
 from onstep.trainer.computing.accelerator import Accelerator
-from onstep.trainer.computing.gathering import own_share
 from tests.support.forked_processes import Processes
 from tests.support.small_models import Regression, arguments, quiet, recorder, regression_rows
 
@@ -163,43 +160,14 @@ def test_two_ranks_gather_each_sample_once(processes: Processes, tmp_path: Path)
         assert found == {"train": [4, 4, 1], "eval": [4, 1]}
 
 
-@pytest.mark.parametrize("pads", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_each_rank_gets_the_share_that_accelerate_gives_it(size: int, pads: bool) -> None:
-    data: Any
-    for data in ([1, 2, 3, 4, 5], {"a": [1, 2, 3, 4], "b": ["w", "x", "y", "z"]}):
-        for rank in range(size):
-            state = PartialState()
-            state.num_processes, state.process_index = size, rank
-            try:
-                with state.split_between_processes(copy.deepcopy(data), apply_padding=pads) as expected:
-                    assert own_share(data, rank, size, pads=pads) == expected
-            finally:
-                PartialState._reset_state()
-    shares = [own_share(torch.arange(5), rank, size, pads=pads).tolist() for rank in range(size)]
-    assert shares == [own_share([0, 1, 2, 3, 4], rank, size, pads=pads) for rank in range(size)]
-
-
-def test_a_mapping_of_several_lengths_cannot_be_split() -> None:
-    with pytest.raises(ValueError, match=r"must have the same length, got a: 1, b: 2; split each"):
-        own_share({"a": [1], "b": [1, 2]}, 0, 2)
-
-
-def test_a_rank_alone_keeps_everything(ours: Accelerator) -> None:
-    with ours.split_between_processes(["a", "b"]) as prompts:
-        assert prompts == ["a", "b"]
-
-
 def test_where_a_step_is_and_what_is_not_known_of_it(ours: Accelerator, theirs: accelerate.Accelerator) -> None:
     for name in ("sync_gradients", "num_steps", "adjust_scheduler", "sync_with_dataloader", "plugin_kwargs"):
         assert getattr(ours.gradient_state, name) == getattr(theirs.gradient_state, name), name
-    assert ours.is_fsdp2 is theirs.is_fsdp2 is False
     with pytest.raises(AttributeError, match=r"gradient_state is Onstep's and has no 'remainder'; .* trainer\.state"):
         _ = ours.gradient_state.remainder
 
 
 def test_what_follows_from_the_run_cannot_be_set(ours: Accelerator) -> None:
-    ours.even_batches = False
     with pytest.raises(AttributeError, match="distributed_type cannot be set: it follows from the run; configure"):
         ours.state.distributed_type = "MULTI_GPU"  # type: ignore[misc]
     with pytest.raises(

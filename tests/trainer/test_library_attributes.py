@@ -191,3 +191,32 @@ def test_on_init_end_is_fired_by_the_constructor_alone(tmp_path: Path) -> None:
     ours.train()
     ours.evaluate()
     assert len(fired) == 2
+
+
+def test_the_accelerator_answers_as_accelerates_does(tmp_path: Path) -> None:
+    ours = quiet(Regression(), arguments(tmp_path / "a"), regression_rows()).accelerator
+    reference = transformers.Trainer(Regression(), theirs(tmp_path / "b")).accelerator
+    state = [*("deepspeed_plugins", "device_mesh", "fork_launched", "debug", "initialized"), "backend", "is_fsdp2"]
+    names = [
+        *("scaler_handler", "init_handler", "profile_handler", "autocast_handler", "fp8_backend", "fp8_recipe_handler"),
+        *("is_fsdp2", "is_composable_parallelism_enabled", "fp8_enabled", "has_lomo_optimizer", "split_batches"),
+        *("dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking", "use_stateful_dataloader"),
+        *("device_placement", "should_save_model", "native_amp", "multi_device", "project_dir", "logging_dir"),
+        *("save_iteration", "delayed_fp8_autocast"),
+    ]
+    for name in names:
+        assert getattr(ours, name) == getattr(reference, name), name
+    for name in state:
+        assert getattr(ours.state, name) == getattr(reference.state, name), name
+
+    ours.even_batches = False
+    ours.set_trigger()
+    called = []
+    for decorate in (ours.on_local_main_process, ours.on_last_process, ours.on_process(process_index=0)):
+        decorate(called.append)(1)
+    ours.on_local_process(called.append, local_process_index=1)(2)
+    with ours.split_between_processes([1, 2, 3]) as share, ours.join_uneven_inputs([]):
+        assert share == [1, 2, 3]
+    assert (called, ours.check_trigger(), ours.check_trigger(), ours.even_batches) == ([1, 1, 1], True, False, False)
+    ours.unscale_gradients()
+    ours.end_training()

@@ -7,7 +7,6 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -22,7 +21,8 @@ from onstep.config import DistributedInitConfig
 from onstep.distributed import World, open_world
 from onstep.optim import LossScaler, TrainingOptimizer
 from onstep.train_state import StateDict
-from onstep.trainer.computing.gathering import gather, gather_rows, own_share, pad_to_longest, reduce
+from onstep.trainer.computing.accelerator_answers import AcceleratorAnswers
+from onstep.trainer.computing.gathering import gather, gather_rows, pad_to_longest, reduce
 from onstep.trainer.computing.gradients import GradientState, ScaledLoss
 from onstep.trainer.computing.refused_attributes import ACCELERATOR, CONFIGURE, OTHERWISE
 from onstep.training.compute.step import LastStep, Step
@@ -31,7 +31,7 @@ from onstep.training.profiling.memory import empty_unused_memory
 Given = TypeVar("Given")
 
 
-class Accelerator:
+class Accelerator(AcceleratorAnswers):
     """The ranks, device and precision of a Trainer under the names of `accelerate.Accelerator`.
 
     Available before, during and after a run. Methods marked collective must be called on all ranks. Whatever is
@@ -41,24 +41,11 @@ class Accelerator:
         trainer: its arguments say where it will train, until a run has begun.
     """
 
-    deepspeed_plugin = fsdp_plugin = parallelism_config = None
-    is_fsdp2 = False
-    gradient_accumulation_steps = 1
-    """1, as under Hugging Face's Trainer, which accumulates gradients itself; see
-    `trainer.current_gradient_accumulation_steps`."""
-
-    dataloader_config = SimpleNamespace(
-        split_batches=False, dispatch_batches=None, even_batches=True, use_seedable_sampler=True, non_blocking=False
-    )
-    """accelerate's defaults."""
-
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._opened: World | None = None
         self._prepared: WeakSet[object] = WeakSet()
         self.gradient_state = GradientState(self)
-        self.even_batches = True
-        """Accepted without effect: every sample is trained on once an epoch, whatever their number."""
 
     def __setattr__(self, name: str, value: object) -> None:
         known = getattr(type(self), name, None)
@@ -167,13 +154,6 @@ class Accelerator:
     def reduce(self, tensor: Given, reduction: str = "sum", scale: float = 1.0) -> Given:
         """The sum or mean over all ranks, in new tensors; `scale` has no effect, as in accelerate. Collective."""
         return reduce(tensor, self._world(), reduction)
-
-    def split_between_processes(self, inputs: Given, apply_padding: bool = False) -> AbstractContextManager[Given]:
-        """Context with this rank's share of a sequence, tensor or `datasets.Dataset`, or of each value of a mapping.
-
-        With `apply_padding` the last element is repeated, so that all ranks have the same number.
-        """
-        return nullcontext(own_share(inputs, self.process_index, self.num_processes, pads=apply_padding))
 
     def pad_across_processes(self, tensor: Given, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Given:
         """Tensors padded to the longest of all ranks along an axis. Collective."""

@@ -110,35 +110,3 @@ def _has_only_tensors(data: object) -> bool:
     if isinstance(data, (list, tuple)):
         return all(_has_only_tensors(value) for value in data)
     return isinstance(data, Tensor)
-
-
-def own_share(data: Any, rank: int, size: int, *, pads: bool = False) -> Any:
-    """A rank's share of a sequence, tensor or `datasets.Dataset`, or of each value of a mapping; the first ranks have
-    one element more where they cannot be equal.
-
-    Args:
-        pads: repeat the last element, so that all ranks have as many.
-
-    Raises:
-        ValueError: for a mapping whose values differ in length.
-    """
-    if size == 1:
-        return data
-    if isinstance(data, Mapping):
-        if len({len(value) for value in data.values()}) > 1:
-            raise ValueError(f"the values of a mapping must have the same length, got {_lengths(data)}; split each.")
-        return mapping_like(data, {key: own_share(value, rank, size, pads=pads) for key, value in data.items()})
-    each, more = divmod(len(data), size)
-    first = rank * each + min(rank, more)
-    indices = list(range(first, first + each + (rank < more)))
-    if pads and len(data):
-        indices += [len(data) - 1] * (each + (more > 0) - len(indices))
-    if isinstance(data, (list, tuple)):
-        return type(data)(data[index] for index in indices)
-    if isinstance(data, Tensor):
-        return data[indices]
-    return data.select(indices) if hasattr(data, "select") else data
-
-
-def _lengths(data: Mapping[Any, Any]) -> str:
-    return ", ".join(f"{key}: {len(value)}" for key, value in data.items())

@@ -178,6 +178,14 @@ def test_resume_true_requires_a_checkpoint(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "run.json").exists()
 
 
+def test_resume_true_in_the_arguments_starts_a_run_where_there_is_none(tmp_path: Path) -> None:
+    for steps in (3, 5):
+        found = trained(tmp_path, max_steps=steps, resume_from_checkpoint=True, lr_scheduler_type="constant")
+        assert found.state.global_step == steps
+    assert found.state.log_history[-1]["step"] == 5
+    assert not (tmp_path / "run" / "checkpoints-1").exists(), "the second one has continued the first"
+
+
 @pytest.mark.parametrize("name", [None, "run", "run/checkpoint-7"])
 def test_a_refused_continuation_of_foreign_files_writes_nothing(tmp_path: Path, name: str | None) -> None:
     foreign = tmp_path / "run" / "checkpoint-7"

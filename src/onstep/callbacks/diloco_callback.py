@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,22 +13,18 @@ from onstep.config import TrainingArguments
 from onstep.diloco.worker import DiLoCoWorker
 from onstep.diloco.worker.defaults import (
     DEFAULTS,
+    check_verifies,
     decided_by_server,
     flag_from_environment,
     number_from_environment,
 )
+from onstep.diloco.worker.schedules import Schedule, advance
 from onstep.distributed.shards import world_size
 from onstep.events import Control, RunState, TrainerCallback
 from onstep.record.kinds import Metrics
 from onstep.train_state import StateDict
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-
-class Schedule(Protocol):
-    """A learning-rate schedule of torch, or of Onstep."""
-
-    step: Callable[..., object]
 
 
 class DiLoCoCallback(TrainerCallback):
@@ -79,6 +73,8 @@ class DiLoCoCallback(TrainerCallback):
         codec: `fp32`, `bf16`, `fp16`, `int8`, `int4` or `auto`; wins over `bf16_comm`; by default `DILOCO_CODEC`.
         verify: for an `https` server, the PEM file of the authority that vouches for it; by default `DILOCO_CA_FILE`,
             else the authorities of the system.
+        auth_token: of the server; by default `DILOCO_TOKEN`, or the token file.
+        verify_tls: True; the identity of an `https` server is always verified.
 
     Raises:
         ConfigError: for an environment variable that is not a number where one is needed.
@@ -100,6 +96,8 @@ class DiLoCoCallback(TrainerCallback):
         *,
         codec: str | None = None,
         verify: str | None = None,
+        auth_token: str | None = None,
+        verify_tls: bool | None = None,
     ) -> None:
         self.server_addr = os.environ.get("DILOCO_SERVER", "") if server_addr is None else server_addr
         self.worker_id = worker_id or os.environ.get("DILOCO_WORKER_ID") or None
@@ -119,6 +117,8 @@ class DiLoCoCallback(TrainerCallback):
         self.timeout, self.max_sync_retries = timeout, max_sync_retries
         self.codec = codec or os.environ.get("DILOCO_CODEC") or None
         self.verify = verify or os.environ.get("DILOCO_CA_FILE") or None
+        self.auth_token = auth_token
+        check_verifies(verify_tls)
         self.worker: DiLoCoWorker | None = None
         """While training."""
         self._loaded: StateDict | None = None
@@ -223,6 +223,7 @@ class DiLoCoCallback(TrainerCallback):
             self._asked("num_fragments"),
             self.max_sync_retries,
             codec=self.codec,
+            auth_token=self.auth_token,
             verify=self.verify,
         )
         if loaded is not None:
@@ -241,7 +242,7 @@ class DiLoCoCallback(TrainerCallback):
         if self._is_at_start:
             self._is_at_start = False
             if self._steps_to_advance and lr_scheduler is not None:
-                _advance(lr_scheduler, self._steps_to_advance, _samples_of_a_step(args))
+                advance(lr_scheduler, self._steps_to_advance, _samples_of_a_step(args))
         elif self.worker is not None and self._share != self._place():
             slot, num_slots = self._place()
             logger.warning(
@@ -340,12 +341,3 @@ def _saved_place(loaded: StateDict | None) -> tuple[int, int, list[int] | None]:
 
 def _samples_of_a_step(args: TrainingArguments) -> int:
     return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size())
-
-
-def _advance(scheduler: Schedule, steps: int, samples_of_a_step: int) -> None:
-    """Move a scheduler forward by optimizer steps; Onstep's own count samples."""
-    increment = (samples_of_a_step,) if hasattr(scheduler, "num_steps") else ()
-    with warnings.catch_warnings():  # torch warns of schedulers that are stepped before the optimizer
-        warnings.simplefilter("ignore")
-        for _ in range(steps):
-            scheduler.step(*increment)

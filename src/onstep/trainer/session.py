@@ -125,7 +125,8 @@ def training_session(
         if trainer.model is None:
             trainer.model = trainer.start_of_training.model_made(trainer.call_model_init, config.rng.seed)
         if repeated is None:
-            claim, hold = acquire_dir(trainer, config, world, resume)
+            or_starts = resume_from_checkpoint is None
+            claim, hold = acquire_dir(trainer, config, world, resume, or_starts=or_starts)
         else:
             claim, hold = repeated.claim(config, world)
         run.args = shown_arguments(trainer.args, None if claim is None else str(claim.directory.path))

@@ -16,7 +16,7 @@ from onstep.diloco.codec.specs import specs_of
 from onstep.diloco.fragments import assign
 from onstep.diloco.outer import OuterFactory, delayed, nesterov_sgd
 from onstep.diloco.protocol.messages import Settings
-from onstep.diloco.protocol.settings import check_settings
+from onstep.diloco.server.arguments import check_arguments, check_forgathers
 from onstep.diloco.server.initial import Origin, Source, initial_parameters, places, saved_parameters
 from onstep.diloco.server.masters import Fragment
 from onstep.diloco.server.memory import Buffers
@@ -27,10 +27,9 @@ from onstep.diloco.server.serving.app import build_app
 from onstep.diloco.server.serving.limits import BACKLOG, client_limits
 from onstep.diloco.server.store import Store
 from onstep.diloco.server.weights import WeightFiles
-from onstep.diloco.sizes import check_codec
 from onstep.diloco.wire.http import PORTS
 from onstep.diloco.wire.tokens import checked, keep_token, token_path
-from onstep.errors import CheckpointError, ConfigError, require
+from onstep.errors import CheckpointError, require
 from onstep.http.access import Access
 from onstep.http.addresses import authority, reachable
 from onstep.http.binding import listen
@@ -79,6 +78,9 @@ class DiLoCoServer:
         token: the bearer token; None for that of the port's token file, "" for none, which lets everyone in.
         renews_token: make a new token for the port's file.
         tls: the PEM files to serve `https` with; None for plain HTTP.
+        safetensors: True; checkpoints are never pickles.
+        dashboard_enabled: there is no page; True names the command that shows the same.
+        default_work_units: None; workers have shares of the data.
 
     Raises:
         ConfigError: for an invalid argument, or if there are no parameters. It is a ValueError.
@@ -112,6 +114,9 @@ class DiLoCoServer:
         token: str | None = None,
         renews_token: bool = False,
         tls: TlsFiles | None = None,
+        safetensors: bool = True,
+        dashboard_enabled: bool = False,
+        default_work_units: int | None = None,
     ) -> None:
         if settings is None:
             require(num_workers >= 1, "num_workers", ">= 1", num_workers)
@@ -123,7 +128,8 @@ class DiLoCoServer:
                 dylu=dylu_enabled,
                 heartbeat_timeout=heartbeat_timeout,
             )
-        _check(share, dn_buffer_size, settings, save_every_n_rounds, tls)
+        check_arguments(share, dn_buffer_size, settings, save_every_n_rounds, tls)
+        check_forgathers(safetensors, dashboard_enabled, default_work_units)
         settings = replace(settings, num_shares=share[1])
         model = model_state_dict if model is None else model
         source, self._directory = places(model, output_dir or save_dir, from_checkpoint)
@@ -316,18 +322,3 @@ class DiLoCoServer:
     def _require_idle(self, what: str) -> None:
         if self._serving is not None and not self._is_stopped:
             raise RuntimeError(f"the state of a running server cannot be {what}; stop it first.")
-
-
-def _check(
-    share: tuple[int, int], dn_buffer_size: int, settings: Settings, save_every: int, tls: TlsFiles | None
-) -> None:
-    check_settings(settings)
-    check_codec(settings.codec)
-    index, shares = share
-    require(shares >= 1 and 0 <= index < shares, "share", "(i, n) with 0 <= i < n", share)
-    require(dn_buffer_size >= 0, "dn_buffer_size", ">= 0", dn_buffer_size)
-    if dn_buffer_size and settings.mode != "async":
-        raise ConfigError(f"dn_buffer_size={dn_buffer_size} requires async_mode=True; pass 0 in synchronous mode.")
-    require(save_every >= 0, "save_every_n_rounds", ">= 0", save_every, "; 0 writes no checkpoints.")
-    if tls is not None:
-        tls.check()

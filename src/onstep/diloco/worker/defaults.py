@@ -34,6 +34,17 @@ def flag_from_environment(name: str) -> bool | None:
     return None if text is None else text.strip().lower() in _TRUE
 
 
+def check_verifies(verify_tls: bool | None) -> None:
+    """Refuse (ConfigError) a connection to a server whose identity is not verified."""
+    if verify_tls is None:
+        verify_tls = flag_from_environment("DILOCO_VERIFY_TLS")
+    if verify_tls is False:
+        raise ConfigError(
+            "verify_tls=False would trust any server with the token; pass the PEM file of its authority as verify, or "
+            "as DILOCO_CA_FILE."
+        )
+
+
 def decided_by_server(settings: Settings, asked: Mapping[str, Any]) -> str | None:
     """A line about the server's values that are not the defaults, of those that the worker does not ask for."""
     found = {name: getattr(settings, name) for name in ("sync_every", "dylu", "num_fragments")}

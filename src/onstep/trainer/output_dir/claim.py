@@ -58,6 +58,8 @@ class Wish:
     """The search for a batch size that this training is part of."""
     revisions: Mapping[str, str] = field(default_factory=dict)
     """The commits of the model and the datasets on the Hub, by name."""
+    or_starts: bool = False
+    """True is of the arguments, as in Forgather: without a checkpoint to continue from, a new run starts."""
 
     @property
     def is_retry(self) -> bool:
@@ -72,13 +74,16 @@ class Wish:
 
 
 def acquire_dir(
-    trainer: BaseTrainer, config: ConfigContainer, world: World, resume: Resume
+    trainer: BaseTrainer, config: ConfigContainer, world: World, resume: Resume, *, or_starts: bool = False
 ) -> tuple[Claim | None, Hold | None]:
     """Claim the run's directory; rank 0 decides for all. Collective.
 
     A run that completed or was stopped is over: the next process starts from scratch, unless `resume` asks to continue.
     One that was killed, preempted or failed is continued if its arguments, data, code and initial weights are the same.
     Starting from scratch moves the earlier checkpoints to `checkpoints-<n>` and says so; other files stay as they are.
+
+    Args:
+        or_starts: `resume=True` starts a new run where there is nothing to continue from.
 
     Raises:
         RunExistsError: if a live process works on the directory.
@@ -95,7 +100,7 @@ def acquire_dir(
         as_owned = Identity({**identity.parts, **{k: v for k, v in owned[1].parts.items() if k == "weights"}})
     search = trainer.batch_size_search if trainer.args.auto_find_batch_size else None
     given = None if owned is None else as_owned
-    wish = Wish(resume, trainer.args.overwrite_output_dir, given, search, _revisions(trainer))
+    wish = Wish(resume, trainer.args.overwrite_output_dir, given, search, _revisions(trainer), or_starts)
     claim, hold = claim_for_all(config, world, lambda _: identity, partial(_acquire, wish=wish))
     assert claim is not None
     is_same = claim.identity == as_owned.digests
@@ -172,10 +177,14 @@ class _Arrival:
         """Whether the user asks to continue the run that is in this directory."""
         load = self.config.checkpoint.load
         if load is None or self.wish.resume is True:
-            return self.wish.resume is True
+            return self.wish.resume is True and (not self.wish.or_starts or self._has_checkpoints())
         path = Path(os.path.expanduser(load)).resolve()
         own = [RunDir(self.directory.path, layout).checkpoints.resolve() for layout in ("onstep", "hugging_face")]
         return path in own or (path.parent in own and path.name.startswith("checkpoint-"))
+
+    def _has_checkpoints(self) -> bool:
+        path = self.directory.path
+        return any(checkpoints(one.checkpoints) for one in (RunDir(path, "onstep"), RunDir(path, "hugging_face")))
 
     def _started_elsewhere(self) -> bool:
         """Whether the user names another run's checkpoint, from which the run that is here has not started."""

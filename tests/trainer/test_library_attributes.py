@@ -220,3 +220,59 @@ def test_the_accelerator_answers_as_accelerates_does(tmp_path: Path) -> None:
     assert (called, ours.check_trigger(), ours.check_trigger(), ours.even_batches) == ([1, 1, 1], True, False, False)
     ours.unscale_gradients()
     ours.end_training()
+
+
+def test_a_call_event_that_is_assigned_is_what_the_run_calls(tmp_path: Path) -> None:
+    """As SetFit does, to give its callbacks a model and arguments of its own; events and records are transformers'."""
+
+    def notes(base: type[Any]) -> type[Any]:
+        class Notes(base):
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                seen.append(("step", args, kwargs["model"], state.global_step))
+
+            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+                logs["mine"] = 1.0
+                seen.append(("log", args, kwargs["model"], state.global_step))
+
+        return Notes
+
+    seen: list[Any] = []
+
+    def trained(base: type[Any], callback: type[Any], args: Any) -> list[Any]:
+        trainer = base(Regression(), args, train_dataset=regression_rows(), callbacks=[notes(callback)])
+        handler = trainer.callback_handler
+
+        def call_event(event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            for one in handler.callbacks:
+                shown = "mine" if type(one).__name__ == "Notes" else args
+                control = getattr(one, event)(shown, state, control, model="whole", **kwargs) or control
+            return control
+
+        handler.call_event = call_event
+        seen.clear()
+        trainer.train()
+        return list(seen)
+
+    options = {"max_steps": 3, "logging_steps": 1}
+    ours = trained(Trainer, TrainerCallback, arguments(tmp_path / "a", **options))
+    reference = trained(transformers.Trainer, transformers.TrainerCallback, theirs(tmp_path / "b", **options))
+    assert ours == reference
+    assert {entry[1:3] for entry in ours} == {("mine", "whole")}
+    assert len(ours) == 7
+
+
+def test_the_method_itself_may_be_assigned_again(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    class Notes(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append("called")
+
+    trainer = quiet(Regression(), arguments(tmp_path, max_steps=2), regression_rows(), callbacks=[Notes])
+    original = trainer.callback_handler.call_event
+    trainer.callback_handler.call_event = lambda *args, **kwargs: None
+    trainer.train()
+    assert seen == []
+    trainer.callback_handler.call_event = original
+    trainer.train(resume_from_checkpoint=False)
+    assert seen == ["called", "called"]

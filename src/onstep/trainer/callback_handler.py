@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableSequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 
 from torch import nn
 
@@ -14,6 +14,7 @@ from onstep.events import CallbackContext, CallbackManager, Control, TrainerCall
 from onstep.events.events import BY_NAME, HF_EVENTS, events_named
 from onstep.events.registration import own_event_listeners
 from onstep.events.views import OptimizerView, SchedulerView
+from onstep.trainer.assigned_events import AssignedEvents
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.call import Session
 
@@ -280,8 +281,31 @@ def pop_default(trainer: BaseTrainer, callback: object) -> object:
 class TrainerCallbackHandler(CallbackHandler):
     """The handler of a Trainer: its callbacks are those that the loop calls, with the loop's current objects."""
 
+    _assigned: AssignedEvents | None = None
+
     def __init__(self, trainer: BaseTrainer) -> None:
         self._of, self._given = trainer, dict[str, object]()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute; a `call_event` that is assigned is what the run calls from then on."""
+        if name != "call_event":
+            super().__setattr__(name, value)
+            return
+        if self._assigned is not None:
+            self._assigned.end()
+        is_method = getattr(value, "__func__", None) is type(self).call_event
+        self._assigned = None if is_method else AssignedEvents(self.callback_manager, cast(Any, value))
+        self.__dict__["call_event"] = value if self._assigned is None else self._assigned.call
+
+    @property
+    def callbacks(self) -> Any:
+        """As in `CallbackHandler`; for an assigned `call_event` those that it is to call."""
+        called = None if self._assigned is None else self._assigned.callbacks
+        return CallbackList(self.callback_manager) if called is None else called
+
+    @callbacks.setter
+    def callbacks(self, callbacks: Iterable[object]) -> None:
+        self.callback_manager.replace(list(callbacks))
 
     @property
     def callback_manager(self) -> CallbackManager:  # type: ignore[override]

@@ -13,6 +13,7 @@ from onstep.explain.source.resolver import ClassDefinition, Exchanged, ModuleNam
 from onstep.explain.source.uses import Patch, Use
 from onstep.explain.source.walk import Walk
 from onstep.trainer.computing.refused_attributes import ACCELERATOR, CONFIGURE, OF_A_STEP, OTHERWISE, TRAINER
+from onstep.trainer.default_names import SETTABLE
 from onstep.trainer.overrides import METHODS
 
 OutcomeName = Literal["honoured", "refused", "never", "missing"]
@@ -104,6 +105,8 @@ class Outcomes:
                 if patch.name == "__init__":
                     return Outcome("honoured", "in the constructor")
                 return self.override(kind, patch.name)
+            case ModuleName("transformers.trainer") if patch.name in SETTABLE:
+                return Outcome("honoured", "in the constructor")
             case ModuleName(name) if name in TRAINER_MODULES:
                 return Outcome("never", "Onstep's Trainer doesn't use the functions of this module")
             case _:

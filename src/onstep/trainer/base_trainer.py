@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from onstep.callbacks import DefaultMetrics, add_control
+from onstep.callbacks import add_control
 from onstep.config import ConfigContainer, TrainingArguments, merge
-from onstep.console import level_of, shown_by_default
 from onstep.data import Batch, default_data_collator
 from onstep.data.loaders.collate import Collate
 from onstep.data.loaders.kept_loaders import KeptLoaders
 from onstep.errors import ConfigError
-from onstep.events import CallbackManager, normalize_callbacks
+from onstep.events import CallbackManager
 from onstep.record.kinds import Metrics
 from onstep.trainer.computing.attributes import set_attributes
 from onstep.trainer.computing.batch_size_search import Search
@@ -28,6 +27,8 @@ from onstep.trainer.computing.fused_loss import FusedLoss
 from onstep.trainer.computing.label_smoothing import LabelSmoother, smoothed_loss
 from onstep.trainer.computing.random_numbers import StartOfTraining
 from onstep.trainer.computing.refused_attributes import missing_attribute
+from onstep.trainer.default_callbacks import default_callbacks as defaults_of
+from onstep.trainer.default_callbacks import with_defaults
 from onstep.trainer.distributed_env import join_environment
 from onstep.trainer.loss_convention import MAPPING, NUM_ITEMS, accepts_num_items, called, of_model
 from onstep.trainer.model_step import function_loss, model_loss
@@ -130,12 +131,9 @@ class BaseTrainer:
             configured = ConfigContainer()
             merge(configured, self.args.config_overrides or {})
             has_defaults = default_callbacks and configured.run.default_callbacks
-            shown = []
-            if has_defaults:
-                level = level_of(configured)
-                shown = shown_by_default(level, use_tqdm=False if self.args.disable_tqdm else None)
-            defaults = [DefaultMetrics(), *shown] if has_defaults else []
-            self.callback_manager = _with_defaults(callbacks, defaults)
+            shows_bars = not self.args.disable_tqdm
+            defaults = defaults_of(configured, shows_bars=shows_bars) if has_defaults else []
+            self.callback_manager = with_defaults(callbacks, defaults)
             if self.args.control or configured.run.control:
                 add_control(self.callback_manager)
         self.global_state: GlobalState | None = None
@@ -326,16 +324,3 @@ def _check_model(model: nn.Module | None, model_init: object) -> None:
         _check_callable(
             "model_init", model_init, "a function of no argument, or of a trial, that returns a model", 0, 1
         )
-
-
-def _with_defaults(callbacks: object, defaults: Sequence[object]) -> CallbackManager:
-    """A manager with the defaults first, then the user's; an instance of a default's class replaces that default.
-
-    A user's own `CallbackManager` is extended, not copied, so that callbacks registered later count too.
-    """
-    manager = normalize_callbacks(callbacks) or CallbackManager()
-    first = manager.callbacks[0] if manager.callbacks else None
-    for default in defaults:
-        if not any(isinstance(callback, type(default)) for callback in manager.callbacks):
-            manager.add(default, before=first)
-    return manager

@@ -342,3 +342,41 @@ def test_a_static_graph_and_compiled_code_on_two_ranks_change_no_loss(processes:
         for losses, _, has_plain_names in others:
             assert losses == pytest.approx(plain[0], rel=1e-6)
             assert has_plain_names
+
+
+def assigning(name: str, change: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A subclass of any Trainer that replaces a method of its accelerator, as some libraries do."""
+
+    def subclass_of(base: Any) -> Any:
+        class Assigning(base):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                original = getattr(self.accelerator, name)
+                setattr(self.accelerator, name, lambda *given, **more: change(original, *given, **more))
+
+        return Assigning
+
+    return subclass_of
+
+
+def backward_twice(original: Any, loss: Tensor, **more: Any) -> None:
+    original(loss, retain_graph=True, **more)
+    original(loss, **more)
+
+
+def clip_to_a_tenth(original: Any, parameters: Any, max_norm: float, **more: Any) -> Any:
+    return original(parameters, max_norm / 10, **more)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "max_norm"), [("backward", backward_twice, 100.0), ("clip_grad_norm_", clip_to_a_tenth, 0.2)]
+)
+def test_a_method_assigned_to_the_accelerator_is_called_as_under_transformers(
+    tmp_path: Path, name: str, change: Any, max_norm: float
+) -> None:
+    options: dict[str, Any] = {"gradient_accumulation_steps": 2, "num_train_epochs": 3, "optim": "sgd"}
+    options |= {"learning_rate": 0.5, "max_grad_norm": max_norm}
+    theirs, ours = both(tmp_path, assigning(name, change), qwen, causal_rows(8), **options)
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    plain = losses_of(trained(unchanged, qwen(), causal_rows(8), tmp_path / "plain", **options))
+    assert ours != pytest.approx(plain, rel=1e-5)

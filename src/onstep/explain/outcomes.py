@@ -14,7 +14,7 @@ from onstep.explain.source.uses import Patch, Use
 from onstep.explain.source.walk import Walk
 from onstep.trainer.computing.refused_attributes import ACCELERATOR, CONFIGURE, OF_A_STEP, OTHERWISE, TRAINER
 from onstep.trainer.default_names import SETTABLE
-from onstep.trainer.overrides import METHODS
+from onstep.trainer.overrides import METHODS, OF_ACCELERATOR
 
 OutcomeName = Literal["honoured", "refused", "never", "missing"]
 """Called or there; refused by name with a remedy; never needed; or not there, which nothing says."""
@@ -76,7 +76,8 @@ class Outcomes:
         """The outcome of a method that is assigned to an object; None if it overrides none of transformers'."""
         outcome = self.override(kind, name)
         if kind == "accelerator" and outcome is HONOURED:
-            return Outcome("honoured", "where you call it")
+            caller = OF_ACCELERATOR.get(name)
+            return Outcome("honoured", METHODS[caller].called if caller else "where you call it")
         return outcome
 
     def attribute(self, use: Use, walk: Walk) -> Outcome | None:

@@ -177,9 +177,22 @@ METHODS: dict[str, Method] = {
 """What happens to an override of each method of `transformers.Trainer` (5.x, and names of 4.x), by its name."""
 
 
+OF_ACCELERATOR = {"backward": "training_step", "clip_grad_norm_": "_clip_grad_norm"}
+"""Methods of the accelerator, and the method of the Trainer that calls each: a function that is assigned to the
+accelerator, `trainer.accelerator.backward = ...`, is called by that one, as if it were overridden."""
+
+
 def overrides(trainer: object, name: str) -> bool:
-    """Whether a user's class, or an assignment to the object or to a class of Onstep's, replaces a method."""
-    return name in vars(trainer) or _owns(type(trainer), name)
+    """Whether a user's class, or an assignment to the object, its accelerator or a class of Onstep's, replaces it."""
+    return name in vars(trainer) or _owns(type(trainer), name) or _is_below(trainer, name)
+
+
+def _is_below(trainer: object, name: str) -> bool:
+    """Whether what a method calls of the accelerator has been replaced there."""
+    if name not in OF_ACCELERATOR.values():
+        return False
+    assigned = vars(vars(trainer).get("accelerator", object))
+    return any(caller == name and method in assigned for method, caller in OF_ACCELERATOR.items())
 
 
 def overridden_by(trainer: type, assigned: Iterable[str] = ()) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-TIMES = re.compile(r"runtime|_per_second|tok_per_sec|preparation_time")
+TIMES = re.compile(r"runtime|step_time|_per_second|tok_per_sec|preparation_time")
 """Keys of times and speeds."""
 _AT_END = re.compile(r"'train_runtime': '?([0-9.e+-]+)'?.*'train_loss': '?([0-9.e+-]+)'?")
 _IN_PLACE = {

@@ -20,6 +20,7 @@ from onstep.data.loaders.collate import Collate
 from onstep.data.loaders.kept_loaders import KeptLoaders
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager
+from onstep.originals import is_exchanged
 from onstep.record.kinds import Metrics
 from onstep.trainer.computing.attributes import set_attributes
 from onstep.trainer.computing.batch_size_search import Search
@@ -97,6 +98,8 @@ class BaseTrainer:
         if distributed_env is not None:
             self.args = join_environment(distributed_env, self.args)
         self.distributed_env = self.dist = distributed_env
+        self.follows_transformers = is_exchanged()
+        """Whether random numbers are drawn, and numbers recorded, as by Hugging Face's: in unmodified scripts."""
         if (takeover := current_takeover()) is not None:
             takeover.redirect(self.args)
         self.start_of_training = StartOfTraining(self.args.seed)

@@ -52,7 +52,8 @@ class TrainerFeature(Feature[Run]):
         self.started = time.time()
         """When the training began, in Unix seconds."""
         self._passes_start = len(inspect.signature(trainer.log).parameters) > 1
-        self._counts_flops = overrides(trainer, "floating_point_ops") or overrides(trainer, "store_flos")
+        is_own_count = overrides(trainer, "floating_point_ops") or overrides(trainer, "store_flos")
+        self._counts_flops = is_own_count or trainer.follows_transformers
         self._tracks = overrides(trainer, "_track_num_input_tokens")
         self._saves = any(
             overrides(trainer, name) for name in ("_save_checkpoint", "save_model", "_save", *STATE_METHODS)
@@ -97,6 +98,8 @@ class TrainerFeature(Feature[Run]):
             logs["learning_rate"] = scheduler.rates_before_last_step()[0]
         else:
             logs["learning_rate"] = float(self._session.optimizer.param_groups[0]["lr"])
+        if self._trainer.follows_transformers and step is not None and step.grad_norm is not None:
+            logs["grad_norm"] = float(step.grad_norm)
 
     def add_to_checkpoint(self, request: SaveRequest) -> None:
         """The files that Hugging Face's tools look for, as of now."""

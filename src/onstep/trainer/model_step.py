@@ -25,6 +25,7 @@ class StepOptions(TypedDict):
     weighting: str
     world: World
     num_averaged_ranks: int
+    weights_evaluation_by_samples: bool
 
 
 class ModelStep:
@@ -36,6 +37,7 @@ class ModelStep:
     Args:
         convention: the kind of loss that `compute_loss` returns; for a mean it never receives `num_items_in_batch`.
         weighting: `train.loss_weighting`, for means.
+        weights_evaluation_by_samples: in an evaluation, weight the loss of a batch by its samples, as in Hugging Face.
         num_averaged_ranks: what `compute_loss` has multiplied a share by, for gradients that are averaged over ranks.
     """
 
@@ -48,6 +50,7 @@ class ModelStep:
         weighting: str,
         world: World,
         num_averaged_ranks: int = 1,
+        weights_evaluation_by_samples: bool = False,
     ) -> None:
         self._compute_loss = compute_loss
         self._accepts_num_items = accepts_num_items(compute_loss)
@@ -56,6 +59,9 @@ class ModelStep:
         self._weighting = weighting
         self._world = world
         self._num_averaged_ranks = num_averaged_ranks
+        self._weights_evaluation_by_samples = weights_evaluation_by_samples
+        self._num_samples: int | None = None
+        """Samples of the current micro-batch of an evaluation, if its loss is weighted by them."""
         self.predict: Callable[[nn.Module, Batch], Tensor | None] | None = None
         """In an evaluation that keeps predictions, called with the model and the inputs; returns the loss."""
         self.is_filler = False
@@ -66,6 +72,7 @@ class ModelStep:
         inputs, trains = next(data_iterator), model.training  # which compute_loss may change
         if not trains:
             self.is_filler = isinstance(data_iterator, MicroBatches) and data_iterator.is_filler()
+        self._num_samples = None if trains else self._samples_of(data_iterator)
         measured = self._labels.measure(inputs)
         own_items = measured[0] if self._gives_shares else None
         if own_items is None and self._gives_shares:  # not class ids
@@ -75,6 +82,11 @@ class ModelStep:
         if loss is None and trains:
             raise ConfigError("compute_loss returned None; it must return the loss of the micro-batch.")
         return self._result(loss, inputs, measured, is_share=own_items is not None and trains)
+
+    def _samples_of(self, data_iterator: object) -> int | None:
+        """The weight of a batch of an evaluation, if that is its samples; None leaves it to its labels."""
+        is_wanted = self._weights_evaluation_by_samples and isinstance(data_iterator, MicroBatches)
+        return data_iterator.num_samples if is_wanted else None  # type: ignore[attr-defined]
 
     def _result(
         self, loss: Tensor | None, inputs: Batch, measured: tuple[Tensor | float | None, bool], *, is_share: bool
@@ -91,7 +103,7 @@ class ModelStep:
             loss = loss / self._num_averaged_ranks
         if is_share:
             return loss, lambda loss: LossShare(loss, num_labels, {})
-        weight = mean_weight(inputs, num_labels, self._weighting)
+        weight = self._num_samples or mean_weight(inputs, num_labels, self._weighting)
         tokens = num_labels if are_tokens else None
         return loss, lambda loss: MeanLoss(loss, weight, tokens, {})
 

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 from torch import nn
@@ -24,6 +24,7 @@ from onstep.models.generation.generate import inner_transformer
 from onstep.trackers.report_to import attach_trackers
 from onstep.trainer.call import Resume, Session
 from onstep.trainer.computing.causal_loss import causal_loss_in_chunks
+from onstep.trainer.computing.forward_precision import autocast_in_forward
 from onstep.trainer.computing.model_options import compiled, model_options, torch_options
 from onstep.trainer.computing.random_numbers import draws_each_epoch
 from onstep.trainer.dataloaders import (
@@ -253,6 +254,7 @@ def _session(
             torch_options(trainer.args),
             model_options(trainer, module, trains=trains),
             causal_loss_in_chunks(module, state.cfg.model),
+            autocast_in_forward(module, state) if _casts_in_forward(trainer, state) else nullcontext(),
             session.compiled,
             state.features.open((TrainerFeature, LoopMethods), state, state.world),
         ):
@@ -264,6 +266,10 @@ def _session(
         if trains:
             trainer.eval_loaders.close()
         session.release()
+
+
+def _casts_in_forward(trainer: TrainerMethods, state: GlobalState) -> bool:
+    return trainer.follows_transformers and state.cfg.mixed_precision is not None
 
 
 def _users_data(trainer: TrainerMethods, size: int) -> UsersData | None:
@@ -308,7 +314,7 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
     count_examples(trainer, state, data)
     state.info.shown_steps = shown_steps(trainer.args, state.info.max_steps)
     record_tokenizer(state, session.module, trainer.data_collator, trainer.eval_dataset, trainer.train_dataset)
-    trainer.start_of_training.apply(config.rng.seed, state.world.rank)
+    trainer.start_of_training.apply(config.rng.seed, state.world.rank, on_every_rank=trainer.follows_transformers)
 
 
 def _wrapped(trainer: TrainerMethods, session: Session) -> nn.Module:

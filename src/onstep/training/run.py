@@ -92,6 +92,8 @@ class Run:
     flops_at_start: float = 0.0
     """Floating-point operations of the run when this process started."""
     start_time: float = field(default_factory=time.time)
+    autocasts_forward_only: bool = False
+    """Whether the model's `forward` enters mixed precision itself, and its loss is computed in float32."""
 
     def __post_init__(self) -> None:
         self.control.rank = self.world.rank
@@ -303,7 +305,11 @@ class Run:
         return self.losses.mean
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The precision context of a forward pass: bfloat16 or float16 autocast over float32 weights, or nothing."""
+        """The precision context of a forward pass and its loss; nothing where the model's `forward` has its own."""
+        return nullcontext() if self.autocasts_forward_only else self.precision()
+
+    def precision(self) -> AbstractContextManager[object]:
+        """bfloat16 or float16 autocast over float32 weights, or nothing."""
         if self.cfg.mixed_precision is None:
             return nullcontext()
         return torch.autocast(self.world.device.type, dtype=_AUTOCAST[self.cfg.mixed_precision])

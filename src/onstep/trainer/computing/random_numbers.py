@@ -60,10 +60,13 @@ class StartOfTraining:
         self._seed, self._states = seed, RngState().state_dict()
         return model
 
-    def apply(self, seed: int, rank: int) -> None:
-        """Set the generators to the start; other ranks than the first have numbers of their own."""
+    def apply(self, seed: int, rank: int, *, on_every_rank: bool = False) -> None:
+        """Set the generators to the start; without `on_every_rank`, other ranks than the first have their own numbers.
+
+        What a script leaves behind on every rank are numbers of one seed, unless it seeds the ranks differently itself.
+        """
         seed_everything(seed + rank)
-        if rank == 0 and seed == self._seed and self._states is not None:
+        if (rank == 0 or on_every_rank) and seed == self._seed and self._states is not None:
             RngState().load_state_dict(self._states)
 
 

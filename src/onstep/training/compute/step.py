@@ -42,6 +42,12 @@ class MicroBatches(Iterator[Batch]):
         return self.batches.is_filler[self._next - 1]
 
     @property
+    def num_samples(self) -> int | None:
+        """Samples of the last micro-batch; None if unknown."""
+        samples = self.batches.local_samples
+        return None if samples is None else samples[self._next - 1]
+
+    @property
     def on_host(self) -> Batch:
         """The last micro-batch as it is on the host."""
         return self.batches.micro_batches[self._next - 1]

@@ -297,9 +297,10 @@ def final_metrics(state: Run, start: RunStart) -> Metrics:
     if sizes is not None and sizes.varies:
         samples = progress.consumed_train_samples - before.consumed_train_samples
     left_out = float(start.first_tokens)
-    tokens = progress.consumed_tokens - before.consumed_tokens - left_out
+    all_tokens = progress.consumed_tokens - before.consumed_tokens
+    tokens = all_tokens - left_out
     flops = progress.floating_point_operations_so_far - before.floating_point_operations_so_far
-    flops -= left_out * state.flops_per_token
+    flops *= tokens / all_tokens if all_tokens else 1.0
     per_second = 1 / runtime if steps > 0 and runtime > 0 else math.nan
     return {
         "train_runtime": runtime,

@@ -1,0 +1,103 @@
+"""A Trainer that an unmodified script gets by the name of `transformers`: its numbers are Hugging Face's."""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from onstep.exchange.install import exchanged
+from tests.support.small_models import causal_rows, qwen
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
+
+
+NAMES = ("theirs", "ours")
+
+
+class Dropped(nn.Module):
+    """Predicts the next token behind a dropout of one half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding, self.dropout = nn.Embedding(64, 16), nn.Dropout(0.5)
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(self.dropout(self.embedding(input_ids)))
+        if labels is None:
+            return {"logits": logits}
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def history(
+    directory: Path, name: str, *, own_loss: bool = False, model: Any = None, **options: Any
+) -> list[dict[str, float]]:
+    """The records of a training by the Trainer of `transformers`, exchanged or not."""
+    with nullcontext() if name == "theirs" else exchanged():
+        transformers = importlib.import_module("transformers")
+
+        class Own(transformers.Trainer):  # type: ignore[misc, name-defined]
+            def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
+                labels = inputs.pop("labels")
+                logits = model(**inputs)["logits"]
+                loss = logits[..., 0].mean(-1).sigmoid().log().mean() + labels.float().mean() * 0
+                return (loss, {"logits": logits}) if return_outputs else loss
+
+        args = transformers.TrainingArguments(
+            str(directory / name),
+            use_cpu=True,
+            num_train_epochs=2,
+            per_device_train_batch_size=2,
+            per_device_eval_batch_size=2,
+            learning_rate=0.05,
+            logging_steps=2,
+            eval_strategy="steps",
+            eval_steps=3,
+            save_strategy="no",
+            train_sampling_strategy="sequential",
+            report_to="none",
+            disable_tqdm=True,
+            **options,
+        )
+        rows = causal_rows(18)
+        kind = Own if own_loss else transformers.Trainer
+        trainer = kind((model or Dropped)(), args, train_dataset=rows[:13], eval_dataset=rows[13:])
+        trainer.train()
+        return list(trainer.state.log_history)
+
+
+def check_same(directory: Path, *keys: str, **options: Any) -> None:
+    theirs, ours = (history(directory, name, **options) for name in NAMES)
+    assert len(theirs) == len(ours) > 5
+    for key in keys:
+        expected = [record[key] for record in theirs if key in record]
+        assert len(expected) >= 1, key
+        assert [record[key] for record in ours if key in record] == pytest.approx(expected, abs=1e-6), key
+
+
+def test_dropout_norms_and_evaluations_are_those_of_transformers(tmp_path: Path) -> None:
+    """Rows and batches differ in their labels, and each iteration of a loader draws from torch's generator."""
+    check_same(tmp_path, "loss", "grad_norm", "eval_loss", "learning_rate", "train_loss")
+
+
+def test_operations_are_counted_by_input_tokens_as_in_transformers(tmp_path: Path) -> None:
+    theirs, ours = (history(tmp_path, name, model=qwen, gradient_accumulation_steps=2)[-1] for name in NAMES)
+    assert ours["total_flos"] == theirs["total_flos"] > 0
+
+
+def test_a_loss_around_a_model_in_bfloat16_is_computed_in_float32_as_with_accelerate(tmp_path: Path) -> None:
+    check_same(tmp_path, "loss", "grad_norm", "eval_loss", own_loss=True, bf16=True)
+
+
+def test_a_trainer_of_onstep_itself_keeps_its_numbers(tmp_path: Path) -> None:
+    from onstep import Trainer, TrainingArguments
+
+    assert not Trainer(Dropped(), TrainingArguments(str(tmp_path))).follows_transformers

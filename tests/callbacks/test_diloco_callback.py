@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +19,11 @@ from torch import Tensor, nn
 
 from onstep import Trainer, TrainerCallback
 from onstep.callbacks import DiLoCoCallback
-from onstep.diloco.client import DiLoCoClient, ServerLostError
+from onstep.diloco.client import DiLoCoClient, RefusedByServerError, ServerLostError
 from onstep.diloco.protocol.messages import Settings, Submit
 from onstep.diloco.server import DiLoCoServer
 from onstep.diloco.server.served_run import ServedRun
+from onstep.diloco.worker import DiLoCoWorker, first_contact
 from onstep.errors import ConfigError
 from tests.support.diloco.tls import make_tls_files
 from tests.support.small_models import IGNORE, Regression, TokenModel, arguments, ragged_rows, regression_rows
@@ -411,11 +416,85 @@ def test_a_successor_that_resumes_continues_its_data_where_its_checkpoint_is(tmp
     assert ended.ids == alone.ids[7:12]
 
 
-def test_a_run_does_not_start_without_its_server(tmp_path: Path) -> None:
-    callback = DiLoCoCallback("127.0.0.1:9", max_sync_retries=0, timeout=0.5)
-    with pytest.raises(ServerLostError, match="no answer from the server"):
-        train(tmp_path, callback)
-    assert callback.state_dict() == {}
+class Other(BaseHTTPRequestHandler):
+    """A web server that knows nothing of workers."""
+
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, *args: Any) -> None:
+        """Print nothing."""
+
+
+@contextmanager
+def elsewhere(kind: str) -> Iterator[str]:
+    """An address where no DiLoCo server is."""
+    if kind == "web":
+        with HTTPServer(("127.0.0.1", 0), Other) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            yield f"127.0.0.1:{server.server_port}"
+            server.shutdown()
+    else:
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))
+            if kind == "silent":
+                bound.listen()
+            yield f"127.0.0.1:{bound.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        ("closed", ServerLostError, "no answer from the server.*is it running"),
+        ("silent", ServerLostError, "no answer from the server.*did not answer within 0.2 s"),
+        ("web", RefusedByServerError, "does not answer like a DiLoCo server; check its address and port"),
+    ],
+)
+@pytest.mark.parametrize("door", ["trainer", "worker"])
+def test_nothing_is_built_without_the_server(
+    kind: str, error: type[Exception], words: str, door: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_contact, "ANSWER_SECONDS", 0.2)
+    with elsewhere(kind) as address:
+        options = {"train_dataset": regression_rows(), "model_init": never}
+        callback = DiLoCoCallback(address, max_sync_retries=0)
+        start = {
+            "worker": DiLoCoWorker(Regression(), None, address, max_sync_retries=0).start,
+            "trainer": Trainer(None, arguments(tmp_path), callbacks=[callback], **options).train,
+        }
+        with pytest.raises(error, match=words):
+            start[door]()
+    assert not (tmp_path / "run").exists()
+
+
+def never() -> nn.Module:
+    raise AssertionError("the model was built")
+
+
+def test_a_server_that_starts_later_is_waited_for_with_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    servers: list[DiLoCoServer] = []
+    with elsewhere("closed") as address:
+        port = int(address.rpartition(":")[2])
+
+    class Starts(logging.Handler):
+        """Starts the server when the worker says that it waits."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            if "waiting at most" in record.getMessage():
+                settings = Settings(num_workers=1, min_workers=1, sync_every=3)
+                servers.append(DiLoCoServer(Regression(), settings=settings, port=port))
+                servers[0].start()
+
+    log, handler = logging.getLogger(first_contact.__name__), Starts()
+    log.addHandler(handler)
+    try:
+        train(tmp_path, DiLoCoCallback(address))
+    finally:
+        log.removeHandler(handler)
+        for server in servers:
+            server.stop()
+    assert "waiting at most 14 s for the server" in caplog.text
+    assert servers[0].sync_round == 2
 
 
 def their_trainer(directory: Path, seed: int, *callbacks: Any) -> Any:

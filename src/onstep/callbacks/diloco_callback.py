@@ -18,6 +18,7 @@ from onstep.diloco.worker.defaults import (
     flag_from_environment,
     number_from_environment,
 )
+from onstep.diloco.worker.first_contact import check_servers, seconds_of_retries
 from onstep.diloco.worker.schedules import Schedule, advance
 from onstep.distributed.shards import world_size
 from onstep.events import Control, RunState, TrainerCallback
@@ -137,6 +138,17 @@ class DiLoCoCallback(TrainerCallback):
     def active(self) -> bool:
         """Whether a server is configured."""
         return bool(self.server_addr)
+
+    def check_start(self) -> None:
+        """Before anything is built, wait until the server answers.
+
+        Raises:
+            RefusedByServerError: for an address at which there is another server, or with a wrong token.
+            ServerLostError: without an answer, after 2 + 4 + ... seconds, with `max_sync_retries` terms.
+        """
+        if self.active:
+            lost_seconds = seconds_of_retries(self.max_sync_retries)
+            check_servers(self.server_addr, lost_seconds=lost_seconds, auth_token=self.auth_token, verify=self.verify)
 
     def skips_event(self, name: str) -> bool:
         """Without a server, only the beginning is of interest, where that is logged."""

@@ -28,6 +28,7 @@ class Callback:
     - `settable`: attributes that can be set during the run, as `<name of the callback>.<attribute>`: on all ranks at
       one step, recorded, saved in checkpoints, and set again when the run resumes;
     - `commands`: names of commands that its `on_command` carries out, and one line about each;
+    - `check_start()`: a method that is called on each rank before anything is built; what it raises ends the run there.
     - `changes_weights`: False if none of its methods changes weights or optimizer state, so that the copies of an
       asynchronous save need not end before they are called; None for unknown.
     """

@@ -76,6 +76,10 @@ def open_run(
     has_trackers = any(hasattr(callback, "tag_loggers") for callback in callbacks)
     manager = attach_trackers(manager, config)
     check_trackers(config)
+    for callback in callbacks:
+        check_start = getattr(callback, "check_start", None)
+        if callable(check_start):
+            check_start()
     with run.features.open(SETUP, run, run.world), join(config) as world:
         claim, hold = claim_run(config, world)
         with abandoned_on_error(hold):

@@ -26,6 +26,8 @@ from onstep.diloco.wire.http import INFO
 from onstep.errors import ConfigError
 
 NOTHING = memoryview(b"")
+_NOT_THERE = (404, 405, 501)
+"""Statuses with which other servers answer a request that they do not know."""
 
 
 class Servers:
@@ -73,6 +75,17 @@ class Servers:
             return _joined_beat([reply for reply in replies if isinstance(reply, Beat)]), NOTHING
         return Left(), NOTHING
 
+    def check(self) -> None:
+        """Check that they answer as the servers of a run.
+
+        Raises:
+            ServerLostError: if one does not answer.
+            RefusedByServerError: if one is not a server of this run, or refuses.
+        """
+        refused = self._misplaced()
+        if refused is not None:
+            raise RefusedByServerError(refused.status, refused.error)
+
     def close(self) -> None:
         """Close the connections."""
         for connection in self.connections:
@@ -84,9 +97,13 @@ class Servers:
             try:
                 info = connection.json("GET", INFO)
             except RefusedByServerError as error:
-                return Refused(error.status, str(error))
+                if error.status in _NOT_THERE:
+                    return _no_server(connection.url)
+                return Refused(error.status, f"{error.reason} ({connection.url})")
             settings = info.get("settings")
-            shares = settings.get("num_shares") if isinstance(settings, dict) else None
+            if not isinstance(settings, dict):
+                return _no_server(connection.url)
+            shares = settings.get("num_shares")
             if shares != len(self.connections):
                 error_text = (
                     f"the parameters of this run are shared by {shares} servers, and {len(self.connections)} are given"
@@ -116,6 +133,10 @@ class Servers:
             versions=_interleaved([reply.versions for reply in replies]),
             next_sequences=_interleaved([reply.next_sequences for reply in replies]),
         )
+
+
+def _no_server(url: str) -> Refused:
+    return Refused(422, f"{url} does not answer like a DiLoCo server; check its address and port")
 
 
 def _joined_beat(replies: Sequence[Beat]) -> Beat:

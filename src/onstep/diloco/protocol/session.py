@@ -55,7 +55,7 @@ class RefusedByServerError(ConfigError, ConnectionError):
 
     def __init__(self, status: int, reason: str, server: str = "the server") -> None:
         super().__init__(f"HTTP {status} from {server}: {reason}")
-        self.status = status
+        self.status, self.reason = status, reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from onstep.diloco.client.servers import Servers
 from onstep.diloco.protocol.messages import Registered, Settings
 from onstep.diloco.protocol.settings import warn_of_disagreements
 from onstep.diloco.worker.exchange import Exchange
+from onstep.diloco.worker.first_contact import check_servers, seconds_of_retries
 from onstep.diloco.worker.heartbeat import HeartbeatThread
 from onstep.diloco.worker.metrics import SyncMetrics
 from onstep.diloco.worker.pace import Pace
@@ -162,13 +163,16 @@ class DiLoCoWorker:
             self._hook = self._optimizer.register_step_post_hook(lambda *_: self.end_step())
 
     def _new_exchange(self, parameters: Parameters, step: int) -> Exchange:
+        lost_seconds = seconds_of_retries(self._max_retries)
+        if self._client is None:
+            check_servers(self.server_addr, lost_seconds=lost_seconds, auth_token=self._auth_token, verify=self._verify)
         silence = min(self._timeout, _SILENCE_SECONDS)
         member = Membership(
             self._client or Servers(self.server_addr, silence, self._auth_token, self._verify),
             self.worker_id,
             parameters.specs,
             timeout=self._timeout,
-            lost_seconds=float(2 ** (self._max_retries + 1) - 2),
+            lost_seconds=lost_seconds,
             hostname=platform.node(),
             sync_every=self._sync_every,
             num_fragments=self._num_fragments,

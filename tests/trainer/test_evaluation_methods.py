@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch.utils.data import DataLoader
 
 from onstep import Trainer, TrainerCallback, TrainingArguments
 from onstep.errors import ConfigError
@@ -354,3 +355,21 @@ def test_an_evaluation_loop_like_that_of_transformers_4_gives_the_same(tmp_path:
         found.append([(r["eval_loss"], r["eval_error"]) for r in trainer.state.log_history if "eval_loss" in r])
     assert len(found[0]) == 2
     np.testing.assert_allclose(found[0], found[1], rtol=1e-6)
+
+
+def test_an_override_that_needs_no_data_evaluates_without_a_dataset(tmp_path: Path) -> None:
+    class Evaluator(Trainer):
+        """As sentence-transformers' with an evaluator alone."""
+
+        def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+            return DataLoader([])  # type: ignore[var-annotated]
+
+        def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+            output = super().evaluation_loop(*args, **options)
+            output.metrics["eval_score"] = float(self.state.global_step or 0)
+            return output
+
+    trainer = Evaluator(Regression(), evaluated(tmp_path), train_dataset=regression_rows(8), default_callbacks=False)
+    trainer.train()
+    assert [one["eval_score"] for one in trainer.state.log_history if "eval_score" in one] == [2.0, 4.0]
+    assert trainer.evaluate()["eval_score"] == 4.0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from onstep import Trainer, TrainerCallback
@@ -278,3 +278,30 @@ def test_a_failed_save_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     root = Path(trainer._get_output_dir(None))
     verify(root / "checkpoint-2")
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
+
+
+class RenamesWeights(Trainer):
+    """Writes its weights under other names, as sentence-transformers does."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        weights = {f"body.{name}": value for name, value in self.model.state_dict().items()}
+        os.makedirs(str(output_dir), exist_ok=True)
+        save_file(weights, os.path.join(str(output_dir), "model.safetensors"))
+
+
+def test_weights_that_a_save_writes_under_other_names_stay_in_the_checkpoint(tmp_path: Path) -> None:
+    def made(**changes: Any) -> Trainer:
+        torch.manual_seed(0)
+        args = arguments(tmp_path, **{**SAVES, **changes})
+        return RenamesWeights(Regression(), args, train_dataset=regression_rows(8), default_callbacks=False)
+
+    whole = made()
+    whole.train()
+    root = Path(whole._get_output_dir(None))
+    theirs = load_file(root / "checkpoint-2" / "model.safetensors")
+    assert theirs.keys() == {f"body.{name}" for name in whole.model.state_dict()}
+    assert {"model", "model.safetensors"} <= checkpoints(whole)["checkpoint-2"]
+    again = made(resume_from_checkpoint=str(root / "checkpoint-2"))
+    again.train()
+    for name, value in whole.model.state_dict().items():
+        torch.testing.assert_close(again.model.state_dict()[name], value, rtol=0, atol=0)

@@ -52,10 +52,10 @@ def check_training(trainer: TrainerMethods, resume_from_checkpoint: object = Non
     check_samples("train_dataset", dataset, "join them with torch.utils.data.ConcatDataset")
     asked = {"eval_on_start=True": args.eval_on_start, "eval_on_save=True": args.eval_on_save}
     asked = {f"eval_strategy={args.eval_strategy!r}": args.eval_strategy != "no", **asked}
-    if trainer.eval_dataset is None and any(asked.values()):
-        name = next(name for name, value in asked.items() if value)
-        raise ConfigError(f"{name} requires an eval_dataset; pass one to the constructor.")
     if any(asked.values()) and not overrides(trainer, "get_eval_dataloader"):
+        if trainer.eval_dataset is None:
+            name = next(name for name, value in asked.items() if value)
+            raise ConfigError(f"{name} requires an eval_dataset; pass one to the constructor.")
         check_eval_data(trainer.eval_dataset)
     check_options(args)
     withdraw_optimizers(trainer)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from onstep.data import Batch
+from onstep.data.loaders.collate import length_of
 from onstep.errors import ConfigError, warn_once
 from onstep.record.kinds import Metrics
 from onstep.trainer.base_trainer import BaseTrainer
@@ -125,12 +126,15 @@ class EvaluatingMethods(BaseTrainer):
 
         Args:
             dataloader: of `get_eval_dataloader`, or any iterable of batches of this rank, with at least one for each;
-                the evaluation continues until the longest ends.
+                the evaluation continues until the longest ends. An overridden `get_eval_dataloader` may return an empty
+                one, as that of sentence-transformers does for an evaluator alone.
             description: "Prediction" for data that may have no labels; such data is read completely.
             prediction_loss_only: keep no predictions; None is `args.prediction_loss_only`.
         """
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         is_test = description == "Prediction"
+        if overrides(self, "get_eval_dataloader") and length_of(dataloader) == 0:
+            return EvalLoopOutput(None, None, {}, 0)
         with self._evaluation() as session:
             state, step = session.state, session.forward_step
             loader = as_eval_loader(self, dataloader, state.cfg, state.world, is_test=is_test)

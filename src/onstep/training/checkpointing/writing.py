@@ -42,6 +42,7 @@ from onstep.training.checkpointing.starts import (
     record_lost_save,
     requested_start,
 )
+from onstep.training.checkpointing.weights_of_others import beside_weights_of_others
 from onstep.training.protocols import Trained, UserScheduler
 from onstep.training.run import Run
 from onstep.training.runs.claims import Claim
@@ -245,9 +246,12 @@ class RunCheckpoints:
                 *self.components.features(),
                 *self.components.position(None if reader is None else DataPosition(reader, state)),
             ]
+            components = self.components.selected(components)
+            if adopts:
+                components = beside_weights_of_others(components, self.root / f"checkpoint-{step}", state.world)
             request = SaveRequest(
                 step=step,
-                components=self.components.selected(components),
+                components=components,
                 config=state.cfg.to_dict(),
                 metrics=finite_numbers(state.evaluated.last_metrics) if state.evaluated.at_step == step else {},
                 layout={"world_size": state.world.size, "num_microbatches": state.num_microbatches},

@@ -29,6 +29,8 @@ FENCE = re.compile(
 
 NEEDS = {"lightning.md": "lightning"}
 """Packages that the examples of a page import, and that the development environment lacks; `make brought` has them."""
+SCRIPTS = ("trl", "sentence-transformers")
+"""Pages with a script for `onstep run`, which test_pages_of_libraries.py starts."""
 GENERATED = re.compile(r"^<!-- generated: .*?^<!-- end of generated part -->$", re.MULTILINE | re.DOTALL)
 """What `docs/generate.py` wrote, such as the loop: shown, not an example."""
 
@@ -86,7 +88,9 @@ def commands() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES[1:] if blocks(page, "python")], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES[1:] if blocks(page, "python") and page.stem not in SCRIPTS], ids=lambda p: p.name
+)
 def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, empty_dir: Path) -> None:
     """Of the README, each example runs by itself."""
     needed = NEEDS.get(page.name)

@@ -143,6 +143,8 @@ def test_what_cannot_be_trained_is_refused_by_what_it_is(in_tmp: Path) -> None:
         LightningTrainer(Calls(), callbacks=[theirs()])
     with pytest.raises(ConfigError, match="no training data; pass train_dataloaders or a datamodule"):
         LightningTrainer(Calls(), arguments(eval_strategy="no")).train()
+    with pytest.raises(ConfigError, match="eval_strategy='epoch' requires a validation_step and a loader for it"):
+        LightningTrainer(Calls(), arguments(), loaders()[0]).train()
     with pytest.raises(ConfigError, match="gives a dict of loaders; return one"):
         LightningTrainer(Calls(), arguments(eval_strategy="no"), {"a": loaders()[0]}).train()
     with pytest.raises(ConfigError, match="pass one of them"):

@@ -71,6 +71,11 @@ class LightningTrainer(Trainer):
 
     def train(self, *args: Any, **options: Any) -> Any:
         """Train; see `Trainer.train`. `setup` is called before, and `teardown` afterwards."""
+        if self.args.eval_strategy != "no" and not self.loaders.can_validate:
+            raise ConfigError(
+                f"eval_strategy={self.args.eval_strategy!r} requires a validation_step and a loader for it; pass "
+                f"val_dataloaders, or set eval_strategy='no'"
+            )
         vars(self.progress).update(vars(Progress()))
         try:
             return super().train(*args, **options)

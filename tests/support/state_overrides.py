@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from onstep import Trainer, TrainerCallback
@@ -102,12 +103,13 @@ class OwnWeights(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         assert output_dir is not None
-        inner = Path(output_dir, "inner")
-        inner.mkdir(parents=True, exist_ok=True)
-        torch.save(self.model.state_dict(), inner / "weights.pt")
+        os.makedirs(output_dir, exist_ok=True)
+        inner = {f"inner.{name}": value for name, value in self.model.state_dict().items()}
+        save_file(inner, Path(output_dir, "model.safetensors"))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str) -> None:  # type: ignore[override]
-        self.model.load_state_dict(torch.load(Path(resume_from_checkpoint, "inner", "weights.pt")))
+        inner = load_file(Path(resume_from_checkpoint, "model.safetensors"))
+        self.model.load_state_dict({name.removeprefix("inner."): value for name, value in inner.items()})
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
@@ -152,3 +154,7 @@ class LogsItself(Trainer):
         if self.control.should_save:
             self._save_checkpoint(model, trial)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+
+class AllOfThem(WithCoefficient, OwnWeights, OwnGenerators, LogsItself):
+    """Overrides all of it."""

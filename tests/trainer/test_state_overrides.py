@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from onstep import Trainer, TrainerCallback
+from onstep.checkpoint import verify
 from onstep.errors import ConfigError
 from tests.support.forked_processes import Processes
 from tests.support.small_models import arguments, regression_rows
@@ -71,6 +72,69 @@ def test_what_logs_itself_has_the_losses_and_files_of_another_run(tmp_path: Path
     assert losses(mine[0]) == pytest.approx(losses(plain[0]), rel=1e-6)
     assert mine[0].state.best_metric == plain[0].state.best_metric
     assert all(record["mine"] == 1.0 for record in mine[0].state.log_history if "loss" in record)
+
+
+def test_a_rollback_restores_what_an_override_keeps_beside_the_optimizer(tmp_path: Path) -> None:
+    class Back(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 5 and not tried:
+                tried.append(5)
+                control.rollback("a test")
+
+    tried: list[int] = []
+    rows = regression_rows(16)
+    args = arguments(tmp_path, **{**OPTIONS, "num_train_epochs": 1})
+    trainer = WithCoefficient(Noisy(), args, train_dataset=rows, default_callbacks=False, callbacks=[Back()])
+    trainer.train()
+    assert tried == [5]
+    assert trainer.coefficient == 1.5**trainer.state.global_step
+
+
+def test_weights_under_other_names_keep_their_place_in_the_checkpoint(tmp_path: Path) -> None:
+    trainer = trained(OwnWeights, tmp_path)
+    checkpoint = tmp_path / "run" / "checkpoint-8"
+    assert all(name.startswith("inner.") for name in load_file(checkpoint / "model.safetensors"))
+    assert load_file(checkpoint / "model" / "model.safetensors").keys() == trainer.model.state_dict().keys()
+    verify(checkpoint)
+    again = trained(Trainer, tmp_path / "again", resume_from_checkpoint=str(checkpoint), num_train_epochs=3)
+    assert again.state.global_step == 12
+
+
+def test_a_method_assigned_to_a_class_of_the_library_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    original = Trainer._load_optimizer_and_scheduler
+
+    def patched(self: Any, checkpoint: str | None) -> None:
+        calls.append(os.path.basename(str(checkpoint)))
+        original(self, checkpoint)
+
+    whole = trained(Trainer, tmp_path / "whole")
+    monkeypatch.setattr(Trainer, "_load_optimizer_and_scheduler", patched)
+    trained(Trainer, tmp_path / "killed", kill_at=5)
+    assert weights(trained(Trainer, tmp_path / "killed")) == weights(whole)
+    assert calls == ["checkpoint-4"]
+
+
+def test_the_loop_can_be_wrapped_and_knows_its_checkpoint(tmp_path: Path) -> None:
+    class Wraps(Trainer):
+        """Starts a worker around the loop, as TRL's asynchronous trainers do."""
+
+        notes: list[Any]
+
+        def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+            checkpoint = kwargs["resume_from_checkpoint"]
+            self.notes = [None if checkpoint is None else os.path.basename(checkpoint), self.optimizer is None]
+            try:
+                return super()._inner_training_loop(*args, **kwargs)
+            finally:
+                self.notes.append("ended")
+
+    assert trained(Wraps, tmp_path, kill_at=3).notes == [None, True, "ended"]
+    again = trained(Wraps, tmp_path)
+    assert again.notes == ["checkpoint-2", True, "ended"]
+    assert weights(again) == weights(trained(Trainer, tmp_path / "plain"))
+    with pytest.raises(ConfigError, match="_inner_training_loop is called by train"):
+        Trainer._inner_training_loop(again)
 
 
 def test_the_best_weights_are_loaded_by_the_override(tmp_path: Path) -> None:
@@ -144,10 +208,9 @@ def test_another_output_directory_is_refused_before_training(tmp_path: Path) -> 
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["WithCoefficient", "OwnWeights", "OwnGenerators", "LogsItself"])
-def test_two_ranks_continue_with_the_same_bits(name: str, processes: Processes, tmp_path: Path) -> None:
+def test_two_ranks_continue_with_the_same_bits(processes: Processes, tmp_path: Path) -> None:
     def run(directory: str, kill_at: int | None) -> list[Any]:
-        settings = {"name": name, "kill_at": kill_at}
+        settings = {"name": "AllOfThem", "kill_at": kill_at}
         return processes.results("tests.support.jobs.state_override_jobs", "trains", tmp_path / directory, settings)
 
     whole = run("whole", None)

@@ -203,7 +203,7 @@ def overridden_by(trainer: type, assigned: Iterable[str] = ()) -> list[str]:
 
 def replaces(trainer: object, name: str) -> bool:
     """Whether a user's override of a method does without `super()`: its code does not name the method."""
-    owners = [one for one in type(trainer).__mro__ if name in vars(one) and not one.__module__.startswith("onstep.")]
+    owners = [one for one in type(trainer).__mro__ if name in vars(one) and _is_of_user(one, name)]
     methods = [vars(one)[name] for one in owners] + ([vars(trainer)[name]] if name in vars(trainer) else [])
     return any(not _names(method, name) for method in methods)
 
@@ -232,10 +232,15 @@ def _names(method: object, name: str) -> bool:
 
 
 def _owns(kind: type, name: str) -> bool:
-    """Whether the method of a class is not Onstep's: of a user's class, or assigned to a class of Onstep's."""
+    """Whether the method of a class is not Onstep's."""
     owner = next((one for one in kind.__mro__ if name in vars(one)), None)
-    if owner is None or not _is_of_the_trainer(owner.__module__):
-        return owner is not None
+    return owner is not None and _is_of_user(owner, name)
+
+
+def _is_of_user(owner: type, name: str) -> bool:
+    """Whether a method in a class itself is not Onstep's: of a user's class, or assigned to a class of Onstep's."""
+    if not _is_of_the_trainer(owner.__module__):
+        return True
     method = vars(owner)[name]
     home = method.__globals__.get("__name__") if isinstance(method, FunctionType) else None
     return home is not None and not _is_of_the_trainer(str(home))

@@ -156,5 +156,24 @@ class LogsItself(Trainer):
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
 
-class AllOfThem(WithCoefficient, OwnWeights, OwnGenerators, LogsItself):
+class OwnSteps(Trainer):
+    """Overrides the methods of a step, each of which calls `super()`."""
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return super()._clip_grad_norm(model)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return super()._get_grad_norm(model, grad_norm)
+
+    def _get_learning_rate(self) -> float:
+        return super()._get_learning_rate()
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        super()._track_num_input_tokens(inputs)
+
+
+class AllOfThem(WithCoefficient, OwnWeights, OwnGenerators, LogsItself, OwnSteps):
     """Overrides all of it."""

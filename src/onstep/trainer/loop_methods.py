@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -63,18 +62,8 @@ class LoopMethods(Feature[Run]):
         """What the next record is computed from."""
         return self.acting
 
-    @contextmanager
-    def session(self) -> Iterator[None]:
-        """Let an overridden method clip, in place of the optimizer."""
-        try:
-            yield
-        finally:
-            optimizer = self._session.optimizer
-            if "_clip_grad_norm" in self._has and isinstance(optimizer, TrainingOptimizer):
-                optimizer.clip_grad = self._trainer.args.max_grad_norm
-
     def begin(self) -> None:
-        """Likewise.
+        """Let an overridden method clip, in place of the optimizer of this training.
 
         Raises:
             ConfigError: for an optimizer that clips by itself.

@@ -34,6 +34,8 @@ class Acting:
         self._trainer, self._run = trainer, run
         self._loss = trainer._tr_loss = torch.zeros((), device=run.world.device)
         trainer._total_loss_scalar, trainer._globalstep_last_logged = 0.0, run.train_state.step
+        self._logged_at = run.train_state.step
+        """The step of the last record that the loop knows of."""
 
     def state_dict(self) -> StateDict:
         """The losses since the last record, and its step."""
@@ -48,7 +50,7 @@ class Acting:
         """Continue with them."""
         self._loss.copy_(state_dict["loss"])
         self._trainer._total_loss_scalar = state_dict["total"]
-        self._trainer._globalstep_last_logged = state_dict["last_logged"]
+        self._logged_at = self._trainer._globalstep_last_logged = state_dict["last_logged"]
 
     def add(self, step: Step) -> None:
         """Add the loss of a step, which is the same on all ranks."""
@@ -57,7 +59,7 @@ class Acting:
     def act(self, job: Job, do_due: Callable[[Job], object], rate: float | None) -> None:
         """Call the method, and settle what it has done without `super()`. Collective."""
         trainer, run, control = self._trainer, self._run, job.run.control
-        step, before = run.train_state.step, trainer._globalstep_last_logged
+        step = run.train_state.step
         is_due = any(getattr(control, flag) for flag in _DUE)
         if not is_due and not run.stage.has_stepped:  # a run that continues, with nothing pending
             do_due(job)
@@ -86,8 +88,7 @@ class Acting:
         finally:
             trainer.has_fired_on_save = False
             trainer.do_due = trainer.write_checkpoint_now = None
-        if trainer._globalstep_last_logged != before:
-            read_interval(run, job.accumulator)
+        self._settle(job)
         if is_due:
             for flag in _DUE[: 1 if is_interrupted else 3]:
                 control.clear(flag)
@@ -100,9 +101,16 @@ class Acting:
         trainer, step = self._trainer, self._run.train_state.step
         if job.run.control.should_log:
             trainer._total_loss_scalar += float(self._loss)
-            trainer._globalstep_last_logged = step
+            trainer._globalstep_last_logged = self._logged_at = step
             self._loss.zero_()
         do_due(job)
+
+    def _settle(self, job: Job) -> None:
+        """Count the tokens and losses up to a record that the method has logged itself. Collective."""
+        if self._trainer._globalstep_last_logged != self._logged_at:
+            self._logged_at = self._trainer._globalstep_last_logged
+            self._run.control.clear("should_log")
+            read_interval(self._run, job.accumulator)
 
     def _save(self, job: Job) -> None:
         """Write a checkpoint now, through the user's method that saves: it has been called."""
@@ -110,6 +118,9 @@ class Acting:
         feature = run.features.find(TrainerFeature)
         assert feature is not None
         feature.writes_directly = True
+        self._settle(job)
+        if run.evaluated.at_step == run.train_state.step:
+            run.control.clear("should_evaluate")
         try:
             run.control.set_due(log=False, evaluate=False, save=True)
             run.features.settle()

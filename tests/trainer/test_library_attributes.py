@@ -276,3 +276,9 @@ def test_the_method_itself_may_be_assigned_again(tmp_path: Path) -> None:
     trainer.callback_handler.call_event = original
     trainer.train(resume_from_checkpoint=False)
     assert seen == ["called", "called"]
+
+
+def test_a_training_step_of_transformers_4_finds_its_switches(tmp_path: Path) -> None:
+    trainer = quiet(Regression(), arguments(tmp_path), regression_rows())
+    names = ("use_apex", "do_grad_scaling", "use_cuda_amp", "use_cpu_amp")
+    assert [getattr(trainer, name) for name in names] == [False] * 4

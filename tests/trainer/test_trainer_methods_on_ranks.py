@@ -31,3 +31,15 @@ def test_overridden_methods_on_two_ranks_count_and_save_as_on_one(processes: Pro
     assert one == two
     assert one["marks"] == [1.0] * 4
     assert one["flos"] == 10 * 10 * (4 + 4 + 2)
+
+
+def test_accelerates_state_has_the_ranks_of_the_run(processes: Processes, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    first, second = processes.results(JOBS, "accelerates_state", tmp_path, {}, ranks=2)
+    assert first == {
+        "before": [2, 0, True, "DistributedType.MULTI_CPU"],
+        "backend": "gloo",
+        "triggered": True,
+        "share": [1, 2],
+    }
+    assert second == {**first, "before": [2, 1, False, "DistributedType.MULTI_CPU"], "share": [3]}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from onstep import Trainer, TrainingArguments
-from tests.support.small_models import causal_rows, qwen
+from tests.support.small_models import Regression, causal_rows, qwen, regression_rows
 
 
 class Overrides(Trainer):
@@ -49,3 +49,22 @@ def job_overrides(settings: dict[str, Any]) -> dict[str, Any]:
         "flos": trainer.state.total_flos,
         "root": trainer._get_output_dir(None),
     }
+
+
+def job_accelerates_state(settings: dict[str, Any]) -> dict[str, Any]:
+    """What a script that reads accelerate's state sees of the ranks, before and after a training."""
+    from accelerate import PartialState
+
+    args = TrainingArguments("runs/run", use_cpu=True, max_steps=2, save_strategy="no")
+    state = PartialState()
+    with state.main_process_first():
+        before = [state.num_processes, state.process_index, state.is_main_process, str(state.distributed_type)]
+    trainer = Trainer(Regression(), args, train_dataset=regression_rows(16), default_callbacks=False)
+    if args.process_index == 1:
+        trainer.accelerator.set_trigger()
+    triggered = trainer.accelerator.check_trigger()
+    with trainer.accelerator.split_between_processes([1, 2, 3]) as share:
+        shared = share
+    trainer.train()
+    state.wait_for_everyone()
+    return {"before": before, "backend": trainer.accelerator.backend, "triggered": triggered, "share": shared}

@@ -30,6 +30,9 @@ class SteppingMethods(BaseTrainer):
     place_model_on_device: bool = True
     """Whether a run moves the model to its device."""
 
+    use_apex = use_cuda_amp = use_cpu_amp = do_grad_scaling = False
+    """Names of transformers 4 for a training step written for it: the precision is that of `self.accelerator`."""
+
     # ---- a micro-batch
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Tensor | int | None = None) -> Tensor:

@@ -35,8 +35,8 @@ def _set_by_script(shows_bars: bool) -> tuple[list[object], object]:
     names: dict[str, Any] = {} if module is None else vars(module)
     if ORIGINALS not in names:
         return [], None
-    added = [one() if isinstance(one, type) else one for one in names[ADDED] if one not in _KNOWN]
-    progress = names[PROGRESS if shows_bars else PRINTER]
+    added = [one() if isinstance(one, type) else one for one in names.get(ADDED, ()) if one not in _KNOWN]
+    progress = names.get(PROGRESS if shows_bars else PRINTER, ProgressCallback)
     is_own = progress in _KNOWN or progress.__module__.startswith("transformers.")
     return added, None if is_own else progress()
 

@@ -273,6 +273,10 @@ def test_the_method_itself_may_be_assigned_again(tmp_path: Path) -> None:
     trainer.callback_handler.call_event = lambda *args, **kwargs: None
     trainer.train()
     assert seen == []
+    trainer.callback_handler.call_event = lambda *args, **kwargs: original(*args, **kwargs)
+    trainer.train(resume_from_checkpoint=False)
+    assert seen == ["called", "called"]
+    seen.clear()
     trainer.callback_handler.call_event = original
     trainer.train(resume_from_checkpoint=False)
     assert seen == ["called", "called"]

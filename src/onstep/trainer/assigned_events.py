@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from onstep.events import CallbackContext, CallbackManager
-from onstep.events.events import VALID_EVENTS
+from onstep.events.events import VALID_EVENTS, events_named
 from onstep.events.registration import Listener
 
 _FIRED = frozenset(
@@ -44,13 +44,16 @@ class AssignedEvents:
         self._is_ended = False
         self._event: str | None = None
         """The event for which the function is being called."""
+        self._replaced: dict[str, list[Listener]] = {}
+        """The listeners in whose place the function is called, by event."""
         manager.follow(self)
         manager.replace(manager.callbacks)
 
     def refresh(self) -> None:
         """Put the function in the place of the listeners that it calls; the manager calls this after changes."""
         for event in () if self._is_ended else VALID_EVENTS:
-            listeners = tuple(self._with_function(getattr(self._manager.listeners, event)))
+            self._replaced[event] = []
+            listeners = tuple(self._with_function(event, getattr(self._manager.listeners, event)))
             setattr(self._manager.listeners, event, listeners)
 
     def call(self, event: str, *args: object, **kwargs: object) -> object:
@@ -69,19 +72,26 @@ class AssignedEvents:
         users = [one for one in self._manager.callbacks if not _is_own(one)]
         return [one for one in users if callable(getattr(one, self._event, None))]
 
+    def replaced(self, event: str) -> tuple[Listener, ...] | None:
+        """The listeners that the function replaces, while it is called for this event; None at any other time."""
+        is_called = self._event is not None and any(one.name == event for one in events_named(self._event))
+        return tuple(self._replaced[event]) if is_called else None
+
     def end(self) -> None:
         """Call the callbacks themselves again."""
         self._is_ended = True
         self._manager.replace(self._manager.callbacks)
 
-    def _with_function(self, listeners: tuple[Listener, ...]) -> Iterator[Listener]:
+    def _with_function(self, event: str, listeners: tuple[Listener, ...]) -> Iterator[Listener]:
         named = set()
         for listener in listeners:
             name = listener.event_and_author[0]
             is_users = not _is_own(listener.owner) and callable(getattr(listener.owner, name, None))
             if name not in _FIRED or listener.gets_context or not is_users:
                 yield listener
-            elif name not in named:
+                continue
+            self._replaced[event].append(listener)
+            if name not in named:
                 named.add(name)
                 yield Listener(partial(self._handle, name), self.call, self, (name, "call_event"), False, "raise")
 

@@ -165,7 +165,7 @@ class BaseTrainer:
         self.library_attributes = frozenset(vars(self)) - before
         """Names of the attributes that are not a user's own."""
         methods: Any = self
-        methods.callback_handler.fire_init_end()
+        methods._own_handler.fire_init_end()
 
     @property
     def tokenizer(self) -> object:

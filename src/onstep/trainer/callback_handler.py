@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableSequence
-from typing import Any, TypeVar, cast, overload
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import MethodType
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -17,6 +19,7 @@ from onstep.events.views import OptimizerView, SchedulerView
 from onstep.trainer.assigned_events import AssignedEvents
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.call import Session
+from onstep.trainer.callback_list import CallbackList
 
 _CLEARED = {
     "on_train_begin": ("should_training_stop",),
@@ -33,56 +36,6 @@ _BY_POSITION = {"on_evaluate": ("metrics",), "on_predict": ("metrics",), "on_log
 Returned = TypeVar("Returned")
 
 
-class CallbackList(MutableSequence[object]):
-    """The callbacks of a manager as a list: changing it changes which callbacks are called."""
-
-    def __init__(self, manager: CallbackManager) -> None:
-        self._manager = manager
-
-    def __len__(self) -> int:
-        return len(self._manager.callbacks)
-
-    @overload
-    def __getitem__(self, index: int) -> object: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[object]: ...
-    def __getitem__(self, index: int | slice) -> object:
-        return self._manager.callbacks[index]
-
-    def __setitem__(self, index: Any, value: object) -> None:
-        callbacks = self._manager.callbacks
-        callbacks[index] = value
-        self._manager.replace(callbacks)
-
-    def __delitem__(self, index: int | slice) -> None:
-        callbacks = self._manager.callbacks
-        del callbacks[index]
-        self._manager.replace(callbacks)
-
-    def insert(self, index: int, value: object) -> None:
-        """Add a callback, or a callback class, before the one at `index`."""
-        callbacks = self._manager.callbacks
-        callbacks.insert(index, value)
-        self._manager.replace(callbacks)
-
-    def __iter__(self) -> Iterator[object]:
-        return iter(self._manager.callbacks)
-
-    def __add__(self, other: Iterable[object]) -> list[object]:
-        return [*self, *other]
-
-    def __radd__(self, other: Iterable[object]) -> list[object]:
-        return [*other, *self]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, (list, CallbackList)) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(self._manager.callbacks)
-
-
 class CallbackHandler(TrainerCallback):
     """Calls callbacks of both conventions, with Hugging Face's interface: `on_<event>` and `call_event`.
 
@@ -90,6 +43,8 @@ class CallbackHandler(TrainerCallback):
         callbacks: instances or classes.
         model: passed to the callbacks, as are the objects that follow; all are attributes that may be set.
     """
+
+    _assigned: AssignedEvents | None = None
 
     def __init__(
         self,
@@ -108,9 +63,13 @@ class CallbackHandler(TrainerCallback):
         self.eval_dataloader: object = None
 
     @property
-    def callbacks(self) -> CallbackList:
-        """The callbacks in the order in which they are called; changing the list changes it."""
-        return CallbackList(self.callback_manager)
+    def callbacks(self) -> Any:
+        """The callbacks in the order in which they are called; changing the list changes it.
+
+        While a run calls a `call_event` of the user's, those that it is to call.
+        """
+        called = None if self._assigned is None else self._assigned.callbacks
+        return CallbackList(self.callback_manager) if called is None else called
 
     @callbacks.setter
     def callbacks(self, callbacks: Iterable[object]) -> None:
@@ -158,6 +117,8 @@ class CallbackHandler(TrainerCallback):
         context.keywords = {**(context.event_keywords() if name in BY_NAME else context.hf_keywords()), **kwargs}
         manager = self.callback_manager
         listeners = getattr(manager.listeners, name) if known else own_event_listeners(manager.callbacks, event)
+        if self._assigned is not None and (replaced := self._assigned.replaced(name)) is not None:
+            listeners = replaced
         manager.call(listeners, context)
         if own is not control:
             vars(control).update({flag: getattr(own, flag) for flag in vars(control) if hasattr(own, flag)})
@@ -281,8 +242,6 @@ def pop_default(trainer: BaseTrainer, callback: object) -> object:
 class TrainerCallbackHandler(CallbackHandler):
     """The handler of a Trainer: its callbacks are those that the loop calls, with the loop's current objects."""
 
-    _assigned: AssignedEvents | None = None
-
     def __init__(self, trainer: BaseTrainer) -> None:
         self._of, self._given = trainer, dict[str, object]()
 
@@ -298,20 +257,33 @@ class TrainerCallbackHandler(CallbackHandler):
         self.__dict__["call_event"] = value if self._assigned is None else self._assigned.call
 
     @property
-    def callbacks(self) -> Any:
-        """As in `CallbackHandler`; for an assigned `call_event` those that it is to call."""
-        called = None if self._assigned is None else self._assigned.callbacks
-        return CallbackList(self.callback_manager) if called is None else called
-
-    @callbacks.setter
-    def callbacks(self, callbacks: Iterable[object]) -> None:
-        self.callback_manager.replace(list(callbacks))
-
-    @property
     def callback_manager(self) -> CallbackManager:  # type: ignore[override]
         """The callbacks of the Trainer."""
         manager: CallbackManager = self._of.callback_manager
         return manager
+
+    def adopt(self, handler: CallbackHandler) -> None:
+        """Take the callbacks of a handler of the user's, and let a run call its `call_event`, or `on_<event>`.
+
+        Its other objects are those of the loop from now on.
+        """
+        self.callback_manager.replace(list(handler.callbacks))
+        handler.callback_manager = self.callback_manager
+
+        def call(event: str, *args: Any, **kwargs: Any) -> object:
+            self.lend_to(handler)
+            fire = getattr(handler, event) if _is_users(handler, event) else partial(handler.call_event, event)
+            return fire(*args, **kwargs)
+
+        is_called = any(_is_users(handler, name) for name in ("call_event", *HF_EVENTS))
+        method: object = call if is_called else MethodType(type(self).call_event, self)
+        self.__setattr__("call_event", method)
+        handler._assigned = self._assigned
+
+    def lend_to(self, handler: CallbackHandler) -> None:
+        """Set the objects of a handler to those that the loop passes to callbacks."""
+        for name in ("model", "optimizer", "lr_scheduler", "processing_class", "train_dataloader", "eval_dataloader"):
+            setattr(handler, name, getattr(self, name))
 
     def fire_init_end(self) -> None:
         """Call `on_init_end` of the callbacks in Hugging Face's convention, which is done once, by the constructor."""
@@ -354,3 +326,8 @@ class TrainerCallbackHandler(CallbackHandler):
     @property
     def _trainer(self) -> Any:
         return self._of
+
+
+def _is_users(handler: CallbackHandler, name: str) -> bool:
+    """Whether a user's class, or an assignment, replaces a method of a handler."""
+    return name in vars(handler) or getattr(type(handler), name) is not getattr(CallbackHandler, name)

@@ -12,7 +12,7 @@ from onstep.errors import ConfigError
 from onstep.events import Control, RunState, TrainerState
 from onstep.events.exportable_state import exported_states
 from onstep.trainer.base_trainer import BaseTrainer
-from onstep.trainer.callback_handler import TrainerCallbackHandler
+from onstep.trainer.callback_handler import CallbackHandler, TrainerCallbackHandler
 from onstep.training.run import Run
 
 
@@ -23,6 +23,7 @@ class CallbackMethods(BaseTrainer):
     """What `state` is, in place of the most recent run's."""
     _first_control: Control | None = None
     _handler: TrainerCallbackHandler | None = None
+    _given_handler: CallbackHandler | None = None
 
     @property
     def state(self) -> TrainerState:
@@ -72,8 +73,31 @@ class CallbackMethods(BaseTrainer):
         self.control.merge(control)
 
     @property
-    def callback_handler(self) -> TrainerCallbackHandler:
-        """Fires events by hand: `trainer.callback_handler.call_event(name, args, state, control)`; lists callbacks."""
+    def callback_handler(self) -> CallbackHandler:
+        """Fires events by hand: `trainer.callback_handler.call_event(name, args, state, control)`; lists callbacks.
+
+        One that is assigned has its callbacks and its `call_event` called by runs.
+        """
+        if self._given_handler is None:
+            return self._own_handler
+        self._own_handler.lend_to(self._given_handler)
+        return self._given_handler
+
+    @callback_handler.setter
+    def callback_handler(self, handler: CallbackHandler) -> None:
+        if handler is self._own_handler:
+            self._given_handler = None
+            return
+        if not isinstance(handler, CallbackHandler):
+            raise ConfigError(
+                f"callback_handler must be a CallbackHandler, got a {type(handler).__name__}; derive it from "
+                f"onstep.CallbackHandler, or assign a function to trainer.callback_handler.call_event."
+            )
+        self._own_handler.adopt(handler)
+        self._given_handler = handler
+
+    @property
+    def _own_handler(self) -> TrainerCallbackHandler:
         if self._handler is None:
             self._handler = TrainerCallbackHandler(self)
         return self._handler
@@ -92,7 +116,7 @@ class CallbackMethods(BaseTrainer):
             ConfigError: for `DefaultFlowCallback`, since the loop itself decides what is due.
         """
         if not isinstance(callback, str):
-            return self.callback_handler.pop_callback(callback)
+            return self._own_handler.pop_callback(callback)
         with suppress(ValueError):  # no callback of this name
             return self.callback_manager.remove(callback)
         return None
@@ -104,7 +128,7 @@ class CallbackMethods(BaseTrainer):
             ValueError: if this instance is not a callback of the Trainer.
         """
         if self.pop_callback(callback) is None and not isinstance(callback, (type, str)):
-            known = ", ".join(self.callback_handler.callback_list.split())
+            known = ", ".join(self._own_handler.callback_list.split())
             raise ValueError(f"{callback!r} is not among the callbacks: {known}.")
 
 

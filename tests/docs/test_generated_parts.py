@@ -11,10 +11,14 @@ import pkgutil
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import fields
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import urljoin
 
 import pytest
 
@@ -185,6 +189,32 @@ def test_the_site_builds_and_shows_the_generated_tables(site: Path) -> None:
     assert "forward_backward" in loop
     configuration = (site / "guide" / "configuration" / "index.html").read_text(encoding="utf-8")
     assert "<td><code>str &#124; None</code></td>" in configuration
+
+
+FOUND_FIRST = {
+    "lightning": "coming-from/lightning/",
+    "accelerate": "coming-from/accelerate/",
+    "trl": "coming-from/trl/",
+    "sentence-transformers": "coming-from/sentence-transformers/",
+    "resume": "guide/checkpoints/",
+}
+"""Words that are searched for, and the page that comes first."""
+
+
+@pytest.mark.process
+def test_the_search_finds_the_page_of_a_subject_first(site: Path, chromium: Any) -> None:
+    handler = partial(SimpleHTTPRequestHandler, directory=str(site))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        start, found = f"http://127.0.0.1:{server.server_port}/", {}
+        for words in FOUND_FIRST:
+            page = chromium.new_page()
+            page.goto(f"{start}?q={words}")
+            first = page.wait_for_selector(".md-search-result__link", state="attached", timeout=120_000)
+            found[words] = urljoin(start, first.get_attribute("href").partition("?")[0]).removeprefix(start)
+            page.close()
+        server.shutdown()
+    assert found == FOUND_FIRST
 
 
 def test_every_public_name_is_in_the_reference(site: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+from collections import defaultdict, deque
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -101,3 +103,66 @@ def test_a_trainer_of_onstep_itself_keeps_its_numbers(tmp_path: Path) -> None:
     from onstep import Trainer, TrainingArguments
 
     assert not Trainer(Dropped(), TrainingArguments(str(tmp_path))).follows_transformers
+
+
+def test_counters_and_collected_metrics_of_a_subclass_come_back_on_resume(tmp_path: Path) -> None:
+    """What `log` shows of them is the same after a kill between two records as without one."""
+    whole, killed = (collected(tmp_path / name, dies=name == "killed") for name in ("whole", "killed"))
+    assert killed is None
+    assert collected(tmp_path / "killed") == whole
+    assert whole is not None
+    assert [record["seen"] for record in whole] == [4.0, 8.0, 12.0]
+    assert [record["norm"] for record in whole] == [2.5, 6.5, 10.5]
+
+
+class Killed(BaseException):
+    """Ends a training as a signal does."""
+
+
+def collected(directory: Path, *, dies: bool = False) -> list[dict[str, float]] | None:
+    is_again = directory.exists()
+    with exchanged():
+        transformers = importlib.import_module("transformers")
+
+        class Collecting(transformers.Trainer):  # type: ignore[misc, name-defined]
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                self.seen, self.found = 0, {"train": defaultdict(list)}
+                self.recent: deque[int] = deque(maxlen=2)
+
+            def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+                self.seen += 1
+                self.found["train"]["norm"].append(float(self.seen))
+                self.recent.append(self.seen)
+                if os.environ.get("DIES") and self.seen == 7:
+                    raise Killed
+                return super().compute_loss(model, inputs, *args, **kwargs)
+
+            def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+                if "loss" in logs:
+                    values = self.found["train"].pop("norm")
+                    logs |= {"seen": float(self.seen), "norm": sum(values) / len(values)}
+                    assert list(self.recent) == [self.seen - 1, self.seen]
+                super().log(logs, start_time)
+
+        args = transformers.TrainingArguments(
+            str(directory),
+            use_cpu=True,
+            max_steps=12,
+            per_device_train_batch_size=1,
+            logging_steps=4,
+            save_steps=3,
+            report_to="none",
+            disable_tqdm=True,
+        )
+        trainer = Collecting(Dropped(), args, train_dataset=causal_rows(12))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DIES", "1" if dies else "")
+            try:
+                trainer.train()
+            except Killed:
+                return None
+        assert trainer.global_state.is_resumed == is_again
+        times = ("tok_per_sec",)
+        records = [record for record in trainer.state.log_history if "loss" in record]
+        return [{key: value for key, value in record.items() if key not in times} for record in records]

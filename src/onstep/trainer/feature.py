@@ -14,8 +14,10 @@ from onstep.checkpoint import SaveRequest, read_header
 from onstep.checkpoint.components import tensors_at
 from onstep.config import TrainingArguments
 from onstep.config.hf.argument import LOG_LEVELS
+from onstep.events import Callback
 from onstep.metrics.memory_peaks import MemoryPeaks
 from onstep.optim import RecallsRates
+from onstep.trainer.computing.own_attributes import OwnAttributes
 from onstep.trainer.loads import Load, by_methods
 from onstep.trainer.methods.state_files import READERS, STATE_METHODS
 from onstep.trainer.output_dir.files import files_of_checkpoint
@@ -71,18 +73,23 @@ class TrainerFeature(Feature[Run]):
         """Count the inputs, and measure the memory of a training."""
         trainer, kind = self._trainer, str(self._trainer.args.include_num_input_tokens_seen)
         counts: InputCounts | None = None
+        added: list[Callback] = []
         if self._trains and (kind != "no" or self._counts_flops or self._tracks or trainer.memory.enabled):
             options = {"counts_flops": self._counts_flops, "tracks": self._tracks}
             counts = InputCounts(trainer, self.host, kind=kind, **options)
-            trainer.callback_manager.add(counts)
+            added.append(counts)
+        if self._trains and trainer.follows_transformers:
+            added.append(OwnAttributes(trainer))
+        for callback in added:
+            trainer.callback_manager.add(callback)
         if self._trains:
             trainer.input_counts = counts if kind != "no" else None
         try:
             with replica_level(trainer.args), self._memory_measured():
                 yield
         finally:
-            if counts is not None:
-                trainer.callback_manager.remove(counts)
+            for callback in added:
+                trainer.callback_manager.remove(callback)
 
     def _memory_measured(self) -> AbstractContextManager[object]:
         peaks = self.host.features.room(MemoryPeaks)

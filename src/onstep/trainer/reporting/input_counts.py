@@ -27,6 +27,7 @@ class Counted(Protocol):
     model: nn.Module | None
     processing_class: object
     floating_point_ops: Callable[[Batch], int]
+    store_flos: Callable[[], None]
     _track_num_input_tokens: Callable[[Batch], None]
 
 
@@ -78,8 +79,10 @@ class InputCounts(Callback):
             context.logs.update(self._trainer.memory.current())
 
     def on_checkpoint_save_start(self, context: CallbackContext) -> None:
-        """Likewise before a checkpoint."""
+        """Likewise before a checkpoint, which contains the operations since the last record, too."""
         self._settle()
+        if self._counts_flops:
+            self._trainer.store_flos()
 
     @property
     def tokens(self) -> int:

@@ -69,6 +69,16 @@ def test_a_worker_beats_often_enough_for_a_server_with_a_short_timeout() -> None
         until(lambda: server.num_beats >= 2)
 
 
+def test_a_server_that_evicts_earlier_after_a_restart_gets_heartbeats_more_often() -> None:
+    server = CountingServer(values(small_model()), replace(ALONE, heartbeat_timeout=300.0))
+    model, optimizer, worker = new_worker(server, heartbeat_interval=90.0)
+    with worker:
+        server.coordinator.settings = replace(server.coordinator.settings, heartbeat_timeout=0.3)
+        server.coordinator.evict(worker.worker_id, time.monotonic())
+        train(model, optimizer, batches(0, 2))  # registers again with the submission
+        until(lambda: server.num_beats >= 2)
+
+
 class AskedPace(Pace):
     num_asked = 0
 

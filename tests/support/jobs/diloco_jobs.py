@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,13 @@ def _wrapped(kind: str, model: nn.Module) -> Any:
 def _worker(model: Any, optimizer: Any, settings: dict[str, Any]) -> DiLoCoWorker:
     options = {"auth_token": "secret", "worker_id": settings["id"], "timeout": 20.0, "max_sync_retries": 1}
     return DiLoCoWorker(model, optimizer, settings["server"], **options)
+
+
+def job_hold(settings: dict[str, Any]) -> None:
+    """Is a worker until it is killed."""
+    with _worker(small_model(seed=5), None, settings):
+        Path("holds").touch()
+        time.sleep(3600)
 
 
 def job_train(settings: dict[str, Any]) -> dict[str, Any]:

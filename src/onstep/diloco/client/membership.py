@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from onstep.control.job_info import is_endpoint_pid_alive
 from onstep.diloco.codec.body import read_body
 from onstep.diloco.codec.formats import decode
 from onstep.diloco.codec.specs import InvalidTensorsError, digest
@@ -107,12 +110,14 @@ class Membership:
         lost_seconds: float,
         **info: Any,
     ) -> None:
+        info["details"] = {**this_process(), **(info.get("details") or {})}
         self.session = WorkerSession(
             worker_id,
             secrets.token_hex(8),
             fingerprint(specs),
             clock=time.monotonic,
             lost_seconds=lost_seconds,
+            lives=lives_here,
             **info,
         )
         self.fragments: tuple[tuple[ParameterSpec, ...], ...] = ()
@@ -231,6 +236,24 @@ class Membership:
             elif received:
                 transfers.last_received_bytes = received
                 transfers.download_bytes_per_second = received / seconds
+
+
+def this_process() -> dict[str, object]:
+    """By what another process knows whether this one lives."""
+    return {"pid": os.getpid(), "started_at": time.time(), "machine": platform.node()}
+
+
+def lives_here(incumbent: Mapping[str, object]) -> bool | None:
+    """Whether a process of this machine lives that has a worker's id; None for one of another machine.
+
+    A session of this very process is replaced by its next one.
+    """
+    pid, started_at = incumbent.get("pid"), incumbent.get("started_at")
+    if not isinstance(pid, int) or not isinstance(started_at, int | float):
+        return False
+    if incumbent.get("machine") != platform.node():
+        return None
+    return pid != os.getpid() and is_endpoint_pid_alive(pid, float(started_at))
 
 
 def read_version(delivery: Delivery, specs: Sequence[ParameterSpec], base: Version | None = None) -> Version | None:

@@ -65,6 +65,8 @@ class Servers:
         for connection in self.connections:
             reply = connection.send(request, body)[0]
             if isinstance(request, Register) and isinstance(reply, Registered) and reply.offer:
+                if reply.incumbent and not request.offer:
+                    return reply, NOTHING  # the worker decides
                 reply = connection.send(replace(request, offer=reply.offer), body)[0]  # each has its own offer
             if isinstance(reply, Refused):
                 return reply, NOTHING

@@ -204,7 +204,8 @@ class Coordinator:
         if isinstance(member, Refused):
             return member
         if member.session != request.session:
-            return replace(self._registered(member), offer=member.offer)
+            incumbent = self._roster.incumbent(member, now)
+            return replace(self._registered(member), offer=member.offer, incumbent=incumbent)
         if not is_same:
             self.revision += 1
             self.counts["rejoins" if is_known else "joins"] += 1

@@ -136,6 +136,9 @@ class Registered:
     """Optimizer steps submitted from this share of the data so far: where its data continues."""
     command_number: int = 0
     """Number of the newest command for workers: earlier ones are not for a session that begins now."""
+    incumbent: dict[str, object] = field(default_factory=dict)
+    """With an offer, the session that has the id, if it is registered: `machine`, `pid`, `started_at` and
+    `silent_seconds`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,6 +133,14 @@ class Roster:
             return Refused(404, error, {"kind": "unknown_worker"})
         return member
 
+    def incumbent(self, member: Member, now: float) -> dict[str, object]:
+        """The process that has a worker's id; empty if it is not registered."""
+        seen = self.last_seen.get(member.worker_id)
+        if seen is None:
+            return {}
+        known = {name: member.details.get(name) for name in ("pid", "started_at", "machine")}
+        return {"silent_seconds": now - seen, **known}
+
     def touch(self, worker_id: str, now: float) -> None:
         """Note a request of a worker."""
         self.last_seen[worker_id] = now

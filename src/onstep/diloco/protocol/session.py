@@ -44,6 +44,8 @@ POLL_SECONDS = 20.0
 """How long a server may hold one `Await`."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0
 """Seconds between two attempts; each pause is twice as long as the one before."""
+_INCUMBENT_PAUSE = 1.0
+"""Seconds between two questions whether another process has this worker's id."""
 
 
 class ServerLostError(OnstepError, ConnectionError):
@@ -125,6 +127,7 @@ class WorkerSession:
         lost_seconds: an operation without any answer for this long fails, even before its bound.
         hostname: sent at registration, like `sync_every`, `num_fragments` and `details`.
         poll_seconds: how long the server may hold one `Await`.
+        lives: whether the process that has this worker's id lives; None if that cannot be known from here.
     """
 
     def __init__(
@@ -140,6 +143,7 @@ class WorkerSession:
         num_fragments: int | None = None,
         poll_seconds: float = POLL_SECONDS,
         details: Mapping[str, object] | None = None,
+        lives: Callable[[Mapping[str, object]], bool | None] = lambda incumbent: False,
     ) -> None:
         self.worker_id, self.id = worker_id, session_id
         self.step = 0
@@ -151,7 +155,7 @@ class WorkerSession:
         self.num_rejoins = 0
         self._fingerprint, self._clock, self._lost_seconds = fingerprint, clock, lost_seconds
         self._hostname, self._sync_every, self._num_fragments = hostname, sync_every, num_fragments
-        self._poll_seconds, self._details = poll_seconds, dict(details or {})
+        self._poll_seconds, self._details, self._lives = poll_seconds, dict(details or {}), lives
         self.command_number = 0
         """Of the newest command for workers that this session has received."""
         self._commands: deque[str] = deque()
@@ -329,15 +333,42 @@ class WorkerSession:
             raise ServerLostError(reason)
 
     def _join(self, until: float) -> Operation[Registered]:
-        offer = 0
+        offer, asked_at = 0, self._clock()
         while True:
             reply = (yield from self._ask(partial(Send, self._register(offer)), until)).reply
             assert isinstance(reply, Registered)
-            offer = reply.offer
-            if not offer:
+            if not reply.offer:
                 self._note_registration(reply)
                 return reply
             self._check_time(until, "another session of this worker's id is registered")
+            offer = reply.offer
+            if not self._may_replace(reply, self._clock() - asked_at):
+                offer = 0
+                yield Sleep(_INCUMBENT_PAUSE)
+
+    def _may_replace(self, reply: Registered, asked_for: float) -> bool:
+        """Whether the session that has this worker's id has ended, as far as anybody knows.
+
+        Of a process on another machine, that is so once it has been silent for half the time after which it is evicted.
+
+        Raises:
+            RefusedByServerError: if it lives.
+        """
+        incumbent, timeout = reply.incumbent, reply.settings.heartbeat_timeout
+        silent = incumbent.get("silent_seconds")
+        if self.registered is not None or not incumbent or not isinstance(silent, int | float):
+            return True
+        lives = self._lives(incumbent)
+        if lives is None and silent + _INCUMBENT_PAUSE < asked_for:  # it has spoken since this session asked first
+            lives = True
+        if lives:
+            host = str(incumbent.get("machine"))[:100]
+            raise RefusedByServerError(
+                409,
+                f"worker {self.worker_id!r} is process {incumbent.get('pid')} on {host}, which is alive; give this one "
+                f"another worker_id (--worker-id), or leave it out",
+            )
+        return lives is False or not timeout or silent >= timeout / 2
 
     def _register(self, offer: int) -> Register:
         return Register(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import platform
 import secrets
 import time
@@ -32,8 +31,6 @@ from onstep.errors import require
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_BEATS_WITHIN_TIMEOUT = 3
-"""Heartbeats that a server must miss before it evicts a worker."""
 _SILENCE_SECONDS = 60.0
 """A request without a byte of an answer for this long is sent again; a server holds none for more than 20 s."""
 
@@ -67,7 +64,7 @@ class DiLoCoWorker:
         server_addr: `host:port`, or several separated by commas for servers that share the parameters.
         sync_every: steps between two submissions; None for the server's.
         worker_id: unique in the run; by default the host name and random digits. A worker that restarts under its id
-            gets its share of the data back.
+            gets its share of the data back; while the first process lives, another one is refused.
         bf16_comm: True submits bfloat16, False float32; None leaves it to the server.
         timeout: seconds to wait for a result.
         dylu: whether to take as many steps as the server recommends for a worker of this speed; None for the server's.
@@ -192,16 +189,8 @@ class DiLoCoWorker:
         loaded, self._loaded = self._loaded, None
         synchronizer.resume(loaded)
         if exchange is not None and self._heartbeat_interval > 0:
-            interval = self._interval_for(registered.settings.heartbeat_timeout)
-            synchronizer.heartbeat = HeartbeatThread(exchange.member, interval, self._pace)
+            synchronizer.heartbeat = HeartbeatThread(exchange.member, self._heartbeat_interval, self._pace)
         return synchronizer
-
-    def _interval_for(self, timeout: float) -> float:
-        """Seconds between heartbeats to a server that evicts a worker after `timeout` seconds of silence."""
-        longest = timeout / _BEATS_WITHIN_TIMEOUT if timeout else math.inf
-        if self._heartbeat_interval > longest:
-            logger.info("heartbeats every %g s: the server evicts a worker after %g s of silence", longest, timeout)
-        return min(self._heartbeat_interval, longest)
 
     def end_step(self, tokens: Tensor | float | None = None) -> None:
         """Count an optimizer step; exchange the fragments that are due after it. Collective.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import transformers
 
-from onstep.config import TrainingArguments, args_to_config, config_to_args
+from onstep.config import ConfigContainer, TrainingArguments, args_to_config, config_to_args
 from onstep.errors import ConfigError
 
 state_module = pytest.importorskip("accelerate.state")
@@ -50,6 +50,7 @@ def test_what_compares_arguments_leaves_the_state_of_a_script_as_it_is() -> None
     args = TrainingArguments("out", use_cpu=True)
     assert known()["_cpu"] == "True"
     config_to_args(args_to_config(args))
+    assert not config_to_args(ConfigContainer()).use_cpu
     assert known()["_cpu"] == "True"
     TrainingArguments("out")
     assert known()["_cpu"] == "False"

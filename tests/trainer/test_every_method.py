@@ -5,6 +5,7 @@ The table has one row for each. A method that is new in `transformers` fails her
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -509,3 +510,15 @@ def test_the_counts() -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_the_table_of_overrides_says_what_the_run_does(name: str) -> None:
     assert overrides.METHODS[name].kind == KINDS.get(type(METHODS[name]), "called")
+
+
+@pytest.mark.parametrize("name", [name for name, one in overrides.METHODS.items() if one.called])
+def test_a_method_that_is_called_has_the_parameters_of_transformers(name: str) -> None:
+    theirs = vars(transformers.Trainer).get(name)
+    if theirs is None or isinstance(METHODS[name], RefusedCall):
+        return
+    expected, own = (
+        [one for one in inspect.signature(getattr(kind, name)).parameters if one != "self"]
+        for kind in (transformers.Trainer, Trainer)
+    )
+    assert own[: len(expected)] == expected

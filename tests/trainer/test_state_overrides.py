@@ -17,6 +17,7 @@ from tests.support.forked_processes import Processes
 from tests.support.small_models import arguments, regression_rows
 from tests.support.state_overrides import (
     OPTIONS,
+    AllOfThem,
     LogsItself,
     Noisy,
     OwnGenerators,
@@ -92,6 +93,13 @@ def test_records_of_an_override_and_of_the_loop_follow_each_other(tmp_path: Path
     assert sorted(path.name for path in (tmp_path / "mine/run").glob("checkpoint-*")) == [
         f"checkpoint-{step}" for step in (2, 4, 6, 8)
     ]
+
+
+def test_a_run_with_overrides_is_rewound_to_the_same_bits(tmp_path: Path) -> None:
+    trainer = trained(AllOfThem, tmp_path)
+    with trainer.rewind(6) as past:
+        assert past.comparison.steps == [5]
+        assert past.comparison.is_equal, past.comparison.summary
 
 
 def test_a_rollback_restores_what_an_override_keeps_beside_the_optimizer(tmp_path: Path) -> None:

@@ -22,9 +22,10 @@ from tests.brought import materials
 from tests.brought.outcomes import Difference, Outcome, compare, is_same
 from tests.brought.programs import DOORS, Program
 from tests.brought.running import Failed, run, run_killed
+from tests.brought.script_programs import PROGRAMS as SCRIPTS
 from tests.brought.trl_programs import PROGRAMS as TRL
 
-PROGRAMS: list[Program] = [*TRL]
+PROGRAMS: list[Program] = [*TRL, *SCRIPTS]
 TOLERANCE = 1e-6
 HEADER = (
     f"{'program':<22}{'records':>10}{'weights':>10}{'files':>8}"

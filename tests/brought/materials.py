@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.brought.example_inputs import write_example_inputs
+
 SEED = 7
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
@@ -61,6 +63,7 @@ def make(directory: Path) -> Path:
     for name, row in ROWS.items():
         write_rows(directory / name, row)
     (directory / "rewards.py").write_text(REWARDS)
+    write_example_inputs(directory / "examples")
     return directory
 
 

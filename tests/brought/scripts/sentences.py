@@ -1,0 +1,68 @@
+"""Data for models of sentences: pairs, scored pairs, classes and queries, from the words that the tokenizer knows."""
+
+import os
+import random
+from dataclasses import dataclass, field
+
+from datasets import Dataset
+from transformers.trainer_utils import get_last_checkpoint
+
+PEOPLE = ("anna", "ben", "clara", "david")
+ANIMALS = ("cat", "dog", "bird", "fish", "horse", "mouse")
+PLACES = ("paris", "rome", "oslo")
+VERBS = ("sees", "likes", "finds", "fears")
+
+
+@dataclass
+class Inputs:
+    model: str = field(metadata={"help": "Directory of a model and its tokenizer."})
+    rows: int = 48
+
+
+class Sentences:
+    """Draws sentences; the same ones for the same seed."""
+
+    def __init__(self, seed):
+        self.draw = random.Random(seed)
+
+    def one(self):
+        person, verb, animal, place = map(self.draw.choice, (PEOPLE, VERBS, ANIMALS, PLACES))
+        return f"{person} {verb} the {animal} in {place}", f"who {verb} the {animal} ?", f"{person} is in {place}"
+
+    def pairs(self, count):
+        rows = [self.one() for _ in range(count)]
+        return Dataset.from_dict({"anchor": [row[1] for row in rows], "positive": [row[0] for row in rows]})
+
+    def triplets(self, count):
+        rows = [(self.one(), self.one()) for _ in range(count)]
+        return Dataset.from_dict(
+            {
+                "query": [right[1] for right, _ in rows],
+                "document": [right[0] for right, _ in rows],
+                "negative": [wrong[0] for _, wrong in rows],
+            }
+        )
+
+    def scored(self, count):
+        rows = [(self.one()[0], self.one()[0]) for _ in range(count)]
+        scores = [len(set(one.split()) & set(other.split())) / 6 for one, other in rows]
+        return Dataset.from_dict(
+            {"sentence1": [one for one, _ in rows], "sentence2": [other for _, other in rows], "score": scores}
+        )
+
+    def classified(self, count):
+        rows = [(row := self.one(), self.one()[2] if number % 3 else row[2]) for number, _ in enumerate(range(count))]
+        return Dataset.from_dict(
+            {
+                "premise": [row[0][0] for row in rows],
+                "hypothesis": [row[1] for row in rows],
+                "label": [int(number % 3 > 0) for number in range(count)],
+            }
+        )
+
+
+def newest(args):
+    """The checkpoint of an earlier start, or None."""
+    if args.resume_from_checkpoint is not None:
+        return args.resume_from_checkpoint
+    return get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None

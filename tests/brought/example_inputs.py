@@ -40,9 +40,23 @@ def _write_models(directory: Path) -> None:
             t.BertConfig(**SIZE, **depth, max_position_embeddings=64, initializer_range=0.2),
             "encoder",
         ),
+        "still": (
+            t.BertForMaskedLM,
+            t.BertConfig(
+                **SIZE,
+                **depth,
+                max_position_embeddings=64,
+                initializer_range=0.2,
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
+            ),
+            "encoder",
+        ),
         "xlnet": (
             t.XLNetLMHeadModel,
-            t.XLNetConfig(vocab_size=tokens, d_model=16, n_layer=2, n_head=2, d_inner=32, pad_token_id=0, **MARKS),
+            t.XLNetConfig(
+                vocab_size=tokens, d_model=16, n_layer=2, n_head=2, d_inner=32, dropout=0.0, pad_token_id=0, **MARKS
+            ),
             "encoder",
         ),
         "t5": (
@@ -84,7 +98,7 @@ def _write_models(directory: Path) -> None:
         cls(config).save_pretrained(directory / name)
         t.AutoTokenizer.from_pretrained(directory / tokenizer).save_pretrained(directory / name)
     torch.manual_seed(99)
-    config = t.ViTConfig(**depth, image_size=8, patch_size=4, hidden_dropout_prob=0.1)
+    config = t.ViTConfig(**depth, image_size=8, patch_size=4)
     t.ViTForImageClassification(config).save_pretrained(directory / "vit")
     size = {"height": 8, "width": 8}
     settings = {

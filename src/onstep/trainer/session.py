@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Protocol
 
 from torch import nn
@@ -322,7 +323,19 @@ def _wrapped(trainer: TrainerMethods, session: Session) -> nn.Module:
     wrapped = trainer._wrap_model(session.module)
     if wrapped is not session.module:
         return wrapped
-    return data_parallel([session.module], session.state.world, session.state.cfg.ddp)[0]
+    ddp = session.state.cfg.ddp
+    if _calls_model_often(trainer, session.module):
+        ddp = replace(ddp, find_unused_parameters=True)
+    return data_parallel([session.module], session.state.world, ddp)[0]
+
+
+def _calls_model_often(trainer: TrainerMethods, module: nn.Module) -> bool:
+    """Whether a loss of the user's may call the model several times before its backward pass, or leave parts of it out.
+
+    As in Hugging Face's Trainer, models of transformers are called once unless the arguments say otherwise.
+    """
+    is_open = trainer.args.ddp_find_unused_parameters is None and overrides(trainer, "compute_loss")
+    return is_open and not any(one.__name__ == "PreTrainedModel" for one in type(module).__mro__)
 
 
 def _name_idle_arguments(trainer: TrainerMethods, session: Session) -> None:

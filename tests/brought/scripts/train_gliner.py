@@ -1,5 +1,6 @@
 """Trains GLiNER to find names of kinds that are given as words."""
 
+import os
 from dataclasses import dataclass
 
 from gliner import GLiNER
@@ -71,7 +72,8 @@ def main():
         processing_class=model.data_processor.transformer_tokenizer,
         data_collator=SpanDataCollator(model.config, data_processor=model.data_processor, prepare_labels=True),
     )
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(inputs.output_dir))
+    found = get_last_checkpoint(inputs.output_dir) if os.path.isdir(inputs.output_dir) else None
+    trainer.train(resume_from_checkpoint=found)
     model.save_pretrained(f"{inputs.output_dir}/final")
     print(model.predict_entities("anna sees the cat in rome", ["person", "animal", "place"], threshold=0.3))
 

@@ -111,7 +111,7 @@ class EpochOrders:
         batch_sampler: yields lists of dataset indices.
         reseeds_shuffling: a plain `RandomSampler` is seeded with `shuffle_seed` + epoch, as accelerate does.
         generator: the DataLoader's, from which it draws a seed for its workers before each epoch.
-        max_batches: where to end an epoch of a sampler without a length, which might never end.
+        max_batches: where to end an epoch of a sampler without a length, which might never end; others end with it.
     """
 
     def __init__(
@@ -178,7 +178,8 @@ class EpochOrders:
         for part in self._parts:
             if callable(getattr(part, "set_epoch", None)):
                 part.set_epoch(epoch)
-        limit = self._max_batches if self.num_batches is None else None
+        # a sampler may yield more than its length says, by which the length of the run was planned
+        limit = self._max_batches if self.num_batches is None else self.num_batches
         with self._randomness.applied(), self._reseeded(epoch):
             torch.empty((), dtype=torch.int64).random_(generator=self._generator)  # as DataLoader.__iter__ does
             batches = [_integers(batch, self.sampler_name) for batch in islice(self.batch_sampler, limit)]

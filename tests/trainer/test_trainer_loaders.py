@@ -643,3 +643,32 @@ def test_a_key_without_effect_on_a_users_loader_is_refused(tmp_path: Path) -> No
     trainer.args.config_overrides = {**(trainer.args.config_overrides or {}), "rng.data_seed": 5}
     with pytest.raises(ConfigError, match=r"config_overrides\['rng.data_seed'\]=5 has no effect .*data_seed"):
         trainer.train()
+
+
+class LongerThanItSays(torch.utils.data.BatchSampler):
+    """A batch sampler that yields a batch more than its length, as one without duplicates in a batch may."""
+
+    def __init__(self) -> None:
+        super().__init__(range(6), batch_size=2, drop_last=False)
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_an_epoch_ends_where_the_length_of_its_sampler_says(tmp_path: Path) -> None:
+    """As in transformers; an evaluation reads all."""
+
+    class Loading(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(self.train_dataset, batch_sampler=LongerThanItSays())
+
+        def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+            return torch.utils.data.DataLoader(self.eval_dataset, batch_sampler=LongerThanItSays())
+
+    rows = regression_rows(6)
+    sizes = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+    args = TrainingArguments(str(tmp_path), num_train_epochs=2, use_cpu=True, disable_tqdm=True, **sizes)
+    trainer = Loading(Regression(), args, train_dataset=rows, eval_dataset=rows, default_callbacks=False)
+    assert trainer.train().global_step == 4
+    assert trainer.state.epoch == 2.0
+    assert trainer.evaluation_loop(trainer.get_eval_dataloader(), "Evaluation").num_samples == 6

@@ -29,8 +29,11 @@ class Sentences:
         person, verb, animal, place = map(self.draw.choice, (PEOPLE, VERBS, ANIMALS, PLACES))
         return f"{person} {verb} the {animal} in {place}", f"who {verb} the {animal} ?", f"{person} is in {place}"
 
-    def pairs(self, count):
+    def pairs(self, count, distinct=False):
+        """Questions with what answers them; each question once if they are to be distinct."""
         rows = [self.one() for _ in range(count)]
+        while distinct and len(by_question := {row[1]: row for row in rows}) < count:
+            rows = [*by_question.values(), self.one()]
         return Dataset.from_dict({"anchor": [row[1] for row in rows], "positive": [row[0] for row in rows]})
 
     def triplets(self, count):

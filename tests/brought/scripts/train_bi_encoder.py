@@ -77,7 +77,7 @@ def main():
 
         loss = loss if inputs.loss_as_function else loss(model)
     else:
-        train_dataset, eval_dataset = draw.pairs(inputs.rows), draw.pairs(16)
+        train_dataset, eval_dataset = draw.pairs(inputs.rows), draw.pairs(16, distinct=True)
         loss = losses.MultipleNegativesRankingLoss(model)
     scored, triplets = draw.scored(24), draw.triplets(12)
     evaluator = SequentialEvaluator(

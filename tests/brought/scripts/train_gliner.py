@@ -74,7 +74,7 @@ def main():
     )
     found = get_last_checkpoint(inputs.output_dir) if os.path.isdir(inputs.output_dir) else None
     trainer.train(resume_from_checkpoint=found)
-    model.save_pretrained(f"{inputs.output_dir}/final")
+    model.save_pretrained(f"{inputs.output_dir}/final", safe_serialization=True)
     print(model.predict_entities("anna sees the cat in rome", ["person", "animal", "place"], threshold=0.3))
 
 

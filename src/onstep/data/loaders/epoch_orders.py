@@ -111,7 +111,7 @@ class EpochOrders:
         batch_sampler: yields lists of dataset indices.
         reseeds_shuffling: a plain `RandomSampler` is seeded with `shuffle_seed` + epoch, as accelerate does.
         generator: the DataLoader's, from which it draws a seed for its workers before each epoch.
-        max_batches: where to end an epoch of a sampler without a length, which might never end; others end with it.
+        max_batches: where to end an epoch of a sampler without a length, which might never end.
     """
 
     def __init__(
@@ -157,8 +157,11 @@ class EpochOrders:
         """Number of micro-batches of an epoch, of all ranks that the sampler covers; None if it has no length."""
         return length_of(self.batch_sampler)
 
-    def of(self, epoch: int) -> EpochBatches:
+    def of(self, epoch: int, *, to_length: bool = True) -> EpochBatches:
         """The micro-batches of an epoch.
+
+        Args:
+            to_length: leave out what the sampler yields beyond its length, by which the length of a run is planned.
 
         Raises:
             DataError: for an epoch before the last one that was read, or a sampler that does not yield integers.
@@ -169,17 +172,16 @@ class EpochOrders:
                 "create the loader again"
             )
         while self._num_read <= epoch:
-            self._current = self._read(self._num_read)
+            self._current = self._read(self._num_read, to_length)
             self._num_read += 1
         assert self._current is not None
         return self._current
 
-    def _read(self, epoch: int) -> EpochBatches:
+    def _read(self, epoch: int, to_length: bool) -> EpochBatches:
         for part in self._parts:
             if callable(getattr(part, "set_epoch", None)):
                 part.set_epoch(epoch)
-        # a sampler may yield more than its length says, by which the length of the run was planned
-        limit = self._max_batches if self.num_batches is None else self.num_batches
+        limit = self._max_batches if self.num_batches is None else self.num_batches if to_length else None
         with self._randomness.applied(), self._reseeded(epoch):
             torch.empty((), dtype=torch.int64).random_(generator=self._generator)  # as DataLoader.__iter__ does
             batches = [_integers(batch, self.sampler_name) for batch in islice(self.batch_sampler, limit)]

@@ -238,4 +238,4 @@ def users_eval_data(loader: object, args: TrainingArguments, world: World) -> di
         return {"dataset": loader, "already_batched": True}
     randomness = OrderRandomness(args.seed)
     orders = _orders_of(loader, randomness, args)[0]
-    return {"dataset": loader.dataset, "listed": orders.of(0), **_reading(loader, world)}
+    return {"dataset": loader.dataset, "listed": orders.of(0, to_length=False), **_reading(loader, world)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,16 +17,17 @@ from tests.support.lightning_modules import loaders, net_of
 
 
 class Killed(net_of(LightningModule)):  # type: ignore[misc]
-    """Kills its process at a step, logs in every hook that may, and keeps a number beside its weights."""
+    """Kills its process at the step in `KILLS_AT`, logs in hooks, and keeps a number beside its weights."""
 
-    kills_at: int | None = None
     seen = 0
+    trained: ClassVar[list[int]] = []
+    """The steps of this process."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.seen += 1
+        self.trained.append(self.global_step)
         self.log("outputs", outputs["loss"], on_step=True, on_epoch=True, reduce_fx="max")
-        if self.global_step == self.kills_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+        die_at(self.global_step)
 
     def on_train_epoch_end(self) -> None:
         self.log("seen", float(self.seen))
@@ -39,11 +40,17 @@ class Killed(net_of(LightningModule)):  # type: ignore[misc]
         self.seen = checkpoint["seen"]
 
 
+def die_at(step: int) -> None:
+    """Kill this process at the step that its environment names: nothing of the run itself differs."""
+    if os.environ.get("KILLS_AT") == str(step):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def job_train(settings: dict[str, Any]) -> dict[str, Any]:
-    """Train; returns the weights and the record, without times."""
+    """Train; returns the weights, the record without times, and the first step that this process trained."""
+    os.environ["KILLS_AT"] = str(settings.get("kills_at"))
     torch.manual_seed(1)
     module = Killed(settings["schedule"], dropout=settings.get("dropout", 0.2))
-    module.kills_at = settings.get("kills_at")
     train, validation = loaders(shuffles=settings.get("shuffles", True), batch=settings.get("batch", 4))
     args = TrainingArguments(
         "run",
@@ -58,7 +65,7 @@ def job_train(settings: dict[str, Any]) -> dict[str, Any]:
     trainer = LightningTrainer(module, args, train, validation, default_callbacks=False)
     trainer.train()
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return {"weights": weights(module), "log": records(trainer), "rank": rank}
+    return {"weights": weights(module), "log": records(trainer), "rank": rank, "first": module.trained[0]}
 
 
 def weights(module: torch.nn.Module) -> list[float]:
@@ -138,16 +145,17 @@ def job_resumed(settings: dict[str, Any]) -> dict[str, Any]:
     """Train a real LightningModule with an object of torchmetrics, saving each step; killed where asked."""
     import lightning
 
-    kills_at = settings.get("kills_at")
+    os.environ["KILLS_AT"] = str(settings.get("kills_at"))
+    trained: list[int] = []
 
     class Dies(measured(net_of(lightning.LightningModule))):  # type: ignore[misc]
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if self.global_step == kills_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+            trained.append(self.global_step)
+            die_at(self.global_step)
 
     torch.manual_seed(1)
     module = Dies("two")
     args = TrainingArguments("run", num_train_epochs=2, eval_strategy="epoch", save_steps=1, use_cpu=True)
     trainer = LightningTrainer(module, args, *loaders(shuffles=True), default_callbacks=False)
     trainer.train()
-    return {"weights": weights(module), "log": records(trainer)}
+    return {"weights": weights(module), "log": records(trainer), "first": trained[0]}

@@ -119,15 +119,15 @@ def test_functions_assigned_to_an_object_or_a_class_are_overrides(explain: Expla
 
 def test_a_parameter_named_trainer_is_the_class_and_sources_that_are_edited_are_listed(explain: Explain) -> None:
     found = explain(
-        "import inspect\nfrom transformers import Trainer\n"
-        "def patch(Trainer):\n    Trainer.__init__ = Trainer.compute_loss = lambda self: None\n"
+        "import inspect\nimport patches\nfrom transformers import Trainer\n"
         "text = inspect.getsource(Trainer.evaluation_loop)\n"
-        "Trainer.my_own = 1\n"
+        "Trainer.my_own = 1\n",
+        {"patches.py": "def patch(Trainer):\n    Trainer.__init__ = Trainer.compute_loss = lambda self: None\n"},
     )
     assert [(row.name, row.verb, row.outcome) for row in found.assigned] == [
+        ("Trainer.evaluation_loop", "source", "never"),
         ("Trainer.__init__", "assign", "honoured"),
         ("Trainer.compute_loss", "assign", "honoured"),
-        ("Trainer.evaluation_loop", "source", "never"),
     ]
 
 

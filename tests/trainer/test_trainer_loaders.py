@@ -672,3 +672,15 @@ def test_an_epoch_ends_where_the_length_of_its_sampler_says(tmp_path: Path) -> N
     assert trainer.train().global_step == 4
     assert trainer.state.epoch == 2.0
     assert trainer.evaluation_loop(trainer.get_eval_dataloader(), "Evaluation").num_samples == 6
+
+
+def test_several_datasets_are_trained_on_where_the_user_joins_them(tmp_path: Path) -> None:
+    class Joining(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(torch.utils.data.ConcatDataset(list(self.train_dataset.values())), batch_size=2)
+
+    args = TrainingArguments(str(tmp_path), num_train_epochs=1, use_cpu=True, disable_tqdm=True)
+    several = {"one": regression_rows(4), "two": regression_rows(2)}
+    assert Joining(Regression(), args, train_dataset=several, default_callbacks=False).train().global_step == 3
+    with pytest.raises(DataError, match="must be a dataset of samples"):
+        Trainer(Regression(), args, train_dataset=several).train()

@@ -29,7 +29,9 @@ def check_training(trainer: TrainerMethods, resume_from_checkpoint: object = Non
         raise ConfigError("This Trainer is already training or evaluating; a callback may evaluate, but not train.")
     if dataset is None and not overrides(trainer, "get_train_dataloader"):
         raise ConfigError("Trainer.train requires a train_dataset; pass one to the constructor.")
-    if isinstance(dataset, (str, bytes)) or (isinstance(dataset, Mapping) and 0 not in dataset):
+    is_read_by_user = overrides(trainer, "get_train_dataloader")  # which may join several datasets
+    is_mapping = isinstance(dataset, Mapping) and 0 not in dataset
+    if isinstance(dataset, (str, bytes)) or (is_mapping and not is_read_by_user):
         raise DataError(
             f"train_dataset must be a dataset of samples, got a {type(dataset).__name__}; pass an object whose "
             f"__getitem__(index) returns a sample, such as one split of datasets.load_dataset(...)."

@@ -22,6 +22,7 @@ from onstep.distributed import World, open_world
 from onstep.optim import LossScaler, TrainingOptimizer
 from onstep.train_state import StateDict
 from onstep.trainer.computing.accelerator_answers import AcceleratorAnswers
+from onstep.trainer.computing.forward_precision import cast_forward
 from onstep.trainer.computing.gathering import gather, gather_rows, pad_to_longest, reduce
 from onstep.trainer.computing.gradients import GradientState, ScaledLoss
 from onstep.trainer.computing.refused_attributes import ACCELERATOR, CONFIGURE, OTHERWISE
@@ -173,7 +174,10 @@ class Accelerator(AcceleratorAnswers):
     def prepare_model(
         self, model: nn.Module, device_placement: object = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """The model on this rank's device."""
+        """The model on this rank's device; in an unmodified script, another than the Trainer's gets its precision."""
+        trainer = self._trainer
+        if trainer.follows_transformers and self.mixed_precision != "no" and model is not trainer.model:
+            cast_forward(model, self.autocast)
         return model.to(self.device)
 
     def prepare_data_loader(self, data_loader: Given, device_placement: object = None) -> Given:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -15,16 +15,8 @@ from onstep.training.run import Run
 @contextmanager
 def autocast_in_forward(module: nn.Module, run: Run) -> Iterator[None]:
     """Context in which autocast covers the `forward` of a model, and no longer the loss that is computed around it."""
-    precision, instance = run.precision, vars(module)
-    own, is_replaced = module.forward, "forward" in instance
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with precision():
-            outputs = own(*args, **kwargs)
-        return in_float32(outputs)
-
-    forward.__wrapped__ = own  # type: ignore[attr-defined]  # its signature is read
-    module.forward = forward
+    own, is_replaced = module.forward, "forward" in vars(module)
+    cast_forward(module, run.precision)
     run.autocasts_forward_only = True
     try:
         yield
@@ -34,6 +26,19 @@ def autocast_in_forward(module: nn.Module, run: Run) -> Iterator[None]:
             module.forward = own
         else:
             del module.forward
+
+
+def cast_forward(module: nn.Module, precision: Callable[[], AbstractContextManager[object]]) -> None:
+    """Let a module's `forward` compute in `precision`, and return float32."""
+    own = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with precision():
+            outputs = own(*args, **kwargs)
+        return in_float32(outputs)
+
+    forward.__wrapped__ = own  # type: ignore[attr-defined]  # its signature is read
+    module.forward = forward
 
 
 def in_float32(outputs: Any) -> Any:

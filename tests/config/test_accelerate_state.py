@@ -46,6 +46,12 @@ def test_the_state_after_the_arguments_is_that_of_transformers() -> None:
     get_logger("mine").info("which requires the state")
 
 
+def test_a_rank_without_a_launcher_gets_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert TrainingArguments("out", use_cpu=True).world_size == 1
+    assert known() == {}
+
+
 def test_what_compares_arguments_leaves_the_state_of_a_script_as_it_is() -> None:
     args = TrainingArguments("out", use_cpu=True)
     assert known()["_cpu"] == "True"

@@ -26,6 +26,8 @@ def partial_state(args: Any, *, imports: bool = False) -> Any:
     size = args.world_size
     if size > 1 and "MASTER_ADDR" not in os.environ:  # ranks that nothing connects
         return None
+    if size == 1 and "LOCAL_RANK" in os.environ and not {"MASTER_ADDR", "WORLD_SIZE"} <= os.environ.keys():
+        return None  # accelerate would wait for the ranks of a launcher that is not there
     known = module.PartialState._shared_state
     if known and (bool(known.get("_cpu")), known.get("num_processes")) == (args.use_cpu, size):
         return module.PartialState()

@@ -259,6 +259,20 @@ def test_the_trainer_of_a_module_has_lightnings_names(in_tmp: Path) -> None:
     assert dict(module.hparams) == {"schedule": "lists", "lr": 0.05, "dropout": 0.0}
 
 
+def test_hooks_at_the_end_of_an_epoch_find_its_own_values(in_tmp: Path) -> None:
+    class Reads(Net):  # type: ignore[misc, valid-type]
+        def on_train_epoch_end(self) -> None:
+            self.log("train_seen", self.trainer.callback_metrics["train_loss_epoch"])
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("val_seen", self.trainer.callback_metrics["val_loss"])
+
+    trainer = trained(Reads())
+    assert len(logged(trainer, "val_seen")) == 2
+    assert logged(trainer, "val_seen") == pytest.approx(logged(trainer, "val_loss"), abs=1e-6)
+    assert logged(trainer, "train_seen") == pytest.approx(logged(trainer, "train_loss_epoch"), abs=1e-6)
+
+
 def test_the_best_weights_by_a_logged_metric_come_back(in_tmp: Path) -> None:
     class Best(TrainerCallback):
         weights: torch.Tensor

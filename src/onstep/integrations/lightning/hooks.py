@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from onstep.distributed import World
 from onstep.events import Control, TrainerCallback
 from onstep.integrations.lightning.attached import Progress
 from onstep.integrations.lightning.definitions import CALLED, is_defined
 from onstep.integrations.lightning.loaders import Loaders
-from onstep.integrations.lightning.logged import Logged, add_to_record
+from onstep.integrations.lightning.logged import Logged, Phase, add_to_record
 from onstep.integrations.lightning.optimizers import Schedules
 from onstep.record.kinds import Metrics
 from onstep.train_state import StateDict
@@ -42,6 +43,12 @@ class ModuleHooks(TrainerCallback):
             return None
         with self._logged.within(name):
             return hook(*args)
+
+    def call_at_end(self, name: str, phase: Phase, world: World) -> None:
+        """Call the hook at the end of an epoch, which finds its values in `trainer.callback_metrics`. Collective."""
+        if name in self.defined:
+            self._logged.update_metrics(phase, world)
+            self.call(name)
 
     def step_scheduler(self, scheduler: Any, value: object) -> None:
         """Step a scheduler as the module does, if it defines `lr_scheduler_step`."""
@@ -113,7 +120,7 @@ class ModuleHooks(TrainerCallback):
         """Do what comes after the evaluation of a step or an epoch. Collective."""
         what, self._progress.awaits = self._progress.awaits, ""
         if what == "epoch":
-            self.call("on_train_epoch_end")
+            self.call_at_end("on_train_epoch_end", "training", _run_of(trainer).world)
             values = self._logged.epoch_values("training", _run_of(trainer).world)
             if values:
                 logs: Metrics = {}

@@ -161,12 +161,17 @@ class Logged:
 
     def epoch_values(self, phase: Phase, world: World) -> Metrics:
         """What was logged over an epoch, which the next one begins from scratch. Collective."""
-        found = {name: (one.result(world), one.shown) for name, one in self.of_epoch[phase].items()}
-        for name, (metric, shown) in self._objects[phase].items():
-            found[name] = float(metric.compute()), shown
+        values = self.update_metrics(phase, world)
         for metric, _ in self._objects[phase].values():
             metric.reset()
         self.of_epoch[phase], self._objects[phase] = {}, {}
+        return values
+
+    def update_metrics(self, phase: Phase, world: World) -> Metrics:
+        """Let `metrics` have what was logged over an epoch so far, and return what of it is recorded. Collective."""
+        found = {name: (one.result(world), one.shown) for name, one in self.of_epoch[phase].items()}
+        for name, (metric, shown) in self._objects[phase].items():
+            found[name] = float(metric.compute()), shown
         for name, (value, _) in found.items():
             self.metrics[name] = torch.tensor(value)
             if name.endswith("_epoch"):

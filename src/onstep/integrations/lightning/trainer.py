@@ -167,8 +167,9 @@ class LightningTrainer(Trainer):
                     one = super().evaluation_loop(loader, description, True, ignore_keys, metric_key_prefix)
                     metrics = {} if several else one.metrics
                     output = EvalLoopOutput(None, None, metrics, (output.num_samples or 0) + (one.num_samples or 0))
-                call("on_validation_epoch_end")
-                output.metrics.update(logged.epoch_values("validation", self.session.state.world))
+                world = self.session.state.world
+                self.hooks.call_at_end("on_validation_epoch_end", "validation", world)
+                output.metrics.update(logged.epoch_values("validation", world))
                 call("on_validation_end")
         finally:
             logged.phase = phase

@@ -71,12 +71,19 @@ def test_a_module_is_explained_too(
     assert "library.Base (library.py:3), a Trainer" in capsys.readouterr().out
 
 
+def test_a_directory_is_explained_by_its_main_module(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.rename(script.with_name("__main__.py"))
+    assert main(["run", "--explain", str(script.parent)]) == 0
+    assert "Mine (__main__.py:5), a Trainer" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--explain", "-m", "no.such.module"], "there is no module no.such.module"),
         (["--json", "script.py"], "--json belongs to --explain"),
-        (["--explain", "broken.py"], "broken.py must be a readable Python file"),
+        (["--explain", "broken.py"], "broken.py must be a readable Python file: invalid syntax (broken.py, line 1);"),
+        (["--explain", "empty"], "empty: the directory has no __main__.py"),
     ],
 )
 def test_what_cannot_be_explained_is_refused(
@@ -84,6 +91,7 @@ def test_what_cannot_be_explained_is_refused(
 ) -> None:
     monkeypatch.chdir(script.parent)
     (script.parent / "broken.py").write_text("class (")
+    (script.parent / "empty").mkdir()
     assert main(["run", *words]) == 1
     assert message in capsys.readouterr().err
 

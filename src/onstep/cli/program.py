@@ -34,8 +34,12 @@ class Program:
         Raises:
             NoProgramError: naming it.
         """
-        if not self.is_module and not os.path.exists(self.name):
+        if self.is_module:
+            return
+        if not os.path.exists(self.name):
             raise NoProgramError(f"{self.name}: the file does not exist; give a script, or a module with -m.")
+        if os.path.isdir(self.name) and PathFinder.find_spec("__main__", [self.name]) is None:
+            raise NoProgramError(f"{self.name}: the directory has no __main__.py; give a script, or a module with -m.")
 
 
 def run_as_main(program: Program) -> None:

@@ -74,18 +74,21 @@ class Sources:
         self._places: dict[str, list[Path]] = {}
 
     def script(self, path: Path) -> Module:
-        """A script, whose directory is searched first from now on.
+        """A script, or a directory with a `__main__.py`; where it is is searched first from now on.
 
         Raises:
             ConfigError: if it can't be read, or isn't Python.
         """
+        if path.is_dir():
+            path /= "__main__.py"
         if path.parent.absolute() not in self.roots:
             self.roots.insert(0, path.parent.absolute())
         try:
             text = path.read_text(encoding="utf-8")
-            return Module("__main__", path, ast.parse(text), text)
+            return Module("__main__", path, ast.parse(text, path.name), text)
         except (OSError, ValueError, SyntaxError) as error:
-            raise ConfigError(f"{path} must be a readable Python file: {error}; name another script.") from error
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"{path} must be a readable Python file: {why}; name another script.") from error
 
     def module(self, name: str) -> Module | None:
         """The module of this name; None if it is closed, isn't found, or isn't readable Python."""

@@ -40,7 +40,7 @@ class Dropped(nn.Module):
 
 
 def history(
-    directory: Path, name: str, *, own_loss: bool = False, model: Any = None, **options: Any
+    directory: Path, name: str, *, own_loss: bool = False, prefix: str = "", model: Any = None, **options: Any
 ) -> list[dict[str, float]]:
     """The records of a training by the Trainer of `transformers`, exchanged or not."""
     with nullcontext() if name == "theirs" else exchanged():
@@ -53,7 +53,7 @@ def history(
                 loss = logits[..., 0].mean(-1).sigmoid().log().mean() + labels.float().mean() * 0
                 return (loss, {"logits": logits}) if return_outputs else loss
 
-        args = transformers.TrainingArguments(
+        args = getattr(transformers, f"{prefix}TrainingArguments")(
             str(directory / name),
             use_cpu=True,
             num_train_epochs=2,
@@ -70,7 +70,7 @@ def history(
             **options,
         )
         rows = causal_rows(18)
-        kind = Own if own_loss else transformers.Trainer
+        kind = Own if own_loss else getattr(transformers, f"{prefix}Trainer")
         trainer = kind((model or Dropped)(), args, train_dataset=rows[:13], eval_dataset=rows[13:])
         trainer.train()
         return list(trainer.state.log_history)
@@ -88,6 +88,11 @@ def check_same(directory: Path, *keys: str, **options: Any) -> None:
 def test_dropout_norms_and_evaluations_are_those_of_transformers(tmp_path: Path) -> None:
     """Rows and batches differ in their labels, and each iteration of a loader draws from torch's generator."""
     check_same(tmp_path, "loss", "grad_norm", "eval_loss", "learning_rate", "train_loss")
+
+
+def test_batches_of_an_evaluation_weigh_the_same_in_a_seq2seq_trainer_as_in_transformers(tmp_path: Path) -> None:
+    """The last batch is smaller than the others."""
+    check_same(tmp_path, "loss", "eval_loss", prefix="Seq2Seq")
 
 
 def test_operations_are_counted_by_input_tokens_as_in_transformers(tmp_path: Path) -> None:

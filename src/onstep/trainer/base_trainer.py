@@ -32,7 +32,7 @@ from onstep.trainer.default_callbacks import default_callbacks as defaults_of
 from onstep.trainer.default_callbacks import with_defaults
 from onstep.trainer.distributed_env import join_environment
 from onstep.trainer.loss_convention import MAPPING, NUM_ITEMS, accepts_num_items, called, of_model
-from onstep.trainer.model_step import function_loss, model_loss
+from onstep.trainer.model_step import EvaluationWeighting, function_loss, model_loss
 from onstep.trainer.own_arguments import own_arguments
 from onstep.trainer.parameter_groups import OptimizerGroups, with_factories
 from onstep.trainer.predictions import EvalPrediction
@@ -50,6 +50,8 @@ class BaseTrainer:
     """Stores what the user passed; `Trainer` trains and evaluates with it."""
 
     neftune_noise_alpha: float | None
+    _evaluation_weighting: EvaluationWeighting = "samples"
+    """Of the losses of an evaluation in an unmodified script, as in Hugging Face's Trainer of this name."""
     loss_is_scaled_for_ga: bool | None = None
     """What your own `compute_loss` returns: True means a share of the step's loss, already divided by
     `num_items_in_batch`; False means the mean of its micro-batch; None detects it from the code."""

@@ -47,7 +47,7 @@ def forward_step_of(trainer: BaseTrainer, module: nn.Module, labels: Labels, sta
         "weighting": weighting,
         "world": state.world,
         "num_averaged_ranks": state.world.size if averages else 1,
-        "weights_evaluation_by_samples": trainer.follows_transformers,
+        "evaluation_weighting": trainer._evaluation_weighting if trainer.follows_transformers else "labels",
     }
     if is_own:
         return CustomStep(trainer, labels, scales_shares=not _has_own_loss(trainer), **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from onstep.training.compute.batch_notes import contents
 from onstep.training.compute.losses import ONE_ELEMENT, LossShare, MeanLoss, described, mean_weight
 from onstep.training.compute.step import MicroBatches, to_device
 
+EvaluationWeighting = Literal["labels", "samples", "batches"]
+"""What weights the loss of a batch in an evaluation; with "batches", all weigh the same."""
+
 
 class StepOptions(TypedDict):
     """How the losses of a step are weighted."""
@@ -25,7 +28,7 @@ class StepOptions(TypedDict):
     weighting: str
     world: World
     num_averaged_ranks: int
-    weights_evaluation_by_samples: bool
+    evaluation_weighting: EvaluationWeighting
 
 
 class ModelStep:
@@ -37,7 +40,7 @@ class ModelStep:
     Args:
         convention: the kind of loss that `compute_loss` returns; for a mean it never receives `num_items_in_batch`.
         weighting: `train.loss_weighting`, for means.
-        weights_evaluation_by_samples: in an evaluation, weight the loss of a batch by its samples, as in Hugging Face.
+        evaluation_weighting: of the loss of a batch in an evaluation.
         num_averaged_ranks: what `compute_loss` has multiplied a share by, for gradients that are averaged over ranks.
     """
 
@@ -50,7 +53,7 @@ class ModelStep:
         weighting: str,
         world: World,
         num_averaged_ranks: int = 1,
-        weights_evaluation_by_samples: bool = False,
+        evaluation_weighting: EvaluationWeighting = "labels",
     ) -> None:
         self._compute_loss = compute_loss
         self._accepts_num_items = accepts_num_items(compute_loss)
@@ -59,9 +62,9 @@ class ModelStep:
         self._weighting = weighting
         self._world = world
         self._num_averaged_ranks = num_averaged_ranks
-        self._weights_evaluation_by_samples = weights_evaluation_by_samples
-        self._num_samples: int | None = None
-        """Samples of the current micro-batch of an evaluation, if its loss is weighted by them."""
+        self._evaluation_weighting = evaluation_weighting
+        self._weight_in_evaluation: int | None = None
+        """The weight of the current micro-batch of an evaluation, unless that is its labels."""
         self.predict: Callable[[nn.Module, Batch], Tensor | None] | None = None
         """In an evaluation that keeps predictions, called with the model and the inputs; returns the loss."""
         self.is_filler = False
@@ -72,7 +75,7 @@ class ModelStep:
         inputs, trains = next(data_iterator), model.training  # which compute_loss may change
         if not trains:
             self.is_filler = isinstance(data_iterator, MicroBatches) and data_iterator.is_filler()
-        self._num_samples = None if trains else self._samples_of(data_iterator)
+        self._weight_in_evaluation = None if trains else self._evaluation_weight_of(data_iterator)
         measured = self._labels.measure(inputs)
         own_items = measured[0] if self._gives_shares else None
         if own_items is None and self._gives_shares:  # not class ids
@@ -83,10 +86,12 @@ class ModelStep:
             raise ConfigError("compute_loss returned None; it must return the loss of the micro-batch.")
         return self._result(loss, inputs, measured, is_share=own_items is not None and trains)
 
-    def _samples_of(self, data_iterator: object) -> int | None:
-        """The weight of a batch of an evaluation, if that is its samples; None leaves it to its labels."""
-        is_wanted = self._weights_evaluation_by_samples and isinstance(data_iterator, MicroBatches)
-        return data_iterator.num_samples if is_wanted else None  # type: ignore[attr-defined]
+    def _evaluation_weight_of(self, data_iterator: object) -> int | None:
+        """The weight of a batch of an evaluation: its samples, 1, or None, which leaves it to its labels."""
+        if self._evaluation_weighting == "labels" or not isinstance(data_iterator, MicroBatches):
+            return None
+        samples = data_iterator.num_samples
+        return min(samples, 1) if samples and self._evaluation_weighting == "batches" else samples
 
     def _result(
         self, loss: Tensor | None, inputs: Batch, measured: tuple[Tensor | float | None, bool], *, is_share: bool
@@ -103,7 +108,7 @@ class ModelStep:
             loss = loss / self._num_averaged_ranks
         if is_share:
             return loss, lambda loss: LossShare(loss, num_labels, {})
-        weight = self._num_samples or mean_weight(inputs, num_labels, self._weighting)
+        weight = self._weight_in_evaluation or mean_weight(inputs, num_labels, self._weighting)
         tokens = num_labels if are_tokens else None
         return loss, lambda loss: MeanLoss(loss, weight, tokens, {})
 

@@ -39,6 +39,7 @@ class Seq2SeqTrainer(Trainer):
     """
 
     args: Seq2SeqTrainingArguments
+    _evaluation_weighting = "batches"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -69,7 +69,7 @@ class CustomStep(ModelStep):
         inputs = next(data_iterator)
         step = data_iterator if model.training and isinstance(data_iterator, MicroBatches) else None
         self.is_filler = isinstance(data_iterator, MicroBatches) and data_iterator.is_filler()
-        self._num_samples = None if step is not None else self._samples_of(data_iterator)
+        self._weight_in_evaluation = None if step is not None else self._evaluation_weight_of(data_iterator)
         num_items = self._items_in(step, inputs)
         if step is not None and self.runs_backward:
             return self._trained(model, inputs, num_items)

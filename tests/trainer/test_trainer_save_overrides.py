@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -305,3 +308,40 @@ def test_weights_that_a_save_writes_under_other_names_stay_in_the_checkpoint(tmp
     again.train()
     for name, value in whole.model.state_dict().items():
         torch.testing.assert_close(again.model.state_dict()[name], value, rtol=0, atol=0)
+
+
+KILLED_WHILE_SAVING = """
+import os, signal, sys
+from pathlib import Path
+from transformers.trainer_utils import get_last_checkpoint
+from onstep import Trainer
+from tests.support.small_models import Regression, arguments, regression_rows
+from tests.trainer.test_trainer_save_overrides import SAVES
+
+class Mine(Trainer):
+    def _save(self, output_dir=None, state_dict=None):
+        super()._save(output_dir, state_dict)
+        if os.path.basename(output_dir) == f"checkpoint-{sys.argv[2]}":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+out = Path(sys.argv[1])
+trainer = Mine(Regression(), arguments(out, **SAVES), train_dataset=regression_rows(8), default_callbacks=False)
+directory = trainer.args.output_dir
+trainer.train(resume_from_checkpoint=get_last_checkpoint(directory) if os.path.isdir(directory) else None)
+"""
+
+
+@pytest.mark.process
+def test_what_a_kill_leaves_of_a_checkpoint_with_files_of_an_override_is_passed_over(tmp_path: Path) -> None:
+    def run(name: str, kill_at: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path / name), str(kill_at)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+
+    assert run("whole", 0).returncode == 0
+    assert [run("killed", 2).returncode, run("killed", 4).returncode] == [-signal.SIGKILL] * 2
+    last = run("killed", 0)
+    assert last.returncode == 0, last.stderr
+    assert "checkpoint-4 is unfinished: its run was killed while saving it." in last.stderr
+    assert "continuing from step 2" in last.stderr
+    ended, whole = (next((tmp_path / kind).rglob("checkpoint-4/model.safetensors")) for kind in ("killed", "whole"))
+    assert ended.read_bytes() == whole.read_bytes()

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from onstep.checkpoint import SaveRequest, read_header
+from onstep.checkpoint.catalog.unfinished import being_written
 from onstep.checkpoint.components import tensors_at
 from onstep.config import TrainingArguments
 from onstep.config.hf.argument import LOG_LEVELS
@@ -174,7 +175,7 @@ class TrainerFeature(Feature[Run]):
                 trainer.write_checkpoint = write_for_user
                 path = os.path.join(trainer._get_output_dir(None), f"checkpoint-{step}")
                 try:
-                    with self.saving_to(path):
+                    with being_written(path, is_main=run.world.is_main), self.saving_to(path):
                         trainer._save_checkpoint(trainer.model, None)
                 finally:
                     trainer.write_checkpoint = None

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+from onstep.checkpoint.catalog.unfinished import is_unfinished
 from onstep.config.suggestions import listed
 
 _SAFE_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
@@ -17,10 +18,12 @@ NAMES_SHOWN = 4
 
 
 def describe_foreign(directory: Path) -> str | None:
-    """Describe a Hugging Face directory and how to use its weights; None for any other directory.
+    """Describe a Hugging Face directory and how to use its weights, or an unfinished one; None for any other directory.
 
     A directory counts as one if it has weights named as by `save_pretrained`, or the state that HF Trainer saves.
     """
+    if is_unfinished(directory):
+        return f"{directory} is unfinished: its run was killed while saving it."
     try:
         names = sorted(entry for entry in os.listdir(directory) if _is_known(entry))
     except OSError:

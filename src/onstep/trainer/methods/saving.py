@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from safetensors.torch import save_model as save_safetensors
 from torch import nn
 
+from onstep.checkpoint.catalog.unfinished import being_written
 from onstep.config import TrainingArguments
 from onstep.errors import ConfigError
 from onstep.events.context import unwrap
@@ -83,10 +84,11 @@ class SavingMethods(StateFileMethods):
                 "control.should_save = True in a callback; to write only the model, call save_model(directory)."
             )
         directory = os.path.join(self._get_output_dir(trial), f"checkpoint-{state.train_state.step}")
-        if overrides(self, "save_model") or overrides(self, "_save"):
-            self.save_model(directory, _internal_call=True)
-        self.save_states(directory)
-        write()
+        with being_written(directory, is_main=state.world.is_main):
+            if overrides(self, "save_model") or overrides(self, "_save"):
+                self.save_model(directory, _internal_call=True)
+            self.save_states(directory)
+            write()
 
     def create_model_card(
         self,

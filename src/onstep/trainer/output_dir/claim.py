@@ -6,12 +6,13 @@ import logging
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from onstep.checkpoint import checkpoints, resolve
 from onstep.checkpoint.catalog.discovery import named_dirs
+from onstep.checkpoint.catalog.unfinished import is_unfinished
 from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.config import ChangeClass, ConfigContainer
 from onstep.config.differences import Change, changes, decide
@@ -138,6 +139,7 @@ class _Arrival:
 
     def claim(self) -> Claim:
         """Continue the run that is there, or start a new one."""
+        self._pass_over_unfinished()
         if not self.directory.run_json.exists():
             return self._without_record()
         stored = self.directory.read()
@@ -152,6 +154,15 @@ class _Arrival:
         if reason:
             return self._from_scratch(f"an unfinished run that differs from this one ({reason})", stored)
         return self._go_on(self.config, ())
+
+    def _pass_over_unfinished(self) -> None:
+        """Continue from the newest whole checkpoint where the named one is what a kill during its save has left."""
+        load = self.config.checkpoint.load
+        if load is None or not self._names_own():
+            return
+        if is_unfinished(Path(os.path.expanduser(load))):
+            self.config.checkpoint.load, self.config.checkpoint.exit_on_missing_checkpoint = None, False
+            self.wish = replace(self.wish, resume=True, or_starts=True)
 
     def _without_record(self) -> Claim:
         """Claim a directory without run.json, which may hold the files of others."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from onstep.checkpoint import CheckpointInfo, CheckpointManager, checkpoints, resolve
 from onstep.checkpoint.catalog.discovery import named_dirs
+from onstep.checkpoint.catalog.unfinished import is_unfinished
 from onstep.config import ChangeClass, ConfigContainer
 from onstep.config.derived import fill
 from onstep.config.differences import Change, changes, decide, describe, left_to_policy, of_kind
@@ -110,7 +111,8 @@ def check_not_all_damaged(state: Run, root: Path) -> None:
     Raises:
         CheckpointError: listing them.
     """
-    there = state.world.share([path.name for _, kind, path in reversed(named_dirs(root)) if not kind])
+    found = [path for _, kind, path in reversed(named_dirs(root)) if not kind and not is_unfinished(path)]
+    there = state.world.share([path.name for path in found])
     if there:
         raise CheckpointError(
             f"none of the checkpoints in {root} can be used ({', '.join(there)}), and starting from scratch "

@@ -56,6 +56,8 @@ def run_killed(
 ) -> tuple[Outcome, list[int]]:
     """Run under `onstep run`, kill it at random instants of its training, and run the same command to its end.
 
+    Each kill waits for a record of its own process and for a checkpoint, so that what follows continues from one.
+
     Args:
         whole: its uninterrupted run, whose duration tells how long to wait.
 
@@ -69,8 +71,9 @@ def run_killed(
             try:
                 before = _lines(output)
                 _wait_for_training(process, output, before)
-                with_margin = source.uniform(0, 0.9 / kills) * whole.summary().get("train_runtime", 1.0)
-                _wait(process, with_margin)
+                _wait(process, source.uniform(0, 0.5 / kills) * whole.summary().get("train_runtime", 1.0))
+                if process.poll() is not None:
+                    raise Failed(f"{program.name} ended with {process.returncode} before kill {len(reached) + 1}")
             finally:
                 _kill(process)
         reached.append(_lines(output))
@@ -80,7 +83,7 @@ def run_killed(
 def _wait_for_training(process: subprocess.Popen[bytes], output: Path, before: int) -> None:
     deadline = time.monotonic() + LIMIT_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
-        if _lines(output) > before:
+        if _lines(output) > before and any(output.glob("checkpoint-*/manifest.json")):
             return
         time.sleep(0.01)
 

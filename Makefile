@@ -115,4 +115,5 @@ $(BROUGHT)/.ready: pyproject.toml constraints.txt tests/brought/requirements.txt
 	$(BROUGHT)/bin/python -m pip install --quiet --upgrade pip
 	$(BROUGHT)/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
 	$(BROUGHT)/bin/python -m pip install --quiet --constraint constraints.txt --requirement tests/brought/requirements.txt --editable .
+	$(BROUGHT)/bin/python -m pip install --quiet --no-deps gliner==0.2.29  # it asks for an older transformers, and trains with this one
 	touch $(BROUGHT)/.ready

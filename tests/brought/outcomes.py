@@ -21,6 +21,7 @@ _IN_PLACE = {
     "scheduler.pt": "scheduler/state.json",
     "rng_state.pth": "rng/rank_0.json",
     "training_args.bin": "training_args.json",
+    "pytorch_model.bin": "model.safetensors",
     **{f"rng_state_{rank}.pth": f"rng/rank_{rank}.json" for rank in range(8)},
 }
 """Onstep's files in the place of pickles, as the page for people who come from Hugging Face has them."""

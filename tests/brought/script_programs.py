@@ -95,7 +95,7 @@ PROGRAMS = [
         "run_image_classification",
         f"{_model('vit')} --train_dir {{here}}/examples/images/train --remove_unused_columns False",
         "--validation_dir {here}/examples/images/validation --num_train_epochs 4 --eval_strategy epoch",
-        f"--save_strategy epoch --ignore_mismatched_sizes --max_train_samples 20 {_BEST} accuracy",
+        f"--save_strategy epoch --ignore_mismatched_sizes --max_train_samples 20 {_STEADY}",
     ),
     _sentences(
         "st-pairs",
@@ -105,7 +105,9 @@ PROGRAMS = [
     ),
     _sentences("st-several", "train_bi_encoder", "--task several --alternation proportional --eval_strategy epoch"),
     _sentences(
-        "st-round-robin", "train_bi_encoder", "--task several --alternation round_robin --gradient_accumulation_steps 2"
+        "st-round-robin",
+        "train_bi_encoder",
+        "--task several --alternation round_robin --gradient_accumulation_steps 2 " + _STEADY,
     ),
     _sentences("st-routed", "train_bi_encoder", "--task routed"),
     _sentences("st-classes", "train_bi_encoder", "--task classes --loss_as_function --sampler group_by_label"),

@@ -40,11 +40,31 @@ class Dropped(nn.Module):
 
 
 def history(
-    directory: Path, name: str, *, own_loss: bool = False, prefix: str = "", model: Any = None, **options: Any
+    directory: Path,
+    name: str,
+    *,
+    own_loss: bool = False,
+    own_weight: bool = False,
+    prefix: str = "",
+    model: Any = None,
+    **options: Any,
 ) -> list[dict[str, float]]:
     """The records of a training by the Trainer of `transformers`, exchanged or not."""
     with nullcontext() if name == "theirs" else exchanged():
         transformers = importlib.import_module("transformers")
+
+        class Weighted(transformers.Trainer):  # type: ignore[misc, name-defined]
+            weight = nn.Parameter(torch.full((64,), 3.0))
+
+            def create_optimizer(self, model: Any = None) -> Any:
+                self.optimizer = torch.optim.SGD([*self.model.parameters(), self.weight], lr=self.args.learning_rate)
+                return self.optimizer
+
+            def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
+                self.weight.grad = None  # transformers sets only the gradients of the model's weights to zero
+                logits = model(inputs["input_ids"])["logits"] * self.weight
+                loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+                return (loss, {"logits": logits}) if return_outputs else loss
 
         class Own(transformers.Trainer):  # type: ignore[misc, name-defined]
             def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
@@ -70,7 +90,7 @@ def history(
             **options,
         )
         rows = causal_rows(18)
-        kind = Own if own_loss else getattr(transformers, f"{prefix}Trainer")
+        kind = Own if own_loss else Weighted if own_weight else getattr(transformers, f"{prefix}Trainer")
         trainer = kind((model or Dropped)(), args, train_dataset=rows[:13], eval_dataset=rows[13:])
         trainer.train()
         return list(trainer.state.log_history)
@@ -93,6 +113,10 @@ def test_dropout_norms_and_evaluations_are_those_of_transformers(tmp_path: Path)
 def test_batches_of_an_evaluation_weigh_the_same_in_a_seq2seq_trainer_as_in_transformers(tmp_path: Path) -> None:
     """The last batch is smaller than the others."""
     check_same(tmp_path, "loss", "eval_loss", prefix="Seq2Seq")
+
+
+def test_weights_of_a_loss_are_not_clipped_with_those_of_the_model_as_in_transformers(tmp_path: Path) -> None:
+    check_same(tmp_path, "loss", "grad_norm", "eval_loss", own_weight=True, max_grad_norm=0.05)
 
 
 def test_operations_are_counted_by_input_tokens_as_in_transformers(tmp_path: Path) -> None:

@@ -43,7 +43,9 @@ class LoopMethods(Feature[Run]):
     def wanted(cls, host: Run) -> bool:
         """In a training whose Trainer overrides one of them."""
         trainer = host.trainer
-        return trainer is not None and trainer.session.trains and any(overrides(trainer, name) for name in METHODS)
+        if trainer is None or not trainer.session.trains:
+            return False
+        return any(overrides(trainer, name) for name in METHODS) or _may_train_other_weights(trainer)
 
     def __init__(self, host: Run) -> None:
         super().__init__(host)
@@ -65,12 +67,20 @@ class LoopMethods(Feature[Run]):
     def begin(self) -> None:
         """Let an overridden method clip, in place of the optimizer of this training.
 
+        transformers clips the model's weights only. In its place Onstep does so, too, where the optimizer has others,
+        such as those of a loss of sentence-transformers.
+
         Raises:
             ConfigError: for an optimizer that clips by itself.
         """
+        optimizer = self._session.optimizer
+        if _may_train_other_weights(self._trainer) and isinstance(optimizer, TrainingOptimizer):
+            of_model = set(self._trainer.model.parameters())
+            if any(param not in of_model for group in optimizer.param_groups for param in group["params"]):
+                self._has.add("_clip_grad_norm")
+                self._measures = True
         if "_clip_grad_norm" not in self._has:
             return
-        optimizer = self._session.optimizer
         if not isinstance(optimizer, TrainingOptimizer):
             raise ConfigError(
                 f"{type(self._trainer).__name__} overrides _clip_grad_norm, but {type(optimizer).__name__} clips the "
@@ -172,3 +182,8 @@ class LoopMethods(Feature[Run]):
             return {**metrics, "effective_batch_size": size, "train_samples_per_second": round(rate * size, 3)}
 
         return measured
+
+
+def _may_train_other_weights(trainer: Any) -> bool:
+    """Whether an unmodified script has a loss of its own, which may have weights that are not the model's."""
+    return trainer.follows_transformers and overrides(trainer, "compute_loss")

@@ -1,4 +1,4 @@
-"""Marks the checkpoint that a user's methods are writing, so that what a kill leaves of it is told from a whole one."""
+"""Marks the checkpoint that a user's methods write, so that what a kill leaves of it does not pass for a whole one."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ MODULES = {
     "jsonpickle",
 }
 CALLS = {"eval", "exec", "compile"}
+RUNS_PROGRAMS = "cli/program.py"
+"""Runs the user's own script, as Python does."""
 ATTRIBUTES = {
     "torch.load",
     "torch.jit.load",
@@ -147,4 +150,5 @@ def test_no_source_of_ours_reads_pickles_or_runs_text() -> None:
     found = [
         f"{path.relative_to(SOURCE)} {finding}" for path in sources for finding in findings(path.read_text("utf-8"))
     ]
+    found = [one for one in found if not re.fullmatch(rf"{RUNS_PROGRAMS} line \d+: calls (exec|compile)", one)]
     assert found == []

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 from collections import defaultdict, deque
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onstep.exchange.install import exchanged
+from onstep.exchange.install import exchanged, is_installed
 from tests.support.small_models import causal_rows, qwen
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 
 
 NAMES = ("theirs", "ours")
+
+
+@contextmanager
+def always_exchanged() -> Iterator[None]:
+    """The exchange of names, though modules of other tests hold transformers' own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("onstep.exchange.install.refuse_if_in_use", lambda: None)
+        with exchanged():
+            assert is_installed()
+            yield
 
 
 class Dropped(nn.Module):
@@ -50,7 +61,7 @@ def history(
     **options: Any,
 ) -> list[dict[str, float]]:
     """The records of a training by the Trainer of `transformers`, exchanged or not."""
-    with nullcontext() if name == "theirs" else exchanged():
+    with nullcontext() if name == "theirs" else always_exchanged():
         transformers = importlib.import_module("transformers")
 
         class Weighted(transformers.Trainer):  # type: ignore[misc, name-defined]
@@ -150,7 +161,7 @@ class Killed(BaseException):
 
 def collected(directory: Path, *, dies: bool = False) -> list[dict[str, float]] | None:
     is_again = directory.exists()
-    with exchanged():
+    with always_exchanged():
         transformers = importlib.import_module("transformers")
 
         class Collecting(transformers.Trainer):  # type: ignore[misc, name-defined]

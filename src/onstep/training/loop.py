@@ -21,9 +21,7 @@ class Loop:
     def __init__(self, job: Job) -> None:
         self.job, self.run, self.notify, self.on = job, job.run, job.notify, job.run.features
         self.last, wrap = self.on.room(LastStep), self.on.wrap
-        self.act: Callable[[Job], object] = wrap("act", actions.act)
-        due: Callable[[Job], object] = wrap("due", actions.do_what_is_due)
-        job.instead_of_due = None if due is actions.do_what_is_due else due
+        self.act: Callable[[Job], object] = wrap("act", actions.act_of(job))
         self.iterate: Callable[[], bool] = wrap("iterate", self.read_and_train)
         self.read: Callable[[], StepBatches | None] = wrap("read", lambda: position.read(job))
         self.train_step: Callable[[Step], None] = wrap("step", self.compute_and_update)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onstep.diloco.client import DiLoCoClient, RefusedByServerError, ServerLostError
 from onstep.diloco.client.connection import url_of
-from onstep.diloco.protocol.messages import Accepted, Refused, Registered, Settings
+from onstep.diloco.protocol.messages import Accepted, Refused, Settings
 from onstep.diloco.server import DiLoCoServer
 from onstep.diloco.wire.tokens import find_token, keep_token, own_address_towards, token_path
 from onstep.errors import ConfigError
@@ -232,8 +232,7 @@ def test_a_worker_that_comes_back_replaces_its_session_on_all_servers(
     with DiLoCoClient(",".join(one.address for one in shared)) as client:
         old, new = (RawWorker(client, "a", parameters) for _ in range(2))
         old.join()
-        reply = new.register()
-        assert isinstance(reply, Registered)
+        reply = new.join()
         assert reply.offer == 0  # each server has made and been given its own
         for fragment, server in enumerate(shared):
             some = {name: torch.zeros_like(one) for name, one in server.get_global_params().items()}

@@ -36,6 +36,7 @@ class RunProgress:
             "final_metrics": None if history.final_metrics is None else dict(history.final_metrics),
             "last_metrics": dict(state.evaluated.last_metrics),
             "evaluated_at": state.evaluated.at_step,
+            "evaluation_due_at": state.evaluated.due_at_step,
             "epoch_is_open": state.stage.epoch_is_open,
             "was_concluded": state.stage.final_metrics_logged,
         }
@@ -71,6 +72,7 @@ class RunProgress:
         if final is not None and not len(history):
             history.append(dict(final))
         state.evaluated.last_metrics, state.evaluated.at_step = state_dict["last_metrics"], state_dict["evaluated_at"]
+        state.evaluated.due_at_step = state_dict.get("evaluation_due_at", 0)
         state.stage.epoch_is_open, state.stage.final_metrics_logged = (
             state_dict["epoch_is_open"],
             state_dict["was_concluded"],

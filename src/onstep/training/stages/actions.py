@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -93,6 +93,13 @@ def act(job: Job) -> bool:
     elif control.should_log or control.should_evaluate or control.should_save or may_exit(job):
         do_what_is_due(job)
     return False
+
+
+def act_of(job: Job) -> Callable[[Job], bool]:
+    """`act` for a job, whose features may do what is due in their own way."""
+    due: Callable[[Job], object] = job.run.features.wrap("due", do_what_is_due)
+    job.instead_of_due = None if due is do_what_is_due else due
+    return act
 
 
 def may_exit(job: Job) -> bool:

@@ -56,7 +56,7 @@ class Outcome:
         return dict(zip(("train_runtime", "train_loss"), map(float, found[-1]), strict=True)) if found else {}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """All tensors of safetensors outside of checkpoints, by file and name."""
+        """All tensors of safetensors outside of checkpoints and what a restart has set aside, by file and name."""
         return dict(self._tensors())
 
     def files(self) -> set[str]:
@@ -66,7 +66,7 @@ class Outcome:
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for path in sorted(self.output.rglob("*.safetensors")):
             place = path.relative_to(self.output)
-            if place.parts[0].startswith("checkpoint"):
+            if place.parts[0].startswith(("checkpoint", "aside")):
                 continue
             with safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118 - it is not a mapping

@@ -8,11 +8,9 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 
-from onstep.checkpoint import SaveRequest, read_header
+from onstep.checkpoint import SaveRequest
 from onstep.checkpoint.catalog.unfinished import being_written
-from onstep.checkpoint.components import tensors_at
 from onstep.config import TrainingArguments
 from onstep.config.hf.argument import LOG_LEVELS
 from onstep.events import Callback
@@ -118,21 +116,6 @@ class TrainerFeature(Feature[Run]):
         """The files that Hugging Face's tools look for, as of now."""
         if self.host.run_dir is not None and self.host.run_dir.layout == "hugging_face":
             request.write_beside = files_of_checkpoint(self._trainer)
-            if request.adopts and self._saves and self._has_other_weights(request):
-                for one in request.components:
-                    one.at_root = False
-
-    def _has_other_weights(self, request: SaveRequest) -> bool:
-        """Whether the user's methods have written weights under other names, which keep their place. Collective."""
-        path = Path(
-            self._trainer._get_output_dir(None), f"checkpoint-{request.step}", tensors_at("model", at_root=True)
-        )
-
-        def are_others() -> bool:
-            model = next((one.stateful for one in request.components if one.key == "model"), None)
-            return model is not None and path.is_file() and not read_header(path).keys() <= model.state_dict().keys()
-
-        return bool(self.host.world.share(are_others() if self.host.world.is_main else None))
 
     def wrap_log(self, append: Callable[[Metrics], None]) -> Callable[[Metrics], None]:
         """`Trainer.log`, with the start of the training for the record of a step, if it accepts one."""

@@ -105,6 +105,28 @@ def test_without_super_what_the_override_wrote_is_the_save(tmp_path: Path) -> No
     assert steps == [2, 4]
 
 
+def test_a_step_that_is_repeated_after_a_rollback_is_saved_again(tmp_path: Path) -> None:
+    steps: list[int] = []
+
+    class Mine(Adapter):
+        def write(self, trial: Any) -> None:
+            steps.append(self.state.global_step)
+            super().write(trial)
+
+    class GoesBack(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 5 and len(steps) == 2:
+                control.rollback("a test", to_step=2)
+
+    args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=6)
+    trainer = Mine(Regression(), args, train_dataset=regression_rows(8), callbacks=[GoesBack()])
+    trainer.train()
+    assert steps == [2, 4, 4, 6]
+    saved = torch.load(Path(trainer._get_output_dir(None), "checkpoint-4", "adapter.bin"))
+    weights = load_file(Path(trainer._get_output_dir(None), "checkpoint-4", "model.safetensors"))
+    assert torch.equal(saved["weight"], weights["layer.weight"])
+
+
 def test_an_assigned_save_checkpoint_is_called(tmp_path: Path) -> None:
     trainer = quiet(Regression(), arguments(tmp_path, **SAVES), regression_rows(8))
     original, steps = trainer._save_checkpoint, []

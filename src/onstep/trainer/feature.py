@@ -13,7 +13,7 @@ from onstep.checkpoint import SaveRequest
 from onstep.checkpoint.catalog.unfinished import being_written
 from onstep.config import TrainingArguments
 from onstep.config.hf.argument import LOG_LEVELS
-from onstep.events import Callback
+from onstep.events import Callback, Request
 from onstep.metrics.memory_peaks import MemoryPeaks
 from onstep.optim import RecallsRates
 from onstep.trainer.computing.other_weights import OtherWeights
@@ -66,7 +66,7 @@ class TrainerFeature(Feature[Run]):
         self.writes_directly = False
         """Whether the user's method that saves is running, and calls for the checkpoint."""
         self._written: dict[int, bool] = {}
-        """Whether the user's method that saves called `super()`, by step."""
+        """Whether the user's method that saves called `super()`, by step; empty again after a rollback."""
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -188,6 +188,10 @@ class TrainerFeature(Feature[Run]):
                     write()
         finally:
             trainer.due_directory, trainer.left_to_checkpoint = before
+
+    def rolled_back(self, bad_step: int, request: Request) -> None:
+        """Steps that are repeated are saved again."""
+        self._written.clear()
 
     def wrap_load(self, load: Load) -> Load:
         """What a run loads, through the user's methods that load parts of it. Collective."""

@@ -59,6 +59,34 @@ def test_a_run_that_is_continued_ends_with_the_weight_of_the_uninterrupted_one(t
         assert torch.equal(mine, theirs)
 
 
+class Scaling(Regression):
+    """Scales its output by a weight that is not among its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = [nn.Parameter(torch.full((), 2.0))]
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = super().forward(x)["logits"] * self.others[0]
+        return {"logits": logits} if labels is None else {"loss": (logits - labels).square().mean(), "logits": logits}
+
+
+def test_the_weights_of_an_optimizer_that_is_passed_are_those_of_the_uninterrupted_run(tmp_path: Path) -> None:
+    def weight(directory: Path, steps: int, **options: Any) -> Tensor:
+        model = Scaling()
+        optimizer = torch.optim.AdamW([*model.parameters(), *model.others], lr=0.05)
+        args = arguments(directory, max_steps=steps, save_steps=2, lr_scheduler_type="constant", **options)
+        Trainer(
+            model, args, train_dataset=regression_rows(16), optimizers=(optimizer, None), default_callbacks=False
+        ).train()
+        return model.others[0]
+
+    whole = weight(tmp_path / "whole", 4)
+    weight(tmp_path / "cut", 2)
+    assert torch.equal(weight(tmp_path / "cut", 4, resume_from_checkpoint=True), whole)
+    assert whole != 2.0
+
+
 def test_a_loss_with_other_weights_is_refused_when_the_run_is_continued(tmp_path: Path) -> None:
     trained(tmp_path, 2)
     with pytest.raises(CheckpointError, match="shape"):

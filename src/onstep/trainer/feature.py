@@ -16,7 +16,6 @@ from onstep.config.hf.argument import LOG_LEVELS
 from onstep.events import Callback, Request
 from onstep.metrics.memory_peaks import MemoryPeaks
 from onstep.optim import RecallsRates
-from onstep.trainer.computing.other_weights import OtherWeights
 from onstep.trainer.computing.own_attributes import OwnAttributes
 from onstep.trainer.loads import Load, by_methods
 from onstep.trainer.methods.state_files import READERS, STATE_METHODS
@@ -80,8 +79,6 @@ class TrainerFeature(Feature[Run]):
             added.append(counts)
         if self._trains and trainer.follows_transformers:
             added.append(OwnAttributes(trainer))
-        if self._trains and (overrides(trainer, "compute_loss") or trainer.compute_loss_func is not None):
-            added.append(OtherWeights(self._session))
         for callback in added:
             trainer.callback_manager.add(callback)
         if self._trains:

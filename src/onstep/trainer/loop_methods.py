@@ -15,6 +15,7 @@ from onstep.optim import TrainingOptimizer
 from onstep.record.kinds import Metrics
 from onstep.trainer.acting import Acting
 from onstep.trainer.overrides import overrides
+from onstep.training.checkpointing.other_weights import other_weights
 from onstep.training.compute.losses import as_scalar
 from onstep.training.compute.step import Step, to_device
 from onstep.training.feature import Feature
@@ -74,11 +75,9 @@ class LoopMethods(Feature[Run]):
             ConfigError: for an optimizer that clips by itself.
         """
         optimizer = self._session.optimizer
-        if _may_train_other_weights(self._trainer) and isinstance(optimizer, TrainingOptimizer):
-            of_model = set(self._trainer.model.parameters())
-            if any(param not in of_model for group in optimizer.param_groups for param in group["params"]):
-                self._has.add("_clip_grad_norm")
-                self._measures = True
+        if _may_train_other_weights(self._trainer) and other_weights(self._session.model, optimizer):
+            self._has.add("_clip_grad_norm")
+            self._measures = True
         if "_clip_grad_norm" not in self._has:
             return
         if not isinstance(optimizer, TrainingOptimizer):

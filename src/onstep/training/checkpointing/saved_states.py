@@ -16,6 +16,7 @@ from onstep.errors import CheckpointError
 from onstep.events import Dispatcher
 from onstep.optim import OptimizerParamScheduler
 from onstep.training.checkpointing.callback_states import CallbackStates
+from onstep.training.checkpointing.other_weights import OtherWeights, other_weights
 from onstep.training.checkpointing.run_progress import RunProgress
 from onstep.training.protocols import Metrics, StateDict, Trained, UserScheduler, has_state
 from onstep.training.run import Run
@@ -65,6 +66,8 @@ class RunComponents:
             parts.append(compared("optimizer", trained.optimizer))
             if trained.scheduler is not None:
                 parts.append(self.scheduler(trained.scheduler))
+        if others := other_weights(trained.model, trained.optimizer):
+            parts.append(_of_the_rank("other_weights", OtherWeights(others)))
         parts.append(_replicated("trainer", RunProgress(self.state), required=is_required))
         return [*parts, _of_the_rank("callbacks", self.callbacks), *self._of_the_user()]
 

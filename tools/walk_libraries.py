@@ -17,13 +17,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from onstep.explain.explaining import Explanation, Row, exchanged_names, explain_modules
+from onstep.explain.explaining import Explanation, Row, count, exchanged_names, explain_modules
 from onstep.explain.outcomes import Outcomes
 from onstep.explain.source.modules import Sources
 from onstep.explain.source.resolver import Resolver
@@ -116,7 +115,7 @@ def _counts(found: dict[str, Explanation]) -> str:
 
 
 def _shares(overrides: Sequence[Row], attributes: Sequence[Row]) -> list[str]:
-    first, second = _outcomes(overrides), _outcomes(attributes)
+    first, second = count(overrides), count(attributes)
     return [
         str(len(overrides)),
         *(str(first[outcome]) for outcome in ("honoured", "refused", "never", "missing")),
@@ -125,10 +124,6 @@ def _shares(overrides: Sequence[Row], attributes: Sequence[Row]) -> list[str]:
         *(str(second[outcome]) for outcome in ("honoured", "refused", "missing")),
         _percent(second["honoured"], len(attributes)),
     ]
-
-
-def _outcomes(rows: Iterable[Row]) -> Counter[str]:
-    return Counter(row.outcome for row in rows)
 
 
 def _percent(part: int, whole: int) -> str:
@@ -157,16 +152,9 @@ def _listed(rows: dict[str, list[Row]], head: str) -> str:
     for library, some in rows.items():
         for row in some:
             verb = {"set": " (set)", "source": " (its source)"}.get(row.verb, "")
-            words = ": ".join(part for part in (row.when, row.instead) if part)
-            libraries.setdefault((f"`{row.name}`{verb}", _word(row), words), {})[library] = None
+            libraries.setdefault((f"`{row.name}`{verb}", row.words, row.remark), {})[library] = None
     table = [[*cells, ", ".join(users)] for cells, users in sorted(libraries.items())]
     return _table([head, "", "when, and what to do", "libraries"], table)
-
-
-def _word(row: Row) -> str:
-    if row.outcome != "never":
-        return row.outcome
-    return "no effect" if row.verb == "source" or row.name.startswith("transformers.") else "never called"
 
 
 def _imported(found: dict[str, Explanation]) -> str:

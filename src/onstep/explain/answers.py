@@ -91,7 +91,7 @@ class Names:
                 return members_of(self._classes.of(definition))
             case FunctionDefinition(node=node):
                 parameter = node.args.args[0].arg
-                return {name: Member(name, line) for name, line, _ in assignments(node, parameter)}
+                return {name: Member(name, line) for name, line in assignments(node, parameter)}
             case _:
                 return {}
 

@@ -45,6 +45,18 @@ class Row:
     when: str = ""
     instead: str = ""
 
+    @property
+    def words(self) -> str:
+        """The outcome in words."""
+        if self.outcome != "never":
+            return self.outcome
+        return "no effect" if self.verb == "source" or self.name.startswith("transformers.") else "never called"
+
+    @property
+    def remark(self) -> str:
+        """When it has this outcome, and what to do instead."""
+        return ": ".join(part for part in (self.when, self.instead) if part)
+
 
 @dataclass(frozen=True)
 class ClassRow:
@@ -80,14 +92,15 @@ class Explanation:
     imports: dict[str, int] = field(default_factory=dict)
     not_found: list[str] = field(default_factory=list)
 
-    def count(self, rows: Iterable[Row]) -> Counter[str]:
-        """How many rows have each outcome."""
-        return Counter(row.outcome for row in rows)
+
+def count(rows: Iterable[Row]) -> Counter[str]:
+    """How many rows have each outcome."""
+    return Counter(row.outcome for row in rows)
 
 
-def exchanged_names() -> dict[tuple[str, str], str]:
-    """The exchanged classes by module and name."""
-    return {(module, name): name for module, names in NAMES.items() for name in names}
+def exchanged_names() -> set[tuple[str, str]]:
+    """The modules and names of the exchanged classes."""
+    return {(module, name) for module, names in NAMES.items() for name in names}
 
 
 def explain_script(path: Path) -> Explanation:
@@ -212,9 +225,9 @@ def _target(patch: Patch) -> str:
 
 def _imports(found: Walk, resolver: Resolver) -> dict[str, int]:
     counts = Counter[str]()
-    for name in {(one.source, one.name) for one in found.imports}:
-        if name[0].startswith("transformers.train"):
-            counts[_kind_of_import(resolver.member(*name))] += 1
+    for source, name in found.imports:
+        if source.startswith("transformers.train"):
+            counts[_kind_of_import(resolver.member(source, name))] += 1
     return dict(counts)
 
 

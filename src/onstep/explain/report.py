@@ -7,10 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from textwrap import wrap
 
-from onstep.explain.explaining import ClassRow, Explanation, Row
+from onstep.explain.explaining import ClassRow, Explanation, Row, count
 
 _WIDTH = 80
-_WORDS = {"refused": "refused", "never": "never called", "missing": "missing"}
 _A = {
     "trainer": "a Trainer",
     "args": "TrainingArguments",
@@ -73,17 +72,12 @@ def _class(one: ClassRow, rows: list[Row], width: int) -> Iterator[str]:
 
 def _rows(rows: Iterable[Row], width: int) -> Iterator[str]:
     for row in rows:
-        word = _WORDS.get(row.outcome, "honoured")
-        if row.verb == "source" or (row.verb == "assign" and row.name.startswith("transformers.")):
-            word = {"never called": "no effect"}.get(word, word)
-        parts = [row.when, row.instead]
-        words = ": ".join(part for part in parts if part)
-        text = f"{word:<12}  {row.name}{f': {words}' if words else ''} (line {row.line})"
+        text = f"{row.words:<12}  {row.name}{f': {row.remark}' if row.remark else ''} (line {row.line})"
         yield from wrap(text, width, initial_indent="  ", subsequent_indent=" " * 18, break_long_words=False)
 
 
 def _sum(explanation: Explanation) -> str:
-    overrides, attributes = explanation.count(explanation.overrides), explanation.count(explanation.attributes)
+    overrides, attributes = count(explanation.overrides), count(explanation.attributes)
     return (
         f"In all: {overrides['honoured']} of {overrides.total()} overrides honoured, {overrides['refused']} refused, "
         f"{overrides['never']} never called, {overrides['missing']} missing; {attributes['honoured']} of "

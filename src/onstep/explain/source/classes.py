@@ -25,7 +25,6 @@ class Member:
     line: int
     is_method: bool = False
     is_settable: bool = True
-    value: ast.expr | None = None
 
 
 @dataclass(eq=False)
@@ -34,13 +33,13 @@ class ClassInfo:
 
     Args:
         definition: where it is.
-        bases: what its bases denote.
+        bases: those in sources.
         roots: the exchanged classes that it derives from.
         missing: bases that were not found.
     """
 
     definition: ClassDefinition
-    bases: list[ClassInfo | str] = field(default_factory=list)
+    bases: list[ClassInfo] = field(default_factory=list)
     roots: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
@@ -60,8 +59,8 @@ class ClassInfo:
         members: dict[str, Member] = {}
         for method in methods(self.definition.node):
             receiver = receiver_of(method)
-            for name, line, value in assignments(method, receiver) if receiver else ():
-                members.setdefault(name, Member(name, line, value=value))
+            for name, line in assignments(method, receiver) if receiver else ():
+                members.setdefault(name, Member(name, line))
         return members
 
     def chain(self) -> list[ClassInfo]:
@@ -72,7 +71,7 @@ class ClassInfo:
             one = waiting.pop(0)
             if one.name not in seen:
                 seen[one.name] = one
-                waiting += [base for base in one.bases if isinstance(base, ClassInfo)]
+                waiting += one.bases
         return list(seen.values())
 
 
@@ -95,7 +94,6 @@ class Classes:
     def _add(self, info: ClassInfo, denoted: Denoted | None, base: ast.expr) -> None:
         match denoted:
             case Exchanged(name):
-                info.bases.append(name)
                 _extend(info.roots, [name])
             case ClassDefinition():
                 parent = self.of(denoted)
@@ -127,22 +125,17 @@ def receiver_of(method: Function) -> str | None:
     return arguments[0].arg if arguments and "staticmethod" not in decorators else None
 
 
-def assignments(node: ast.AST, receiver: str) -> Iterator[tuple[str, int, ast.expr | None]]:
-    """Attributes that code sets on a variable: name, line, and value where it is plain."""
+def assignments(node: ast.AST, receiver: str) -> Iterator[tuple[str, int]]:
+    """Attributes that code sets on a variable: name and line."""
     for one in ast.walk(node):
-        if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store) and _is(one.value, receiver):
-            yield one.attr, one.lineno, None
-        else:
-            match one:
-                case ast.Call(func=ast.Name("setattr"), args=[owner, ast.Constant(str(name)), value]):
-                    if _is(owner, receiver):
-                        yield name, one.lineno, value
-                case _:
-                    pass
-
-
-def _is(node: ast.expr, receiver: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == receiver
+        match one:
+            case ast.Attribute(value=ast.Name(id=owner), attr=name, ctx=ast.Store()) if owner == receiver:
+                yield name, one.lineno
+            case ast.Call(func=ast.Name("setattr"), args=[ast.Name(id=owner), ast.Constant(str(name)), _]):
+                if owner == receiver:
+                    yield name, one.lineno
+            case _:
+                pass
 
 
 def _defined(body: list[ast.stmt]) -> Iterator[Member]:
@@ -159,9 +152,9 @@ def _defined(body: list[ast.stmt]) -> Iterator[Member]:
                 for target in statement.targets:
                     for name in ast.walk(target):
                         if isinstance(name, ast.Name):
-                            yield Member(name.id, statement.lineno, value=statement.value)
+                            yield Member(name.id, statement.lineno)
             case ast.AnnAssign(target=ast.Name(id=name)):
-                yield Member(name, statement.lineno, value=statement.value)
+                yield Member(name, statement.lineno)
             case _:
                 pass
 

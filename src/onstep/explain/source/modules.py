@@ -68,8 +68,6 @@ class Sources:
 
     def __init__(self, roots: Sequence[Path] = ()) -> None:
         self.roots = list(roots)
-        self.unreadable: dict[str, str] = {}
-        """Why a module that exists could not be parsed, by name."""
         self._modules: dict[str, Module | None] = {}
         self._places: dict[str, list[Path]] = {}
 
@@ -143,8 +141,7 @@ class Sources:
     def _parsed(self, name: str, path: Path) -> Module | None:
         try:
             return _parsed(name, path, path.stat().st_mtime_ns)
-        except (OSError, ValueError, SyntaxError) as error:
-            self.unreadable[name] = str(error)
+        except (OSError, ValueError, SyntaxError):
             return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from onstep.explain.source.modules import Module, Sources, is_closed
@@ -69,12 +69,12 @@ class Resolver:
     """Resolves names in the modules of `sources`.
 
     Args:
-        exchanged: the name of Onstep's class for (module, name); empty to see the classes of transformers themselves.
+        exchanged: module and name of each exchanged class; empty to see the classes of transformers themselves.
     """
 
-    def __init__(self, sources: Sources, exchanged: Mapping[tuple[str, str], str] | None = None) -> None:
+    def __init__(self, sources: Sources, exchanged: Collection[tuple[str, str]] = ()) -> None:
         self.sources = sources
-        self.exchanged = exchanged or {}
+        self._exchanged = exchanged
         self._scopes: dict[str, Scope] = {}
         self._members: dict[tuple[str, str], Denoted | None] = {}
         self._names: dict[tuple[Scope, str], Denoted | None] = {}
@@ -88,8 +88,8 @@ class Resolver:
     def member(self, module_name: str, name: str) -> Denoted | None:
         """What `module_name.name` denotes; None if it is a value."""
         key = module_name, name
-        if key in self.exchanged:
-            return Exchanged(self.exchanged[key])
+        if key in self._exchanged:
+            return Exchanged(name)
         if key not in self._members:
             self._members[key] = Missing(f"{module_name}.{name}")  # while it is looked for: modules import in circles
             self._members[key] = self._found_member(module_name, name)

@@ -29,10 +29,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Element:
-    """`first, second = expression`."""
-
-    expression: ast.expr
-    index: int
+    """One of the names in `first, second = expression`, whose value is unknown."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,7 @@ def _assign(bindings: dict[str, list[Binding]], target: ast.expr, value: ast.exp
         for index, element in enumerate(target.elts):
             if isinstance(element, ast.Name):
                 pairs = len(values) == len(target.elts)
-                bindings[element.id].append(Value(values[index]) if pairs else Element(value, index))
+                bindings[element.id].append(Value(values[index]) if pairs else Element())
 
 
 def _lazy_names(module: Module) -> dict[str, str]:

@@ -18,16 +18,6 @@ COLLATORS = "transformers.data.data_collator"
 """The module of the base classes of data collators, which aren't exchanged."""
 
 
-@dataclass(frozen=True)
-class ImportedName:
-    """A name imported from a module of transformers."""
-
-    source: str
-    name: str
-    module: Module
-    line: int
-
-
 @dataclass
 class Walk:
     """What was found.
@@ -35,13 +25,14 @@ class Walk:
     Args:
         kinds: the kind of each class of a Trainer, arguments, callback, ... and of their mixins.
         own: names that the classes with a mixin define, by the mixin.
+        imports: the names imported from modules of transformers, with these modules.
     """
 
     kinds: dict[ClassInfo, str] = field(default_factory=dict)
     own: dict[ClassInfo, set[str]] = field(default_factory=lambda: defaultdict(set))
     uses: list[Use] = field(default_factory=list)
     patches: list[Patch] = field(default_factory=list)
-    imports: list[ImportedName] = field(default_factory=list)
+    imports: set[tuple[str, str]] = field(default_factory=set)
 
     def is_own(self, use: Use) -> bool:
         """Whether a class has an attribute of its own, or of a library's class that it derives from."""
@@ -70,7 +61,7 @@ def walk(modules: Iterable[Module], resolver: Resolver) -> Walk:
         uses = UsesOfModule(module, classes, kinds)
         found.uses += uses.uses
         found.patches += uses.patches
-        found.imports += imports_of(module)
+        found.imports.update(_imports_of(module))
     found.kinds = {info: found.kinds[info] for info in infos if info in found.kinds}
     return found
 
@@ -89,12 +80,11 @@ def _definitions(body: list[ast.stmt], module: Module, scope: Scope) -> Iterator
             yield from _definitions(statement.body, module, scope_of_function(statement, scope))
 
 
-def imports_of(module: Module) -> Iterator[ImportedName]:
-    """The names that a module imports from transformers."""
+def _imports_of(module: Module) -> Iterator[tuple[str, str]]:
     for node in module.nodes:
         if isinstance(node, ast.ImportFrom):
             source = module.imported(node)
             if source == "transformers" or source.startswith("transformers."):
                 for alias in node.names:
                     if alias.name != "*":
-                        yield ImportedName(source, alias.name, module, node.lineno)
+                        yield source, alias.name

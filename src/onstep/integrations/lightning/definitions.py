@@ -54,9 +54,6 @@ REFUSED = {
 }
 """Methods that nothing would call, and what to do instead."""
 
-OTHER_COMMANDS = ("test_step", "predict_step", "test_dataloader", "predict_dataloader")
-"""Methods that training and validation do not need: Lightning's own `Trainer.test` and `predict` call them."""
-
 
 def is_defined(owner: object, name: str) -> bool:
     """Whether a user's class defines a method, rather than Lightning's base class or the one here."""

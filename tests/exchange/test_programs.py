@@ -53,10 +53,16 @@ def test_a_program_ends_as_in_python(start: Start, tmp_path: Path, source: str) 
 
 
 def test_a_program_that_does_not_exist_is_refused_in_one_line(start: Start) -> None:
-    for words in (["none.py"], ["-m", "none.such"], []):
+    refusals = {
+        ("none.py",): "error: none.py: the file does not exist; give a script",
+        ("-m", "none.such"): "error: there is no module none.such to run",
+        ("-m", "json"): "error: json is a package without a module __main__ to run; give one of its modules.",
+        **dict.fromkeys([(), ("",), ("-m", "")], "error: give the script to run, onstep run SCRIPT.py [ARGS], or"),
+    }
+    for words, said in refusals.items():
         done = start("-m", "onstep.run", *words)
         assert done.returncode == 1
-        assert done.stderr.splitlines()[-1].startswith("error: ")
+        assert done.stderr.splitlines()[-1].startswith(said)
         assert "Traceback" not in done.stderr
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,8 @@ def test_a_directory_is_explained_by_its_main_module(script: Path, capsys: pytes
         (["--json", "script.py"], "--json belongs to --explain"),
         (["--explain", "broken.py"], "broken.py must be a readable Python file: invalid syntax (broken.py, line 1);"),
         (["--explain", "empty"], "empty: the directory has no __main__.py"),
+        (["--explain", "-m", "whole"], "there is no module whole to run with a readable source"),
+        (["--explain", "script.zip"], "script.zip is an archive, whose modules are not read; unpack it"),
     ],
 )
 def test_what_cannot_be_explained_is_refused(
@@ -92,6 +95,10 @@ def test_what_cannot_be_explained_is_refused(
     monkeypatch.chdir(script.parent)
     (script.parent / "broken.py").write_text("class (")
     (script.parent / "empty").mkdir()
+    (script.parent / "whole").mkdir()
+    (script.parent / "whole" / "__init__.py").touch()
+    with zipfile.ZipFile(script.parent / "script.zip", "w") as archive:
+        archive.write(script, "__main__.py")
     assert main(["run", *words]) == 1
     assert message in capsys.readouterr().err
 

@@ -102,7 +102,9 @@ def _module(name: str) -> tuple[ModuleSpec, CodeType]:
     try:
         spec = find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
-            return _code_of(find_spec(f"{name}.__main__"), f"{name}.__main__")
+            spec = find_spec(f"{name}.__main__")
+            if spec is None:
+                raise NoProgramError(f"{name} is a package without a module __main__ to run; give one of its modules.")
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise

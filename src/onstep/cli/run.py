@@ -51,9 +51,9 @@ def run(
     They are Onstep's for every library that the script imports too. Everything else is as in python SCRIPT.py [ARGS].
     On several ranks: torchrun ... -m onstep.run SCRIPT.py, or accelerate launch -m onstep.run SCRIPT.py.
     """
-    if (script is None) == (module is None):
+    if bool(script) == bool(module):
         raise ConfigError("give the script to run, onstep run SCRIPT.py [ARGS], or onstep run -m MODULE [ARGS].")
-    program = Program(script or module or "", module is not None, context.meta[WORDS])
+    program = Program(script or module or "", bool(module), context.meta[WORDS])
     program.check()
     if explain:
         print_explanation(program, as_json=as_json)

@@ -121,8 +121,8 @@ def explain_module(name: str) -> Explanation:
     """
     sources = Sources([Path.cwd()])
     module = sources.module(f"{name}.__main__") or sources.module(name)
-    if module is None:
-        raise ConfigError(f"there is no module {name} with a readable source; name a script, or another module.")
+    if module is None or module.is_package:
+        raise ConfigError(f"there is no module {name} to run with a readable source; name a script, or another module.")
     return _explained(sources, module)
 
 

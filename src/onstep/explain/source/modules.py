@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -77,6 +78,8 @@ class Sources:
         Raises:
             ConfigError: if it can't be read, or isn't Python.
         """
+        if zipfile.is_zipfile(path):
+            raise ConfigError(f"{path} is an archive, whose modules are not read; unpack it, and name the directory.")
         if path.is_dir():
             path /= "__main__.py"
         if path.parent.absolute() not in self.roots:

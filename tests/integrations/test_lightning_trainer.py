@@ -273,6 +273,20 @@ def test_hooks_at_the_end_of_an_epoch_find_its_own_values(in_tmp: Path) -> None:
     assert logged(trainer, "train_seen") == pytest.approx(logged(trainer, "train_loss_epoch"), abs=1e-6)
 
 
+def test_a_validation_value_of_steps_and_epochs_has_both_of_lightnings_names(in_tmp: Path) -> None:
+    class Both(Calls):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("seen", float(batch_idx), on_step=True, on_epoch=True)
+            self.log("once", float(batch_idx), on_epoch=True)
+
+    batches: Any = DataLoader(torch.ones(4, 1), 2)
+    metrics = trained(Both(), batches, batches).model.trainer.callback_metrics
+    assert metrics["seen"] == metrics["seen_epoch"] == 0.5
+    assert "once_epoch" not in metrics
+    metrics = trained(Both(), batches, [batches, batches]).model.trainer.callback_metrics
+    assert metrics["seen/dataloader_idx_1"] == metrics["seen_epoch/dataloader_idx_1"] == 0.5
+
+
 def test_the_best_weights_by_a_logged_metric_come_back(in_tmp: Path) -> None:
     class Best(TrainerCallback):
         weights: torch.Tensor

@@ -78,6 +78,8 @@ class Logged:
         self.of_epoch: dict[Phase, dict[str, Reduced]] = {"training": {}, "validation": {}}
         self._objects: dict[Phase, dict[str, tuple[Any, bool]]] = {"training": {}, "validation": {}}
         """torchmetrics' objects, which reduce themselves."""
+        self._also: dict[str, str] = {}
+        """Names with `_epoch` that `metrics` has too, by the names of validation values asked for by step and epoch."""
         self.phase: Phase = "training"
         self.hook = ""
         self._batch: object = None
@@ -128,9 +130,12 @@ class Logged:
         if self.hook in _SILENT:
             raise ConfigError(f"self.log({name!r}) in {self.hook} belongs to no step and no epoch; log it elsewhere")
         is_of_step = self.phase == "training" and self.hook in _OF_A_STEP
-        on_step = is_of_step if on_step is None else on_step and is_of_step
         on_epoch = not is_of_step if on_epoch is None else on_epoch
-        name += self._suffix if add_dataloader_idx else ""
+        suffix = self._suffix if add_dataloader_idx else ""
+        if on_step and on_epoch and not is_of_step:
+            self._also[name + suffix] = f"{name}_epoch{suffix}"
+        on_step = is_of_step if on_step is None else on_step and is_of_step
+        name += suffix
         shown = logger is not False
         forked = on_step and on_epoch
         if callable(getattr(value, "compute", None)) and callable(getattr(value, "reset", None)):
@@ -174,7 +179,9 @@ class Logged:
             found[name] = float(metric.compute()), shown
         for name, (value, _) in found.items():
             self.metrics[name] = torch.tensor(value)
-            if name.endswith("_epoch"):
+            if name in self._also:
+                self.metrics[self._also[name]] = self.metrics[name]
+            elif name.endswith("_epoch"):
                 self.metrics[name.removesuffix("_epoch")] = self.metrics[name]
         return {name: value for name, (value, shown) in found.items() if shown}
 

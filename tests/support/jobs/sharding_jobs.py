@@ -67,6 +67,7 @@ def wrapped(how: str, model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model)
     if how == "ddp of one":
         groups = [dist.new_group([rank]) for rank in range(size)]
+        dist.barrier()  # the store ends with rank 0, which must not be refused and gone while others connect
         return DistributedDataParallel(model, process_group=groups[dist.get_rank()])
     if how == "fsdp":
         fully_shard(model.out)

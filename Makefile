@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := .venv-peers
 BROUGHT := .venv-brought
+HEAVY := .venv-heavy
 
-.PHONY: demo test test-all test-slow faults faults-diloco promises release-check check lint bench bench-peers brought walk gpu-check browser docs docs-serve docs-tables clean
+.PHONY: demo test test-all test-heavy test-slow faults faults-diloco promises release-check check lint bench bench-peers brought walk gpu-check browser docs docs-serve docs-tables clean
 
 demo: $(READY)
 	$(BIN)/onstep demo
@@ -16,8 +17,13 @@ test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not process"
 
 # Every test but the long sweeps, as CI runs them.
-test-all: $(READY)
+test-all: $(READY) $(HEAVY)/.ready
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow"
+	$(HEAVY)/bin/python -m pytest -n 2 --dist loadfile -m "not slow" tests/heavy
+
+# What needs torchao, bitsandbytes and lm-eval: with them installed, transformers and peft take twice as long to import.
+test-heavy: $(HEAVY)/.ready
+	$(HEAVY)/bin/python -m pytest -n 2 --dist loadfile tests/heavy
 
 # The long sweeps, which neither of them runs.
 test-slow: $(READY)
@@ -93,7 +99,7 @@ docs-serve: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(BROUGHT) site build dist src/onstep.egg-info
+	rm -rf $(VENV) $(PEERS) $(BROUGHT) $(HEAVY) site build dist src/onstep.egg-info
 
 # The CPU build of torch comes first, by its exact version: a range would pull the newest build with CUDA.
 $(READY): pyproject.toml constraints.txt
@@ -102,6 +108,13 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
+
+# The packages of $(VENV), and on top of them those that are heavy to import.
+$(HEAVY)/.ready: $(READY) tests/heavy/requirements.txt
+	test -x $(HEAVY)/bin/python || $(PYTHON) -m venv $(HEAVY)
+	$(HEAVY)/bin/python tests/heavy/stand_on.py $(BIN)/python
+	$(HEAVY)/bin/python -m pip install --quiet --constraint constraints.txt --requirement tests/heavy/requirements.txt
+	touch $@
 
 $(PEERS)/.ready: pyproject.toml constraints.txt benchmarks/peers-requirements.txt
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)

@@ -95,6 +95,7 @@ def main():
         evaluator=evaluator,
     )
     trainer.train(resume_from_checkpoint=newest(args))
+    trainer.save_state()
     print(evaluator(model))
     model.save_pretrained(f"{args.output_dir}/final")
 

@@ -174,3 +174,21 @@ def test_what_follows_from_the_run_cannot_be_set(ours: Accelerator) -> None:
         AttributeError, match=r"has no '_shared_state'; read the attributes of trainer\.accelerator\.state"
     ):
         _ = ours.state._shared_state
+
+
+def test_the_arguments_of_the_accelerator_can_be_read_and_not_changed(tmp_path: Path) -> None:
+    class Reads(Trainer):
+        def _build_accelerator_args(self, **kwargs: object) -> dict[str, Any]:
+            built = super()._build_accelerator_args(**kwargs)
+            self.splits = built["dataloader_config"].split_batches
+            return built
+
+    class Splits(Reads):
+        def _build_accelerator_args(self, **kwargs: object) -> dict[str, Any]:
+            built = super()._build_accelerator_args(**kwargs)
+            built["dataloader_config"].split_batches = True
+            return built
+
+    assert Reads(Regression(), arguments(tmp_path)).splits is False
+    with pytest.raises(ConfigError, match=r"Splits._build_accelerator_args sets dataloader_config"):
+        Splits(Regression(), arguments(tmp_path))

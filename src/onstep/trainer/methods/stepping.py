@@ -128,8 +128,8 @@ class SteppingMethods(BaseTrainer):
             ConfigError: if an overridden `_build_accelerator_args` changes what the arguments of the Trainer say.
         """
         self.accelerator = Accelerator(self)
-        own = self._accelerator_args()
-        changed = [name for name, value in self._build_accelerator_args(**own).items() if own.get(name) != value]
+        own, built = self._accelerator_args(), self._build_accelerator_args(**self._accelerator_args())
+        changed = [name for name, value in built.items() if own.get(name) != value]
         if changed:
             raise ConfigError(
                 f"{type(self).__name__}._build_accelerator_args sets {', '.join(changed)}, but the accelerator has the "
@@ -142,7 +142,7 @@ class SteppingMethods(BaseTrainer):
 
     def _accelerator_args(self) -> dict[str, Any]:
         return {
-            "dataloader_config": Accelerator.dataloader_config,
+            "dataloader_config": self.accelerator.dataloader_config,
             "mixed_precision": self.args.mixed_precision,
             "deepspeed_plugin": None,
         }

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from onstep import Trainer, TrainerCallback
 from onstep.checkpoint import verify
-from onstep.errors import ConfigError
+from onstep.errors import ConfigError, OnstepError
 from tests.support.forked_processes import Processes
 from tests.support.small_models import arguments, regression_rows
 from tests.support.state_overrides import (
@@ -214,6 +214,9 @@ def test_weights_of_any_directory_can_be_loaded(tmp_path: Path) -> None:
     torch.testing.assert_close(target.state_dict(), trainer.model.state_dict())
     with pytest.raises(FileNotFoundError, match="no weights in safetensors"):
         trainer._load_from_checkpoint(str(tmp_path), target)
+    (tmp_path / "plain" / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(OnstepError, match=r"model.safetensors is not a complete safetensors file"):
+        trainer._load_from_checkpoint(str(tmp_path / "plain"), target)
 
 
 def test_an_override_that_replaces_the_model_is_refused(tmp_path: Path) -> None:

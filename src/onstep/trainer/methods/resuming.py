@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
@@ -16,13 +15,14 @@ from onstep.checkpoint.loading import read_weights
 from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.errors import ConfigError, MissingWeightsError
 from onstep.events.context import unwrap
+from onstep.models.hf.weight_files import read_tensors
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.loads import Loads
 from onstep.trainer.overrides import overrides
 
 logger = logging.getLogger(__name__)
 
-_WEIGHTS, _INDEX, _ADAPTER = "model*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"
+_WEIGHTS, _ADAPTER = "model*.safetensors", "adapter_model.safetensors"
 
 
 class ResumingMethods(BaseTrainer):
@@ -123,4 +123,4 @@ def load_weights(model: nn.Module, directory: Path) -> Any:
         raise MissingWeightsError(
             f"{directory} has no weights in safetensors (model.safetensors); save the model with save_pretrained."
         )
-    return model.load_state_dict({name: value for one in files for name, value in load_file(one).items()}, strict=False)
+    return model.load_state_dict(read_tensors(files), strict=False)

@@ -66,7 +66,7 @@ class Acting:
             return
         random_state = random_state_before(run) if control.should_evaluate else None
         run.features.renew(CurrentEvaluation)
-        trainer.do_due, trainer.write_checkpoint_now = lambda: self._do_due(job, do_due), lambda: self._save(job)
+        trainer.do_due, trainer.write_checkpoint = lambda: self._do_due(job, do_due), lambda: self._save(job)
         is_interrupted = False
         feature = run.features.find(TrainerFeature)
         assert feature is not None
@@ -87,7 +87,7 @@ class Acting:
             restore_random_state(run, random_state)
         finally:
             trainer.has_fired_on_save = False
-            trainer.do_due = trainer.write_checkpoint_now = None
+            trainer.do_due = trainer.write_checkpoint = None
         self._settle(job)
         if is_due:
             for flag in _DUE[: 1 if is_interrupted else 3]:

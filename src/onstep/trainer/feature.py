@@ -155,13 +155,13 @@ class TrainerFeature(Feature[Run]):
                 return
             if step not in written:
                 written[step] = False
-                trainer.write_checkpoint = write_for_user
+                outer, trainer.write_checkpoint = trainer.write_checkpoint, write_for_user
                 path = os.path.join(trainer._get_output_dir(None), f"checkpoint-{step}")
                 try:
                     with being_written(path, is_main=run.world.is_main), self.saving_to(path):
                         trainer._save_checkpoint(trainer.model, None)
                 finally:
-                    trainer.write_checkpoint = None
+                    trainer.write_checkpoint = outer
                 if not written[step]:
                     self._session.notify.on_checkpoint_save(checkpoint_step=step, checkpoint_path=path)
             if run.checkpoints is not None:

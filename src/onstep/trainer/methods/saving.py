@@ -29,9 +29,8 @@ class SavingMethods(StateFileMethods):
     """Hugging Face's methods that write the model, the state and the model card."""
 
     write_checkpoint: Callable[[], None] | None = None
-    """Writes the checkpoint that is due, while `_save_checkpoint` runs."""
-    write_checkpoint_now: Callable[[], None] | None = None
-    """Writes a checkpoint, while an overridden `_maybe_log_save_evaluate` runs, which decides whether one is due."""
+    """Writes the checkpoint that is due, while `_save_checkpoint` runs; or one now, while an overridden
+    `_maybe_log_save_evaluate` runs, which decides whether one is due."""
 
     @property
     def saved_processing_class(self) -> object:
@@ -77,7 +76,7 @@ class SavingMethods(StateFileMethods):
         Raises:
             ConfigError: if no checkpoint is due.
         """
-        write, state = self.write_checkpoint or self.write_checkpoint_now, self.global_state
+        write, state = self.write_checkpoint, self.global_state
         if write is None or state is None:
             raise ConfigError(
                 "Trainer._save_checkpoint is called where a checkpoint is due; to save at another time, set "

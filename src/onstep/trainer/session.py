@@ -250,12 +250,13 @@ def _session(
     session = Session(state, module, [module], forward_step, labels, collator(trainer), notify, trains=trains)
     session.preparation_seconds = preparation_seconds
     trainer.session = session
+    casts_in_forward = trainer.follows_transformers and state.cfg.mixed_precision is not None
     try:
         with (
             torch_options(trainer.args),
             model_options(trainer, module, trains=trains),
             causal_loss_in_chunks(module, state.cfg.model),
-            autocast_in_forward(module, state) if _casts_in_forward(trainer, state) else nullcontext(),
+            autocast_in_forward(module, state) if casts_in_forward else nullcontext(),
             session.compiled,
             state.features.open((TrainerFeature, LoopMethods), state, state.world),
         ):
@@ -267,10 +268,6 @@ def _session(
         if trains:
             trainer.eval_loaders.close()
         session.release()
-
-
-def _casts_in_forward(trainer: TrainerMethods, state: GlobalState) -> bool:
-    return trainer.follows_transformers and state.cfg.mixed_precision is not None
 
 
 def _users_data(trainer: TrainerMethods, size: int) -> UsersData | None:

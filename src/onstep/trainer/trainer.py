@@ -168,12 +168,13 @@ class Trainer(TrainerMethods):
         self._hp_search_setup(trial)
         with training_session(self, resume_from_checkpoint, ignore_keys_for_eval) as session:
             checkpoints = session.state.checkpoints
+            start = None if checkpoints is None else checkpoints.start
             check_output_dir(self, checkpoints, trial)
             load_weights_first(self, checkpoints)
             return self._inner_training_loop(
                 batch_size=self._train_batch_size,
                 args=self.args,
-                resume_from_checkpoint=None if checkpoints is None else checkpoints.start_path,
+                resume_from_checkpoint=None if start is None else str(start.path),
                 trial=trial,
                 ignore_keys_for_eval=ignore_keys_for_eval,
             )

@@ -27,9 +27,9 @@ def check_training(trainer: TrainerMethods, resume_from_checkpoint: object = Non
     args, dataset = trainer.args, trainer.train_dataset
     if trainer.session is not None:
         raise ConfigError("This Trainer is already training or evaluating; a callback may evaluate, but not train.")
-    if dataset is None and not overrides(trainer, "get_train_dataloader"):
-        raise ConfigError("Trainer.train requires a train_dataset; pass one to the constructor.")
     is_read_by_user = overrides(trainer, "get_train_dataloader")  # which may join several datasets
+    if dataset is None and not is_read_by_user:
+        raise ConfigError("Trainer.train requires a train_dataset; pass one to the constructor.")
     is_mapping = isinstance(dataset, Mapping) and 0 not in dataset
     if isinstance(dataset, (str, bytes)) or (is_mapping and not is_read_by_user):
         raise DataError(

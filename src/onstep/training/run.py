@@ -45,7 +45,7 @@ class EvaluationRecord:
     last_metrics: Metrics = field(default_factory=dict)
     at_step: int | None = None
     """Step of `last_metrics`."""
-    due_at_step: int | None = 0
+    due_at_step: int = 0
     """The latest step at which an interval or epoch, rather than a request or the end, asked for an evaluation."""
 
 

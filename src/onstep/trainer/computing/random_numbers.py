@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,13 +67,3 @@ class StartOfTraining:
         seed_everything(seed + rank)
         if (rank == 0 or on_every_rank) and seed == self._seed and self._states is not None:
             RngState().load_state_dict(self._states)
-
-
-@contextmanager
-def without_trace(applies: bool) -> Iterator[None]:
-    """Let what is drawn in the block leave no trace, if `applies`."""
-    if not applies:
-        yield
-        return
-    with RngState().kept():
-        yield

@@ -6,12 +6,13 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from onstep.checkpoint import RngState
 from onstep.data import Batch
 from onstep.data.loaders.collate import length_of
 from onstep.errors import ConfigError, warn_once
@@ -25,7 +26,7 @@ from onstep.trainer.computed_metrics import (
     computed_metrics,
     prefixed,
 )
-from onstep.trainer.computing.random_numbers import draw_for_evaluation, without_trace
+from onstep.trainer.computing.random_numbers import draw_for_evaluation
 from onstep.trainer.dataloaders import as_eval_loader, check_eval_data, eval_loader_of
 from onstep.trainer.full_eval import cast_weights
 from onstep.trainer.loss_convention import inner_module
@@ -268,7 +269,7 @@ class EvaluatingMethods(BaseTrainer):
             return
         is_first = state.train_state.step == 0  # of eval_on_start, whose weights are not a result of the training
         is_due = state.evaluated.due_at_step == state.train_state.step
-        with without_trace(applies=not is_due):  # one that was requested by hand must not change the training
+        with nullcontext() if is_due else RngState().kept():  # a requested one must not change the training
             metrics = (
                 self._evaluate(None, ignore_keys, skip_scheduler=True)
                 if is_first

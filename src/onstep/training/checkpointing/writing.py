@@ -135,11 +135,6 @@ class RunCheckpoints:
             self._record_start()
         return self.start
 
-    @property
-    def start_path(self) -> str | None:
-        """The directory of the checkpoint from which the run continues."""
-        return None if self.start is None else str(self.start.path)
-
     def check_states(self, trained: Trained) -> None:
         """Reject states that no checkpoint can hold, before any training.
 

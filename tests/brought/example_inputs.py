@@ -29,6 +29,7 @@ def _write_models(directory: Path) -> None:
 
     tokens = len(VOCABULARY)
     depth = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    bert = {**SIZE, **depth, "max_position_embeddings": 64, "initializer_range": 0.2}
     models: dict[str, tuple[Any, Any, str]] = {
         "gpt2": (
             t.GPT2LMHeadModel,
@@ -37,19 +38,12 @@ def _write_models(directory: Path) -> None:
         ),
         "bert": (
             t.BertForMaskedLM,
-            t.BertConfig(**SIZE, **depth, max_position_embeddings=64, initializer_range=0.2),
+            t.BertConfig(**bert),
             "encoder",
         ),
         "still": (
             t.BertForMaskedLM,
-            t.BertConfig(
-                **SIZE,
-                **depth,
-                max_position_embeddings=64,
-                initializer_range=0.2,
-                hidden_dropout_prob=0.0,
-                attention_probs_dropout_prob=0.0,
-            ),
+            t.BertConfig(**bert, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
             "encoder",
         ),
         "xlnet": (

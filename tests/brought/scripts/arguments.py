@@ -172,3 +172,25 @@ class CorpusArguments(DataArguments):
     """Examples that train on running text."""
 
     validation_split_percentage: int | None = described("Percents of the training rows to evaluate on.", 5)
+
+
+@dataclass
+class BlockArguments(CorpusArguments):
+    """Examples whose rows are blocks of the text, whatever its lines are."""
+
+    streaming: bool = described("Whether to read the rows while training.", False)
+    block_size: int | None = described("Tokens of a row.")
+    keep_linebreaks: bool = described("Whether the lines of a text file keep their ends.", True)
+
+    def texts(self, model_args):
+        is_text = (self.train_file or self.validation_file or "").endswith(".txt")
+        options = {"keep_linebreaks": self.keep_linebreaks} if is_text else {}
+        return self.read(model_args, self.streaming, self.validation_split_percentage, **options)
+
+
+@dataclass
+class LineArguments(CorpusArguments):
+    """Examples whose rows are lines, if the user wants that."""
+
+    line_by_line: bool = described("Whether each line is a row.", False)
+    pad_to_max_length: bool = described("Whether lines are padded to the same length.", False)

@@ -1,8 +1,10 @@
 """Texts as rows of tokens of one length."""
 
 import logging
+import math
 
 from datasets import IterableDataset
+from stages import count, keep, train
 
 logger = logging.getLogger("examples")
 
@@ -40,6 +42,17 @@ def packed(parts, length, data_args, training_args, complete=None):
         return prepared(parts, cut, data_args, f"rows of {length} tokens", None)
 
 
+def lines_or_packed(parts, tokenizer, length, data_args, training_args, **options):
+    """Each line as a row, or all of the text in rows of the same length, as the user wants it."""
+    if not data_args.line_by_line:
+        return packed(
+            tokenized(parts, tokenizer, data_args, training_args, **options), length, data_args, training_args
+        )
+    padding = "max_length" if data_args.pad_to_max_length else False
+    options = {**options, "truncation": True, "max_length": length, "padding": padding}
+    return tokenized(parts, tokenizer, data_args, training_args, **options)
+
+
 def prepared(parts, change, data_args, description, drops):
     if any(isinstance(rows, IterableDataset) for rows in parts.values()):
         return parts.map(change, batched=True, remove_columns=drops)
@@ -66,6 +79,24 @@ def most_likely(logits, labels):
 def share_of_hits(found, labels):
     known = labels != -100
     return {"accuracy": float((found == labels)[known].mean())}
+
+
+def accuracy_of_next_token(evaluated):
+    found, labels = evaluated
+    return share_of_hits(found[:, :-1], labels[:, 1:])
+
+
+def train_and_evaluate(trainer, found, data_args):
+    """Train, and measure the perplexity, as far as the user wants it."""
+    if trainer.args.do_train:
+        train(trainer, found, count(trainer.train_dataset, data_args.max_train_samples))
+    if trainer.args.do_eval:
+        metrics = trainer.evaluate()
+        try:
+            metrics["perplexity"] = math.exp(metrics["eval_loss"])
+        except OverflowError:
+            metrics["perplexity"] = math.inf
+        keep(trainer, "eval", metrics, count(trainer.eval_dataset, data_args.max_eval_samples))
 
 
 def with_rows_for_tokens(model, tokenizer, multiple_of=None):

@@ -1,12 +1,19 @@
 """Trains a causal language model to fill in the middle: parts of the rows are reordered as prefix, suffix, middle."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
-from arguments import CorpusArguments, LanguageModelArguments, described
-from corpus import most_likely, packed, row_length, share_of_hits, tokenized, with_rows_for_tokens
-from stages import count, finish, keep, read_arguments, start, train
+from arguments import BlockArguments, LanguageModelArguments, described
+from corpus import (
+    accuracy_of_next_token,
+    most_likely,
+    packed,
+    row_length,
+    tokenized,
+    train_and_evaluate,
+    with_rows_for_tokens,
+)
+from stages import finish, read_arguments, start, wanted
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator, is_torch_xla_available
 
 
@@ -17,10 +24,7 @@ class FillingModelArguments(LanguageModelArguments):
 
 
 @dataclass
-class DataTrainingArguments(CorpusArguments):
-    streaming: bool = described("Whether to read the rows while training.", False)
-    block_size: int | None = described("Tokens of a row.")
-    keep_linebreaks: bool = described("Whether the lines of a text file keep their ends.", True)
+class DataTrainingArguments(BlockArguments):
     fim_rate: float | None = described("Share of the rows that are reordered.", 0.5)
     fim_spm_rate: float | None = described("Share of those whose suffix comes first.", 0.5)
     truncate_or_pad: bool | None = described("Whether reordered rows keep the length of the others.", True)
@@ -63,23 +67,12 @@ class Reordering:
         return marked
 
 
-def accuracy_of_next_token(evaluated):
-    found, labels = evaluated
-    return share_of_hits(found[:, :-1], labels[:, 1:])
-
-
 def main():
     model_args, data_args, training_args = read_arguments(
         FillingModelArguments, DataTrainingArguments, TrainingArguments
     )
     found = start(training_args)
-    is_text = (data_args.train_file or data_args.validation_file or "").endswith(".txt")
-    parts = data_args.read(
-        model_args,
-        data_args.streaming,
-        data_args.validation_split_percentage,
-        **({"keep_linebreaks": data_args.keep_linebreaks} if is_text else {}),
-    )
+    parts = data_args.texts(model_args)
     tokenizer = model_args.tokenizer()
     marks = [data_args.fim_prefix_token, data_args.fim_middle_token, data_args.fim_suffix_token]
     if data_args.truncate_or_pad:
@@ -91,8 +84,7 @@ def main():
     length = row_length(data_args.block_size, tokenizer)
     reordering = Reordering(data_args, tokenizer, training_args.seed)
     rows = packed(tokenized(parts, tokenizer, data_args, training_args), length, data_args, training_args, reordering)
-    train_rows = data_args.first(rows, "train") if training_args.do_train else None
-    eval_rows = data_args.first(rows, "validation") if training_args.do_eval else None
+    train_rows, eval_rows = wanted(rows, data_args, training_args)
     is_measured = training_args.do_eval and not is_torch_xla_available()
     trainer = Trainer(
         model=model,
@@ -104,12 +96,7 @@ def main():
         compute_metrics=accuracy_of_next_token if is_measured else None,
         preprocess_logits_for_metrics=most_likely if is_measured else None,
     )
-    if training_args.do_train:
-        train(trainer, found, count(train_rows, data_args.max_train_samples))
-    if training_args.do_eval:
-        metrics = trainer.evaluate()
-        metrics["perplexity"] = math.exp(min(metrics["eval_loss"], 700))
-        keep(trainer, "eval", metrics, count(eval_rows, data_args.max_eval_samples))
+    train_and_evaluate(trainer, found, data_args)
     finish(trainer, "text-generation", model_args, data_args)
 
 

@@ -1,21 +1,25 @@
 """Trains a masked language model on texts, from pretrained or random weights."""
 
-import math
 from dataclasses import dataclass
 
-from arguments import CorpusArguments, LanguageModelArguments, described
-from corpus import most_likely, packed, row_length, share_of_hits, tokenized, with_rows_for_tokens
-from stages import count, finish, keep, read_arguments, start, train
+from arguments import LanguageModelArguments, LineArguments, described
+from corpus import (
+    lines_or_packed,
+    most_likely,
+    row_length,
+    share_of_hits,
+    train_and_evaluate,
+    with_rows_for_tokens,
+)
+from stages import finish, read_arguments, start, wanted
 from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
 
 @dataclass
-class DataTrainingArguments(CorpusArguments):
+class DataTrainingArguments(LineArguments):
     streaming: bool = described("Whether to read the rows while training.", False)
     max_seq_length: int | None = described("Tokens of a row.")
     mlm_probability: float = described("Share of the tokens that are masked.", 0.15)
-    line_by_line: bool = described("Whether each line is a row.", False)
-    pad_to_max_length: bool = described("Whether lines are padded to the same length.", False)
 
 
 def accuracy_of_masked(evaluated):
@@ -31,17 +35,8 @@ def main():
     tokenizer = model_args.tokenizer()
     model = with_rows_for_tokens(model_args.model(AutoModelForMaskedLM, model_args.config()), tokenizer)
     length = row_length(data_args.max_seq_length, tokenizer)
-    special = {"return_special_tokens_mask": True}
-    if data_args.line_by_line:
-        padding = "max_length" if data_args.pad_to_max_length else False
-        cut = {"truncation": True, "max_length": length, "padding": padding}
-        rows = tokenized(parts, tokenizer, data_args, training_args, **special, **cut)
-    else:
-        rows = packed(
-            tokenized(parts, tokenizer, data_args, training_args, **special), length, data_args, training_args
-        )
-    train_rows = data_args.first(rows, "train") if training_args.do_train else None
-    eval_rows = data_args.first(rows, "validation") if training_args.do_eval else None
+    rows = lines_or_packed(parts, tokenizer, length, data_args, training_args, return_special_tokens_mask=True)
+    train_rows, eval_rows = wanted(rows, data_args, training_args)
     is_padded = not data_args.line_by_line or data_args.pad_to_max_length
     multiple = 8 if training_args.fp16 and not is_padded else None
     trainer = Trainer(
@@ -56,12 +51,7 @@ def main():
         compute_metrics=accuracy_of_masked if training_args.do_eval else None,
         preprocess_logits_for_metrics=most_likely if training_args.do_eval else None,
     )
-    if training_args.do_train:
-        train(trainer, found, count(train_rows, data_args.max_train_samples))
-    if training_args.do_eval:
-        metrics = trainer.evaluate()
-        metrics["perplexity"] = math.exp(min(metrics["eval_loss"], 700))
-        keep(trainer, "eval", metrics, count(eval_rows, data_args.max_eval_samples))
+    train_and_evaluate(trainer, found, data_args)
     finish(trainer, "fill-mask", model_args, data_args)
 
 

@@ -5,6 +5,7 @@ import random
 from dataclasses import dataclass, field
 
 from datasets import Dataset
+from transformers import HfArgumentParser, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 PEOPLE = ("anna", "ben", "clara", "david")
@@ -17,6 +18,15 @@ VERBS = ("sees", "likes", "finds", "fears")
 class Inputs:
     model: str = field(metadata={"help": "Directory of a model and its tokenizer."})
     rows: int = 48
+
+
+@dataclass
+class Job:
+    """Inputs of a library whose arguments no parser reads."""
+
+    model: str
+    output_dir: str
+    seed: int = 7
 
 
 class Sentences:
@@ -64,8 +74,16 @@ class Sentences:
         )
 
 
-def newest(args):
-    """The checkpoint of an earlier start, or None."""
-    if args.resume_from_checkpoint is not None:
-        return args.resume_from_checkpoint
-    return get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
+def start(*classes):
+    """Each of these from the command line, and sentences; the last one has the seed."""
+    parsed = HfArgumentParser(classes).parse_args_into_dataclasses()
+    set_seed(parsed[-1].seed)
+    return *parsed, Sentences(parsed[-1].seed)
+
+
+def train(trainer):
+    """Train, from the checkpoint of an earlier start if there is one."""
+    args = trainer.args
+    found = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint or found)
+    trainer.save_state()

@@ -47,6 +47,13 @@ def start(args):
     return found
 
 
+def wanted(parts, data_args, training_args):
+    """The rows to train on and those to evaluate on; None for what the user does not want."""
+    train_rows = data_args.first(parts, "train") if training_args.do_train else None
+    eval_rows = data_args.first(parts, "validation") if training_args.do_eval else None
+    return train_rows, eval_rows
+
+
 def train(trainer, found, num_samples):
     """Train, from a checkpoint if there is one, and leave model, metrics and state in `output_dir`."""
     checkpoint = trainer.args.resume_from_checkpoint

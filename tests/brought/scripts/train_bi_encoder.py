@@ -13,8 +13,7 @@ from sentence_transformers import (
 from sentence_transformers.evaluation import EmbeddingSimilarityEvaluator, SequentialEvaluator, TripletEvaluator
 from sentence_transformers.models import Pooling, Router, Transformer
 from sentence_transformers.training_args import BatchSamplers, MultiDatasetBatchSamplers
-from sentences import Inputs, Sentences, newest
-from transformers import HfArgumentParser, set_seed
+from sentences import Inputs, start, train
 
 
 @dataclass
@@ -51,15 +50,11 @@ def several(model, draw, rows):
 
 
 def main():
-    inputs, args = HfArgumentParser(
-        (BiEncoderInputs, SentenceTransformerTrainingArguments)
-    ).parse_args_into_dataclasses()
-    set_seed(args.seed)
+    inputs, args, draw = start(BiEncoderInputs, SentenceTransformerTrainingArguments)
     model = encoder(inputs)
     for module in model.modules() if inputs.no_dropout else ():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    draw = Sentences(args.seed)
     args.batch_sampler = BatchSamplers(inputs.sampler)
     args.multi_dataset_batch_sampler = MultiDatasetBatchSamplers(inputs.alternation)
     if inputs.task == "several":
@@ -94,8 +89,7 @@ def main():
         loss=loss,
         evaluator=evaluator,
     )
-    trainer.train(resume_from_checkpoint=newest(args))
-    trainer.save_state()
+    train(trainer)
     print(evaluator(model))
     model.save_pretrained(f"{args.output_dir}/final")
 

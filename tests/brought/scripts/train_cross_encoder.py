@@ -4,15 +4,12 @@ import torch
 from sentence_transformers.cross_encoder import CrossEncoder, CrossEncoderTrainer, CrossEncoderTrainingArguments
 from sentence_transformers.cross_encoder.evaluation import CrossEncoderCorrelationEvaluator
 from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
-from sentences import Inputs, Sentences, newest
-from transformers import HfArgumentParser, set_seed
+from sentences import Inputs, start, train
 
 
 def main():
-    inputs, args = HfArgumentParser((Inputs, CrossEncoderTrainingArguments)).parse_args_into_dataclasses()
-    set_seed(args.seed)
+    inputs, args, draw = start(Inputs, CrossEncoderTrainingArguments)
     model = CrossEncoder(inputs.model, num_labels=1, device="cpu")
-    draw = Sentences(args.seed)
     train_dataset, eval_dataset, scored = draw.scored(inputs.rows), draw.scored(16), draw.scored(24)
     pairs = list(zip(scored["sentence1"], scored["sentence2"], strict=True))
     evaluator = CrossEncoderCorrelationEvaluator(pairs, scored["score"], name="dev")
@@ -24,7 +21,7 @@ def main():
         loss=BinaryCrossEntropyLoss(model, pos_weight=torch.tensor(2.0)),
         evaluator=evaluator,
     )
-    trainer.train(resume_from_checkpoint=newest(args))
+    train(trainer)
     print(evaluator(model))
     model.save_pretrained(f"{args.output_dir}/final")
 

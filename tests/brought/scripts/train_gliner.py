@@ -1,21 +1,10 @@
 """Trains GLiNER to find names of kinds that are given as words."""
 
-import os
-from dataclasses import dataclass
-
 from gliner import GLiNER
 from gliner.data_processing.collator import SpanDataCollator
 from gliner.training import Trainer, TrainingArguments
-from sentences import ANIMALS, PEOPLE, PLACES, Sentences
-from transformers import AutoConfig, HfArgumentParser, set_seed
-from transformers.trainer_utils import get_last_checkpoint
-
-
-@dataclass
-class Inputs:
-    model: str
-    output_dir: str
-    seed: int = 7
+from sentences import ANIMALS, PEOPLE, PLACES, Job, start, train
+from transformers import AutoConfig
 
 
 def tagged(draw, count):
@@ -28,8 +17,7 @@ def tagged(draw, count):
 
 
 def main():
-    (inputs,) = HfArgumentParser(Inputs).parse_args_into_dataclasses()
-    set_seed(inputs.seed)
+    inputs, draw = start(Job)
     encoder = AutoConfig.from_pretrained(inputs.model)
     config = {
         "model_name": inputs.model,
@@ -41,7 +29,6 @@ def main():
         "max_types": 5,
     }
     model = GLiNER.from_config(config)
-    draw = Sentences(inputs.seed)
     train_dataset, eval_dataset = tagged(draw, 40), tagged(draw, 8)
     args = TrainingArguments(
         inputs.output_dir,
@@ -72,8 +59,7 @@ def main():
         processing_class=model.data_processor.transformer_tokenizer,
         data_collator=SpanDataCollator(model.config, data_processor=model.data_processor, prepare_labels=True),
     )
-    found = get_last_checkpoint(inputs.output_dir) if os.path.isdir(inputs.output_dir) else None
-    trainer.train(resume_from_checkpoint=found)
+    train(trainer)
     model.save_pretrained(f"{inputs.output_dir}/final", safe_serialization=True)
     print(model.predict_entities("anna sees the cat in rome", ["person", "animal", "place"], threshold=0.3))
 

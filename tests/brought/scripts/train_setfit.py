@@ -1,23 +1,13 @@
 """Trains a few-shot classifier: contrastive training of the encoder, then a head on its embeddings."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.models import Pooling, Transformer
-from sentences import Sentences
+from sentences import Job, start
 from setfit import SetFitModel, Trainer, TrainingArguments
 from sklearn.linear_model import LogisticRegression
-from transformers import HfArgumentParser, set_seed
-
-
-@dataclass
-class Inputs:
-    model: str
-    output_dir: str
-    seed: int = 7
 
 
 def classified(draw, count):
@@ -26,12 +16,10 @@ def classified(draw, count):
 
 
 def main():
-    (inputs,) = HfArgumentParser(Inputs).parse_args_into_dataclasses()
-    set_seed(inputs.seed)
+    inputs, draw = start(Job)
     word = Transformer(inputs.model)
     body = SentenceTransformer(modules=[word, Pooling(word.get_embedding_dimension())], device="cpu")
     model = SetFitModel(model_body=body, model_head=LogisticRegression())
-    draw = Sentences(inputs.seed)
     train_dataset, eval_dataset = classified(draw, 16), classified(draw, 8)
     args = TrainingArguments(
         inputs.output_dir,

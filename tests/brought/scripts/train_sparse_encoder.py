@@ -5,16 +5,13 @@ from sentence_transformers.models import Transformer
 from sentence_transformers.sparse_encoder.evaluation import SparseInformationRetrievalEvaluator
 from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
 from sentence_transformers.sparse_encoder.modules import SpladePooling
-from sentences import Inputs, Sentences, newest
-from transformers import HfArgumentParser, set_seed
+from sentences import Inputs, start, train
 
 
 def main():
-    inputs, args = HfArgumentParser((Inputs, SparseEncoderTrainingArguments)).parse_args_into_dataclasses()
-    set_seed(args.seed)
+    inputs, args, draw = start(Inputs, SparseEncoderTrainingArguments)
     word = Transformer(inputs.model, transformer_task="fill-mask")
     model = SparseEncoder(modules=[word, SpladePooling("max")], device="cpu")
-    draw = Sentences(args.seed)
     train_dataset, eval_dataset, known = draw.pairs(inputs.rows), draw.pairs(16), draw.pairs(20)
     loss = SpladeLoss(
         model,
@@ -33,7 +30,7 @@ def main():
         loss=loss,
         evaluator=evaluator,
     )
-    trainer.train(resume_from_checkpoint=newest(args))
+    train(trainer)
     trainer.save_state()
     model.save_pretrained(f"{args.output_dir}/final")
 

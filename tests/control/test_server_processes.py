@@ -88,9 +88,7 @@ def test_a_process_ends_at_once_however_it_ends_even_with_open_streams(registry:
 
 @pytest.mark.process
 def test_a_forked_worker_holds_neither_the_port_nor_a_connection(registry: Path) -> None:
-    fork = (
-        "pid = os.fork()\nif pid == 0:\n    server.stop()\n    time.sleep(60)\nprint(pid, flush=True)\ntime.sleep(60)"
-    )
+    fork = "if os.fork() == 0:\n    print(os.getpid(), flush=True)\n    server.stop()\ntime.sleep(60)"
     with serving(fork) as (process, port), socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(f"GET / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
         connection.recv(100)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from onstep import Trainer, TrainerCallback
 from onstep.checkpoint.storage.manifest import verify
 from onstep.errors import ConfigError
+from tests.support.forked_processes import Processes, output_of
 from tests.support.small_models import Regression, arguments, causal_rows, quiet, qwen, regression_rows
 
 SAVES = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 2, "logging_steps": 1}
@@ -332,38 +331,22 @@ def test_weights_that_a_save_writes_under_other_names_stay_in_the_checkpoint(tmp
         torch.testing.assert_close(again.model.state_dict()[name], value, rtol=0, atol=0)
 
 
-KILLED_WHILE_SAVING = """
-import os, signal, sys
-from pathlib import Path
-from transformers.trainer_utils import get_last_checkpoint
-from onstep import Trainer
-from tests.support.small_models import Regression, arguments, regression_rows
-from tests.trainer.test_trainer_save_overrides import SAVES
+def test_what_a_kill_leaves_of_a_checkpoint_with_files_of_an_override_is_passed_over(
+    processes: Processes, tmp_path: Path
+) -> None:
+    def run(name: str, kill_at: int, start: int = 0) -> int:
+        settings = {"output": str(tmp_path / name), "kill_at": kill_at}
+        [code] = processes.run(
+            "tests.support.jobs.state_override_jobs", "killed_while_saving", tmp_path / f"{name}-{start}", settings
+        )
+        return code
 
-class Mine(Trainer):
-    def _save(self, output_dir=None, state_dict=None):
-        super()._save(output_dir, state_dict)
-        if os.path.basename(output_dir) == f"checkpoint-{sys.argv[2]}":
-            os.kill(os.getpid(), signal.SIGKILL)
-
-out = Path(sys.argv[1])
-trainer = Mine(Regression(), arguments(out, **SAVES), train_dataset=regression_rows(8), default_callbacks=False)
-directory = trainer.args.output_dir
-trainer.train(resume_from_checkpoint=get_last_checkpoint(directory) if os.path.isdir(directory) else None)
-"""
-
-
-@pytest.mark.process
-def test_what_a_kill_leaves_of_a_checkpoint_with_files_of_an_override_is_passed_over(tmp_path: Path) -> None:
-    def run(name: str, kill_at: int) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path / name), str(kill_at)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-
-    assert run("whole", 0).returncode == 0
-    assert [run("killed", 2).returncode, run("killed", 4).returncode] == [-signal.SIGKILL] * 2
-    last = run("killed", 0)
-    assert last.returncode == 0, last.stderr
-    assert "checkpoint-4 is unfinished: its run was killed while saving it." in last.stderr
-    assert "continuing from step 2" in last.stderr
+    processes.load("transformers.trainer_utils")
+    assert run("whole", 0) == 0
+    assert [run("killed", 2), run("killed", 4, start=1)] == [-signal.SIGKILL] * 2
+    said = tmp_path / "killed-2"
+    assert run("killed", 0, start=2) == 0, output_of(said)
+    assert "checkpoint-4 is unfinished: its run was killed while saving it." in output_of(said)
+    assert "continuing from step 2" in output_of(said)
     ended, whole = (next((tmp_path / kind).rglob("checkpoint-4/model.safetensors")) for kind in ("killed", "whole"))
     assert ended.read_bytes() == whole.read_bytes()

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,7 @@ def history(
     own_weight: bool = False,
     prefix: str = "",
     model: Any = None,
+    streamed: bool = False,
     **options: Any,
 ) -> list[dict[str, float]]:
     """The records of a training by the Trainer of `transformers`, exchanged or not."""
@@ -102,7 +104,8 @@ def history(
         )
         rows = causal_rows(18)
         kind = Own if own_loss else Weighted if own_weight else getattr(transformers, f"{prefix}Trainer")
-        trainer = kind((model or Dropped)(), args, train_dataset=rows[:13], eval_dataset=rows[13:])
+        train_rows = datasets.Dataset.from_list(rows[:12]).to_iterable_dataset() if streamed else rows[:13]
+        trainer = kind((model or Dropped)(), args, train_dataset=train_rows, eval_dataset=rows[13:])
         trainer.train()
         return list(trainer.state.log_history)
 
@@ -131,8 +134,19 @@ def test_weights_of_a_loss_are_not_clipped_with_those_of_the_model_as_in_transfo
 
 
 def test_operations_are_counted_by_input_tokens_as_in_transformers(tmp_path: Path) -> None:
-    theirs, ours = (history(tmp_path, name, model=qwen, gradient_accumulation_steps=2)[-1] for name in NAMES)
+    theirs, ours = (history(tmp_path, name, model=qwen)[-1] for name in NAMES)
     assert ours["total_flos"] == theirs["total_flos"] > 0
+
+
+def test_epochs_that_end_within_a_step_are_counted_as_in_transformers(tmp_path: Path) -> None:
+    """An epoch has seven micro-batches, so that its second step ends at 4/7."""
+    check_same(tmp_path, "epoch", "loss", "eval_loss", model=qwen, gradient_accumulation_steps=2)
+
+
+def test_epochs_of_data_without_a_length_are_counted_as_in_transformers(tmp_path: Path) -> None:
+    """It is read as one epoch after the other, each of three steps; the run would be one epoch."""
+    options = {"gradient_accumulation_steps": 2, "max_steps": 8, "streamed": True}
+    check_same(tmp_path, "epoch", "loss", "eval_loss", model=qwen, **options)
 
 
 def test_a_loss_around_a_model_in_bfloat16_is_computed_in_float32_as_with_accelerate(tmp_path: Path) -> None:

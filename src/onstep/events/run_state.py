@@ -32,6 +32,10 @@ class RunInfo:
     samples_per_epoch: int | None = None
     """Set with a batch-size ramp-up: epochs then have different numbers of steps, and `steps_per_epoch` is the number
     at the largest batch size."""
+    micro_batches: tuple[int, int] | None = None
+    """Those of a step and of an epoch on each rank, where they are what the fraction of an epoch counts, as in Hugging
+    Face's records: an epoch may end within a step. None where it counts steps.
+    """
     num_examples: int | None = None
     """Samples of the training data; None if it has no length."""
     num_train_samples: int | None = None
@@ -204,6 +208,9 @@ class RunState(TrainerState):
         steps, samples = self._info.steps_per_epoch, self._info.samples_per_epoch
         if samples:
             return self._progress.epoch + self._progress.samples_in_epoch / samples
+        if self._info.micro_batches is not None:
+            of_step, of_epoch = self._info.micro_batches
+            return self._progress.epoch + min(self._progress.steps_in_epoch * of_step, of_epoch) / of_epoch
         return self._progress.epoch + (self._progress.steps_in_epoch / steps if steps else 0.0)
 
     @property

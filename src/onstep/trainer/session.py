@@ -37,7 +37,14 @@ from onstep.trainer.dataloaders import (
 from onstep.trainer.entry_point import TrainerEntryPoint
 from onstep.trainer.feature import TrainerFeature
 from onstep.trainer.forward_step import forward_step_of
-from onstep.trainer.loaders.users_data import UsersData, count_examples, decides_data, users_data, whole_epochs
+from onstep.trainer.loaders.users_data import (
+    UsersData,
+    count_examples,
+    count_micro_batches,
+    decides_data,
+    users_data,
+    whole_epochs,
+)
 from onstep.trainer.loop_methods import LoopMethods
 from onstep.trainer.loss_convention import Labels, label_parameters, shifts_labels
 from onstep.trainer.methods import TrainerMethods
@@ -310,6 +317,8 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
     state.train_state.do_valid = trainer.eval_dataset is not None and config.validation.eval_iters != 0
     count_steps(state, session.train_data)
     count_examples(trainer, state, data)
+    if trainer.follows_transformers:
+        count_micro_batches(state, session.train_data)
     state.info.shown_steps = shown_steps(trainer.args, state.info.max_steps)
     record_tokenizer(state, session.module, trainer.data_collator, trainer.eval_dataset, trainer.train_dataset)
     trainer.start_of_training.apply(config.rng.seed, state.world.rank, on_every_rank=trainer.follows_transformers)

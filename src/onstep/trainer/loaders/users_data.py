@@ -128,6 +128,12 @@ def count_examples(trainer: BaseTrainer, run: Run, data: UsersData | None) -> No
         run.info.num_examples = user.num_examples(data.loader) if has_length else None
 
 
+def count_micro_batches(run: Run, train_data: StepSource) -> None:
+    """Count epochs in micro-batches, as Hugging Face's Trainer: of data without a length, the run is one epoch."""
+    of_epoch = train_data.steps_per_epoch(1) or run.info.max_steps * run.num_microbatches
+    run.info.micro_batches = (run.num_microbatches, of_epoch) if of_epoch else None
+
+
 def _orders_of(
     loader: DataLoader[Batch], randomness: OrderRandomness, args: TrainingArguments
 ) -> tuple[EpochOrders, bool]:

@@ -13,8 +13,8 @@ import torch
 
 from onstep import Trainer, TrainingArguments, pretrain
 from onstep.cli.main import main
-from onstep.config import ConfigContainer, apply_overrides
-from onstep.models import Transformer, load_hf
+from onstep.config import ConfigContainer, ModelConfig, apply_overrides
+from onstep.models import Transformer, from_hf_state_dict, load_hf
 from tests.support.small_configs import small_pretrain_config
 
 gguf = pytest.importorskip("gguf")
@@ -24,6 +24,8 @@ Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 
 LLAMA = ("model.num_attention_heads=4", "model.num_query_groups=2", "model.rotary_base=500.0")
+WIDE = (*LLAMA, "model.hidden_size=64", "model.ffn_hidden_size=96")
+"""Rows that are whole blocks of 32 weights."""
 QWEN3 = (*LLAMA, "model.qk_layernorm=true", "model.kv_channels=128")
 GPT2 = (
     "model.normalization=LayerNorm",
@@ -114,6 +116,78 @@ def test_matrices_have_the_dtype_asked_for_and_vectors_are_float32(
     embedding = tensors["token_embd.weight"]
     found = torch.from_numpy(gguf.quants.dequantize(embedding.data, embedding.tensor_type).copy())
     assert torch.equal(found, model.embedding.weight.to(getattr(torch, dtype)).float())
+
+
+def read_back(file: str, config: ModelConfig) -> Transformer:
+    """The model in a file, with weights as `transformers` reads them."""
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(".", gguf_file=file)
+    return from_hf_state_dict(config, theirs.state_dict())
+
+
+def test_quantized_files_give_the_logits_of_the_model_within_the_error_of_their_type(
+    corpus: Path, token_cache: Path, capsys: Capture
+) -> None:
+    model = load_hf(run(corpus, token_cache, *WIDE)).eval()
+    tokens = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
+    errors = []
+    for kind, steps in (("Q8_0", 254), ("q5_0", 16), ("Q4_0", 8)):
+        assert export(f"{kind}.gguf", "--quantization", kind) == 0
+        back = read_back(f"{kind}.gguf", model.config).eval()
+        for name, weight in model.state_dict().items():
+            blocks, found = weight.reshape(-1, 32), back.state_dict()[name].reshape(-1, 32)
+            width = 254 if name in ("embedding.weight", "output.weight") else steps
+            largest = blocks.abs().amax(1, keepdim=True)  # at most a step, and the scale is a float16
+            bound = largest * (1 / width + 2**-9) if weight.dim() == 2 else 0.0
+            assert bool(((blocks - found).abs() <= bound).all()), (kind, name)
+        with torch.no_grad():
+            logits = model(tokens)
+            errors.append(float((back(tokens) - logits).norm() / logits.norm()))
+    assert errors[0] < 0.02
+    assert errors == sorted(errors)
+    capsys.readouterr()
+    assert main(["checkpoint", "verify", "Q4_0.gguf"]) == 0
+    assert "2 tensors in Q8_0, 3 tensors in F32, 7 tensors in Q4_0" in capsys.readouterr().out
+
+
+def test_a_matrix_whose_rows_are_not_whole_blocks_is_float16(corpus: Path, token_cache: Path, capsys: Capture) -> None:
+    run(corpus, token_cache, *WIDE, "model.ffn_hidden_size=72")
+    assert export("out.gguf", "--quantization", "Q8_0") == 0
+    kinds = {name: tensor.tensor_type.name for name, tensor in fields("out.gguf")[1].items()}
+    assert kinds["blk.0.ffn_down.weight"] == "F16"
+    assert kinds["blk.0.ffn_up.weight"] == kinds["token_embd.weight"] == "Q8_0"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--quantization", "q4_k_m"), "llama-quantize out-BF16.gguf out.gguf Q4_K_M"),
+        (("--quantization", "IQ4_XS"), "write out-BF16.gguf with --quantization BF16"),
+        (("--quantization", "Q8_1000"), "there is no GGUF type 'Q8_1000'; choose one of F32, F16, Q4_0"),
+        (("--quantization", "Q8_0", "--dtype", "float16"), "drop --dtype"),
+        (("--quantization", "Q8_0", "--format", "hf"), "name a .gguf file"),
+    ],
+)
+def test_a_type_that_cannot_be_written_is_refused_with_the_remedy(
+    words: tuple[str, ...], said: str, corpus: Path, token_cache: Path, capsys: Capture
+) -> None:
+    run(corpus, token_cache)
+    assert export("out.gguf", *words) == 1
+    assert said in capsys.readouterr().err
+    assert not Path("out.gguf").exists()
+
+
+def test_a_damaged_file_is_named_with_the_remedy(corpus: Path, token_cache: Path, capsys: Capture) -> None:
+    run(corpus, token_cache)
+    assert export("out.gguf") == 0
+    whole = Path("out.gguf").read_bytes()
+    huge = whole[:16] + b"\xff" * 8 + whole[24:]  # the number of entries
+    for content in (b"", b"GGUF", whole[:100], whole[: len(whole) // 2], whole[:-1000], b"PK" + whole[2:], huge):
+        Path("bad.gguf").write_bytes(content)
+        capsys.readouterr()
+        assert main(["checkpoint", "verify", "bad.gguf"]) == 1
+        [line] = capsys.readouterr().err.splitlines()
+        assert "bad.gguf is not a complete GGUF file" in line
+        assert "export or copy it again" in line
 
 
 def test_a_learned_bpe_gives_the_same_ids_from_the_file(corpus: Path, token_cache: Path) -> None:

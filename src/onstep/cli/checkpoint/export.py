@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from onstep.data.corpus.tokenizer_files import tokenizer_in_dir
 from onstep.errors import CheckpointError, ConfigError, DataError, MissingExtraError
 from onstep.models import Transformer, load_hf, save_hf
 from onstep.models.hf.directory import load_hf_config
-from onstep.models.hf.gguf_file import check_gguf, import_gguf, write_gguf
+from onstep.models.hf.gguf_file import check_gguf, write_gguf
+from onstep.models.hf.gguf_types import DTYPES, check_gguf_file, check_type, import_gguf
 from onstep.models.transformer import empty_transformer
 from onstep.training.runs.identity import changed_tokenizer
 from onstep.training.setup.lora import merged_state_dict
@@ -76,8 +78,13 @@ def export_safetensors(info: CheckpointInfo, out: Path, *, force: bool, dtype: t
     return [f"{len(tensors)} tensors", *(f"{name} is stored as {kept}" for name, kept in tied.items())]
 
 
-def export_gguf(info: CheckpointInfo, out: Path, *, force: bool, dtype: torch.dtype | None) -> list[str]:
+def export_gguf(
+    info: CheckpointInfo, out: Path, *, force: bool, dtype: torch.dtype | None, quantization: str | None = None
+) -> list[str]:
     """Write one GGUF file with the weights and the tokenizer; returns notes for the user.
+
+    Args:
+        quantization: the type of the matrices; None is that of `dtype`.
 
     Raises:
         CheckpointError: when `out` cannot be written or replaced, or the weights do not match the stored configuration.
@@ -85,6 +92,7 @@ def export_gguf(info: CheckpointInfo, out: Path, *, force: bool, dtype: torch.dt
         DataError: for a tokenizer that the file cannot hold.
         MissingExtraError: if the `gguf` package is not installed.
     """
+    kind = None if quantization is None else check_type(quantization, str(out))
     import_gguf()
     _check_file(out, "model.gguf", force)
     if _is_hf_directory(info):
@@ -102,17 +110,19 @@ def export_gguf(info: CheckpointInfo, out: Path, *, force: bool, dtype: torch.dt
         model = _model(info, config)
         check_gguf(model.config)
     tokenizer = build_tokenizer(tokenizer_config)
-    model = model.to(dtype or model.embedding.weight.dtype)
+    kind = kind or DTYPES[dtype or model.embedding.weight.dtype]
     vocabulary = gguf_vocabulary(tokenizer, model.embedding.num_embeddings)
-    store = FileStore()
+    store, kinds = FileStore(), Counter[str]()
 
     def write(temporary: Path) -> None:
-        write_gguf(model, temporary, name=out.stem, vocabulary=vocabulary)
+        kinds.update(write_gguf(model, temporary, name=out.stem, vocabulary=vocabulary, kind=kind))
+        check_gguf_file(temporary)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
 
     _put_in_place(store, out, write)
-    return [f"{model.num_parameters():,} parameters", f"with the tokenizer {tokenizer.fingerprint}"]
+    tensors = ", ".join(f"{number} tensors in {name}" for name, number in kinds.items())
+    return [f"{model.num_parameters():,} parameters", tensors, f"with the tokenizer {tokenizer.fingerprint}"]
 
 
 def export_hf(info: CheckpointInfo, out: Path, *, force: bool, dtype: torch.dtype | None) -> list[str]:

@@ -12,7 +12,7 @@ import typer
 
 from onstep.cli.application import application
 from onstep.cli.exit_codes import ERROR
-from onstep.errors import OnstepError
+from onstep.errors import ConfigError, OnstepError
 
 app = application(
     no_args_is_help=True,
@@ -65,13 +65,21 @@ def list_(
 
 @app.command()
 def verify(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, or a run (its newest checkpoint).")],
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="A checkpoint, a run (its newest checkpoint), or a GGUF file.")
+    ],
     everything: Annotated[bool, typer.Option("--all", help="All checkpoints of the run or directory.")] = False,
 ) -> None:
-    """Check every file against its hash in the manifest.
+    """Check every file against its hash in the manifest; of a GGUF file, that its header and tensors are complete.
 
     Lists each bad file. The exit code is 1 if any file is bad.
     """
+    if Path(path).is_file() and path.lower().endswith(".gguf"):
+        from onstep.models.hf.gguf_types import check_gguf_file
+
+        kinds = check_gguf_file(path)
+        print(f"{path}: ok, {', '.join(f'{number} tensors in {kind}' for kind, number in kinds.items())}")
+        return
     from onstep.cli.checkpoint.listing import dirs_to_verify, is_intact
 
     results = [is_intact(directory) for directory in dirs_to_verify(path, everything=everything)]
@@ -115,6 +123,13 @@ def export(
     dtype: Annotated[
         Dtype | None, typer.Option("--dtype", help="Dtype of the written weights. Default: that of the checkpoint.")
     ] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            help="Type of the matrices in a GGUF file: F32, F16, BF16, Q8_0, Q5_1, Q5_0, Q4_1, Q4_0, TQ1_0 or TQ2_0. "
+            "Default: that of --dtype."
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
 ) -> None:
     """Write the weights of a checkpoint for other programs.
@@ -134,6 +149,14 @@ def export(
     ending = Path(out).suffix.lower().removeprefix(".")
     form = form or (Format(ending) if ending in ("safetensors", "gguf") else Format.HF)
     info = find(path)
-    write = {Format.SAFETENSORS: export_safetensors, Format.HF: export_hf, Format.GGUF: export_gguf}[form]
-    notes = write(info, Path(out), force=force, dtype=None if dtype is None else getattr(torch, dtype))
+    chosen = None if dtype is None else getattr(torch, dtype)
+    if quantization is not None and (form is not Format.GGUF or dtype is not None):
+        also = "drop --dtype" if form is Format.GGUF else "drop it, or name a .gguf file"
+        raise ConfigError(f"--quantization {quantization} sets the type of the matrices in a GGUF file; {also}.")
+    if form is Format.GGUF:
+        notes = export_gguf(info, Path(out), force=force, dtype=chosen, quantization=quantization)
+    else:
+        notes = {Format.SAFETENSORS: export_safetensors, Format.HF: export_hf}[form](
+            info, Path(out), force=force, dtype=chosen
+        )
     print(printable(f"{out}: the weights of {info.path}; {'; '.join(notes)}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from onstep.config import ModelConfig
-from onstep.errors import ConfigError, MissingExtraError
+from onstep.errors import ConfigError
 from onstep.models.hf.directory import architecture_of, to_hf_state_dict
+from onstep.models.hf.gguf_types import DTYPES, converted, file_type_of, import_gguf, stored_as
 from onstep.models.layers.feed_forward import is_moe_layer
 from onstep.models.layers.rotary import RotaryTables, scaling_type
 from onstep.models.sizes import ffn_hidden_size, head_width, num_query_groups
@@ -21,24 +23,18 @@ Metadata = dict[str, Any]
 
 _GGUF_NAMES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gpt2": "gpt2"}
 """GGUF's names of `transformers`' architectures."""
-_DTYPES = {
-    torch.float32: ("F32", "ALL_F32"),
-    torch.float16: ("F16", "MOSTLY_F16"),
-    torch.bfloat16: ("BF16", "MOSTLY_BF16"),
-}
-"""GGUF's names of dtypes, of a tensor and of a file."""
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(.*)")
 _CONV1D = re.compile(r".*\.(c_attn|c_proj|c_fc)\.weight")
 _ROTATED = re.compile(r".*\.(q|k)_proj\.weight")
-_KEPT_FLOAT32 = ("position_embd.weight", "ffn_gate_inp.weight")
 
 
-def write_gguf(model: Transformer, path: Path, *, name: str, vocabulary: Metadata) -> None:
-    """Write `model` to the new file `path`, in the dtype of its embedding; vectors are float32, as llama.cpp requires.
+def write_gguf(model: Transformer, path: Path, *, name: str, vocabulary: Metadata, kind: str) -> Counter[str]:
+    """Write `model` to the new file `path`; returns the number of tensors by type.
 
     Args:
         name: the model's name in the file.
         vocabulary: `tokenizer.*` entries of the file, with one token per row of the embedding.
+        kind: the type of its matrices, one of `writable_types()`; see `stored_as` for what is kept wider.
 
     Raises:
         ConfigError: for a model that llama.cpp cannot compute.
@@ -46,39 +42,26 @@ def write_gguf(model: Transformer, path: Path, *, name: str, vocabulary: Metadat
     """
     gguf = import_gguf()
     architecture = _GGUF_NAMES[check_gguf(model.config)]
-    dtype = model.embedding.weight.dtype
-    kind, file_type = _DTYPES[dtype]
     writer = gguf.GGUFWriter(path, architecture)
     sizes = {f"{architecture}.{key}": value for key, value in _sizes(model.config).items()}
-    general = {"general.name": name, "general.file_type": int(gguf.LlamaFileType[file_type])}
+    general = {"general.name": name, "general.file_type": file_type_of(kind)}
+    if kind not in DTYPES.values():
+        general["general.quantization_version"] = int(gguf.GGML_QUANT_VERSION)
     for key, value in (general | sizes | vocabulary).items():
         _add(writer, key, value)
     arch = next(one for one, theirs in gguf.MODEL_ARCH_NAMES.items() if theirs == architecture)
     names = gguf.get_tensor_name_map(arch, model.config.num_layers)
+    kinds: Counter[str] = Counter()
     for hf_name, tensor in _tensors(model).items():
         gguf_name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
-        small = tensor.dim() == 1 or gguf_name.endswith(_KEPT_FLOAT32)
-        stored = tensor.float() if small else tensor
-        # numpy has no bfloat16, so all are given as bytes
-        raw = stored.cpu().contiguous().view(torch.uint8).numpy()
-        writer.add_tensor(gguf_name, raw, raw_dtype=gguf.GGMLQuantizationType["F32" if small else kind])
+        own = stored_as(tensor, gguf_name, kind)
+        writer.add_tensor(gguf_name, converted(tensor, own), raw_dtype=gguf.GGMLQuantizationType[own])
+        kinds[own] += 1
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def import_gguf() -> Any:
-    """The `gguf` package.
-
-    Raises:
-        MissingExtraError: if it is not installed.
-    """
-    try:
-        import gguf
-    except ImportError as error:
-        raise MissingExtraError("GGUF files require the library 'gguf': pip install 'onstep[gguf]'") from error
-    return gguf
+    return kinds
 
 
 def check_gguf(config: ModelConfig) -> str:

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from onstep.config import ModelConfig
 from onstep.errors import OnstepError
-from onstep.models import build_transformer, load_hf, save_hf
+from onstep.models import build_transformer, load_hf, save_hf, to_hf_state_dict
 
 TOKENS = torch.randint(0, 40, (2, 30), generator=torch.Generator().manual_seed(0))
 
@@ -74,6 +74,26 @@ def test_saving_again_replaces_the_files_and_leaves_no_others(tmp_path):
     save_hf(model_of(num_layers=1), tmp_path)
 
     assert load_hf(tmp_path).config.num_layers == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_weights_beyond_the_largest_size_are_split_into_files_that_transformers_opens(tmp_path):
+    model = model_of()
+    save_hf(model, tmp_path)
+    total = sum(weight.nbytes for weight in to_hf_state_dict(model).values())
+    for largest in (20_000, 40_000, 5_000_000_000):
+        save_hf(model, tmp_path, max_shard_bytes=largest)
+
+        files = sorted(tmp_path.glob("*.safetensors"))
+        assert max(file.stat().st_size for file in files) < largest + 2_000  # a file has a header
+        if largest < total:
+            index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+            assert index["metadata"]["total_size"] == total
+            assert sorted(set(index["weight_map"].values())) == [file.name for file in files]
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+        for name, weight in to_hf_state_dict(model).items():
+            assert torch.equal(weight, theirs[name]), name
+        assert torch.equal(load_hf(tmp_path)(TOKENS), model(TOKENS))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 

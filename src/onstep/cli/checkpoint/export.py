@@ -27,6 +27,7 @@ from onstep.models import Transformer, load_hf, save_hf
 from onstep.models.hf.directory import load_hf_config
 from onstep.models.hf.gguf_file import check_gguf, write_gguf
 from onstep.models.hf.gguf_types import DTYPES, check_gguf_file, check_type, import_gguf
+from onstep.models.hf.weight_files import INDEX_FILE, WEIGHTS_FILE
 from onstep.models.transformer import empty_transformer
 from onstep.training.runs.identity import changed_tokenizer
 from onstep.training.setup.lora import merged_state_dict
@@ -176,7 +177,8 @@ def _top_files(info: CheckpointInfo) -> list[str]:
 
 def _is_hf_directory(info: CheckpointInfo) -> bool:
     """Whether the checkpoint is that of a Trainer with a `transformers` model, which its own files describe."""
-    return {"config.json", "model.safetensors"} <= set(_top_files(info))
+    names = set(_top_files(info))
+    return "config.json" in names and not names.isdisjoint((WEIGHTS_FILE, INDEX_FILE))
 
 
 def _stored_config(info: CheckpointInfo) -> ConfigContainer:

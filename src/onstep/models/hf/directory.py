@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from onstep.config import ModelConfig
@@ -25,12 +23,13 @@ from onstep.models.hf.llama import LLAMA, QWEN2, QWEN3, QWEN3_MOE
 from onstep.models.hf.values import check_types, short
 from onstep.models.hf.weight_files import (
     FLOATS,
-    WEIGHTS_FILE,
+    MAX_SHARD_BYTES,
     check_room,
     read_object,
     read_shapes,
     read_tensors,
     weight_files,
+    write_weights,
 )
 from onstep.models.sizes import check_model_config
 from onstep.models.transformer import Transformer
@@ -258,6 +257,7 @@ def save_hf(
     *,
     tokenizer_files: Sequence[str | Path] = (),
     eos_id: int | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write `model` to `directory`, created if needed, for `AutoModelForCausalLM.from_pretrained`.
 
@@ -267,6 +267,7 @@ def save_hf(
     Args:
         tokenizer_files: files to copy next to the weights (`tokenizer.json`, `tokenizer_config.json`, ...).
         eos_id: token at which `transformers` ends generated text.
+        max_shard_bytes: size of a file of weights, in bytes, beyond which they are split into several with an index.
 
     Raises:
         ConfigError: for a model that no `transformers` architecture computes, or one with a value head.
@@ -276,12 +277,7 @@ def save_hf(
     config = hf_config_dict(model.config, eos_id=eos_id, dtype=dtype)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in to_hf_state_dict(model).items()}
     target.mkdir(parents=True, exist_ok=True)
-    weights = target / f"{WEIGHTS_FILE}.partial"
-    save_file(tensors, weights, metadata={"format": "pt"})
-    umask = os.umask(0o077)
-    os.umask(umask)
-    weights.chmod(0o666 & ~umask)  # safetensors makes it readable by its owner only
-    os.replace(weights, target / WEIGHTS_FILE)
+    write_weights(tensors, target, max_shard_bytes)
     replace_durably(target / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
     for file in tokenizer_files:
         shutil.copy(file, target)

@@ -1,7 +1,8 @@
-"""Finds the safetensors files of a directory, and compares what they hold with a model before either is loaded."""
+"""Writes and finds the safetensors files of a directory, and compares what they hold with a model before loading it."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,18 +11,21 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from onstep.config import ModelConfig
 from onstep.errors import OnstepError
 from onstep.files.bounded_reading import read_json
+from onstep.files.durability import replace_durably
 from onstep.models.hf.values import short
 from onstep.models.layers.feed_forward import is_moe_layer
 from onstep.models.sizes import ffn_hidden_size, head_width, num_query_groups, vocabulary_size
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5_000_000_000
+"""Size of a file of weights from which on they are split, as the Hub recommends."""
 PICKLE_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -29,6 +33,44 @@ _OTHER = torch.uint8
 FLOATS = frozenset(_DTYPES.values())
 """The types of weights that are numbers as they are; narrower ones are quantized."""
 _MAX_WORDS = 300
+
+
+def write_weights(tensors: Mapping[str, Tensor], target: Path, max_shard_bytes: int) -> None:
+    """Write weights as `model.safetensors`, or as shards of at most `max_shard_bytes` with an index.
+
+    Each file is replaced atomically, and the files of the other form are removed at the end. A tensor is never split.
+    """
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    number = len(shards)
+    names = [WEIGHTS_FILE] if number == 1 else [f"model-{i + 1:05}-of-{number:05}.safetensors" for i in range(number)]
+    for name, shard in zip(names, shards, strict=True):
+        _write_shard(shard, target / name)
+    if number > 1:
+        weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        replace_durably(target / INDEX_FILE, json.dumps(content, indent=2) + "\n")
+    for old in [target / WEIGHTS_FILE, *target.glob("model-*-of-*.safetensors")]:
+        if old.name not in names:
+            old.unlink(missing_ok=True)
+    if number == 1:
+        (target / INDEX_FILE).unlink(missing_ok=True)
+
+
+def _write_shard(tensors: dict[str, Tensor], path: Path) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    save_file(tensors, partial, metadata={"format": "pt"})
+    umask = os.umask(0o077)
+    os.umask(umask)
+    partial.chmod(0o666 & ~umask)  # safetensors makes it readable by its owner only
+    os.replace(partial, path)
 
 
 def weight_files(target: Path) -> list[Path]:

@@ -66,12 +66,13 @@ def test_the_text_says_what_differs_from_the_defaults(capsys: pytest.CaptureFixt
     assert not any(line.startswith("rng.seed") for line in lines)
 
 
-@pytest.mark.parametrize("words", [("recipes", "show"), ("memory",)])
+@pytest.mark.parametrize(
+    ("words", "problem"), [(("recipes", "show"), "unknown recipe 'qwen25_50m'"), (("memory",), "nor a run or a recipe")]
+)
 def test_a_mistyped_recipe_is_reported_with_the_nearest(
-    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], problem: str
 ) -> None:
-    text = said(capsys, *words, "qwen25_50m", code=1)
-    assert "unknown recipe 'qwen25_50m'. Did you mean 'qwen25_500m'?" in text
+    assert f"{problem}. Did you mean 'qwen25_500m'?" in said(capsys, *words, "qwen25_50m", code=1)
 
 
 def test_a_mistyped_command_is_reported_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: P
         ["logs", "summary", "NAME"],
         ["logs", "tail", "NAME"],
         ["config", "show", "NAME"],
+        ["memory", "NAME"],
         ["plot", "heatmap", "NAME", "-o", "heat.png"],
     ],
 )
@@ -54,8 +55,20 @@ def test_a_run_named_in_the_place_of_a_file_is_its_configuration(place: Path, mo
     monkeypatch.chdir(place)
     config, _ = configuration(["mine", "optimizer.lr=0.5"], None)
     assert (config.run.name, config.optimizer.lr, config.train.train_iters) == ("mine", 0.5, 8)
-    with pytest.raises(ConfigError, match=r"nor a run\. Did you mean 'mine'\?"):
+    with pytest.raises(ConfigError, match=r"nor a run or a recipe\. Did you mean 'mine'\?"):
         configuration(["mien"], None)
+
+
+def test_a_recipe_named_in_the_place_of_a_file_is_that_recipe_unless_a_run_has_the_name(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config, _ = configuration(["tiny_moe", "optimizer.lr=0.5"], None)
+    assert (config.run.recipe, config.optimizer.lr, config.model.num_moe_experts) == ("tiny_moe", 0.5, 8)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "tiny_moe").symlink_to(place / "runs" / "mine")
+    config, _ = configuration(["tiny_moe"], None)
+    assert (config.run.name, config.model.num_moe_experts) == ("mine", None)
 
 
 @pytest.mark.parametrize("key", ["load", "pretrained_checkpoint"])

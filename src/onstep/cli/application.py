@@ -9,13 +9,16 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from onstep.cli.completed_words import complete_recipes
 from onstep.cli.script import ScriptCommand
 from onstep.config import KEYS, nearest_key
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 
 Imports = Annotated[list[str] | None, typer.Option("--import", help="Python file with your code; repeatable.")]
-Recipe = Annotated[str | None, typer.Option(help="Recipe to start from; default: tiny_gpt.")]
+Recipe = Annotated[
+    str | None, typer.Option(help="Recipe to start from; default: tiny_gpt.", autocompletion=complete_recipes)
+]
 Labels = Annotated[
     list[str] | None, typer.Option(metavar="A,B", help="A label for each run; repeatable, once per run.")
 ]

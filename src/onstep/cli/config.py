@@ -15,6 +15,7 @@ import typer
 
 from onstep.analysis.logs.run_status import run_record
 from onstep.cli.application import WordsCommand, application
+from onstep.cli.completed_words import complete_keys, complete_recipes, complete_words
 from onstep.cli.runs import find_named, not_found, run_names
 from onstep.config import ConfigContainer, apply_overrides, dump_yaml, explain, load_yaml, merge, resolve
 from onstep.config.explanation import all_defaults, common_defaults
@@ -31,7 +32,8 @@ def configuration(words: list[str], recipe: str | None) -> tuple[ConfigContainer
     """The recipe, overridden by a YAML file and `key=value` words; and the callbacks that `callbacks=` names.
 
     The recipe is `--recipe`, else the file's `run.recipe`, else `tiny_gpt`. In the place of a file, the name of a run
-    means its stored configuration; `checkpoint.load` and `checkpoint.pretrained_checkpoint` may name one too.
+    means its stored configuration, and that of a recipe the recipe; a name that both have is the run's.
+    `checkpoint.load` and `checkpoint.pretrained_checkpoint` may name a run too.
 
     Raises:
         ConfigError: for a word that is neither a file nor `key=value`, or an unknown or mistyped key.
@@ -47,6 +49,10 @@ def configuration_and_keys(words: list[str], recipe: str | None) -> tuple[Config
     pairs = [word for word in words if "=" in word and not word.startswith("callbacks=")]
     if len(files) > 1:
         raise ConfigError(f"At most one configuration file, got {', '.join(files)}; write values as key=value.")
+    if files and _is_recipe(files[0]):
+        if recipe is not None:
+            raise ConfigError(f"--recipe {recipe} and {files[0]} both name a recipe; drop one of them.")
+        recipe = files.pop()
     values = _read(files[0]) if files else {}
     if "callbacks" in values or "imports" in values:
         raise ConfigError("A configuration file never imports code; name callbacks on the command line.")
@@ -69,7 +75,7 @@ def configuration_and_keys(words: list[str], recipe: str | None) -> tuple[Config
         for note in filter(None, notes):
             print(in_words(note, sys.stderr), file=sys.stderr)
     for name in ("load", "pretrained_checkpoint"):
-        if (value := getattr(config.checkpoint, name)) and (run_dir := _run_dir(value)) is not None:
+        if (value := getattr(config.checkpoint, name)) and (run_dir := run_directory(value)) is not None:
             setattr(config.checkpoint, name, str(run_dir))
     callbacks = [word.partition("=")[2] for word in words if word.startswith("callbacks=")]
     return config, [each for text in callbacks for each in _names(text)], given
@@ -165,25 +171,36 @@ def is_file(path: str) -> bool:
 def _read(path: str) -> dict[str, Any]:
     if is_file(path):
         return load_yaml(path)
-    stored = run_record(directory).get("config") if (directory := _run_dir(path)) is not None else None
+    stored = run_record(directory).get("config") if (directory := run_directory(path)) is not None else None
     if isinstance(stored, dict):
         run = stored.get("run")
         if isinstance(run, dict):
             run.pop("without_commands_from", None)  # of an earlier start; it is for that one alone
         return stored
-    if path in RECIPES:
-        raise ConfigError(f"{path!r} is a recipe; write --recipe {path}.")
     if os.path.isdir(path):
         raise ConfigError(f"{path!r} is a directory without a run.json; give a configuration file, or a run.")
     if Path(path).suffix in (".yaml", ".yml"):
         raise ConfigError(f"the configuration file {shown(path)} does not exist; correct its path.")
     raise ConfigError(
-        f"{shown(path)} is neither a configuration file nor key=value, nor a run.{not_found(path, run_names(), '')} "
+        f"{shown(path)} is neither a configuration file nor key=value, nor a run or a recipe.{_nearest_name(path)} "
         f"Write values as optimizer.lr=3e-4; `onstep config defaults` lists the keys."
     )
 
 
-def _run_dir(words: str) -> Path | None:
+def _is_recipe(word: str) -> bool:
+    """Whether a word in the place of a file is the name of a recipe, and no file or run has that name."""
+    short = word.removesuffix("_pretrain_config").removesuffix("_config")
+    return short in RECIPES and not is_file(word) and run_directory(word) is None
+
+
+def _nearest_name(word: str) -> str:
+    """The run or recipe that was most likely meant, and the runs that there are."""
+    recipe = nearest(word, list(RECIPES), cutoff=0.6)
+    return not_found(word, run_names(), "") if not recipe or nearest(word, run_names()) else recipe
+
+
+def run_directory(words: str) -> Path | None:
+    """The directory of the run that a word names, if there is one."""
     return find_named(words, lambda one: os.path.isfile(one / "run.json"))
 
 
@@ -203,8 +220,13 @@ app = application(no_args_is_help=True)
 
 @app.command(cls=WordsCommand)
 def show(
-    words: Annotated[list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [KEY=VALUE ...]")] = None,
-    recipe: Annotated[str | None, typer.Option(help="Named configuration to start from.")] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[CONFIG.yaml | RUN | RECIPE] [KEY=VALUE ...]", autocompletion=complete_words),
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="Named configuration to start from.", autocompletion=complete_recipes)
+    ] = None,
     as_written: Annotated[bool, typer.Option(help="Do not fill in derived values.")] = False,
 ) -> None:
     """Print the configuration that `onstep train` with the same words would run, as YAML that it reads back."""
@@ -225,6 +247,6 @@ def defaults(
 
 
 @app.command("explain")
-def explain_keys(keys: Annotated[list[str], typer.Argument(metavar="KEY ...")]) -> None:
+def explain_keys(keys: Annotated[list[str], typer.Argument(metavar="KEY ...", autocompletion=complete_keys)]) -> None:
     """Print a key's help, type, default, rules, consequence of a change and name in `TrainingArguments`."""
     print("\n\n".join(explain(key) for key in keys))

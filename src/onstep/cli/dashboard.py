@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from onstep.cli.browser import opens_in_browser
+from onstep.cli.completed_words import complete_runs
 
 
 def dashboard(
@@ -18,6 +19,7 @@ def dashboard(
         list[Path] | None,
         typer.Argument(
             metavar="[RUNS ...]",
+            autocompletion=complete_runs,
             help="Run directories, logs, or directories of runs; default: runs/ and every running job with control.",
         ),
     ] = None,

@@ -14,6 +14,7 @@ import typer
 from onstep.analysis.plots.terminal_curve import terminal_curve
 from onstep.analysis.text_tables import table
 from onstep.cli.application import Imports
+from onstep.cli.completed_words import complete_forks
 from onstep.cli.config import import_file, load_callback
 from onstep.cli.first_checks import check_start, is_main
 from onstep.cli.train import Quiet, Verbose, run_to_its_end, with_level
@@ -48,7 +49,11 @@ Without = Annotated[
 def fork(
     words: Annotated[
         list[str],
-        typer.Argument(metavar="RUN@STEP [KEY=VALUE ...]", help="The end of a step of a run, and what differs."),
+        typer.Argument(
+            metavar="RUN@STEP [KEY=VALUE ...]",
+            autocompletion=complete_forks,
+            help="The end of a step of a run, and what differs.",
+        ),
     ],
     name: Annotated[str | None, typer.Option(help="Name of the new run; default: RUN-at-STEP.")] = None,
     without_samples: Without = None,

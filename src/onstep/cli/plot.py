@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from onstep.cli.application import Labels, application
+from onstep.cli.completed_words import complete_runs
 from onstep.cli.runs import find_named, not_found, run_names
 from onstep.errors import ConfigError
 
@@ -32,6 +33,7 @@ def plot(
         list[str] | None,
         typer.Argument(
             metavar="[PATH ...]",
+            autocompletion=complete_runs,
             help=(
                 "Logs, run directories, or names below runs/; a directory of runs means its newest; default: the "
                 "newest run."
@@ -132,6 +134,7 @@ def report(
         list[str] | None,
         typer.Argument(
             metavar="[PATH ...]",
+            autocompletion=complete_runs,
             help=(
                 "Logs, run directories, names below runs/, or a directory of runs (all of them); default: the newest "
                 "run."
@@ -197,6 +200,7 @@ def heatmap(
         str | None,
         typer.Argument(
             metavar="[LOG_PATH]",
+            autocompletion=complete_runs,
             help="parameter_norms.json, gradient_norms.json, a run's directory or name; default: the newest such file.",
         ),
     ] = None,

@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from onstep.analysis.text_tables import table
-from onstep.cli.application import application
+from onstep.cli.application import Recipe, application
+from onstep.cli.completed_words import complete_recipes, complete_words
 from onstep.cli.config import configuration
 from onstep.config import ConfigContainer, diff, dump_yaml, resolve
 from onstep.console.formats import format_si
@@ -47,7 +48,7 @@ def list_recipes(
 
 @app.command()
 def show(
-    name: Annotated[str, typer.Argument(help="Recipe name, such as tiny_gpt.")],
+    name: Annotated[str, typer.Argument(help="Recipe name, such as tiny_gpt.", autocompletion=complete_recipes)],
     form: Annotated[
         Format,
         typer.Option("--format", help="text: differences from the defaults; yaml: a complete file for onstep train."),
@@ -93,15 +94,20 @@ USABLE = 0.9
 def memory(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="RECIPE | CONFIG.yaml [KEY=VALUE ...]", help="A recipe or a file, and overrides."),
+        typer.Argument(
+            metavar="CONFIG.yaml | RUN | RECIPE [KEY=VALUE ...]",
+            help="A file, a run or a recipe, and overrides.",
+            autocompletion=complete_words,
+        ),
     ] = None,
+    recipe: Recipe = None,
     ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks that the global batch is split over.")] = 1,
 ) -> None:
     """Estimate the memory that training requires on each device: onstep memory qwen25_500m
 
     To reduce it: train.micro_batch_size=1, model.recompute_granularity=full, peft.peft_scheme=lora.
     """
-    config = _configuration(words or [], ranks)
+    config = _configuration(words or [], recipe, ranks)
     estimate = estimate_training_memory(config)
     if estimate is None:
         raise ConfigError("the memory of this model cannot be estimated: no formula is known for it.")
@@ -122,11 +128,9 @@ def fits(estimate: MemoryEstimate) -> str:
     return f"It fits a GPU with {sizes[0]} GB, leaving 10% for the allocator and the kernels."
 
 
-def _configuration(words: list[str], ranks: int) -> ConfigContainer:
+def _configuration(words: list[str], recipe: str | None, ranks: int) -> ConfigContainer:
     """The configuration that `words` describes, with the model of the pretrained weights if they can be read."""
-    named = [word for word in words if "=" not in word and not Path(word).is_file()]
-    recipe = named[0] if len(named) == 1 else None
-    config, _ = configuration([word for word in words if word != recipe], recipe)
+    config, _ = configuration(words, recipe)
     weights = config.checkpoint.pretrained_checkpoint
     is_any = str(config.run.recipe).startswith("any_")
     if is_any and weights is None and config.checkpoint.load is None:

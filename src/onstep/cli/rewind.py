@@ -17,6 +17,7 @@ import typer
 
 from onstep.analysis.text_tables import printable, table
 from onstep.cli.application import Imports
+from onstep.cli.completed_words import complete_runs
 from onstep.cli.config import import_file, load_callback
 from onstep.cli.first_checks import is_main
 from onstep.cli.program import Program
@@ -40,7 +41,10 @@ _OPERATORS = 15
 
 def rewind(
     context: typer.Context,
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's directory, or its name below runs/.")],
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", autocompletion=complete_runs, help="A run's directory, or its name below runs/."),
+    ],
     step: Annotated[
         int | None, typer.Argument(metavar="STEP", help="The step; the first one is 1. Not with --when.")
     ] = None,

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from onstep.analysis.logs.run_status import run_record
 from onstep.cli.application import Imports, Recipe
+from onstep.cli.completed_words import complete_words
 from onstep.cli.config import (
     configuration,
     configuration_and_keys,
     import_file,
     is_file,
     load_callback,
+    run_directory,
 )
 from onstep.cli.exit_codes import ERROR, PREEMPTED
 from onstep.cli.first_checks import check_start, is_main
@@ -69,7 +72,12 @@ Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show every row a
 
 def train(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [KEY=VALUE ...]", help="A file and overrides.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG.yaml | RUN | RECIPE] [KEY=VALUE ...]",
+            help="A file, a run or a recipe, and overrides.",
+            autocompletion=complete_words,
+        ),
     ] = None,
     recipe: Recipe = None,
     hf_model: Annotated[
@@ -141,7 +149,11 @@ def _fit_length(config: ConfigContainer, *, is_set: bool) -> None:
 def finetune(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RECIPE | CONFIG.yaml] [KEY=VALUE ...]", help="A recipe or a file, and overrides."),
+        typer.Argument(
+            metavar="[CONFIG.yaml | RUN | RECIPE] [KEY=VALUE ...]",
+            autocompletion=complete_words,
+            help="A file, a run of onstep finetune or a recipe, and overrides.",
+        ),
     ] = None,
     lora: Annotated[bool, typer.Option("--lora", help="Train low-rank adapters only (peft.peft_scheme=lora).")] = False,
     imports: Imports = None,
@@ -192,6 +204,8 @@ def _finetuned_recipe(words: list[str], lora: bool) -> tuple[str | None, list[st
         return None, words
     if len(named) > 1:
         raise ConfigError(f"expected at most one recipe or configuration file, got {', '.join(named)}.")
+    if named and _was_finetuned(named[0]):
+        return None, words
     name = named[0].removesuffix("_config").removesuffix("_pretrain") if named else "any"
     form = name if "_finetune" in name else f"{name}_finetune"
     form += "_lora" if lora and form.endswith("_finetune") else ""
@@ -206,6 +220,14 @@ def _finetuned_recipe(words: list[str], lora: bool) -> tuple[str | None, list[st
         except ConfigError as error:
             raise ConfigError(f"{error} {_nothing_named(named[0])}") from None
     return form, [word for word in words if "=" in word]
+
+
+def _was_finetuned(word: str) -> bool:
+    """Whether a word names a run of `onstep finetune`, which its stored configuration continues."""
+    directory = run_directory(word)
+    stored = None if directory is None else run_record(directory).get("config")
+    checkpoint = stored.get("checkpoint") if isinstance(stored, dict) else None
+    return isinstance(checkpoint, dict) and checkpoint.get("finetune") is True
 
 
 def _nothing_named(word: str) -> str:

@@ -17,6 +17,7 @@ import typer
 from tqdm import tqdm
 
 from onstep.cli.application import Imports, Recipe
+from onstep.cli.completed_words import complete_words
 from onstep.cli.config import configuration
 from onstep.cli.exit_codes import ERROR
 from onstep.cli.user_job import JobError, UserJob
@@ -66,7 +67,12 @@ class Kill:
 
 def verify_resume(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [KEY=VALUE ...]", help="The job, as in onstep train.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG.yaml | RUN | RECIPE] [KEY=VALUE ...]",
+            autocompletion=complete_words,
+            help="The job, as in onstep train.",
+        ),
     ] = None,
     kills: Annotated[int, typer.Option(min=1, help="Number of kills.")] = 5,
     seed: Annotated[int, typer.Option(help="Seed for the random times of the kills.")] = 0,

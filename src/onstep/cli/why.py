@@ -21,6 +21,7 @@ from onstep.analysis.logs.decisions_log import (
 from onstep.analysis.logs.run_status import rewind_command, run_record
 from onstep.analysis.text_tables import printable
 from onstep.cli.cells import time_shown
+from onstep.cli.completed_words import complete_words
 from onstep.cli.runs import RUNS, find_named, not_found, run_names
 from onstep.errors import ConfigError
 
@@ -41,6 +42,7 @@ def why(
         list[str] | None,
         typer.Argument(
             metavar="RUN",
+            autocompletion=complete_words,
             help="A run's directory, or its name below runs/. With --features, optional; it can also be the arguments "
             "of "
             "`onstep train`: [CONFIG.yaml] [KEY=VALUE ...].",

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from onstep.cli.application import application
+from onstep.cli.completed_words import complete_checkpoints
 from onstep.cli.exit_codes import ERROR
 from onstep.errors import ConfigError, OnstepError
 
@@ -45,7 +46,12 @@ class Dtype(StrEnum):
 
 @app.command("list")
 def list_(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A run, or a directory of checkpoints.")],
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH", autocompletion=complete_checkpoints, help="A run, or a directory of checkpoints."
+        ),
+    ],
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: {root, resumes_from, checkpoints: [...]}.")
     ] = False,
@@ -66,7 +72,12 @@ def list_(
 @app.command()
 def verify(
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A checkpoint, a run (its newest checkpoint), or a GGUF file.")
+        str,
+        typer.Argument(
+            metavar="PATH",
+            autocompletion=complete_checkpoints,
+            help="A checkpoint, a run (its newest checkpoint), or a GGUF file.",
+        ),
     ],
     everything: Annotated[bool, typer.Option("--all", help="All checkpoints of the run or directory.")] = False,
 ) -> None:
@@ -89,8 +100,13 @@ def verify(
 
 @app.command()
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, such as runs/NAME@20.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The checkpoint to compare it with.")],
+    a: Annotated[
+        str,
+        typer.Argument(metavar="A", autocompletion=complete_checkpoints, help="A checkpoint, such as runs/NAME@20."),
+    ],
+    b: Annotated[
+        str, typer.Argument(metavar="B", autocompletion=complete_checkpoints, help="The checkpoint to compare it with.")
+    ],
     everything: Annotated[bool, typer.Option("--all", help="Show everything, including what is equal.")] = False,
 ) -> None:
     """Compare two checkpoints.
@@ -114,7 +130,14 @@ def diff(
 
 @app.command()
 def export(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, or a run (its newest verified one).")],
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH",
+            autocompletion=complete_checkpoints,
+            help="A checkpoint, or a run (its newest verified one).",
+        ),
+    ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="File or directory to write.")],
     form: Annotated[
         Format | None,

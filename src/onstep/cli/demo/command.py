@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from onstep.cli.completed_words import complete_pairs
 from onstep.cli.config import configuration
 from onstep.cli.runs import near
 from onstep.cli.train import Quiet, Verbose, announce, run_to_its_end, with_level
@@ -15,7 +16,8 @@ SAMPLES = "onstep.cli.demo.samples:DemoSamples"
 
 def demo(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE ...]", help="Overrides of the recipe.")
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE ...]", autocompletion=complete_pairs, help="Overrides of the recipe."),
     ] = None,
     quiet: Quiet = False,
     verbose: Verbose = False,

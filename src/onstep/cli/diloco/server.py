@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from onstep.cli.completed_words import complete_pairs, complete_words
 from onstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,7 +25,11 @@ if TYPE_CHECKING:
 def server(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE ...]", help="Overrides, if the model is that of a configuration or recipe."),
+        typer.Argument(
+            metavar="[KEY=VALUE ...]",
+            autocompletion=complete_pairs,
+            help="Overrides, if the model is that of a configuration or recipe.",
+        ),
     ] = None,
     model: Annotated[
         str | None,
@@ -32,6 +37,7 @@ def server(
             "-m",
             "--model",
             metavar="MODEL",
+            autocompletion=complete_words,
             help="Initial parameters: a run, checkpoint or Hugging Face directory, a safetensors file, or a "
             "configuration file or recipe, whose model is initialized. May be left out to continue from --output-dir.",
         ),

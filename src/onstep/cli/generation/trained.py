@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onstep.analysis.text_tables import printable
+from onstep.cli.completed_words import complete_runs
 from onstep.cli.why import find_run
 from onstep.console.style import in_words
 from onstep.errors import ConfigError, OnstepError
@@ -37,7 +38,12 @@ def _checked_top_p(value: float | None) -> float | None:
     return value
 
 
-Name = Annotated[str, typer.Argument(help="A run's name below runs/, its directory, or a Hugging Face directory.")]
+Name = Annotated[
+    str,
+    typer.Argument(
+        help="A run's name below runs/, its directory, or a Hugging Face directory.", autocompletion=complete_runs
+    ),
+]
 RopeScaling = Annotated[
     str | None,
     typer.Option(metavar="linear|dynamic", help="Extend the context of a model with rotary positions."),

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from onstep.analysis.logs.files import FOREIGN_FILE_NAME, name_of_place
 from onstep.analysis.logs.run_status import is_locked
 from onstep.analysis.logs.training_log import TrainingLog
+from onstep.cli.completed_words import complete_runs
 from onstep.cli.logs.lookup import find_log
 from onstep.config.trackers import TRACKERS, name_list
 from onstep.errors import ConfigError, OnstepError
@@ -29,7 +30,12 @@ BAR_DELAY_SECONDS = 0.5
 
 
 def replay(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's directory, its name below runs/, or a log file.")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", autocompletion=complete_runs, help="A run's directory, its name below runs/, or a log file."
+        ),
+    ],
     to: Annotated[str, typer.Option("--to", metavar="NAME", help=f"One of {', '.join(TRACKERS)}.")],
     output: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where to write local files; default: the run's directory.")

@@ -26,6 +26,7 @@ from onstep.analysis.reports.summary_formats import (
 from onstep.analysis.text_tables import table
 from onstep.cli.application import Labels
 from onstep.cli.cells import date_shown, size_shown
+from onstep.cli.completed_words import complete_runs
 from onstep.cli.logs.lookup import find_log, read_logs
 from onstep.errors import ConfigError, DataError
 
@@ -41,7 +42,12 @@ class Format(StrEnum):
 
 def summary(
     path: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="A log, a run's directory or name; default: the newest log.")
+        str | None,
+        typer.Argument(
+            metavar="[RUN]",
+            autocompletion=complete_runs,
+            help="A log, a run's directory or name; default: the newest log.",
+        ),
     ] = None,
     form: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
     everything: Annotated[bool, typer.Option("--all", help="Summarize all logs of the project, newest first.")] = False,
@@ -105,6 +111,7 @@ def compare(
         list[str],
         typer.Argument(
             metavar="PATH PATH ...",
+            autocompletion=complete_runs,
             help="Logs, run directories, names below runs/, or a directory of runs (all of them).",
         ),
     ],

@@ -17,6 +17,7 @@ from onstep.analysis.logs.run_status import ending_of, is_locked
 from onstep.analysis.logs.training_log import TrainingLog
 from onstep.analysis.text_tables import printable
 from onstep.cli.cells import time_shown, value_shown
+from onstep.cli.completed_words import complete_runs
 from onstep.cli.logs.lookup import find_log
 from onstep.errors import ConfigError
 from onstep.record import Record
@@ -32,7 +33,12 @@ _HEAD_KEYS = ("timestamp", "global_step", "bridge")
 
 def tail(
     path: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="A log, a run's directory or name; default: the newest log.")
+        str | None,
+        typer.Argument(
+            metavar="[RUN]",
+            autocompletion=complete_runs,
+            help="A log, a run's directory or name; default: the newest log.",
+        ),
     ] = None,
     number: Annotated[int, typer.Option("-n", metavar="N", min=0, help="Number of records to show.")] = 10,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Show new records until the run ends.")] = False,

@@ -94,6 +94,15 @@ def test_with_lora_a_file_keeps_its_learning_rate_and_that_is_reported(
     assert "keeping optimizer.lr=3e-05 of the file" in capsys.readouterr().err
 
 
+def test_with_qlora_the_base_is_held_in_4_bits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["finetune", "--qlora", "peft.base_quantization=int8", *SMALL]) == 1
+    assert "--qlora means peft.base_quantization=nf4, which conflicts with" in capsys.readouterr().err
+    assert main(["finetune", "--lora", "peft.base_quantization=fp4", *SMALL]) == 1
+    assert "peft.base_quantization='fp4' must be nf4 | int8. Did you mean 'nf4'?" in capsys.readouterr().err
+
+
 def test_lora_and_another_scheme_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["finetune", "--lora", "peft.peft_scheme=null", *SMALL]) == 1
     assert "conflicts with peft.peft_scheme=null" in capsys.readouterr().err

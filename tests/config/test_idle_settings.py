@@ -33,7 +33,7 @@ def config_with(words: str = "") -> ConfigContainer:
         ("train.manual_gc_interval=5", "train.manual_gc=true", "train.manual_gc=true"),
         ("train.exit_signal_handler=false train.data_timeout=5", "exit_signal_handler=true", ""),
         ("model.rotary_base=5e5 model.position_embedding_type=none", "rope", "model.position_embedding_type=rope"),
-        ("optimizer.adam_beta2=0.95 optimizer.optimizer=sgd", "adam or muon", "optimizer.optimizer=adam"),
+        ("optimizer.adam_beta2=0.95 optimizer.optimizer=sgd", "other than sgd", "optimizer.optimizer=adam"),
         ("optimizer.sgd_momentum=0.5", "optimizer.optimizer=sgd", "optimizer.optimizer=sgd"),
         ("optimizer.loss_scale=8", "mixed_precision", "mixed_precision=bf16_mixed"),
         ("optimizer.hysteresis=3 mixed_precision=bf16_mixed", "fp16_mixed", "mixed_precision=fp16_mixed"),

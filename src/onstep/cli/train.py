@@ -27,7 +27,7 @@ from onstep.cli.hub import hf_directory
 from onstep.cli.runs import RUNS, find_named, not_found, run_names
 from onstep.cli.streams import outliving_readers
 from onstep.cli.train_ending import say_where, suggest
-from onstep.config import ConfigContainer
+from onstep.config import ConfigContainer, apply_overrides
 from onstep.config.sequence_lengths import SEQ_LENGTHS
 from onstep.config.suggestions import shown
 from onstep.console.level import Level
@@ -156,6 +156,9 @@ def finetune(
         ),
     ] = None,
     lora: Annotated[bool, typer.Option("--lora", help="Train low-rank adapters only (peft.peft_scheme=lora).")] = False,
+    qlora: Annotated[
+        bool, typer.Option("--qlora", help="--lora, with a base in 4 bits (peft.base_quantization=nf4).")
+    ] = False,
     imports: Imports = None,
     on_config_change: OnConfigChange = None,
     control: Control = False,
@@ -166,14 +169,15 @@ def finetune(
     """Fine-tune a pretrained model: onstep finetune checkpoint.pretrained_checkpoint=DIR 'dataset.paths=[chat.jsonl]'
 
     DIR is a Hugging Face model directory, a run or a checkpoint. Without a recipe, the model is read from the weights.
-    The run is stored in runs/NAME; the same command resumes an interrupted run. With --lora, it writes adapter/ in
-    addition to the merged model/.
+    The run is stored in runs/NAME; the same command resumes an interrupted run. With --lora or --qlora, it
+    writes adapter/ in addition to the merged model/.
     """
     words = with_level(words or [], quiet=quiet, verbose=verbose)
-    recipe, rest = _finetuned_recipe(words, lora)
+    flag = "--qlora" if qlora else "--lora" if lora else None
+    recipe, rest = _finetuned_recipe(words, flag is not None)
     config, names = configuration(rest, recipe)
-    if lora:
-        _set_lora(config, words)
+    if flag is not None:
+        _set_lora(config, words, flag)
     config.checkpoint.finetune = True
     _apply(config, control, without_commands_from, on_config_change)
     announce(config, names, imports or [])
@@ -182,19 +186,20 @@ def finetune(
     suggest(run_to_its_end(start, config, names, imports or []))
 
 
-def _set_lora(config: ConfigContainer, words: list[str]) -> None:
-    """Enable LoRA in the configuration of any recipe or file."""
+def _set_lora(config: ConfigContainer, words: list[str], flag: str) -> None:
+    """Enable LoRA, or QLoRA, in the configuration of any recipe or file."""
+    meant = {"peft.peft_scheme": "lora"} | ({"peft.base_quantization": "nf4"} if flag == "--qlora" else {})
     for word in words:
         key, _, value = word.partition("=")
-        if key == "peft.peft_scheme" and value != "lora":
-            raise ConfigError(f"--lora means peft.peft_scheme=lora, which conflicts with {word}; drop one of them.")
+        if value != meant.get(key, value):
+            raise ConfigError(f"{flag} means {key}={meant[key]}, which conflicts with {word}; drop one of them.")
     if config.peft.peft_scheme is None:
         note = (
-            f"--lora: keeping optimizer.lr={config.optimizer.lr} of the file; LoRA usually needs a higher learning "
+            f"{flag}: keeping optimizer.lr={config.optimizer.lr} of the file; LoRA usually needs a higher learning "
             f"rate, such as {LORA_LR}"
         )
         print(in_words(note, sys.stderr), file=sys.stderr)
-    config.peft.peft_scheme = "lora"
+    apply_overrides(config, [f"{key}={value}" for key, value in meant.items()])
 
 
 def _finetuned_recipe(words: list[str], lora: bool) -> tuple[str | None, list[str]]:

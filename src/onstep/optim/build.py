@@ -11,18 +11,19 @@ from torch import nn
 
 from onstep.config import OptimizerConfig, SchedulerConfig
 from onstep.config.checks.optimizer import check_param_groups
+from onstep.config.sections.optimizer import OF_PACKAGES
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 from onstep.optim.loss_scaler import LossScaler
 from onstep.optim.megatron_optimizer import ForeignOptimizer, MegatronOptimizer
 from onstep.optim.muon import MuonWithAdamW
+from onstep.optim.named_optimizers import of_package
 from onstep.optim.optimizer import TrainingOptimizer
 from onstep.optim.param_groups import param_groups, trainable_parameters
 from onstep.optim.param_scheduler import OptimizerParamScheduler
 from onstep.optim.protocol import HasParamGroups
 
-OPTIMIZERS = ("adam", "adamw", "sgd", "muon")
-_FUSED_DEVICES = ("cpu", "cuda")
+OPTIMIZERS = ("adam", "adamw", "sgd", "muon", *OF_PACKAGES)
 _ITERATION_FIELDS = ("lr_decay_iters", "lr_wsd_decay_iters", "lr_warmup_iters")
 _SAMPLE_FIELDS = ("lr_decay_samples", "lr_wsd_decay_samples", "lr_warmup_samples")
 
@@ -50,7 +51,7 @@ def build_torch_optimizer(
 
     `adam` and `adamw` are both AdamW (decoupled weight decay), as in Megatron-Core; torch's fused kernels are used on
     CPU and CUDA. `muon` is torch's Muon for the matrices of the layers and AdamW for the rest: embeddings, the output
-    matrix, biases, norms, and the weights of experts that are stacked in three dimensions.
+    matrix, biases, norms, and the weights of experts that are stacked in three dimensions. See `of_package` for others.
 
     There are two groups: tensors of at least two dimensions, with weight decay (`wd_mult` 1), and biases and parameters
     of fewer dimensions, such as the scales of norms, without (`wd_mult` 0). Each is split further for Muon, for a
@@ -87,6 +88,8 @@ def build_torch_optimizer(
         return _muon(for_muon, others, config, config.lr)
     if config.optimizer == "sgd":
         return torch.optim.SGD(others, lr=config.lr, momentum=config.sgd_momentum, fused=_can_fuse(others))
+    if config.optimizer in OF_PACKAGES:
+        return of_package(config, model_chunks, others)
     return _adamw(others, config, config.lr)
 
 
@@ -215,7 +218,7 @@ def _adamw(groups: Groups, config: OptimizerConfig, lr: float) -> torch.optim.Ad
 def _can_fuse(groups: Groups) -> bool:
     """Whether torch has fused kernels for all of these parameters."""
     params = [param for group in groups for param in group["params"]]
-    return all(param.device.type in _FUSED_DEVICES and param.is_floating_point() for param in params)
+    return all(param.device.type in ("cpu", "cuda") and param.is_floating_point() for param in params)
 
 
 def build_scheduler(

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
+from onstep.config import OptimizerConfig
 from onstep.config.hf.optimizers import NATIVE, OPTIMIZERS, parse_options
 from onstep.errors import ConfigError
 from onstep.originals import original
@@ -37,8 +39,12 @@ def is_native(args: Any) -> bool:
     return args.optim in NATIVE and not args.optim_args
 
 
-def check_installed(args: Any) -> None:
-    """Refuse (ConfigError) an optimizer whose package is not installed, with the command that installs it."""
+def check_installed(args: Any, key: str = "TrainingArguments.optim") -> None:
+    """Refuse (ConfigError) an optimizer whose package is not installed, with the command that installs it.
+
+    Args:
+        key: what names the optimizer, for the message.
+    """
     named = OPTIMIZERS[args.optim]
     # transformers knows the keywords of all other packages
     for module, install in (
@@ -46,10 +52,7 @@ def check_installed(args: Any) -> None:
         (named.module and "transformers", "pip install transformers"),
     ):
         if module and find_spec(module) is None:
-            raise ConfigError(
-                f"TrainingArguments.optim={args.optim!r} requires the package {module}, which is not installed: "
-                f"{install}."
-            )
+            raise ConfigError(f"{key}={args.optim!r} requires the package {module}, which is not installed: {install}.")
 
 
 def optimizer_class(args: Any, model: nn.Module | None = None) -> tuple[Any, dict[str, Any]]:
@@ -74,6 +77,28 @@ def optimizer_class(args: Any, model: nn.Module | None = None) -> tuple[Any, dic
     except ImportError as error:  # of what the package itself imports
         raise ConfigError(f"TrainingArguments.optim={args.optim!r} cannot be used: {error}.") from error
     return cls, keywords
+
+
+def of_package(
+    config: OptimizerConfig, modules: list[nn.Module], groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """The optimizer of another package that `optimizer.optimizer` names, with transformers' keywords for it.
+
+    Raises:
+        ConfigError: if its package is not installed.
+    """
+    args = SimpleNamespace(
+        optim=config.optimizer,
+        optim_args=None,
+        learning_rate=config.lr,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_epsilon=config.adam_eps,
+    )
+    check_installed(args, "optimizer.optimizer")
+    cls, keywords = optimizer_class(args)
+    optimizer: torch.optim.Optimizer = construct(cls, keywords, nn.ModuleList(modules), groups)
+    return optimizer
 
 
 def construct(cls: Any, keywords: dict[str, Any], module: nn.Module, groups: list[dict[str, Any]]) -> Any:

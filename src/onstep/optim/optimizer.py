@@ -15,6 +15,7 @@ from onstep.optim.fused_step import are_members
 from onstep.optim.gated_step import GatedStep
 from onstep.optim.gradient_scaling import clip_factor, like, multiply
 from onstep.optim.loss_scaler import LossScaler
+from onstep.optim.quantized_state import as_plain, from_plain
 from onstep.optim.zero_counts import count_zeros
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -142,7 +143,7 @@ class TrainingOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """The state of the wrapped optimizer, and the scaler's as `scaler`; the gate is not included."""
         self._step.settle()
-        state = self.optimizer.state_dict()
+        state = as_plain(self.optimizer.state_dict())
         return state if self._scaler is None else {**state, "scaler": self._scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -164,7 +165,7 @@ class TrainingOptimizer:
                 f"with the saved optimizer.param_groups, with optimizer.decoupled_lr set only if it was, and with the "
                 f"same parameters frozen, or load without the optimizer (checkpoint.load_optim=false)"
             )
-        self.optimizer.load_state_dict(state)
+        self.optimizer.load_state_dict(from_plain(state))
         if self._scaler is not None:
             self._scaler.reset()
             if scaler_state is not None:

@@ -189,6 +189,11 @@ def check_finetune(config: ConfigContainer) -> None:
             f"peft.peft_scheme={peft.peft_scheme} adds a few weights to pretrained ones, but none are given; set "
             f"checkpoint.pretrained_checkpoint, or peft.peft_scheme=null to train all weights."
         )
+    if peft.base_quantization is not None:
+        raise ConfigError(
+            f"peft.base_quantization={peft.base_quantization} is not supported yet; leave it out to hold the base in "
+            f"the precision of the run."
+        )
     if peft.target_modules == []:
         raise ConfigError(
             "peft.target_modules=[] adds weights to no layer; name ends such as [query, value], or null for every "

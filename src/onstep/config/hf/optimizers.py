@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from onstep.config.sections.optimizer import OF_BITSANDBYTES, OF_TORCHAO
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 
@@ -56,11 +57,10 @@ OPTIMIZERS: dict[str, NamedOptimizer] = {
     "adagrad": NamedOptimizer(options=("lr_decay", "eps")),
     "rmsprop": NamedOptimizer(options=_RMSPROP),
     "adafactor": _of("transformers", "transformers"),
-    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"), _BITSANDBYTES),
-    **dict.fromkeys(("lion_8bit", "lion_32bit", "paged_lion_32bit", "paged_lion_8bit"), _BITSANDBYTES),
+    **dict.fromkeys(OF_BITSANDBYTES, _BITSANDBYTES),
     **dict.fromkeys(("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"), _BITSANDBYTES),
     **dict.fromkeys(("ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"), _ADEMAMIX),
-    **dict.fromkeys(("adamw_torch_4bit", "adamw_torch_8bit"), _TORCHAO),
+    **dict.fromkeys(OF_TORCHAO, _TORCHAO),
     **dict.fromkeys(("galore_adamw", "galore_adamw_8bit", "galore_adafactor"), _GALORE),
     "apollo_adamw": _APOLLO,
     "grokadamw": _of(

@@ -17,26 +17,37 @@ from onstep.config.section import (
 )
 
 _NS_STEPS = Bound("from 1 to 99, the most that torch's Muon allows; 5 is usual", lambda steps: 1 <= steps <= 99)
-_ADAM = "optimizer.optimizer=adam or muon"
+_ADAM = "optimizer.optimizer other than sgd"
 _MUON = "optimizer.optimizer=muon"
 _WSD = "scheduler.lr_decay_style=WSD"
 _DYNAMIC_SCALE = ("mixed_precision=fp16_mixed", "optimizer.loss_scale=null")
 _DECAY = "scheduler.lr_decay_style other than constant"
 _FRACTION = Bound("between 0 and 1", lambda share: 0 <= share <= 1)
 
+OF_BITSANDBYTES = (
+    *("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"),
+    *("lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"),
+    *("ademamix", "ademamix_8bit", "paged_ademamix_8bit", "paged_ademamix_32bit"),
+)
+OF_TORCHAO = ("adamw_torch_8bit", "adamw_torch_4bit")
+OF_PACKAGES = (*OF_BITSANDBYTES, *OF_TORCHAO)
+"""Optimizers of other packages, by transformers' names."""
+
 
 @dataclass
 class OptimizerConfig(ConfigSection):
-    """The optimizer: AdamW (`adam`), `sgd` or `muon`."""
+    """The optimizer: AdamW (`adam`), `sgd`, `muon`, or one with quantized state."""
 
     optimizer: str = option(
         "adam",
         INCOMPATIBLE,
-        choices=("adam", "sgd", "muon"),
+        choices=("adam", "sgd", "muon", *OF_PACKAGES),
         common=True,
         known_as=("optim",),
         help="Algorithm: adam (AdamW) | sgd | muon (torch's Muon for the matrices of the layers; AdamW for "
-        "embeddings, output, biases, norms and stacked weights of experts).",
+        "embeddings, output, biases, norms and stacked weights of experts) | one of bitsandbytes or torchao by its "
+        "name in transformers, such as adamw_8bit, paged_adamw_8bit, paged_adamw_32bit, adamw_torch_8bit, "
+        "adamw_torch_4bit.",
     )
     lr: float | None = option(
         None,

@@ -33,3 +33,11 @@ class PeftConfig(ConfigSection):
         help="Suffixes of the names of the layers to adapt; None is every projection of attention and feed-forward "
         "blocks.",
     )
+    base_quantization: str | None = option(
+        None,
+        INCOMPATIBLE,
+        choices=("nf4", "int8"),
+        common=True,
+        help="Type of the frozen linear layers of the base (QLoRA), by `bitsandbytes`: nf4 (4 bits, with quantized "
+        "scales) | int8; None holds them in the precision of the run.",
+    )

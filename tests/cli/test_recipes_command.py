@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from onstep.cli.main import COMMANDS, main
-from onstep.cli.recipes import BYTE_VOCABULARY, fits
+from onstep.cli.memory import fits
+from onstep.cli.recipes import BYTE_VOCABULARY
 from onstep.config import from_dict, load_yaml, parse_yaml
 from onstep.data import build_tokenizer
 from onstep.metrics import estimate_training_memory
@@ -88,9 +89,9 @@ def test_memory_is_the_estimate_of_the_recipe(capsys: pytest.CaptureFixture[str]
     lines = said(capsys, "memory", "qwen25_500m").splitlines()
     estimate = estimate_training_memory(get_recipe("qwen25_500m")())
     assert estimate is not None
-    table = {line[:14].strip(): line[14:].split() for line in lines[:7]}
+    table = {line[:16].strip(): line[16:].split() for line in lines[:9]}
     assert table["parameters"] == ["494,032,768"]
-    assert table["weights"] == [f"{4 * 494_032_768 / 2**20:,.1f}", "MiB"]
+    assert table["weights, trained"] == [f"{4 * 494_032_768 / 2**20:,.1f}", "MiB"]
     assert table["total"] == [f"{estimate.total / 2**20:,.1f}", "MiB"]
     assert lines[-2] == "Per device, for a micro-batch of 1 x 4,096 tokens in bf16_mixed, optimizer adam."
     assert lines[-1] == "It fits a GPU with 24 GB, leaving 10% for the allocator and the kernels."

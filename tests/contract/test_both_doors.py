@@ -270,6 +270,7 @@ def test_a_key_does_the_same_through_both_doors(case: Case, doors: Doors) -> Non
 SOURCE_OF_DATA = "pretrain builds the data, Trainer is given it"
 TOKENIZER = "pretrain makes the tokenizer, Trainer is given a processing class"
 ONE_DOOR = {
+    "run.check_memory": "a Trainer has a model of its own, whose memory is not estimated",
     "checkpoint.on_config_change": "pretrain reads it for changed files too, which a Trainer's datasets do not name",
     **dict.fromkeys(
         (

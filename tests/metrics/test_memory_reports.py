@@ -153,12 +153,6 @@ def test_the_report_is_bridges_line_and_the_table_has_its_parts(capsys: pytest.C
     line = f"Theoretical memory footprints: weight and optimizer={mebibytes:.2f} MB\n"
     assert capsys.readouterr().out == line
     table = format_training_memory_estimate(estimate).splitlines()
-    assert [row.split()[0] for row in table] == [
-        "parameters",
-        "weights",
-        "gradients",
-        "optimizer",
-        "activations",
-        "total",
-    ]
-    assert table[1].split()[1:] == [f"{4 * estimate.num_parameters / 1024**2:,.1f}", "MiB"]
+    names = ["parameters", "weights, trained", "gradients", "optimizer state", "activations", "logits and loss"]
+    assert [row[:16].strip() for row in table] == [*names, "temporary", "total"]
+    assert table[1].split()[2:] == [f"{4 * estimate.num_parameters / 1024**2:,.1f}", "MiB"]

@@ -20,7 +20,7 @@ from onstep.console.level import Level
 from onstep.console.messages import show_messages
 from onstep.errors import DataError, MissingWeightsError
 from onstep.files.bounded_reading import integer_from_environment
-from onstep.metrics.memory_estimate import check_memory
+from onstep.metrics.memory.fitting import check_memory
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def check_start(config: ConfigContainer, callbacks: Sequence[str], imports: Sequ
 def _check_size(config: ConfigContainer) -> None:
     """Refuse a model that this machine cannot hold, unless its sizes are those of the weights to start from."""
     checkpoint = config.checkpoint
-    if checkpoint.pretrained_checkpoint is None and not checkpoint.finetune:
+    if config.run.check_memory and checkpoint.pretrained_checkpoint is None and not checkpoint.finetune:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run gives them
             check_memory(resolve(config, integer_from_environment("WORLD_SIZE", 1)))

@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("generation.chat:chat", "Talk with a trained model: onstep chat NAME"),
     "config": ("config:app", "Show a configuration or explain a key: onstep config show|defaults|explain KEY"),
     "recipes": ("recipes:app", "List and show recipes (named configurations): onstep recipes list|show NAME"),
-    "memory": ("recipes:memory", "Estimate GPU memory before training: onstep memory RECIPE [key=value ...]"),
+    "memory": ("memory:memory", "Estimate GPU memory before training: onstep memory RECIPE [key=value ...]"),
     "why": (
         "why:why",
         "Explain why a run stopped, saved or rolled back: onstep why RUN [--step N]",

@@ -12,7 +12,7 @@ from onstep.lazy_names import lazy_names
 if TYPE_CHECKING:
     from onstep.metrics.device_peaks import DevicePeak, peak_of
     from onstep.metrics.flops import MFU_DEFINITION, model_flops_utilization, num_floating_point_operations
-    from onstep.metrics.memory_estimate import (
+    from onstep.metrics.memory.estimate import (
         MemoryEstimate,
         estimate_training_memory,
         format_training_memory_estimate,

@@ -18,7 +18,7 @@ from onstep.console import with_progress
 from onstep.distributed import World, open_world, world_size_from_environment
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager, Dispatcher, normalize_callbacks
-from onstep.metrics.memory_estimate import check_memory
+from onstep.metrics.memory.fitting import check_memory
 from onstep.models import ModelHook
 from onstep.recipes import RECIPES
 from onstep.training.bridge.global_state import GlobalState
@@ -130,7 +130,8 @@ def configured_run(
     if note is not None:
         logger.warning("%s", note)
     config = resolve(fill_from_pretrained(config), world_size_from_environment())
-    check_memory(config)
+    if config.run.check_memory:
+        check_memory(config)
     manager = with_progress(normalize_callbacks(callbacks), config)
     if config.run.control:
         manager = CallbackManager() if manager is None else manager

@@ -46,7 +46,7 @@ SECTIONS: dict[type[ConfigSection], str] = {ConfigContainer: ""} | {
 """What the keys of each part start with."""
 
 WHOLE = (
-    "metrics/memory_estimate.py",
+    "metrics/memory/",
     *(
         f"config/{name}.py"
         for name in (
@@ -66,7 +66,7 @@ WHOLE = (
 PRETRAIN_DOOR = (
     "training/pretrain.py", "training/setup/setup.py:set_up", "training/setup/setup.py:resolve_vocabulary",
     "training/setup/model_and_data.py", "training/setup/pretrained.py", "training/setup/final_weights.py:_",
-    "metrics/memory_estimate.py",
+    "training/setup/memory.py", "metrics/memory/",
 )  # fmt: skip
 """Code that runs for `pretrain()` alone; that of `trainer/` runs for `Trainer` alone."""
 
@@ -316,7 +316,7 @@ def _place(file: str, function: str) -> str | None:
     if not file.startswith(str(SOURCE)):
         return None
     module = Path(file).relative_to(SOURCE).as_posix()
-    if module in WHOLE:
+    if module.startswith(WHOLE):
         return None
     return "config" if module.startswith("config/") else f"{module}:{function}"
 

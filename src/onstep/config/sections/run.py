@@ -51,6 +51,12 @@ class RunConfig(ConfigSection):
         help="A run that continues does not repeat the commands that it was sent after this step or later, and "
         "continues from the newest checkpoint without them; once, so that a restart repeats what it was sent since.",
     )
+    check_memory: bool = option(
+        True,
+        SAFE,
+        help="Refuse a run that is estimated not to fit into the memory of its GPU, or by far not into that of the "
+        "machine; false starts it all the same.",
+    )
     save_weights: bool = option(True, SAFE, help="Write the final weights to `<run>/model` as safetensors.")
 
 

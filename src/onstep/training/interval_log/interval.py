@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from onstep.config import ConfigContainer
-from onstep.metrics.memory_estimate import report_theoretical_memory
+from onstep.metrics.memory.estimate import report_theoretical_memory
 from onstep.metrics.memory_peaks import MemoryPeaks
 from onstep.metrics.memory_reports import report_memory, save_memory_snapshot
 from onstep.metrics.norms.parameter_norms import report_l2_norm_grad

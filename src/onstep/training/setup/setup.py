@@ -23,6 +23,7 @@ from onstep.training.checkpointing.saved_states import callbacks_give_weights
 from onstep.training.lifecycle.float32 import slow_float32
 from onstep.training.protocols import Trained, UserOptimizer, UserScheduler
 from onstep.training.run import Run
+from onstep.training.setup.memory import check_device_memory
 from onstep.training.setup.model_and_data import build_data, build_model, open_tokenizer
 from onstep.training.setup.tokenizer_record import record_tokenizer
 
@@ -62,6 +63,7 @@ def set_up(state: Run, notify: Dispatcher, pre_wrap_hooks: Sequence[ModelHook] =
     with timers("tokenizer-setup").measure():
         state.tokenizer = open_tokenizer(state)
     resolve_vocabulary(config, state.tokenizer.vocab_size)
+    check_device_memory(config, world)
     with timers(MODEL_TIMER).measure(barrier=True):
         model = build_model(config, world, state, pre_wrap_hooks)
         seed_everything(config.rng.seed + world.rank)

@@ -1,0 +1,99 @@
+"""`onstep memory`: estimates the memory that training requires, and measures it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from onstep.cli.application import Recipe
+from onstep.cli.completed_words import complete_words
+from onstep.cli.config import configuration
+from onstep.cli.recipes import sized
+from onstep.config import ConfigContainer, resolve
+from onstep.errors import ConfigError
+from onstep.metrics.memory.changes import changes_that_fit
+from onstep.metrics.memory.estimate import MemoryEstimate, estimate_training_memory, format_training_memory_estimate
+
+GPU_SIZES = (8, 16, 24, 32, 40, 48, 80, 96, 141, 192, 288)
+"""Memory sizes of available GPUs, in nominal GB."""
+USABLE = 0.9
+"""The fraction that an estimate may use; the rest is for fragmentation and kernel workspaces."""
+
+
+def memory(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CONFIG.yaml | RUN | RECIPE [KEY=VALUE ...]",
+            help="A file, a run or a recipe, and overrides.",
+            autocompletion=complete_words,
+        ),
+    ] = None,
+    recipe: Recipe = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks that the global batch is split over.")] = 1,
+    gpu_gb: Annotated[
+        int | None, typer.Option("--gpu-gb", min=1, metavar="GB", help="Say what would make it fit a GPU of this size.")
+    ] = None,
+) -> None:
+    """Estimate the memory that training requires on each device: onstep memory qwen25_500m
+
+    To reduce it: train.micro_batch_size=1, model.recompute_granularity=full, peft.peft_scheme=lora.
+    """
+    config = _configuration(words or [], recipe, ranks)
+    estimate = estimate_training_memory(config, ranks=ranks)
+    if estimate is None:
+        raise ConfigError("the memory of this model cannot be estimated: no formula is known for it.")
+    print(format_training_memory_estimate(estimate))
+    recomputed = ", with full recomputation" if config.model.recompute_granularity == "full" else ""
+    print(
+        f"\nPer device, for a micro-batch of {config.train.micro_batch_size} x {config.model.seq_length:,} tokens "
+        f"in {config.mixed_precision or 'float32'}{recomputed}, optimizer {config.optimizer.optimizer}.\n"
+        f"{fits(estimate)}"
+    )
+    if gpu_gb is not None:
+        print(_changes(config, estimate, gpu_gb, ranks))
+
+
+def fits(estimate: MemoryEstimate) -> str:
+    """A sentence on which GPUs the estimate fits."""
+    sizes = [size for size in GPU_SIZES if estimate.total <= _usable(size)]
+    if not sizes:
+        return f"It does not fit a single GPU of up to {GPU_SIZES[-1]} GB, and every rank holds a full copy."
+    return f"It fits a GPU with {sizes[0]} GB, leaving 10% for the allocator and the kernels."
+
+
+def _usable(gigabytes: int) -> int:
+    return int(USABLE * gigabytes * 1024**3)
+
+
+def _changes(config: ConfigContainer, estimate: MemoryEstimate, gigabytes: int, ranks: int) -> str:
+    """What would make the training fit a GPU of this size, a line for each way."""
+    if estimate.total <= _usable(gigabytes):
+        return f"It fits {gigabytes} GB as it is."
+    found = changes_that_fit(config, _usable(gigabytes), ranks=ranks)
+    if not found:
+        return f"No change of the configuration makes it fit {gigabytes} GB; use a smaller model."
+    return "\n".join([f"To fit {gigabytes} GB, from cheap to dear:", *(f"  {change}" for change in found)])
+
+
+def _configuration(words: list[str], recipe: str | None, ranks: int) -> ConfigContainer:
+    """The configuration that `words` describes, with the model of the pretrained weights if they can be read."""
+    config, _ = configuration(words, recipe)
+    weights = config.checkpoint.pretrained_checkpoint
+    is_any = str(config.run.recipe).startswith("any_")
+    if is_any and weights is None and config.checkpoint.load is None:
+        raise ConfigError(
+            f"{config.run.recipe} reads its model from the pretrained weights; set "
+            "checkpoint.pretrained_checkpoint=DIR."
+        )
+    if is_any or (weights is not None and Path(weights).exists()):
+        from onstep.training.setup.pretrained import fill_from_pretrained
+
+        config = fill_from_pretrained(config)
+    elif config.checkpoint.finetune and weights is None and config.checkpoint.load is None:
+        config.checkpoint.pretrained_checkpoint = "the weights"  # the estimate does not depend on which ones
+    if config.dataset.kind != "text" and not config.dataset.paths:
+        config.dataset.paths = ["the data"]
+    return sized(resolve(config, ranks))

@@ -1,0 +1,187 @@
+"""Estimates what a micro-batch needs besides the weights: activations, logits, copies and temporary tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from onstep.config.checks.model import LORA_PROJECTIONS
+from onstep.metrics.memory.counts import WeightCounts
+from onstep.metrics.memory.storage import FLOAT32, Storage
+from onstep.metrics.model_shape import ModelShape, is_target
+
+_CHUNK, _LARGE_VOCABULARY = 2**28, 65_536
+"""Elements of a chunk of logits, and the least vocabulary that is divided by default: see `models/vocabulary_loss`."""
+_LABEL = 8
+_INPUTS_OF_ATTENTION = ("attention.query", "attention.key", "attention.value")
+_INPUTS_OF_BLOCK = ("feed_forward.gate", "feed_forward.up")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Bytes that a micro-batch needs, each at its most."""
+
+    activations: int
+    """What is kept for the backward pass when it begins."""
+    layer: int
+    """What one layer keeps, or computes again in the backward pass."""
+    logits: int
+    """Logits, and what the loss makes of them."""
+    copies: int
+    """16-bit copies of weights while the loss is computed."""
+    copies_of_layer: int
+    """16-bit copies of weights while one layer is computed."""
+    temporary: int
+    """Gradients of activations in the backward pass of one layer."""
+
+
+def micro_batch(shape: ModelShape, cfg: Any, counts: WeightCounts, storage: Storage) -> MicroBatch:
+    """The needs of one micro-batch (of one sample, if its size is not set) of the built-in transformer.
+
+    It is exact for dense layers without dropout on a CPU. Experts are estimated.
+
+    Source: the method of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"
+        (arXiv:2205.05198), section 4.1: adding up the tensors that each operation keeps.
+    """
+    tokens: int = shape.seq_length * (cfg.train.micro_batch_size or 1)
+    layers = [_Layer(shape, storage, _targets(cfg.peft, index)) for index in range(shape.all_layers)]
+    sizes = [layer.kept(bool(shape.moe_layers) and shape.moe_layers[index]) for index, layer in enumerate(layers)]
+    if counts.added:  # nothing before the first adapter has a gradient
+        sizes[0] -= layers[0].norm(shape.hidden_size)
+    recomputes = getattr(cfg.model, "recompute_granularity", None) == "full"
+    kept = len(sizes) * storage.residual * shape.hidden_size if recomputes else sum(sizes)
+    ends, logits = _ends(shape, cfg, counts, storage, tokens)
+    copies = _copies(counts, storage, layers[0], recomputes)
+    return MicroBatch(
+        activations=tokens * (kept + layers[0].norm(shape.hidden_size)) + ends,
+        layer=tokens * max(sizes),
+        logits=logits * (1 + shape.mtp_depth),
+        copies=copies,
+        copies_of_layer=copies // len(sizes),
+        temporary=tokens * layers[0].temporary(),
+    )
+
+
+def _ends(shape: ModelShape, cfg: Any, counts: WeightCounts, storage: Storage, tokens: int) -> tuple[int, int]:
+    """Bytes that are kept of the output's input and of the labels, and the most that the loss needs."""
+    is_trained, (vocabulary, hidden) = not counts.added, counts.head
+    chunk = _chunk(cfg.model, vocabulary, tokens)
+    if chunk is None:  # logits, their log-softmax and its gradient
+        kept = storage.product * hidden if is_trained else 0
+        return tokens * (kept + _LABEL) + 2 * FLOAT32, 3 * FLOAT32 * vocabulary * tokens
+    gradients = storage.product * hidden * tokens + (FLOAT32 * vocabulary * hidden if is_trained else 0)
+    return tokens * _LABEL, gradients + (FLOAT32 + storage.product) * vocabulary * chunk
+
+
+def _copies(counts: WeightCounts, storage: Storage, first: _Layer, recomputes: bool) -> int:
+    """Bytes of the casts of weights that exist while the loss is computed.
+
+    Autocast caches those of trained weights; those of frozen weights exist as long as the backward pass needs them.
+    """
+    rows, columns = counts.head
+    head = storage.product * rows * columns
+    if not counts.added:
+        return storage.product * counts.cast + head if storage.casts(storage.trained) else 0
+    copies = head if storage.casts(storage.frozen) else 0
+    if recomputes:
+        return copies
+    shape, before = first.shape, [name for name in _INPUTS_OF_ATTENTION if name in (first.adapted or {})]
+    if storage.casts(storage.frozen) and storage.quantization is None:
+        copies += storage.product * (counts.cast - counts.added)
+        copies -= storage.product * shape.hidden_size * (shape.query_width + 2 * shape.key_width)
+    if storage.casts(storage.trained):
+        ranks = sum((first.adapted or {})[name] for name in before)
+        copies += storage.product * (counts.added - shape.hidden_size * ranks)
+    return copies
+
+
+def _chunk(model: Any, vocabulary: int, tokens: int) -> int | None:
+    """The number of tokens whose logits exist at once; None for all."""
+    option, size = getattr(model, "chunked_loss", None), max(1, _CHUNK // vocabulary)
+    is_wanted = vocabulary >= _LARGE_VOCABULARY if option is None else option
+    return size if is_wanted and tokens > size else None
+
+
+@lru_cache(maxsize=1024)
+def _is_adapted(index: int, name: str, targets: tuple[str, ...] | None) -> bool:
+    names = (f"layers.{index}.{name}", f"model.layers.{index}.{LORA_PROJECTIONS[name]}")
+    return targets is None or any(is_target(one, targets) for one in names)
+
+
+def _targets(peft: Any, index: int) -> dict[str, int] | None:
+    """The projections of a layer with LoRA, and its rank; None if the whole layer is trained."""
+    if peft is None or peft.peft_scheme is None:
+        return None
+    targets = None if peft.target_modules is None else tuple(peft.target_modules)
+    return {name: peft.dim for name in LORA_PROJECTIONS if _is_adapted(index, name, targets)}
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What a layer keeps for the backward pass, in bytes per token."""
+
+    shape: ModelShape
+    storage: Storage
+    adapted: dict[str, int] | None
+    """The rank of LoRA for each projection that has it; None without LoRA."""
+
+    def kept(self, has_experts: bool) -> int:
+        """All of it."""
+        shape, product = self.shape, self.storage.product
+        size = 2 * self.norm(shape.hidden_size) + self._inputs(shape.hidden_size, _INPUTS_OF_ATTENTION)
+        size += product * (2 * shape.query_width + 2 * shape.key_width) + FLOAT32 * shape.num_attention_heads
+        if shape.qk_norm:
+            heads = shape.num_attention_heads + shape.num_query_groups
+            size += heads * self.norm(shape.kv_channels)
+        size += self._input_again(shape.query_width, "attention.output")
+        if has_experts:
+            return size + self._experts()
+        gated = shape.num_projections == 3
+        size += self._inputs(shape.hidden_size, _INPUTS_OF_BLOCK if gated else _INPUTS_OF_BLOCK[1:])
+        size += product * (3 if gated else 1) * shape.ffn_hidden_size
+        keeps_inner = self.adapted is None or "feed_forward.down" in self.adapted
+        size += product * shape.ffn_hidden_size if keeps_inner else 0
+        return size + self._ranks("feed_forward.down")
+
+    def norm(self, width: int) -> int:
+        """A norm's input, its normed input if the scale is trained and the norm not fused, and its statistics."""
+        shape, storage = self.shape, self.storage
+        if shape.norm_bias:
+            return storage.residual * width + 2 * FLOAT32
+        if storage.has_fused_norms:
+            return storage.residual * width + FLOAT32
+        return (2 if self.adapted is None else 1) * FLOAT32 * width + FLOAT32
+
+    def temporary(self) -> int:
+        """Gradients that exist at once in the backward pass of the feed-forward block, of which there are most."""
+        shape = self.shape
+        width = max(shape.ffn_hidden_size, shape.moe_ffn_hidden_size * shape.moe_topk if shape.num_experts else 0)
+        return 2 * self.storage.residual * shape.hidden_size + shape.num_projections * self.storage.product * width
+
+    def _inputs(self, width: int, names: Collection[str]) -> int:
+        """What projections with a common input keep of it: autocast casts it for each of them."""
+        product = self.storage.product
+        if self.adapted is None:
+            return product * width * (len(names) if self.storage.casts_inputs else 1)
+        found = [name for name in names if name in self.adapted]
+        size = product * width * (len(found) if self.storage.casts_inputs else min(1, len(found)))
+        return size + self._ranks(*found)
+
+    def _input_again(self, width: int, name: str) -> int:
+        """What a projection keeps of an input that is kept already: LoRA casts it to float32 and back."""
+        if self.adapted is None or name not in self.adapted:
+            return 0
+        return (self.storage.product * width if self.storage.casts_inputs else 0) + self._ranks(name)
+
+    def _ranks(self, *names: str) -> int:
+        """What LoRA keeps between its two matrices."""
+        return sum(self.storage.product * (self.adapted or {}).get(name, 0) for name in names)
+
+    def _experts(self) -> int:
+        shape, product = self.shape, self.storage.product
+        width = shape.moe_ffn_hidden_size * shape.moe_topk + shape.shared_expert_size
+        factors = 4 if shape.num_projections == 3 else 2
+        sent = 2 * shape.moe_topk * shape.hidden_size  # a token's input to each of its experts, and each one's output
+        return product * (2 * shape.hidden_size + factors * width + sent) + 3 * FLOAT32 * shape.num_experts

@@ -1,0 +1,164 @@
+"""Estimates the memory that training needs on each device from the configuration alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from onstep.metrics.memory.activations import MicroBatch, micro_batch
+from onstep.metrics.memory.counts import WeightCounts
+from onstep.metrics.memory.storage import Storage, optimizer_bytes
+from onstep.metrics.model_shape import ModelShape
+
+_MIB = 1024**2
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Estimated bytes on one device, each kind at its most."""
+
+    num_parameters: int
+    """Number of parameters, including those added by LoRA."""
+    num_trainable: int
+    """Number of trainable ones: with LoRA those that it adds, else all."""
+    trained_weights: int
+    frozen_weights: int
+    masters: int
+    """What the optimizer keeps of the values of 16-bit weights: their float32 values, or what rounding would lose."""
+    gradients: int
+    """Gradients of trainable parameters."""
+    optimizer: int
+    """Optimizer state of trainable parameters."""
+    weight_copies: int
+    """The 16-bit copies of matrices that autocast creates for a forward and backward pass."""
+    activations: int
+    """Activations of one micro-batch (of one sample, if its size is not set) that are kept for its backward pass."""
+    logits: int
+    """Logits, and what the loss makes of them."""
+    temporary: int
+    """What the backward pass of a layer makes and frees, and what it computes again."""
+    total: int
+    """The most that exists at once. It may be less than the sum: gradients are made as activations are freed."""
+
+    @property
+    def weights(self) -> int:
+        """Weights, trained and frozen."""
+        return self.trained_weights + self.frozen_weights
+
+    @property
+    def held(self) -> int:
+        """What exists between steps: weights, masters and optimizer state."""
+        return self.weights + self.masters + self.optimizer
+
+    @property
+    def weights_and_optimizer(self) -> int:
+        """Weights, masters, gradients and optimizer state."""
+        return self.held + self.gradients
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """The bytes of each kind, by the names of the table."""
+        return {
+            "weights, trained": self.trained_weights,
+            "weights, frozen": self.frozen_weights,
+            "masters": self.masters,
+            "gradients": self.gradients,
+            "optimizer state": self.optimizer,
+            "16-bit copies": self.weight_copies,
+            "activations": self.activations,
+            "logits and loss": self.logits,
+            "temporary": self.temporary,
+        }
+
+
+def estimate_training_memory(cfg: Any, *, device: str | None = None, ranks: int = 1) -> MemoryEstimate | None:
+    """Memory needed per device to train with a `ConfigContainer`; None for a model without a known formula.
+
+    Weights, gradients and optimizer state are exact, in the precision that the configuration gives each of them. Every
+    rank holds all of it. Activations assume attention that stores no scores. Buffers of data parallelism, memory
+    fragmentation and the kernels' workspace come on top.
+
+    Args:
+        device: cpu or cuda, whose kernels keep different tensors; None is that of the configuration, else cuda.
+        ranks: number of data-parallel ranks that share a global batch.
+    """
+    shape = ModelShape.of(cfg.model)
+    if shape is None:
+        return None
+    counts, storage = WeightCounts.of(shape, getattr(cfg, "peft", None)), Storage.of(cfg, device)
+    return estimate_of(cfg, counts, storage, micro_batch(shape, cfg, counts, storage), ranks)
+
+
+def estimate_of(cfg: Any, counts: WeightCounts, storage: Storage, needs: MicroBatch, ranks: int = 1) -> MemoryEstimate:
+    """The estimate for weights of these numbers and a micro-batch with these needs."""
+    gradients, recomputes = storage.gradients * counts.trained, cfg.model.recompute_granularity is not None
+    trained, frozen, masters = (
+        storage.trained * counts.trained,
+        storage.frozen_bytes(counts),
+        storage.masters * counts.trained,
+    )
+    optimizer = optimizer_bytes(cfg.optimizer, counts, storage.moments)
+    return MemoryEstimate(
+        num_parameters=counts.total,
+        num_trainable=counts.trained,
+        trained_weights=trained,
+        frozen_weights=frozen,
+        masters=masters,
+        gradients=gradients,
+        optimizer=optimizer,
+        weight_copies=needs.copies,
+        activations=needs.activations,
+        logits=needs.logits,
+        temporary=needs.temporary + (needs.layer if recomputes else 0),
+        total=trained
+        + frozen
+        + masters
+        + optimizer
+        + _peak(cfg, counts, storage, needs, gradients, accumulates(cfg, ranks)),
+    )
+
+
+def _peak(
+    cfg: Any, counts: WeightCounts, storage: Storage, needs: MicroBatch, gradients: int, has_earlier: bool
+) -> int:
+    """The most bytes that exist at once beside what is held between steps.
+
+    Args:
+        has_earlier: whether the gradients of an earlier micro-batch exist.
+    """
+    head = counts.head[0] * counts.head[1] * storage.gradients
+    before = gradients if has_earlier else 0
+    recomputed = needs.layer if cfg.model.recompute_granularity is not None else 0
+    loss = before + needs.copies + needs.activations + needs.logits
+    of_layer = needs.copies_of_layer + needs.temporary
+    last_layer = before + of_layer + needs.activations + recomputed
+    first_layer = of_layer + needs.layer
+    if counts.added:
+        return max(loss, last_layer, gradients + first_layer)
+    ends = head if counts.ties_head else 2 * head
+    all_later = gradients if has_earlier else (gradients - ends) * (1 - 1 / cfg.model.num_layers) + head
+    embedding = head * (has_earlier + counts.ties_head)
+    return int(max(loss, last_layer + (0 if has_earlier else head), all_later + first_layer, gradients + embedding))
+
+
+def accumulates(cfg: Any, ranks: int) -> bool:
+    """Whether a step has several micro-batches on a rank, as far as the configuration says."""
+    micro, batch = cfg.train.micro_batch_size, cfg.train.global_batch_size
+    return bool(micro and batch and batch > micro * ranks)
+
+
+def format_training_memory_estimate(estimate: MemoryEstimate) -> str:
+    """Format the estimate as a table in MiB, one line per kind, omitting those that are 0."""
+    lines = [f"{'parameters':<16}{estimate.num_parameters:>16,d}"]
+    if estimate.num_trainable != estimate.num_parameters:
+        lines.append(f"{'trained':<16}{estimate.num_trainable:>16,d}")
+    rows = {**estimate.kinds, "total": estimate.total}
+    return "\n".join([*lines, *(f"{name:<16}{size / _MIB:>12,.1f} MiB" for name, size in rows.items() if size)])
+
+
+def report_theoretical_memory(cfg: Any) -> None:
+    """Print Megatron Bridge's line about weights, gradients and optimizer; nothing if no formula is known."""
+    estimate = estimate_training_memory(cfg)
+    if estimate is not None:
+        line = f"Theoretical memory footprints: weight and optimizer={estimate.weights_and_optimizer / _MIB:.2f} MB"
+        print(line, flush=True)  # noqa: T201 - printing is the function's purpose

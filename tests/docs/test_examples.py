@@ -142,10 +142,10 @@ def test_a_command_names_what_exists(words: list[str], empty_dir: Path) -> None:
         config, _ = configuration(arguments, recipe)
         assert isinstance(resolve(config), ConfigContainer)
     elif name == "config":
-        assert arguments[0] in ("show", "defaults", "explain")
+        assert arguments[0] in ("show", "defaults", "explain", "schema")
         if arguments[0] == "explain":
             assert set(arguments[1:]) <= set(KEYS)
-        else:
+        elif arguments[0] == "show":
             configuration(arguments[1:], None)
 
 

@@ -1,10 +1,11 @@
-"""`onstep config show|defaults|explain`, and the configuration that the words of a command line describe."""
+"""`onstep config show|defaults|explain|schema`, and the configuration that the words of a command line describe."""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import importlib.util
+import json
 import os
 import sys
 from importlib.abc import InspectLoader
@@ -250,3 +251,11 @@ def defaults(
 def explain_keys(keys: Annotated[list[str], typer.Argument(metavar="KEY ...", autocompletion=complete_keys)]) -> None:
     """Print a key's help, type, default, rules, consequence of a change and name in `TrainingArguments`."""
     print("\n\n".join(explain(key) for key in keys))
+
+
+@app.command()
+def schema() -> None:
+    """Print a JSON schema of configuration files, with which editors complete and check them."""
+    from onstep.config.json_schema import json_schema
+
+    print(json.dumps(json_schema(), indent=2))

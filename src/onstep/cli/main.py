@@ -24,7 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("demo.command:demo", "Train a small GPT on Python's source in a minute or two, and see what it learns"),
     "generate": ("generation.generate:generate", 'Continue a text with a trained model: onstep generate NAME "def "'),
     "chat": ("generation.chat:chat", "Talk with a trained model: onstep chat NAME"),
-    "config": ("config:app", "Show a configuration or explain a key: onstep config show|defaults|explain KEY"),
+    "config": ("config:app", "Show or describe a configuration: onstep config show|defaults|explain|schema"),
     "recipes": ("recipes:app", "List and show recipes (named configurations): onstep recipes list|show NAME"),
     "memory": ("memory:memory", "Estimate GPU memory before training: onstep memory RECIPE [key=value ...]"),
     "why": (

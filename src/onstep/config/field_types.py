@@ -26,7 +26,7 @@ def field_types(cls: type) -> dict[str, Any]:
 
 def type_name(annotation: Any) -> str:
     """The annotation in words: ``int | None`` is 'int or None'."""
-    members = _members(annotation)
+    members = members_of(annotation)
     if len(members) > 1:
         return " or ".join(type_name(member) for member in members)
     if annotation is type(None):
@@ -49,12 +49,12 @@ def is_integer_from(value: Any, least: int) -> bool:
 
 def accepts_none(annotation: Any) -> bool:
     """Whether a field of this annotation may be None."""
-    return any(member in (type(None), Any) for member in _members(annotation))
+    return any(member in (type(None), Any) for member in members_of(annotation))
 
 
 def accepts_text(annotation: Any) -> bool:
     """Whether a field of this annotation may hold a str."""
-    return any(member in (str, Any) for member in _members(annotation))
+    return any(member in (str, Any) for member in members_of(annotation))
 
 
 def coerce(value: Any, annotation: Any, name: str) -> Any:
@@ -86,7 +86,7 @@ def coerce(value: Any, annotation: Any, name: str) -> Any:
 
 def _first_refused(value: Any, annotation: Any, name: str) -> ConfigError | None:
     """The error for the first entry of a dictionary or list that is not as required; None for any other value."""
-    for member in _members(annotation):
+    for member in members_of(annotation):
         origin, arguments = get_origin(member), get_args(member)
         entries: Iterable[tuple[Any, Any]] = ()
         if origin is dict and isinstance(value, Mapping):
@@ -112,19 +112,19 @@ def _parts(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 @functools.cache
-def _members(annotation: Any) -> tuple[Any, ...]:
+def members_of(annotation: Any) -> tuple[Any, ...]:
     """The types of a union; of ``Annotated[float, int]``, the types in the annotation come first."""
     if get_origin(annotation) is Annotated:
-        return (*annotation.__metadata__, *_members(annotation.__origin__))
+        return (*annotation.__metadata__, *members_of(annotation.__origin__))
     if get_origin(annotation) in (Union, types.UnionType):
-        return tuple(member for one in get_args(annotation) for member in _members(one))
+        return tuple(member for one in get_args(annotation) for member in members_of(one))
     return (annotation,)
 
 
 def _converted(value: Any, annotation: Any) -> Any:
     if isinstance(value, Enum):
         value = value.value
-    members = _members(annotation)
+    members = members_of(annotation)
     if (value is None or isinstance(value, bool)) and type(value) in members:
         return value
     if len(members) > 1:

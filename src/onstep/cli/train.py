@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -14,7 +14,6 @@ from onstep.analysis.logs.run_status import run_record
 from onstep.cli.application import Imports, Recipe
 from onstep.cli.completed_words import complete_words
 from onstep.cli.config import (
-    configuration,
     configuration_and_keys,
     import_file,
     is_file,
@@ -40,6 +39,7 @@ from onstep.recipes.finetuning import LORA_LR
 
 if TYPE_CHECKING:
     from onstep.training import GlobalState
+    from onstep.training.setup.pretrained import PretrainedSource
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,18 @@ Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Show warnings and th
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show every row and size (logger.console=verbose).")]
 
 
+HfModel = Annotated[
+    str | None,
+    typer.Option(
+        "--hf-model",
+        metavar="DIR|NAME[@REVISION]",
+        help="Train a Hugging Face model of any family further: its directory, or its name on the Hub, which is "
+        "downloaded once; REVISION is a branch, a tag or a commit. A directory without weights starts from new ones, "
+        "as model.hf_model=DIR does.",
+    ),
+]
+
+
 def train(
     words: Annotated[
         list[str] | None,
@@ -80,15 +92,7 @@ def train(
         ),
     ] = None,
     recipe: Recipe = None,
-    hf_model: Annotated[
-        str | None,
-        typer.Option(
-            "--hf-model",
-            metavar="DIR|NAME[@REVISION]",
-            help="Train a Hugging Face model further: its directory, or its name on the Hub, which is downloaded once; "
-            "REVISION is a branch, a tag or a commit.",
-        ),
-    ] = None,
+    hf_model: HfModel = None,
     imports: Imports = None,
     on_config_change: OnConfigChange = None,
     control: Control = False,
@@ -102,11 +106,12 @@ def train(
     Add your own callbacks with: --import my.py callbacks='[my:MyCallback]'
     """
     words = with_level(words or [], quiet=quiet, verbose=verbose)
-    start_from = "any" if recipe is None and hf_model is not None else recipe
-    config, names, keys = configuration_and_keys(words, start_from)
+    is_hf = hf_model is not None or any(word.startswith("model.hf_model=") for word in words)
+    config, names, keys = configuration_and_keys(
+        words, "any" if recipe is None and is_hf and not _files(words) else recipe
+    )
     if hf_model is not None:
-        config.checkpoint.pretrained_checkpoint = str(hf_directory(hf_model))
-        _fit_length(config, is_set=not keys.isdisjoint(SEQ_LENGTHS))
+        start_from(config, hf_directory(hf_model), keys)
     _apply(config, control, without_commands_from, on_config_change)
     announce(config, names, imports or [])
     from onstep.training import pretrain
@@ -125,11 +130,34 @@ def _apply(
         config.checkpoint.on_config_change = on_config_change
 
 
-def _fit_length(config: ConfigContainer, *, is_set: bool) -> None:
-    """Shorten sequences that are longer than the pretrained model's positions, unless the user has set their length."""
-    from onstep.training.setup.pretrained import find_pretrained
+def _files(words: list[str]) -> list[str]:
+    return [word for word in words if "=" not in word]
 
-    source, length = find_pretrained(config), config.model.seq_length
+
+def start_from(config: ConfigContainer, directory: Path, keys: Collection[str]) -> None:
+    """Let a run start from a Hugging Face directory, in place; of one without weights only the model is used.
+
+    Args:
+        keys: the dotted keys that the user has set.
+    """
+    from onstep.training.setup.pretrained import find_model
+
+    if any(directory.glob("*.safetensors")) or config.checkpoint.finetune:
+        config.checkpoint.pretrained_checkpoint = str(directory)
+    else:
+        config.model.hf_model = str(directory)
+        _say(f"{directory} has no weights (*.safetensors): training starts from new ones by rng.seed")
+    _fit_length(config, find_model(config), is_set=not frozenset(SEQ_LENGTHS).isdisjoint(keys))
+
+
+def _say(note: str) -> None:
+    if is_main():
+        print(in_words(f"--hf-model: {note}", sys.stderr), file=sys.stderr)
+
+
+def _fit_length(config: ConfigContainer, source: PretrainedSource | None, *, is_set: bool) -> None:
+    """Shorten sequences that are longer than the pretrained model's positions, unless the user has set their length."""
+    length = config.model.seq_length
     if source is None or not source.is_hugging_face or length <= source.model.seq_length:
         return
     limit = source.model.seq_length
@@ -142,8 +170,8 @@ def _fit_length(config: ConfigContainer, *, is_set: bool) -> None:
             f"model.seq_length={length} is more than the model's max_position_embeddings={limit}; it has not learned "
             f"the positions beyond"
         )
-    if note is not None and is_main():
-        print(in_words(f"--hf-model: {note}", sys.stderr), file=sys.stderr)
+    if note is not None:
+        _say(note)
 
 
 def finetune(
@@ -159,6 +187,7 @@ def finetune(
     qlora: Annotated[
         bool, typer.Option("--qlora", help="--lora, with a base in 4 bits (peft.base_quantization=nf4).")
     ] = False,
+    hf_model: HfModel = None,
     imports: Imports = None,
     on_config_change: OnConfigChange = None,
     control: Control = False,
@@ -168,17 +197,20 @@ def finetune(
 ) -> None:
     """Fine-tune a pretrained model: onstep finetune checkpoint.pretrained_checkpoint=DIR 'dataset.paths=[chat.jsonl]'
 
-    DIR is a Hugging Face model directory, a run or a checkpoint. Without a recipe, the model is read from the weights.
+    DIR is a Hugging Face model directory (also as --hf-model DIR), a run or a checkpoint. Without a recipe, the model
+    is read from the weights.
     The run is stored in runs/NAME; the same command resumes an interrupted run. With --lora or --qlora, it
     writes adapter/ in addition to the merged model/.
     """
     words = with_level(words or [], quiet=quiet, verbose=verbose)
     flag = "--qlora" if qlora else "--lora" if lora else None
     recipe, rest = _finetuned_recipe(words, flag is not None)
-    config, names = configuration(rest, recipe)
+    config, names, keys = configuration_and_keys(rest, recipe)
     if flag is not None:
         _set_lora(config, words, flag)
     config.checkpoint.finetune = True
+    if hf_model is not None:
+        start_from(config, hf_directory(hf_model), keys)
     _apply(config, control, without_commands_from, on_config_change)
     announce(config, names, imports or [])
     from onstep.training import finetune as start

@@ -24,10 +24,13 @@ def fill(config: ConfigContainer, world_size: int) -> ConfigContainer:
         optimizer.clip_grad = None
     if optimizer.grad_norm_skip_threshold == math.inf:
         optimizer.grad_norm_skip_threshold = None
-    derived = (
+    sizes = (
         (model, "ffn_hidden_size", default_ffn_hidden_size(model.hidden_size, model.gated_linear_unit)),
         (model, "num_query_groups", model.num_attention_heads),
         (model, "kv_channels", model.hidden_size // model.num_attention_heads),
+    )
+    derived = (
+        *(sizes if model.hf_config is None else ()),
         (optimizer, "min_lr", 0.0),
         (filled.scheduler, "start_weight_decay", optimizer.weight_decay),
         (filled.scheduler, "end_weight_decay", optimizer.weight_decay),

@@ -100,7 +100,8 @@ class ModelShape:
     def of(cls, model: Any, seq_length: int | None = None) -> ModelShape | None:
         """The shape of a configuration with Megatron's field names; None if no formula is known for it.
 
-        That is the case for models without attention heads, hybrid models, and multi-head latent attention.
+        That is the case for models without attention heads, hybrid models, multi-head latent attention, and classes of
+        `transformers` (`hf_config`).
 
         Args:
             model: a `ModelConfig`, or any object with its fields. Fields for mixtures of experts, multi-token
@@ -112,7 +113,7 @@ class ModelShape:
         """
         heads = getattr(model, "num_attention_heads", None)
         is_other_kind = getattr(model, "multi_latent_attention", False) or getattr(model, "is_hybrid_model", False)
-        if heads is None or is_other_kind:
+        if heads is None or is_other_kind or getattr(model, "hf_config", None) is not None:
             return None
         hidden, depth = model.hidden_size, _whole(model, "mtp_num_layers")
         is_moe = bool(_whole(model, "num_moe_experts"))

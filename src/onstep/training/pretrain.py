@@ -109,10 +109,11 @@ def finetune(
         MissingWeightsError: if nothing loadable exists; also a FileNotFoundError.
     """
     config = own_copy(config)
-    if config.checkpoint.pretrained_checkpoint is None and config.checkpoint.load is None:
+    sources = (config.checkpoint.pretrained_checkpoint, config.checkpoint.load, config.model.hf_model)
+    if sources == (None, None, None):
         raise ConfigError(
             "finetune requires weights to start from; set checkpoint.pretrained_checkpoint (a Hugging Face directory, "
-            "a run or a checkpoint) or checkpoint.load."
+            "a run or a checkpoint), model.hf_model (a Hugging Face directory) or checkpoint.load."
         )
     config.checkpoint.finetune = True
     return pretrain(config, forward_step_func, callbacks, pre_wrap_hooks=pre_wrap_hooks)

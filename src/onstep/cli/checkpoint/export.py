@@ -30,8 +30,8 @@ from onstep.models.hf.gguf_types import DTYPES, check_gguf_file, check_type, imp
 from onstep.models.hf.weight_files import INDEX_FILE, WEIGHTS_FILE
 from onstep.models.transformer import empty_transformer
 from onstep.training.runs.identity import changed_tokenizer
+from onstep.training.setup.checkpoint_models import empty_for
 from onstep.training.setup.lora import merged_state_dict
-from onstep.training.setup.pretrained import empty_for
 
 _EXPORTED = (".json", ".safetensors", ".txt", ".model", ".jinja", ".md")
 """Suffixes of files in a Hugging Face model directory; a directory that contains anything else is never replaced."""

@@ -22,8 +22,8 @@ from onstep.files.bounded_reading import read_json
 if TYPE_CHECKING:
     from onstep.config import ConfigContainer, TokenizerConfig
     from onstep.data import Tokenizer
-    from onstep.models import Transformer
     from onstep.models.generation.generate import Sampling
+    from onstep.models.hf.any_directory import LanguageModel
 
 
 def _checked_top_k(value: int | None) -> int | None:
@@ -62,7 +62,7 @@ TopP = Annotated[
 class Trained:
     """A trained model and what it was trained with."""
 
-    model: Transformer
+    model: LanguageModel
     tokenizer: Tokenizer
     directory: Path
     end_ids: frozenset[int]
@@ -106,10 +106,10 @@ def open_trained(name: str, rope_scaling: str | None = None, rope_factor: float 
 def _of_hugging_face(directory: Path) -> Trained:
     from onstep.config import TokenizerConfig
     from onstep.data import build_tokenizer
-    from onstep.models import load_hf
+    from onstep.models.hf.any_directory import load_directory
 
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="huggingface", tokenizer_model=str(directory)))
-    return Trained(load_hf(directory), tokenizer, directory, _end_ids(tokenizer, directory))
+    return Trained(load_directory(directory), tokenizer, directory, _end_ids(tokenizer, directory))
 
 
 def configuration_of(directory: Path) -> ConfigContainer:
@@ -203,17 +203,17 @@ def _place_of_trainer(directory: Path) -> Path | None:
     return None
 
 
-def _model(directory: Path) -> Transformer:
+def _model(directory: Path) -> LanguageModel:
     """The model with the final weights of a run, or else with those of its newest checkpoint."""
-    from onstep.models import load_hf
+    from onstep.models.hf.any_directory import load_directory
     from onstep.training.runs.run_dir import RunDir
-    from onstep.training.setup.pretrained import model_of_checkpoint
+    from onstep.training.setup.checkpoint_models import model_of_checkpoint
 
     run = RunDir(directory)
     if (place := _place_of_trainer(directory)) is not None:
-        return load_hf(place)
+        return load_directory(place)
     if (run.model / "config.json").is_file():
-        return load_hf(run.model)
+        return load_directory(run.model)
     if not run.has_checkpoints:
         raise OnstepError(
             f"{directory} has no weights: there is neither {run.path / 'model'} nor a checkpoint; train until the end "

@@ -41,8 +41,11 @@ LORA_PROJECTIONS: Mapping[str, str] = {
 def check_trained_model(config: ConfigContainer) -> None:
     """Check a model to be trained, together with its data."""
     model = config.model
-    check_model(model)
-    check_expert_options(model)
+    if model.hf_config is None:
+        check_model(model)
+        check_expert_options(model)
+    else:
+        _check_family(model)
     if (
         model.num_moe_experts is not None
         and model.moe_router_topk == 1
@@ -57,6 +60,32 @@ def check_trained_model(config: ConfigContainer) -> None:
         raise ConfigError(
             f"dataset.seq_length={config.dataset.seq_length} and model.seq_length={model.seq_length} must be the same; "
             "set both."
+        )
+
+
+_OF_FAMILIES = frozenset(
+    {
+        "hf_model",
+        "hf_config",
+        "trust_remote_code",
+        "seq_length",
+        "vocab_size",
+        "chunked_loss",
+        "recompute_granularity",
+    }
+)
+"""The options of a model whose class is that of `transformers`; all others are in its `config.json`."""
+
+
+def _check_family(model: ModelConfig) -> None:
+    """Refuse options of the built-in transformer for a class of `transformers`."""
+    foreign = {name: value for name, value in model.changed().items() if name not in _OF_FAMILIES}
+    if foreign:
+        name, value = next(iter(foreign.items()))
+        kind = (model.hf_config or {}).get("model_type")
+        raise ConfigError(
+            f"model.{name}={shown(value)} is an option of Onstep's own model, but the model is transformers' of the "
+            f"type {shown(kind)}, which its config.json describes; drop the option, or change config.json."
         )
 
 
@@ -248,7 +277,7 @@ def _check_idle(model: ModelConfig, changed: Mapping[str, Any]) -> None:
 
 def check_lora_targets(config: ConfigContainer) -> None:
     """Refuse a suffix in `peft.target_modules` that matches no projection of the configured model."""
-    if config.peft.peft_scheme is None or config.peft.target_modules is None:
+    if config.peft.peft_scheme is None or config.peft.target_modules is None or config.model.hf_config is not None:
         return
     layers = [_projections(config.model, index) for index in range(config.model.num_layers)]
     names = [

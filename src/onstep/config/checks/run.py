@@ -175,7 +175,7 @@ def check_finetune(config: ConfigContainer) -> None:
     if checkpoint.finetune and not sources:
         raise ConfigError(
             "checkpoint.finetune=True requires weights to start from; set checkpoint.pretrained_checkpoint to a "
-            "Hugging Face directory, a run or a checkpoint."
+            "Hugging Face directory, a run or a checkpoint, or model.hf_model to a Hugging Face directory."
         )
     if checkpoint.finetune and len(sources) == 2 and not loads_own(config):
         raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from onstep.config.section import INCOMPATIBLE, INITIAL_ONLY, SAFE, TRAJECTORY, ConfigSection, option
+from onstep.config.section import INCOMPATIBLE, INITIAL_ONLY, PATH, SAFE, TRAJECTORY, ConfigSection, option
 
 
 @dataclass
@@ -13,6 +13,27 @@ class ModelConfig(ConfigSection):
     """A decoder-only transformer: by default of the Llama family; the options make it a GPT-2, a Qwen2, a Qwen3 or one
     with mixtures of experts. Sizes are in elements."""
 
+    hf_model: str | None = option(
+        None,
+        SAFE,
+        bound=PATH,
+        common=True,
+        known_as=("model_name_or_path", "hf_model_id"),
+        help="Directory of a Hugging Face model whose `config.json` describes the model, of any family that "
+        "`transformers` has; `finetune` starts from its weights, `train` from new ones.",
+    )
+    hf_config: dict[str, Any] | None = option(
+        None,
+        INCOMPATIBLE,
+        help="That `config.json`, for a family that Onstep does not implement itself: the model is the class of "
+        "`transformers`. Filled in from `hf_model` or the pretrained weights.",
+    )
+    trust_remote_code: bool = option(
+        False,
+        SAFE,
+        needs="model.hf_model",
+        help="Run the Python code in the directory `hf_model` that defines the model; false refuses such a model.",
+    )
     num_layers: int = option(
         4,
         INCOMPATIBLE,

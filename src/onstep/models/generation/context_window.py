@@ -10,6 +10,7 @@ from torch import Tensor
 
 from onstep.config import ModelConfig
 from onstep.errors import ConfigError
+from onstep.models.hf.causal_lm import CausalLM
 from onstep.models.layers.rotary import RotaryTables, scaling_type
 from onstep.models.sizes import head_width
 from onstep.models.transformer import Transformer
@@ -74,7 +75,7 @@ def token_losses(model: Transformer, tokens: Tensor) -> Tensor:
     return torch.cat(losses, dim=1)
 
 
-def extend_context(model: Transformer, scaling: str, factor: float) -> None:
+def extend_context(model: Transformer | CausalLM, scaling: str, factor: float) -> None:
     """Let `model`, which is changed, attend to `factor` times its trained length, by scaling rotary positions.
 
     Args:
@@ -92,6 +93,11 @@ def extend_context(model: Transformer, scaling: str, factor: float) -> None:
     config = model.config
     if scaling not in ROPE_SCALINGS:
         raise ConfigError(f"rope scaling must be one of {', '.join(ROPE_SCALINGS)}, got {scaling!r}.")
+    if isinstance(model, CausalLM):
+        raise ConfigError(
+            f"rope scaling {scaling!r} is an option of Onstep's own models, and this one is a class of transformers; "
+            f"set rope_scaling in its config.json instead."
+        )
     if model.rotary is None:
         raise ConfigError(
             f"rope scaling {scaling!r} requires rotary positions, and this model has "

@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from onstep.errors import ConfigError
 from onstep.models.generation.context_window import ContextWindow, context_length
+from onstep.models.hf.causal_lm import CausalLM, inner_causal_lm
 from onstep.models.layers.sequence_context import KeyValueCache
 from onstep.models.transformer import Transformer
 
@@ -97,7 +99,7 @@ def generate(
     becomes longer, whatever its positions are.
 
     Args:
-        model: a `Transformer`, or a wrapper of one.
+        model: a `Transformer` or a `CausalLM`, or a wrapper of one.
         tokens: (batch, seq), int64; prompts of equal length, at least one token.
         max_new_tokens: maximum number of tokens to add.
         temperature: divides the logits; 0 always selects the most likely token.
@@ -111,7 +113,7 @@ def generate(
         (batch, seq + new), int64: the prompt followed by up to `max_new_tokens` tokens.
 
     Raises:
-        ConfigError: for a value out of range, a model with a value head, or one that does not contain a `Transformer`.
+        ConfigError: for a value out of range, a model with a value head, or one that does not contain such a model.
     """
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
     new = stream_tokens(model, tokens, sampling, max_new_tokens=max_new_tokens, seed=seed, eos_id=eos_id)
@@ -134,8 +136,8 @@ def stream_tokens(
     Raises:
         ConfigError: as for `generate`, before the first token is asked for.
     """
-    transformer = inner_transformer(model)
-    if transformer is None:
+    inner = inner_transformer(model) or inner_causal_lm(model)
+    if inner is None:
         raise ConfigError(
             f"generate requires an Onstep Transformer, got {type(model).__name__}; pass a Transformer or a wrapped one."
         )
@@ -146,7 +148,7 @@ def stream_tokens(
         )
     if max_new_tokens < 0:
         raise ConfigError(f"max_new_tokens must be >= 0, got {max_new_tokens}.")
-    if transformer.has_value_head:
+    if isinstance(inner, Transformer) and inner.has_value_head:
         raise ConfigError(
             "the model ends in a value head, which does not score tokens; generate with a model that has a "
             "language-model head."
@@ -156,7 +158,7 @@ def stream_tokens(
         generator.seed()
     else:
         generator.manual_seed(seed)
-    return _continue(transformer, tokens, max_new_tokens, sampling, generator, eos_id)
+    return _continue(inner, tokens, max_new_tokens, sampling, generator, eos_id)
 
 
 def inner_transformer(model: nn.Module) -> Transformer | None:
@@ -165,7 +167,7 @@ def inner_transformer(model: nn.Module) -> Transformer | None:
 
 
 def _continue(
-    model: Transformer,
+    model: Transformer | CausalLM,
     tokens: Tensor,
     max_new_tokens: int,
     sampling: Sampling,
@@ -175,7 +177,7 @@ def _continue(
     batch, prompt_length = tokens.shape
     text = tokens.new_empty(batch, prompt_length + max_new_tokens)
     text[:, :prompt_length] = tokens
-    reader = _WindowReader(model, text)
+    reader = _WindowReader(model, text) if isinstance(model, Transformer) else _CausalReader(model, text)
     has_ended = torch.zeros(batch, 1, dtype=torch.bool, device=tokens.device)
     with preserve_modes([model]):
         model.eval()
@@ -219,6 +221,29 @@ class _WindowReader:
 
     def _empty_cache(self) -> KeyValueCache:
         return KeyValueCache(self._model.config.num_layers, self._capacity)
+
+
+class _CausalReader:
+    """Reads a growing text with a class of `transformers`, as `_WindowReader` does with Onstep's model."""
+
+    def __init__(self, model: CausalLM, text: Tensor) -> None:
+        self._model = model
+        self._text = text
+        self._window = ContextWindow(context_length(model.config))
+        self._known = 0
+        """The tokens whose keys and values, or states, are in the cache."""
+        self._cache: dict[str, Any] = {}
+
+    def next_logits(self, end: int) -> Tensor:
+        """The scores of token `end` (batch, vocab), given those before it that are in the window."""
+        if self._window.include(end) or not self._cache:
+            self._known, self._cache = self._window.start, {}
+        output = self._model.model(input_ids=self._text[:, self._known : end], use_cache=True, **self._cache)
+        kept = {name: getattr(output, name, None) for name in ("past_key_values", "cache_params")}
+        self._cache = {name: cache for name, cache in kept.items() if cache is not None}
+        self._known = end
+        scores: Tensor = output.logits[:, -1]
+        return scores
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError, warn_once
 from onstep.models.generation.generate import Sampling, generate, inner_transformer
+from onstep.models.hf.causal_lm import inner_causal_lm
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +22,8 @@ _OWN_NAMES = f"the built-in transformer's: {', '.join(_OWN_OPTIONS)}"
 
 
 def is_own(model: Any) -> bool:
-    """Whether `model` is or wraps an Onstep `Transformer`."""
-    return isinstance(model, nn.Module) and inner_transformer(model) is not None
+    """Whether `model` is or wraps a `Transformer` or `CausalLM` of Onstep."""
+    return isinstance(model, nn.Module) and (inner_transformer(model) is not None or inner_causal_lm(model) is not None)
 
 
 def can_generate(model: Any) -> bool:

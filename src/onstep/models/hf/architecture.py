@@ -15,6 +15,11 @@ from onstep.models.sizes import ffn_hidden_size, head_width, num_query_groups
 
 Weights = Mapping[str, Tensor]
 
+
+class UnsupportedModelError(ConfigError):
+    """A model of `transformers` that Onstep's `Transformer` does not compute."""
+
+
 HF_ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -115,7 +120,7 @@ def check_features(features: Mapping[str, tuple[Any, Any]], remedy: str) -> None
     """
     found = [f"{name} = {short(value)}" for name, (value, ours) in features.items() if value != ours]
     if found:
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"config.json uses features that Onstep's Transformer lacks: {', '.join(found)}; convert a model {remedy}."
         )
 

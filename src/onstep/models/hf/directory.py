@@ -17,7 +17,7 @@ from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError, OnstepError
 from onstep.files.durability import replace_durably
 from onstep.models.heads import replicated_layers
-from onstep.models.hf.architecture import HF_ACTIVATIONS, SHARED_KEYS, Architecture, described
+from onstep.models.hf.architecture import HF_ACTIVATIONS, SHARED_KEYS, Architecture, UnsupportedModelError, described
 from onstep.models.hf.gpt2 import GPT2
 from onstep.models.hf.llama import LLAMA, QWEN2, QWEN3, QWEN3_MOE
 from onstep.models.hf.values import check_types, short
@@ -99,7 +99,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
     model_type, known = hf_config.get("model_type"), {one.model_type: one for one in ARCHITECTURES}
     if not isinstance(model_type, str) or model_type not in known:
         hint = nearest(model_type, list(known)) if isinstance(model_type, str) else ""
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"config.json has model_type {short(model_type)}; only {', '.join(known)} can be converted.{hint} To train "
             "another model, load it with transformers and pass it to onstep.Trainer."
         )
@@ -111,7 +111,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
         ours: values.get(theirs) for theirs, ours in {**SHARED_KEYS, **architecture.keys}.items()
     }
     if options["activation_func"] not in HF_ACTIVATIONS:
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"config.json has the activation function {short(options['activation_func'])}, which Onstep's Transformer "
             f"does not support; convert a model with one of {', '.join(HF_ACTIVATIONS)}."
         )

@@ -10,7 +10,8 @@ from torch import nn
 
 from onstep.errors import CheckpointError, ConfigError, OnstepError
 from onstep.events.context import unwrap
-from onstep.models import Transformer, hf_obstacle, save_hf
+from onstep.models import Transformer, hf_obstacle
+from onstep.models.hf.any_directory import LanguageModel, save_directory
 from onstep.training.run import Run
 from onstep.training.runs.run_dir import RunDir
 from onstep.training.setup.lora import has_hf_names, has_lora, merged_model, save_adapter
@@ -57,10 +58,10 @@ def write_final_weights(state: Run, write: Callable[[RunDir], None]) -> None:
             state.checkpoints.failure = message
 
 
-def _save(state: Run, model: Transformer) -> None:
+def _save(state: Run, model: LanguageModel) -> None:
     directory, eos_id = state.run_dir, state.tokenizer.eos_id
     assert directory is not None
-    obstacle = hf_obstacle(model)
+    obstacle = hf_obstacle(model) if isinstance(model, Transformer) else None
     if has_lora(model):
         if obstacle is not None or has_hf_names(model):
             save_adapter(model, state.cfg.peft, directory.adapter, _base(state))
@@ -75,7 +76,7 @@ def _save(state: Run, model: Transformer) -> None:
         raise ConfigError(obstacle)
     if has_lora(model):
         model = merged_model(model, state.cfg.peft)
-    save_hf(model, directory.model, eos_id=eos_id)
+    save_directory(model, directory.model, eos_id=eos_id)
     state.tokenizer.save(directory.model)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,11 +17,15 @@ from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError, MissingExtraError
 from onstep.files.durability import replace_durably
 from onstep.metrics.model_shape import is_target
-from onstep.models import Transformer, hf_config_dict
-from onstep.models.transformer import empty_transformer
+from onstep.models import hf_config_dict
+from onstep.models.hf.any_directory import LanguageModel, empty_model
+from onstep.models.hf.causal_lm import CausalLM
 
 _FUSED = ("gpt2",)
 """Models of `transformers` that fuse several of Onstep's matrices into one, so that an adapter has no names there."""
+
+_ROUTERS = ("gate", "router", "shared_expert_gate")
+"""Names of linear layers of `transformers` that choose experts."""
 
 ADAPTER = "default"
 """The name under which `peft` registers the added weights."""
@@ -28,7 +33,7 @@ ADAPTER = "default"
 _BASE, _A, _B = ".base_layer.", f".lora_A.{ADAPTER}.", f".lora_B.{ADAPTER}."
 
 
-def add_lora(model: Transformer, config: PeftConfig, seed: int) -> None:
+def add_lora(model: LanguageModel, config: PeftConfig, seed: int) -> None:
     """Freeze `model` and add matrices `B A` of rank `config.dim` to its projections, in place.
 
     `A` is drawn from `seed` alone, the same on every rank, and `B` is 0: the model's output does not change. torch's
@@ -59,14 +64,18 @@ def target_names(model: nn.Module, target_modules: Sequence[str] | None) -> list
     """The full names of the layers' projections that LoRA applies to, in order.
 
     Args:
-        model: a `Transformer`.
+        model: a `Transformer` or a `CausalLM`.
         target_modules: name suffixes, Onstep's (`query`) or those of `transformers` (`q_proj`); None means all.
 
     Raises:
         ConfigError: for a suffix that no projection has.
     """
-    found = {name: projection_in_hf(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    known = {name: theirs for name, theirs in found.items() if theirs is not None}
+    known = _projections(model)
+    if not known:
+        raise ConfigError(
+            "peft.peft_scheme=lora adapts linear layers, and this model has none below its output; set it to null to "
+            "train all weights."
+        )
     if target_modules is None:
         return list(known)
     for target in target_modules:
@@ -79,6 +88,23 @@ def target_names(model: nn.Module, target_modules: Sequence[str] | None) -> list
     return [
         name for name, theirs in known.items() if is_target(name, target_modules) or is_target(theirs, target_modules)
     ]
+
+
+def _projections(model: nn.Module) -> dict[str, str]:
+    """The linear layers that LoRA can adapt, each with its name in `transformers`.
+
+    Of a `CausalLM` these are all that are trained but the output and the routers of experts.
+    """
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if not isinstance(model, CausalLM):
+        found = {name: projection_in_hf(name) for name in linear}
+        return {name: theirs for name, theirs in found.items() if theirs is not None}
+    output = model.model.get_output_embeddings()
+    return {
+        name: name.removeprefix("model.")
+        for name, module in linear.items()
+        if module is not output and module.weight.requires_grad and name.rpartition(".")[2] not in _ROUTERS
+    }
 
 
 def projection_in_hf(name: str) -> str | None:
@@ -125,20 +151,20 @@ def merged_state_dict(state: Mapping[str, Tensor], scale: float) -> dict[str, Te
     return merged
 
 
-def merged_model(model: Transformer, config: PeftConfig) -> Transformer:
+def merged_model(model: LanguageModel, config: PeftConfig) -> LanguageModel:
     """A copy on the CPU with LoRA's matrices merged into the weights; `model` is not changed."""
     state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
-    merged = empty_transformer(model.config)
+    merged = empty_model(model.config)
     merged.load_state_dict(merged_state_dict(state, config.alpha / config.dim))
     return merged
 
 
-def has_hf_names(model: Transformer) -> bool:
+def has_hf_names(model: LanguageModel) -> bool:
     """Whether `transformers` has a separate matrix for each projection."""
-    return hf_config_dict(model.config)["model_type"] not in _FUSED
+    return isinstance(model, CausalLM) or hf_config_dict(model.config)["model_type"] not in _FUSED
 
 
-def save_adapter(model: Transformer, config: PeftConfig, directory: str | Path, base_model: str | None) -> None:
+def save_adapter(model: LanguageModel, config: PeftConfig, directory: str | Path, base_model: str | None) -> None:
     """Write the LoRA weights to `directory`, for `PeftModel.from_pretrained(base, directory)`.
 
     Each file is replaced atomically. One process calls this.
@@ -151,30 +177,43 @@ def save_adapter(model: Transformer, config: PeftConfig, directory: str | Path, 
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
     tensors = _tensors(model)
-    described = _described(list(tensors), model.config.num_layers, config, base_model)
+    described = _described(list(tensors), _everywhere(model), config, base_model)
     partial = target / "adapter.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.replace(target / "adapter_model.safetensors")
     replace_durably(target / "adapter_config.json", json.dumps(described, indent=2) + "\n")
 
 
-def _tensors(model: Transformer) -> dict[str, Tensor]:
+def _tensors(model: LanguageModel) -> dict[str, Tensor]:
     """The added weights under `peft`'s names: the module's name in `transformers`, and which of the two matrices."""
     found = {}
     for name, tensor in model.state_dict().items():
         module, matrix, _ = name.partition(".lora_")
-        theirs = projection_in_hf(module)
+        theirs = _theirs(model)(module)
         if matrix and theirs is not None:
             kind = name.removeprefix(module + matrix).partition(f".{ADAPTER}.")[0]
             found[f"base_model.model.{theirs}.lora_{kind}.weight"] = tensor.detach().cpu().contiguous()
     return found
 
 
-def _described(names: list[str], num_layers: int, config: PeftConfig, base_model: str | None) -> dict[str, object]:
-    """`adapter_config.json`, with the targets by the ends of their names if every layer has all of them."""
+def _everywhere(model: LanguageModel) -> dict[str, int]:
+    """How many linear layers have a name that ends so, in `transformers`, by the last part of the name."""
+    names = [name.removesuffix(".base_layer") for name, one in model.named_modules() if isinstance(one, nn.Linear)]
+    plain = {name for name in names if ".lora_" not in name}
+    return Counter(name.rpartition(".")[2] for name in map(_theirs(model), plain) if name is not None)
+
+
+def _theirs(model: LanguageModel) -> Callable[[str], str | None]:
+    return (lambda name: name.removeprefix("model.")) if isinstance(model, CausalLM) else projection_in_hf
+
+
+def _described(
+    names: list[str], everywhere: Mapping[str, int], config: PeftConfig, base_model: str | None
+) -> dict[str, object]:
+    """`adapter_config.json`, with the targets by the ends of their names where all layers with such names have them."""
     modules = sorted({name.removeprefix("base_model.model.").partition(".lora_")[0] for name in names})
-    ends = sorted({module.split(".", 3)[3] for module in modules})
-    is_everywhere = len(modules) == len(ends) * num_layers
+    ends = Counter(module.rpartition(".")[2] for module in modules)
+    is_everywhere = all(everywhere[end] == count for end, count in ends.items())
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -186,7 +225,7 @@ def _described(names: list[str], num_layers: int, config: PeftConfig, base_model
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "target_modules": [end.rpartition(".")[2] for end in ends] if is_everywhere else modules,
+        "target_modules": sorted(ends) if is_everywhere else modules,
     }
 
 

@@ -26,7 +26,11 @@ from onstep.data.corpus.tokenizers import TokenizersTokenizer
 from onstep.distributed import World, check_weights, data_parallel
 from onstep.errors import ConfigError, DataError, MissingWeightsError
 from onstep.metrics.model_shape import ModelShape, num_active_parameters, num_parameters
-from onstep.models import ModelHook, Transformer, build_transformer
+from onstep.models import ModelHook
+from onstep.models.hf.any_directory import LanguageModel
+from onstep.models.hf.any_directory import build_model as build_language_model
+from onstep.models.hf.causal_lm import CausalLM
+from onstep.models.hf.documents_probe import prepare_for_data
 from onstep.training.run import Run
 from onstep.training.setup.lora import add_lora, statistics
 from onstep.training.setup.pretrained import find_pretrained, load_pretrained
@@ -45,15 +49,20 @@ def build_model(
         MissingWeightsError: for fine-tuning without weights.
         ConfigError: if a hook does not return a list of modules, or one of several.
     """
-    transformer = _transformer(config, world, state)
-    state.flops_per_token = 6.0 * (transformer.num_parameters(exclude_embeddings=True) - idle_parameters(config.model))
+    language_model = _language_model(config, world, state)
+    if isinstance(language_model, CausalLM):
+        prepare_for_data(language_model, has_documents=packs(config.dataset), seq_length=config.dataset.seq_length)
+        idle = language_model.num_idle_parameters()
+    else:
+        idle = idle_parameters(config.model)
+    state.flops_per_token = 6.0 * (language_model.num_parameters(exclude_embeddings=True) - idle)
     if config.peft.peft_scheme is not None:
-        add_lora(transformer, config.peft, config.rng.seed)
+        add_lora(language_model, config.peft, config.rng.seed)
         if world.is_main:
-            print(statistics(transformer), flush=True)  # noqa: T201 - Megatron Bridge's block
+            print(statistics(language_model), flush=True)  # noqa: T201 - Megatron Bridge's block
     with torch.random.fork_rng(devices=[]):  # what hooks draw depends on the seed too, such as a new head's weights
         torch.manual_seed(config.rng.seed)
-        chunks = run_hooks([transformer], pre_wrap_hooks)
+        chunks = run_hooks([language_model], pre_wrap_hooks)
     only_chunk(chunks)
     train = config.train
     if train.torch_compile:
@@ -95,9 +104,9 @@ def run_hooks(chunks: list[nn.Module], hooks: Sequence[ModelHook]) -> list[nn.Mo
     return chunks
 
 
-def _transformer(config: ConfigContainer, world: World, state: Run) -> Transformer:
+def _language_model(config: ConfigContainer, world: World, state: Run) -> LanguageModel:
     if state.checkpoints is not None and state.checkpoints.start is not None:
-        return build_transformer(config.model, seed=config.rng.seed)
+        return build_language_model(config.model, seed=config.rng.seed)
     source = find_pretrained(config)
     if source is not None:
         with state.timers("load-pretrained-checkpoint").measure(barrier=True):
@@ -107,7 +116,12 @@ def _transformer(config: ConfigContainer, world: World, state: Run) -> Transform
             f"checkpoint.load={config.checkpoint.load} has no checkpoint yet, so there is nothing to fine-tune; set "
             f"checkpoint.pretrained_checkpoint to the weights to start from."
         )
-    return build_transformer(config.model, seed=config.rng.seed)
+    return build_language_model(config.model, seed=config.rng.seed)
+
+
+def packs(data: DatasetConfig) -> bool:
+    """Whether sequences hold several documents with attention within each."""
+    return data.packing if data.kind == "chat" else data.reset_attention_mask
 
 
 def idle_parameters(config: ModelConfig) -> int:

@@ -5,15 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from torch import Tensor
-
-from onstep.checkpoint import CheckpointInfo, checkpoints, read_manifest, resolve
-from onstep.checkpoint.loading import read_weights
-from onstep.checkpoint.states import mismatches
+from onstep.checkpoint import checkpoints, read_manifest, resolve
 from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.config import ConfigContainer, ModelConfig, TokenizerConfig, from_dict
 from onstep.config.checks.run import check_finetune, loads_own
@@ -23,19 +18,19 @@ from onstep.config.keys import typed_copy
 from onstep.data import tokenizer_in_run
 from onstep.data.corpus.tokenizer_files import tokenizer_in_dir
 from onstep.distributed import World, on_main
-from onstep.errors import CheckpointError, ConfigError, MissingWeightsError, RunExistsError
-from onstep.metrics.model_shape import ModelShape, num_parameters
-from onstep.models import Transformer, load_hf
-from onstep.models.hf.directory import load_hf_config
-from onstep.models.transformer import empty_transformer
+from onstep.errors import ConfigError, MissingWeightsError, RunExistsError
+from onstep.models.hf.any_directory import LanguageModel, config_of_directory, load_directory
 from onstep.training.runs.identity import changed_tokenizer
 from onstep.training.runs.run_dir import RunDir
-from onstep.training.setup.lora import merged_state_dict
+from onstep.training.setup.checkpoint_models import model_of
 
 logger = logging.getLogger(__name__)
 
 OF_TRAINING = frozenset(
     {
+        "hf_model",
+        "trust_remote_code",
+        "chunked_loss",
         "seq_length",
         "make_vocab_size_divisible_by",
         "init_method_std",
@@ -57,10 +52,6 @@ OF_TRAINING = frozenset(
 """Settings that a run may choose freely: how a model is trained, not which model it is."""
 
 
-SMALL = 10_000_000
-"""A model of so many parameters is built even if its weights are fewer: comparing the two names what differs."""
-
-
 def fill_model(
     config: ConfigContainer, model: ModelConfig, tokenizer: TokenizerConfig | None, where: str
 ) -> ConfigContainer:
@@ -70,7 +61,7 @@ def fill_model(
         config: its model values apply if they are not the defaults, and must then match the weights.
         model: the model of the weights.
         tokenizer: the tokenizer of the weights, if known.
-        where: the weights, for messages.
+        where: the weights or the `config.json`, in words for messages.
 
     Raises:
         ConfigError: naming the first value that differs from that of the weights.
@@ -78,7 +69,7 @@ def fill_model(
     config = typed_copy(config)
     if model.position_embedding_type == "learned_absolute" and config.model.seq_length != model.seq_length:
         raise ConfigError(
-            f"model.seq_length={config.model.seq_length} must be {model.seq_length}: the weights in {where} have that "
+            f"model.seq_length={config.model.seq_length} must be {model.seq_length}: {where} has that "
             f"many learned positions; set model.seq_length and dataset.seq_length."
         )
     theirs, default = _filled(config, model), ModelConfig()
@@ -89,21 +80,28 @@ def fill_model(
         if own == getattr(default, name):
             if own != of_weights:
                 setattr(config.model, name, of_weights)
-                taken.append(f"{name}={of_weights}")
+                taken.append(_taken(name, of_weights))
         elif not _same(getattr(ours, name), of_weights):
             raise ConfigError(
-                f"model.{name}={own} does not match the weights in {where}, which have {of_weights}; leave it out, or "
-                f"set it to its default, to use theirs."
+                f"model.{name}={own} does not match {where}, with {name}={of_weights}; leave it out, or set it to "
+                f"its default, to use that."
             )
-    origin = f"as configured; the weights in {where} come without one"
+    config.model.hf_model = config.model.hf_model or model.hf_model
+    origin = f"as configured; {where} comes without one"
     if tokenizer is not None and config.tokenizer == TokenizerConfig():
-        config.tokenizer, origin = tokenizer, f"that of the weights in {where}"
+        config.tokenizer, origin = tokenizer, f"that of {where}"
     elif tokenizer is not None:
-        origin = f"as configured, not that of the weights in {where} ({_named(tokenizer)})"
+        origin = f"as configured, not that of {where} ({_named(tokenizer)})"
     logger.info("tokenizer: %s, %s", _named(config.tokenizer), origin)
     if taken:
         logger.info("model taken from %s: %s", where, ", ".join(taken))
     return config
+
+
+def _taken(name: str, value: object) -> str:
+    if name == "hf_config" and isinstance(value, dict):
+        return f"the class of transformers for model_type {value.get('model_type')}"
+    return f"{name}={value}"
 
 
 def _named(tokenizer: TokenizerConfig) -> str:
@@ -180,8 +178,18 @@ def find_pretrained(config: ConfigContainer) -> PretrainedSource | None:
         record = run.read()
         tokenizer = tokenizer_in_run(from_dict(record["config"]).tokenizer, path)
         recorded = record.get("identity")
-    model = load_hf_config(directory)
+    model = config_of_directory(directory, trust_remote_code=config.model.trust_remote_code)
     return PretrainedSource(directory, True, model, tokenizer or tokenizer_in_dir(directory), recorded=recorded)
+
+
+def find_model(config: ConfigContainer) -> PretrainedSource | None:
+    """The pretrained weights that the configuration names, else the model of `model.hf_model`; None if it names none.
+
+    Raises:
+        MissingWeightsError: if nothing exists there.
+        ConfigError: for a model that neither Onstep nor `transformers` has.
+    """
+    return find_pretrained(config) or _of_architecture(config)
 
 
 def fill_from_pretrained(config: ConfigContainer) -> ConfigContainer:
@@ -196,9 +204,11 @@ def fill_from_pretrained(config: ConfigContainer) -> ConfigContainer:
         MissingWeightsError: if the weights do not exist.
     """
     config = typed_copy(config)
+    if config.checkpoint.finetune and config.checkpoint.load is None:
+        config.checkpoint.pretrained_checkpoint = config.checkpoint.pretrained_checkpoint or config.model.hf_model
     check_finetune(config)
     try:
-        source = find_pretrained(config)
+        source = find_model(config)
     except MissingWeightsError:
         stored = _started_with(config)
         if stored is None:
@@ -206,13 +216,40 @@ def fill_from_pretrained(config: ConfigContainer) -> ConfigContainer:
         source = PretrainedSource(Path(), False, stored.model, stored.tokenizer)
     if source is None:
         return config
-    config = fill_model(config, source.model, source.tokenizer, str(source.path))
+    _check_one_model(config)
+    is_new = pretrained_path(config) is None
+    where = f"{source.path / CONFIG_FILE}" if is_new else f"the weights in {source.path}"
+    config = fill_model(config, source.model, source.tokenizer, where)
     if config.tokenizer == source.tokenizer and (note := changed_tokenizer(config.tokenizer, source.recorded)):
         logger.warning("%s: %s", source.path, note)
     return config
 
 
-def load_pretrained(source: PretrainedSource, config: ModelConfig, world: World) -> Transformer:
+def _check_one_model(config: ConfigContainer) -> None:
+    named, weights = config.model.hf_model, config.checkpoint.pretrained_checkpoint
+    if named is None or weights is None or config.model.hf_config is not None:
+        return
+    if Path(named).expanduser().resolve() != Path(weights).expanduser().resolve():
+        raise ConfigError(
+            f"model.hf_model={named} and checkpoint.pretrained_checkpoint={weights} name two models; drop one of them: "
+            f"the model is that of its weights."
+        )
+
+
+def _of_architecture(config: ConfigContainer) -> PretrainedSource | None:
+    """The model and the tokenizer of `model.hf_model`, whose weights are not used; None without."""
+    if config.model.hf_model is None:
+        return None
+    directory = Path(os.path.expanduser(config.model.hf_model))
+    if not (directory / CONFIG_FILE).is_file():
+        raise MissingWeightsError(
+            f"model.hf_model={config.model.hf_model} has no {CONFIG_FILE}; pass the directory of a Hugging Face model."
+        )
+    model = config_of_directory(directory, trust_remote_code=config.model.trust_remote_code)
+    return PretrainedSource(directory, True, model, tokenizer_in_dir(directory))
+
+
+def load_pretrained(source: PretrainedSource, config: ModelConfig, world: World) -> LanguageModel:
     """A model of `config` with the pretrained weights, in float32 on the CPU. Collective.
 
     Raises:
@@ -220,61 +257,9 @@ def load_pretrained(source: PretrainedSource, config: ModelConfig, world: World)
         OnstepError: for a Hugging Face directory with the same problem.
     """
     if source.is_hugging_face:
-        return load_hf(source.path, config)
+        return load_directory(source.path, config)
     # which compares every file with the manifest
-    return _model_of(on_main(world, lambda: resolve(source.path, step=source.step)), config)
-
-
-def model_of_checkpoint(path: Path) -> Transformer:
-    """The model of a checkpoint, or of a run's newest one: in float32 on the CPU, with LoRA merged.
-
-    Raises:
-        CheckpointError: if no complete one exists, or it does not hold the model of its configuration.
-    """
-    info = resolve(path)
-    if not info.manifest.config:
-        raise CheckpointError(f"{info.path} has no configuration, so its model is unknown.")
-    return _model_of(info, from_dict(info.manifest.config).model)
-
-
-def _model_of(info: CheckpointInfo, config: ModelConfig) -> Transformer:
-    tensors, tied = read_weights(info)
-    state = {**tensors, **{name: tensors[kept] for name, kept in tied.items()}}
-    peft = from_dict(info.manifest.config).peft
-    if peft.peft_scheme is not None:
-        state = merged_state_dict(state, peft.alpha / peft.dim)
-    try:
-        model = empty_for(config, state)
-    except ConfigError as error:
-        raise CheckpointError(f"{info.path} does not hold the weights of this run's model: {error}") from error
-    problems = mismatches(model.state_dict(), state)
-    if problems:
-        raise CheckpointError(
-            f"{info.path} does not hold the weights of this run's model: {'; '.join(problems)}. Use the "
-            f"model section of the configuration that saved it."
-        )
-    model.load_state_dict(state)
-    return model
-
-
-def empty_for(config: ModelConfig, state: Mapping[str, Tensor]) -> Transformer:
-    """A float32 model with uninitialized weights, to be filled with those of a checkpoint.
-
-    Raises:
-        ConfigError: for invalid sizes, or a model that is larger than its weights; it is not built then.
-    """
-    check_values(config, "model.")
-    num_layers, shape = config.num_layers + (config.mtp_num_layers or 0), None
-    num_weights = sum(tensor.numel() for tensor in state.values())
-    if num_layers <= len(state):
-        shape = ModelShape.of(config)
-    if num_layers > len(state) or (shape is not None and num_parameters(shape) > 2 * num_weights + SMALL):
-        raise ConfigError(
-            f"model.num_layers={num_layers}, model.hidden_size={config.hidden_size} and model.vocab_size="
-            f"{config.vocab_size} are the sizes of another model than that of {len(state)} tensors with "
-            f"{num_weights:,} weights; restore the configuration."
-        )
-    return empty_transformer(config)
+    return model_of(on_main(world, lambda: resolve(source.path, step=source.step)), config)
 
 
 def _of_checkpoints(path: Path, step: int | None, config: ConfigContainer) -> PretrainedSource:

@@ -1,0 +1,53 @@
+"""Opens any Hugging Face directory: with Onstep's own model, or with the class of `transformers` for other families."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from onstep.config import ModelConfig
+from onstep.models.hf.architecture import UnsupportedModelError
+from onstep.models.hf.causal_lm import CausalLM, build_causal_lm, family_config, load_causal_lm, save_causal_lm
+from onstep.models.hf.directory import load_hf, load_hf_config, save_hf
+from onstep.models.transformer import Transformer, build_transformer, empty_transformer
+
+LanguageModel = Transformer | CausalLM
+"""What a run trains."""
+
+
+def config_of_directory(directory: str | Path, *, trust_remote_code: bool = False) -> ModelConfig:
+    """The configuration of the model in `directory`, from its `config.json` alone.
+
+    It has `hf_config` if Onstep's `Transformer` does not compute the model.
+
+    Raises:
+        ConfigError: for a model that neither Onstep nor `transformers` has.
+        OnstepError: if `config.json` is missing or unreadable.
+    """
+    try:
+        return load_hf_config(directory)
+    except UnsupportedModelError:
+        return family_config(directory, trust_remote_code=trust_remote_code)
+
+
+def load_directory(directory: str | Path, config: ModelConfig | None = None) -> LanguageModel:
+    """The model in `directory` with its weights, in float32 on the CPU. Raises like `load_hf`."""
+    config = config_of_directory(directory) if config is None else config
+    return load_hf(directory, config) if config.hf_config is None else load_causal_lm(directory, config)
+
+
+def build_model(config: ModelConfig, seed: int | None = None) -> LanguageModel:
+    """A new float32 model of `config` on the CPU; see `build_transformer`."""
+    return build_transformer(config, seed) if config.hf_config is None else build_causal_lm(config, seed)
+
+
+def empty_model(config: ModelConfig) -> LanguageModel:
+    """A float32 model on the CPU for a caller that fills all its weights; see `empty_transformer`."""
+    return empty_transformer(config) if config.hf_config is None else build_causal_lm(config, is_empty=True)
+
+
+def save_directory(model: LanguageModel, directory: str | Path, *, eos_id: int | None = None) -> None:
+    """Write `model` to `directory`, for `AutoModelForCausalLM.from_pretrained`; see `save_hf` and `save_causal_lm`."""
+    if isinstance(model, Transformer):
+        save_hf(model, directory, eos_id=eos_id)
+    else:
+        save_causal_lm(model, directory)

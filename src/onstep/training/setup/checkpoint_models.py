@@ -1,0 +1,78 @@
+"""Builds the models of checkpoints, with their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from onstep.checkpoint import CheckpointInfo, resolve
+from onstep.checkpoint.loading import read_weights
+from onstep.checkpoint.states import mismatches
+from onstep.config import ModelConfig, from_dict
+from onstep.config.checks.single_values import check_values
+from onstep.errors import CheckpointError, ConfigError
+from onstep.metrics.model_shape import ModelShape, num_parameters
+from onstep.models.hf.any_directory import LanguageModel
+from onstep.models.hf.causal_lm import build_causal_lm
+from onstep.models.transformer import empty_transformer
+from onstep.training.setup.lora import merged_state_dict
+
+SMALL = 10_000_000
+"""A model of so many parameters is built even if its weights are fewer: comparing the two names what differs."""
+
+
+def model_of_checkpoint(path: Path) -> LanguageModel:
+    """The model of a checkpoint, or of a run's newest one: in float32 on the CPU, with LoRA merged.
+
+    Raises:
+        CheckpointError: if no complete one exists, or it does not hold the model of its configuration.
+    """
+    info = resolve(path)
+    if not info.manifest.config:
+        raise CheckpointError(f"{info.path} has no configuration, so its model is unknown.")
+    return model_of(info, from_dict(info.manifest.config).model)
+
+
+def model_of(info: CheckpointInfo, config: ModelConfig) -> LanguageModel:
+    """The model of `config` with the weights of a checkpoint, LoRA merged. Raises like `model_of_checkpoint`."""
+    tensors, tied = read_weights(info)
+    state = {**tensors, **{name: tensors[kept] for name, kept in tied.items()}}
+    peft = from_dict(info.manifest.config).peft
+    if peft.peft_scheme is not None:
+        state = merged_state_dict(state, peft.alpha / peft.dim)
+    try:
+        model = empty_for(config, state)
+    except ConfigError as error:
+        raise CheckpointError(f"{info.path} does not hold the weights of this run's model: {error}") from error
+    problems = mismatches(model.state_dict(), state)
+    if problems:
+        raise CheckpointError(
+            f"{info.path} does not hold the weights of this run's model: {'; '.join(problems)}. Use the "
+            f"model section of the configuration that saved it."
+        )
+    model.load_state_dict(state)
+    return model
+
+
+def empty_for(config: ModelConfig, state: Mapping[str, Tensor]) -> LanguageModel:
+    """A float32 model whose weights are to be filled with those of a checkpoint.
+
+    Raises:
+        ConfigError: for invalid sizes, or a model that is larger than its weights; it is not built then.
+    """
+    if config.hf_config is not None:
+        return build_causal_lm(config, is_empty=True)
+    check_values(config, "model.")
+    num_layers, shape = config.num_layers + (config.mtp_num_layers or 0), None
+    num_weights = sum(tensor.numel() for tensor in state.values())
+    if num_layers <= len(state):
+        shape = ModelShape.of(config)
+    if num_layers > len(state) or (shape is not None and num_parameters(shape) > 2 * num_weights + SMALL):
+        raise ConfigError(
+            f"model.num_layers={num_layers}, model.hidden_size={config.hidden_size} and model.vocab_size="
+            f"{config.vocab_size} are the sizes of another model than that of {len(state)} tensors with "
+            f"{num_weights:,} weights; restore the configuration."
+        )
+    return empty_transformer(config)

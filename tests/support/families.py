@@ -50,6 +50,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": {**_NO_HEAD_DIM},
     "smollm3": {**_NO_HEAD_DIM, "no_rope_layers": [1, 0]},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True},
+    "bert": {"is_decoder": False},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "mamba": {"state_size": 8, "time_step_rank": 4},
 }
 """`model_type`, with what its configuration has besides `SIZES`."""

@@ -23,14 +23,15 @@ from onstep.config import ConfigContainer, TokenizerConfig, from_dict
 from onstep.data import Tokenizer, build_tokenizer, tokenizer_in_run
 from onstep.data.corpus.tokenizer_files import tokenizer_in_dir
 from onstep.errors import CheckpointError, ConfigError, DataError, MissingExtraError
-from onstep.models import Transformer, load_hf, save_hf
+from onstep.models import Transformer, load_hf
+from onstep.models.hf.any_directory import LanguageModel, save_directory
 from onstep.models.hf.directory import load_hf_config
 from onstep.models.hf.gguf_file import check_gguf, write_gguf
 from onstep.models.hf.gguf_types import DTYPES, check_gguf_file, check_type, import_gguf
 from onstep.models.hf.weight_files import INDEX_FILE, WEIGHTS_FILE
 from onstep.models.transformer import empty_transformer
 from onstep.training.runs.identity import changed_tokenizer
-from onstep.training.setup.checkpoint_models import empty_for
+from onstep.training.setup.checkpoint_models import empty_for, model_of
 from onstep.training.setup.lora import merged_state_dict
 
 _EXPORTED = (".json", ".safetensors", ".txt", ".model", ".jinja", ".md")
@@ -107,6 +108,7 @@ def export_gguf(
         model = load_hf(info.path)
     else:
         config = _stored_config(info)
+        _check_family(config)
         tokenizer_config = tokenizer_in_run(config.tokenizer, info.path)
         model = _model(info, config)
         check_gguf(model.config)
@@ -154,12 +156,17 @@ def export_hf(info: CheckpointInfo, out: Path, *, force: bool, dtype: torch.dtyp
         _put_in_place(store, out, copy)
         return [f"{len(ready)} files, as they are in the checkpoint"]
     config = _stored_config(info)
-    model = _model(info, config)
-    model = model.to(dtype or model.embedding.weight.dtype)
+    model: LanguageModel
+    if config.model.hf_config is None:
+        model = _model(info, config)
+        model = model.to(dtype or model.embedding.weight.dtype)
+    else:
+        model = model_of(info, config.model)
+        model = model if dtype is None else model.to(dtype)
     tokenizer, notes = _tokenizer(config.tokenizer, info)
 
     def write(temporary: Path) -> None:
-        save_hf(model, temporary, eos_id=None if tokenizer is None else tokenizer.eos_id)
+        save_directory(model, temporary, eos_id=None if tokenizer is None else tokenizer.eos_id)
         if tokenizer is not None:
             tokenizer.save(temporary)
         for path in temporary.iterdir():
@@ -169,6 +176,15 @@ def export_hf(info: CheckpointInfo, out: Path, *, force: bool, dtype: torch.dtyp
 
     _put_in_place(store, out, write)
     return [f"{model.num_parameters():,} parameters", *notes]
+
+
+def _check_family(config: ConfigContainer) -> None:
+    """Refuse a GGUF file of a family whose names and layouts only llama.cpp's own converter knows."""
+    if config.model.hf_config is not None:
+        raise ConfigError(
+            f"cannot write GGUF for a model of the type {config.model.hf_config.get('model_type')}: Onstep writes it "
+            f"for its own families only; export with --format hf and use convert_hf_to_gguf.py of llama.cpp."
+        )
 
 
 def _top_files(info: CheckpointInfo) -> list[str]:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from onstep.config import ModelConfig
 from onstep.models.hf.architecture import UnsupportedModelError
-from onstep.models.hf.causal_lm import CausalLM, build_causal_lm, family_config, load_causal_lm, save_causal_lm
+from onstep.models.hf.causal_lm import CausalLM
 from onstep.models.hf.directory import load_hf, load_hf_config, save_hf
+from onstep.models.hf.family_directory import build_causal_lm, family_config, load_causal_lm, save_causal_lm
 from onstep.models.transformer import Transformer, build_transformer, empty_transformer
 
 LanguageModel = Transformer | CausalLM

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from onstep.config import ModelConfig
 from onstep.errors import ConfigError
-from onstep.models.hf.causal_lm import GENERATION, CausalLM, Separation, build_causal_lm, one_line, their_config
+from onstep.models.hf.causal_lm import CausalLM, Separation
+from onstep.models.hf.family_directory import GENERATION, build_causal_lm, one_line, their_config
 
 TOLERANCE = 1e-5
 """Largest difference of a logit, relative to the largest one, at which packed documents count as separate ones."""

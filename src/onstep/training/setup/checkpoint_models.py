@@ -15,7 +15,7 @@ from onstep.config.checks.single_values import check_values
 from onstep.errors import CheckpointError, ConfigError
 from onstep.metrics.model_shape import ModelShape, num_parameters
 from onstep.models.hf.any_directory import LanguageModel
-from onstep.models.hf.causal_lm import build_causal_lm
+from onstep.models.hf.family_directory import build_causal_lm
 from onstep.models.transformer import empty_transformer
 from onstep.training.setup.lora import merged_state_dict
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from onstep.cli.demo.held_out import held_out_loss
 from onstep.cli.generation.trained import Trained, configuration_of, open_trained
 from onstep.data import TokenDataset, build_datasets
+from onstep.models import Transformer
 from onstep.models.generation.context_window import context_length, token_losses
 
 MOST_NATS_PER_BYTE = 1.35
@@ -63,6 +64,7 @@ def long_rows(trained: Trained, length: int) -> Tensor:
 
 def by_position(trained: Trained, rows: Tensor, length: int) -> tuple[list[float], list[float]]:
     """The mean losses of consecutive stretches of positions, with and without the window."""
+    assert isinstance(trained.model, Transformer)
     with torch.no_grad():
         without = torch.cat([trained.model(some[:, :-1], some[:, 1:]) for some in torch.split(rows, 16)])
     with_window = torch.cat([token_losses(trained.model, some) for some in torch.split(rows, 16)])

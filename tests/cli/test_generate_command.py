@@ -147,7 +147,7 @@ def test_a_damaged_record_is_an_error_with_a_remedy(
     [
         ({"hidden_size": "32"}, "config.json has hidden_size = '32', which must be an integer from 1"),
         ({"intermediate_size": 10**9}, "GB in float32), but the weights in runs/run/model have"),
-        ({"model_type": {}}, "config.json has model_type {}; only llama"),
+        ({"model_type": {}}, "config.json has model_type {}, for which transformers"),
     ],
 )
 def test_a_damaged_config_json_is_an_error_with_a_remedy(

@@ -73,6 +73,7 @@ def fill_model(
             f"many learned positions; set model.seq_length and dataset.seq_length."
         )
     theirs, default = _filled(config, model), ModelConfig()
+    has = "has" if where.endswith(CONFIG_FILE) else "have"
     ours = _filled(config, config.model)
     taken = []
     for name in (field.name for field in fields(ModelConfig) if field.name not in OF_TRAINING):
@@ -83,18 +84,18 @@ def fill_model(
                 taken.append(_taken(name, of_weights))
         elif not _same(getattr(ours, name), of_weights):
             raise ConfigError(
-                f"model.{name}={own} does not match {where}, with {name}={of_weights}; leave it out, or set it to "
-                f"its default, to use that."
+                f"model.{name}={own} does not match {where}, which {has} {of_weights}; leave it out, or "
+                f"set it to its default, to use that."
             )
     config.model.hf_model = config.model.hf_model or model.hf_model
-    origin = f"as configured; {where} comes without one"
+    origin = f"as configured; {where} {'comes' if has == 'has' else 'come'} without one"
     if tokenizer is not None and config.tokenizer == TokenizerConfig():
         config.tokenizer, origin = tokenizer, f"that of {where}"
     elif tokenizer is not None:
         origin = f"as configured, not that of {where} ({_named(tokenizer)})"
     logger.info("tokenizer: %s, %s", _named(config.tokenizer), origin)
     if taken:
-        logger.info("model taken from %s: %s", where, ", ".join(taken))
+        logger.info("model taken from %s: %s", where.removeprefix("the weights in "), ", ".join(taken))
     return config
 
 

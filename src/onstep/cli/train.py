@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -22,12 +22,11 @@ from onstep.cli.config import (
 )
 from onstep.cli.exit_codes import ERROR, PREEMPTED
 from onstep.cli.first_checks import check_start, is_main
-from onstep.cli.hub import hf_directory
+from onstep.cli.hub import hf_directory, start_from
 from onstep.cli.runs import RUNS, find_named, not_found, run_names
 from onstep.cli.streams import outliving_readers
 from onstep.cli.train_ending import say_where, suggest
 from onstep.config import ConfigContainer, apply_overrides
-from onstep.config.sequence_lengths import SEQ_LENGTHS
 from onstep.config.suggestions import shown
 from onstep.console.level import Level
 from onstep.console.messages import show_messages
@@ -39,7 +38,6 @@ from onstep.recipes.finetuning import LORA_LR
 
 if TYPE_CHECKING:
     from onstep.training import GlobalState
-    from onstep.training.setup.pretrained import PretrainedSource
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +104,10 @@ def train(
     Add your own callbacks with: --import my.py callbacks='[my:MyCallback]'
     """
     words = with_level(words or [], quiet=quiet, verbose=verbose)
-    is_hf = hf_model is not None or any(word.startswith("model.hf_model=") for word in words)
-    config, names, keys = configuration_and_keys(
-        words, "any" if recipe is None and is_hf and not _files(words) else recipe
-    )
+    named = [word for word in words if "=" not in word]
+    is_any = hf_model is not None and not set(named) & set(RECIPES)
+    is_any = is_any or (not named and any(word.startswith("model.hf_model=") for word in words))
+    config, names, keys = configuration_and_keys(words, "any" if recipe is None and is_any else recipe)
     if hf_model is not None:
         start_from(config, hf_directory(hf_model), keys)
     _apply(config, control, without_commands_from, on_config_change)
@@ -128,50 +126,6 @@ def _apply(
         config.run.without_commands_from = without_commands_from
     if on_config_change is not None:
         config.checkpoint.on_config_change = on_config_change
-
-
-def _files(words: list[str]) -> list[str]:
-    return [word for word in words if "=" not in word]
-
-
-def start_from(config: ConfigContainer, directory: Path, keys: Collection[str]) -> None:
-    """Let a run start from a Hugging Face directory, in place; of one without weights only the model is used.
-
-    Args:
-        keys: the dotted keys that the user has set.
-    """
-    from onstep.training.setup.pretrained import find_model
-
-    if any(directory.glob("*.safetensors")) or config.checkpoint.finetune:
-        config.checkpoint.pretrained_checkpoint = str(directory)
-    else:
-        config.model.hf_model = str(directory)
-        _say(f"{directory} has no weights (*.safetensors): training starts from new ones by rng.seed")
-    _fit_length(config, find_model(config), is_set=not frozenset(SEQ_LENGTHS).isdisjoint(keys))
-
-
-def _say(note: str) -> None:
-    if is_main():
-        print(in_words(f"--hf-model: {note}", sys.stderr), file=sys.stderr)
-
-
-def _fit_length(config: ConfigContainer, source: PretrainedSource | None, *, is_set: bool) -> None:
-    """Shorten sequences that are longer than the pretrained model's positions, unless the user has set their length."""
-    length = config.model.seq_length
-    if source is None or not source.is_hugging_face or length <= source.model.seq_length:
-        return
-    limit = source.model.seq_length
-    note = None
-    if not is_set:
-        config.model.seq_length = config.dataset.seq_length = limit
-        note = f"sequences have {limit} tokens, the model's max_position_embeddings, not {length}"
-    elif source.model.position_embedding_type != "learned_absolute":  # which is an error later
-        note = (
-            f"model.seq_length={length} is more than the model's max_position_embeddings={limit}; it has not learned "
-            f"the positions beyond"
-        )
-    if note is not None:
-        _say(note)
 
 
 def finetune(

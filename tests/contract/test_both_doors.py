@@ -316,6 +316,7 @@ UNREAD = {
             "prompt_key",
             "response_key",
             "packing",
+            *(name for name in (key.partition(".")[2] for key in KEYS) if name.startswith("stream_")),
         )
     },
     "tokenizer.vocab_size": "of another tokenizer",

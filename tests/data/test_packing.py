@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from onstep.data.chat.dataset import first_fit
+from onstep.data.chat.packing import first_fit
 
 
 def by_definition(lengths: list[int], capacity: int) -> list[list[int]]:

@@ -4,8 +4,8 @@ A corpus (`find_files`, `default_corpus_files`) becomes tokens (`build_tokenizer
 sequences (`build_datasets`); Megatron's files are read directly (`IndexedFile`), and conversations become sequences
 with a loss on the answers (`build_chat_file`, `PackedDataset`). Loaders pass the micro-batches of a step to the loop as
 `StepBatches`: a `Loader` reads any source of rows, and is `TrainLoader` for a map-style dataset, `IterableLoader` for
-an iterable one; `IteratorReader` reads a raw iterator, `EvalLoader` an evaluation set; `as_step_source` adapts whatever
-a user passes to a `StepSource`.
+an iterable one, `StreamLoader` for a `RecordStream` that is larger than the disk; `IteratorReader` reads a raw
+iterator, `EvalLoader` an evaluation set; `as_step_source` adapts whatever a user passes to a `StepSource`.
 
 Names are loaded on first use: the files of a corpus can be found without torch.
 """
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from onstep.data.loaders.step_batches import Batch, StepBatches, StepSource
     from onstep.data.loaders.step_source import ForeignReader, IteratorReader, as_step_source
     from onstep.data.loaders.train_loader import TrainLoader
+    from onstep.data.streams.record_stream import RecordStream
+    from onstep.data.streams.stream_loader import StreamLoader
     from onstep.data.token_dataset import BlendedDataset, Boundaries, TokenDataset
 
 __all__ = [
@@ -76,12 +78,14 @@ __all__ = [
     "PackedDataset",
     "PaddingCollator",
     "PlainTemplate",
+    "RecordStream",
     "RowSource",
     "MicroBatchLayout",
     "SampleOrder",
     "ShuffledSampler",
     "StepBatches",
     "StepSource",
+    "StreamLoader",
     "TokenDataset",
     "TokenFile",
     "Tokenizer",

@@ -19,6 +19,7 @@ from onstep.data.corpus.indexed_file import IndexedFile
 from onstep.data.corpus.text_files import default_corpus_files, find_files, find_records, unread_notes
 from onstep.data.corpus.token_file import TokenFile, tokens_of
 from onstep.data.corpus.tokenizers import Tokenizer
+from onstep.data.streams.building import build_stream
 from onstep.data.token_dataset import BlendedDataset, Boundaries, TokenDataset, TokenSource
 from onstep.errors import DataError
 
@@ -210,6 +211,8 @@ def tokenizer_source(config: DatasetConfig, *, show_progress: bool = False) -> D
         return _texts(_own_splits(config, [config.text_key], show_progress)[0].train, config)
     if config.kind == "chat":
         return ChatTexts(_chat_sources(config, show_progress)[0].train)
+    if config.kind == "stream":
+        raise DataError("dataset.kind=stream is not read to the end for a tokenizer; set tokenizer_type")
     raise DataError(
         f"dataset.kind={config.kind} holds token ids, on which a tokenizer cannot be trained; set tokenizer_type"
     )
@@ -277,6 +280,11 @@ def _chat(job: Job) -> Splits[Any]:
     return _with_own_sets(splits, own, all_of)
 
 
+def _stream(job: Job) -> Splits[Any]:
+    is_told = not job.wait_for_other
+    return build_stream(job.config, job.tokenizer, job.boundaries, parse_split(job.config.split), is_told=is_told)
+
+
 def _with_own_sets(splits: Splits[T], own: OwnSplits[S], all_of: Callable[[S], T]) -> Splits[T]:
     """The splits, with the data's own evaluation sets, where it has them, in place of shares."""
     train, valid, test = splits
@@ -327,4 +335,5 @@ _BUILDERS: dict[str, Callable[[Job], Splits[Any]]] = {
     "megatron": _megatron,
     "huggingface": _huggingface,
     "chat": _chat,
+    "stream": _stream,
 }

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -96,7 +97,7 @@ class Sources:
 
     def _offset(self, document: Document, dataset: TokenDataset, first: int, begin: int) -> int | None:
         """The byte of a document's text at token `first`; None if the tokens there are not those of the document."""
-        data = document.data or document.path.read_bytes()
+        data = document.data or Path(document.path).read_bytes()
         ids = np.asarray(self.tokenizer.encode(data))
         if self.tokenizer.eos_id is None and begin == 0 and first >= ids.size:
             return None  # nothing marks where documents end

@@ -25,6 +25,7 @@ def check_data(config: ConfigContainer) -> None:
     _check_paths(data)
     _check_files(data)
     _check_weights(data)
+    _check_stream(config)
     _check_tokenizer(config.tokenizer, data.kind)
 
 
@@ -54,6 +55,7 @@ def _check_paths(data: DatasetConfig) -> None:
             "megatron": "the prefixes of .bin and .idx files",
             "huggingface": "a directory, files, or a name on the hub",
             "chat": "JSONL files or datasets of conversations",
+            "stream": "parquet or JSON-lines files, URLs of them, or a name on the hub",
         }
         raise ConfigError(f"dataset.paths=[] is empty; dataset.kind={data.kind} requires {what[data.kind]}.")
 
@@ -91,6 +93,29 @@ def _check_weights(data: DatasetConfig) -> None:
         )
 
 
+def _check_stream(config: ConfigContainer) -> None:
+    """Refuse a length in epochs of unknown length, and keys of records that the stream does not have."""
+    data, epochs = config.dataset, config.train.num_epochs
+    if data.kind != "stream":
+        return
+    if epochs is not None and data.stream_epoch_tokens is None:
+        raise ConfigError(
+            f"train.num_epochs={epochs} cannot be the length of a run on a stream, whose own length is unknown until "
+            "it ends; set train.train_iters instead, or dataset.stream_epoch_tokens, the tokens of an epoch."
+        )
+    of_others = {
+        "text": ("messages_key", "prompt_key", "response_key", "packing"),
+        "chat": ("text_key", "eod_mask_loss", "reset_attention_mask"),
+    }
+    for name in of_others.get(data.stream_of, ()):
+        if name in data.changed():
+            other = "chat" if data.stream_of == "text" else "text"
+            raise ConfigError(
+                f"dataset.{name}={shown(getattr(data, name))} is of streams of {other}, and dataset.stream_of="
+                f"{data.stream_of}; drop it, or set dataset.stream_of={other}."
+            )
+
+
 def _check_tokenizer(tokenizer: TokenizerConfig, kind: str) -> None:
     how, path, size = tokenizer.tokenizer_type, tokenizer.tokenizer_model, tokenizer.vocab_size
     has_path = how not in ("bytes", "bpe")
@@ -108,6 +133,12 @@ def _check_tokenizer(tokenizer: TokenizerConfig, kind: str) -> None:
         )
     if how == "bpe" and size is not None and size < _SMALLEST_BPE:
         raise ConfigError(f"tokenizer.vocab_size={size} must be >= {_SMALLEST_BPE}: all bytes and the end token.")
+    if how == "bpe" and kind == "stream":
+        raise ConfigError(
+            "tokenizer_type=bpe is learned from all of a corpus, and dataset.kind=stream is read only once; learn it "
+            "in a run on a part of the files (kind=text), and set tokenizer_type=tokenizers and tokenizer_model to its "
+            "tokenizer.json."
+        )
     if how == "bpe" and kind == "megatron":
         raise ConfigError(
             "tokenizer_type=bpe is learned from text, and dataset.kind=megatron has token ids; set the tokenizer that "

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from onstep.config.section import INCOMPATIBLE, NEW_DATA, NEW_ORDER, PATH, SAFE, TRAJECTORY, ConfigSection, option
 
-_CHAT = "dataset.kind=chat"
+_CHAT = "dataset.kind=chat or stream"
+_STREAM = "dataset.kind=stream"
 
 
 @dataclass
@@ -16,11 +17,12 @@ class DatasetConfig(ConfigSection):
     kind: str = option(
         "text",
         TRAJECTORY,
-        choices=("text", "megatron", "huggingface", "chat"),
+        choices=("text", "megatron", "huggingface", "chat", "stream"),
         effect=NEW_DATA,
         common=True,
         help="Kind of data: text (split into sequences) | megatron (`.bin` and `.idx` files) | huggingface (a "
-        "dataset of the `datasets` library) | chat (prompts and answers, with a loss on the answers).",
+        "dataset of the `datasets` library) | chat (prompts and answers, with a loss on the answers) | stream (texts "
+        "or chats of any size, read and tokenized while the run trains).",
     )
     paths: list[str] = option(
         [],
@@ -32,12 +34,14 @@ class DatasetConfig(ConfigSection):
         "Python's standard library. For `megatron`: prefixes of pairs of `.bin` and `.idx` files. For "
         "`huggingface`: directories of `save_to_disk`, json, parquet, arrow or csv files, directories or globs of "
         "such, or names on the hub, with `@REVISION` for a branch, tag or commit. For `chat`: JSONL files or "
-        "directories of them, or anything that `huggingface` accepts.",
+        "directories of them, or anything that `huggingface` accepts. For `stream`: parquet and JSON-lines files "
+        "(`.jsonl`, `.gz`, `.zst`), globs or directories of them, URLs, with `{000..127}` for numbered ones, or names "
+        "on the hub.",
     )
     text_key: str = option(
         "text",
         TRAJECTORY,
-        only_with="dataset.kind=text or huggingface",
+        only_with="dataset.kind=text or huggingface or stream",
         effect=NEW_DATA,
         help="The key of a JSONL record, or the column of a Hugging Face dataset, that holds the text.",
     )
@@ -52,14 +56,14 @@ class DatasetConfig(ConfigSection):
     hf_subset: str | None = option(
         None,
         TRAJECTORY,
-        only_with="dataset.kind=huggingface or chat",
+        only_with="dataset.kind=huggingface or chat or stream",
         effect=NEW_DATA,
         help="Configuration (subset) of a dataset on the hub.",
     )
     hf_split: str = option(
         "train",
         TRAJECTORY,
-        only_with="dataset.kind=huggingface or chat",
+        only_with="dataset.kind=huggingface or chat or stream",
         effect=NEW_DATA,
         help="Split of a Hugging Face dataset to train on. Its own validation and test splits are used where it "
         "has them and `split` has a share for them; otherwise `split` divides this one.",
@@ -97,14 +101,14 @@ class DatasetConfig(ConfigSection):
     eod_mask_loss: bool = option(
         False,
         TRAJECTORY,
-        only_with="dataset.kind=text or huggingface or megatron",
+        only_with="dataset.kind=text or huggingface or megatron or stream",
         help="Mask the loss at the token that ends a document, where the label is the first token of the next "
         "document. (The end token is still learned as a label.)",
     )
     reset_attention_mask: bool = option(
         False,
         TRAJECTORY,
-        only_with="dataset.kind=text or huggingface or megatron",
+        only_with="dataset.kind=text or huggingface or megatron or stream",
         help="Limit attention to documents and restart positions at each; a document includes its end token.",
     )
     split: str = option(
@@ -113,7 +117,53 @@ class DatasetConfig(ConfigSection):
         effect=NEW_DATA,
         common=True,
         help="Shares of train, validation and test: contiguous ranges, of tokens (`text`, `huggingface`), of "
-        "documents (`megatron`) or of conversations (`chat`).",
+        "documents (`megatron`) or of conversations (`chat`). For `stream`, shares of its records, by a hash of each.",
+    )
+    stream_of: str = option(
+        "text",
+        TRAJECTORY,
+        choices=("text", "chat"),
+        only_with=_STREAM,
+        effect=NEW_DATA,
+        help="Records of a stream: text (`text_key`), packed into sequences | chat (the keys of `chat`).",
+    )
+    stream_window_bytes: int = option(
+        4 << 20,
+        TRAJECTORY,
+        bound="> 0",
+        only_with=_STREAM,
+        effect=NEW_DATA,
+        help="Bytes of consecutive records that are shuffled and packed together; the order of files is shuffled, too.",
+    )
+    stream_epoch_tokens: int | None = option(
+        None,
+        TRAJECTORY,
+        bound="> 0",
+        only_with=_STREAM,
+        effect=NEW_DATA,
+        help="Tokens of an epoch, rounded down to whole steps; the next epoch continues in the stream, and the stream "
+        "starts over at its end. None: an epoch is one pass over the stream, whose length is unknown.",
+    )
+    stream_validation_paths: list[str] = option(
+        [],
+        SAFE,
+        bound=PATH,
+        only_with=_STREAM,
+        help="Files to validate on, named as `paths`. Empty: the validation share of `split`, or the stream's own "
+        "validation files.",
+    )
+    stream_validation_samples: int = option(
+        512,
+        SAFE,
+        bound="> 0",
+        only_with=_STREAM,
+        help="Sequences of validation, and of test, that are read from the stream at the start and kept in memory.",
+    )
+    stream_skip_damaged: bool = option(
+        False,
+        TRAJECTORY,
+        only_with=_STREAM,
+        help="Leave out records that cannot be read, and warn of each; otherwise the run ends at the first.",
     )
     seq_length: int = option(
         256,

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
+from onstep.data.chat.packing import Packing, first_fit
 from onstep.data.chat.records import ChatNotes, ChatSource
 from onstep.data.chat.template import EncodedChat, template_for
 from onstep.data.corpus.build_cache import build_cached, write_text
@@ -29,6 +30,24 @@ _Ids = npt.NDArray[np.int64]
 
 _FORMAT = "onstep chat 1"
 _NEVER = np.iinfo(np.int64).max
+
+
+class EncodedChats(Protocol):
+    """Tokenized conversations: a `ChatFile`, or `ChatsInMemory`."""
+
+    @property
+    def lengths(self) -> _Ids:
+        """Number of tokens in each conversation."""
+
+    @property
+    def first_trained(self) -> _Ids:
+        """Offset of the first token that is a label in each conversation; far beyond its end if there is none."""
+
+    def __len__(self) -> int:
+        """Number of conversations."""
+
+    def read(self, number: int) -> EncodedChat:
+        """The tokens of one conversation."""
 
 
 @dataclass
@@ -70,6 +89,27 @@ class ChatFile:
         return table
 
 
+class ChatsInMemory:
+    """Conversations that are not in a file."""
+
+    def __init__(self, chats: Sequence[EncodedChat]) -> None:
+        self.lengths = np.array([chat.ids.size for chat in chats], dtype=np.int64)
+        self.first_trained = np.array([_first_label(chat) for chat in chats], dtype=np.int64)
+        self._chats = chats
+
+    def __len__(self) -> int:
+        return len(self._chats)
+
+    def read(self, number: int) -> EncodedChat:
+        """The tokens of one conversation."""
+        return self._chats[number]
+
+
+def _first_label(chat: EncodedChat) -> int:
+    labels = chat.trained[1:]  # the first token of a conversation is never a label
+    return int(labels.argmax()) + 1 if labels.any() else int(_NEVER)
+
+
 def build_chat_file(
     source: ChatSource,
     tokenizer: Tokenizer,
@@ -99,8 +139,7 @@ def build_chat_file(
             chat = template.encode(messages, place)
             check_ids(chat.ids, tokenizer, place)
             end += chat.ids.size
-            labels = chat.trained[1:]  # the first token of a conversation is never a label
-            entries.append((end, int(labels.argmax()) + 1 if labels.any() else _NEVER))
+            entries.append((end, _first_label(chat)))
             yield 2 * chat.ids + chat.trained
 
     def make(path: Path) -> ChatFile:
@@ -142,56 +181,6 @@ def _index_source(values: TokenFile) -> str:
     return f"{values.source} {values.content_hash}"
 
 
-@dataclass(frozen=True)
-class Packing:
-    """The items of all bins, concatenated."""
-
-    items: npt.NDArray[np.int64]
-    ends: npt.NDArray[np.int64]
-    """End of each bin in `items`."""
-
-    def __len__(self) -> int:
-        """Number of bins."""
-        return int(self.ends.size)
-
-    def bin(self, number: int) -> list[int]:
-        """The items of a bin, in input order."""
-        start = int(self.ends[number - 1]) if number else 0
-        found: list[int] = self.items[start : int(self.ends[number])].tolist()
-        return found
-
-
-def first_fit(lengths: Sequence[int], capacity: int) -> Packing:
-    """Put each item, in order, into the first bin with enough room, or else into a new one.
-
-    Every length must be between 1 and `capacity`. A tree over the free room of the bins gives O(items * log(bins)).
-
-    Source: Johnson et al., "Worst-Case Performance Bounds for Simple One-Dimensional Packing Algorithms" (1974).
-    """
-    size = 1
-    while size < len(lengths):
-        size *= 2
-    room = [capacity] * (2 * size)  # the largest room below each node; node 1 is the root, leaves start at `size`
-    bins = np.empty(len(lengths), dtype=np.int64)
-    for number, length in enumerate(lengths):
-        node = 1
-        while node < size:
-            node *= 2
-            if room[node] < length:
-                node += 1
-        bins[number] = node - size
-        room[node] -= length
-        node //= 2
-        while node:
-            left, right = room[2 * node], room[2 * node + 1]
-            largest = left if left > right else right
-            if room[node] == largest:
-                break
-            room[node] = largest
-            node //= 2
-    return Packing(np.argsort(bins, kind="stable"), np.cumsum(np.bincount(bins)))
-
-
 class ChatDataset(Dataset[dict[str, torch.Tensor]]):
     """The conversations ``start <= c < end`` of a file, each padded to a separate sequence.
 
@@ -210,7 +199,7 @@ class ChatDataset(Dataset[dict[str, torch.Tensor]]):
 
     def __init__(
         self,
-        chats: ChatFile,
+        chats: EncodedChats,
         seq_length: int,
         pad_id: int,
         *,

@@ -27,9 +27,9 @@ class Document:
     """A document and its location, for error messages."""
 
     data: bytes
-    path: Path
+    path: Path | str
     line: int | None = None
-    """Line of a JSONL record, counted from 1; None for a whole text file."""
+    """Line of a JSONL record, counted from 1; None for a whole text file, or if `path` says it."""
 
     @property
     def place(self) -> str:
@@ -59,7 +59,9 @@ def iter_file_documents(path: Path, text_key: str) -> Iterator[Document]:
         with path.open("rb") as lines:
             for number, line in read_lines(lines, MAX_RECORD_BYTES):
                 if line.strip():
-                    yield Document(_record_text(line, f"{path}:{number}", text_key), path, number)
+                    place = f"{path}:{number}"
+                    record = read_record(line, place, f"an object with {text_key!r}")
+                    yield Document(text_of_record(record, place, text_key), path, number)
     except OSError as error:
         raise DataError(f"cannot read corpus file {path}: {error.strerror or error}") from error
 
@@ -107,8 +109,12 @@ def first_keys(record: Mapping[str, Any]) -> str:
     return ", ".join(shown + ["..."] * (len(record) > len(shown))) or "none"
 
 
-def _record_text(line: bytes, place: str, text_key: str) -> bytes:
-    record = read_record(line, place, f"an object with {text_key!r}")
+def text_of_record(record: Mapping[str, Any], place: str, text_key: str) -> bytes:
+    """The text of a record.
+
+    Raises:
+        DataError: with `place`, for a record without it.
+    """
     if text_key not in record:
         raise DataError(f"{place} has no key {text_key!r} (its keys: {first_keys(record)}); set dataset.text_key")
     text = record[text_key]

@@ -15,6 +15,7 @@ from onstep.data.corpus.file_digests import content_digest, sampled_digest
 from onstep.data.corpus.hf_datasets import files_of, is_rows
 from onstep.data.corpus.indexed_file import paths_of
 from onstep.data.corpus.not_text import has_content
+from onstep.data.corpus.stream_files import find_stream
 from onstep.data.corpus.text_files import default_corpus_files, find_files, find_records, is_jsonl
 from onstep.data.corpus.tokenizer_library import FILES
 from onstep.errors import DataError
@@ -41,12 +42,14 @@ def dataset_files(config: DatasetConfig) -> InputFiles | None:
     """The files of `dataset.paths`; None if it names only datasets on the Hub, which have no files of their own.
 
     Text and conversations are hashed in full, as building their tokens does anyway. Of Megatron's files and of those
-    that the `datasets` library reads, the size and up to 16 MiB are hashed.
+    that the `datasets` library reads, the size and up to 16 MiB are hashed; of those of a stream, names and sizes.
 
     Raises:
         DataError: if a file does not exist or cannot be read.
     """
     reads_rows = config.kind == "huggingface" or (config.kind == "chat" and any(map(is_rows, config.paths)))
+    if config.kind == "stream":
+        return _listed(find_stream(config.paths, subset=config.hf_subset, split=config.hf_split).train)
     if config.kind == "megatron":
         files = [file for path in config.paths for file in paths_of(path)]
         return _sampled(files, config.paths, names_matter=False)
@@ -89,6 +92,21 @@ def tokenizer_files(config: TokenizerConfig) -> InputFiles | None:
     path = Path(os.path.expanduser(config.tokenizer_model))
     files = [path] if path.is_file() else [path / name for name in FILES if (path / name).is_file()]
     return _sampled(files, [str(path)], names_matter=True)
+
+
+def _listed(names: Sequence[str]) -> InputFiles:
+    """Files of a stream, of which only names and, of local ones, sizes are known: it may be larger than the disk."""
+    local = [Path(name) for name in names if "://" not in name]
+    sizes = []
+    for file in local:
+        try:
+            sizes.append(f"{file.stat().st_size} bytes")
+        except OSError as error:
+            raise _unreadable(file, error) from error
+    found = dict(zip(_names(local, list(map(str, local))), sizes, strict=True)) if local else {}
+    files = found | {name: "remote" for name in names if "://" in name}
+    digest = hashlib.blake2b("\n".join(f"{name}\0{size}" for name, size in files.items()).encode(), digest_size=16)
+    return InputFiles(digest.hexdigest(), files)
 
 
 def _whole(files: Sequence[Path], paths: Sequence[str]) -> InputFiles:

@@ -208,7 +208,7 @@ def tokens_of(
     def make(path: Path) -> TokenFile:
         coverage = Coverage(tokenizer)
         documents = (
-            _encoded(tokenizer, document, coverage)
+            encode_document(tokenizer, document, coverage)
             for document in source.documents("Tokenizing" if show_progress else None)
         )
         dtype = token_dtype(tokenizer.vocab_size)
@@ -220,8 +220,12 @@ def tokens_of(
     return build_cached(source, described, ".tokens", cache_dir, find_token_file, make, wait_for_other=wait_for_other)
 
 
-def _encoded(tokenizer: Tokenizer, document: Document, coverage: Coverage) -> npt.NDArray[Any]:
-    """The ids of a document, without its end token."""
+def encode_document(tokenizer: Tokenizer, document: Document, coverage: Coverage | None = None) -> npt.NDArray[Any]:
+    """The ids of a document, without its end token.
+
+    Raises:
+        DataError: with its place, for a document that cannot be encoded.
+    """
     HEARTBEAT.beats += 1
     try:
         ids = np.asarray(tokenizer.encode(document.data))
@@ -230,5 +234,6 @@ def _encoded(tokenizer: Tokenizer, document: Document, coverage: Coverage) -> np
     except DataError as error:
         raise DataError(f"{document.place}: {error}") from error
     check_ids(ids, tokenizer, document.place)
-    coverage.add(document.data, ids)
+    if coverage is not None:
+        coverage.add(document.data, ids)
     return ids

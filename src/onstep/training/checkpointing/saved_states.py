@@ -85,7 +85,8 @@ class RunComponents:
     def position(self, data: DataPosition | None, loads: bool = False) -> list[StateComponent]:
         """The components that are loaded right before the first step; `data` is None if the data stays where it is."""
         config = self.state.cfg.checkpoint
-        parts = [] if data is None else [_of_the_rank("dataset", data)]
+        of_the_data = _replicated if data is not None and data.is_shared else _of_the_rank
+        parts = [] if data is None else [of_the_data("dataset", data)]
         if (config.load_rng or not self._is_chosen_start) if loads else config.save_rng:
             parts.append(_of_the_rank("rng", self.rng))
         return parts
@@ -196,6 +197,8 @@ class DataPosition:
         self._reader = reader
         self._state = state
         self.is_loaded = False
+        self.is_shared = bool(getattr(reader, "position_is_shared", False))
+        """Whether it is the same on all ranks, and any number of them can continue from it."""
 
     def state_dict(self) -> StateDict:
         """The reader's position after the data that was handed out."""

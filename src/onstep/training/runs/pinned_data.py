@@ -23,7 +23,7 @@ def pin_datasets(config: ConfigContainer, world: World) -> dict[str, str]:
 
 
 def _commits(config: ConfigContainer) -> dict[str, str]:
-    reads_rows = config.dataset.kind in ("huggingface", "chat")
+    reads_rows = config.dataset.kind in ("huggingface", "chat", "stream")
     paths = [path for path in config.dataset.paths if hub_name(path) is not None] if reads_rows else []
     directory = named_dir(config) if paths and config.run.name is not None else None
     is_continued = directory is not None and directory.run_json.exists() and not may_be_replaced(directory)

@@ -14,6 +14,8 @@ from onstep.config.lengths import sizes_of
 from onstep.config.suggestions import shown
 from onstep.data import (
     EvalLoader,
+    RecordStream,
+    StreamLoader,
     Tokenizer,
     TrainLoader,
     build_datasets,
@@ -186,7 +188,7 @@ def _trained_tokenizer(state: Run, directory: Path | None) -> tuple[Path | None,
 
 def build_data(
     config: ConfigContainer, world: World, tokenizer: Tokenizer
-) -> tuple[TrainLoader | None, EvalLoader | None, EvalLoader | None]:
+) -> tuple[TrainLoader | StreamLoader | None, EvalLoader | None, EvalLoader | None]:
     """Loaders of the three splits. The globally first rank writes the token file while the others wait for it."""
     train, valid, test = build_datasets(
         config.dataset,
@@ -199,23 +201,25 @@ def build_data(
     return loader, eval_loader(config, world, valid), eval_loader(config, world, test)
 
 
-def train_loader(config: ConfigContainer, world: World, dataset: object) -> TrainLoader:
+def train_loader(config: ConfigContainer, world: World, dataset: object) -> TrainLoader | StreamLoader:
     """A loader of this rank's share of the training split."""
     options, data = config.train, config.dataset
     assert options.micro_batch_size is not None
     assert options.global_batch_size is not None
     seed = config.rng.seed if config.rng.data_seed is None else config.rng.data_seed
-    return TrainLoader(
-        dataset,
-        micro_batch_size=options.micro_batch_size,
-        global_batch_size=sizes_of(config, world.size).last,
-        rank=world.rank,
-        world_size=world.size,
-        seed=seed,
-        shuffle=data.shuffle,
-        drop_last=options.drop_last,
+    reading: dict[str, Any] = {
+        "micro_batch_size": options.micro_batch_size,
+        "global_batch_size": sizes_of(config, world.size).last,
+        "rank": world.rank,
+        "world_size": world.size,
+        "seed": seed,
+        "shuffle": data.shuffle,
+        "drop_last": options.drop_last,
         **_reading(data, world),
-    )
+    }
+    if isinstance(dataset, RecordStream):
+        return StreamLoader(dataset, **{**reading, "persistent_workers": False})  # a pass has workers of its own
+    return TrainLoader(dataset, **reading)
 
 
 def eval_loader(config: ConfigContainer, world: World, dataset: object) -> EvalLoader | None:

@@ -14,7 +14,7 @@ from torch import nn
 from onstep.config import ConfigContainer
 from onstep.config.differences import configured_schedule_holds
 from onstep.config.lengths import has_rampup_tails, progress_after, schedule_samples, sizes_of, train_iters
-from onstep.data import EvalLoader, TrainLoader
+from onstep.data import EvalLoader, StreamLoader, TrainLoader
 from onstep.errors import ConfigError
 from onstep.events import Dispatcher
 from onstep.models import ModelHook
@@ -40,7 +40,7 @@ class TrainingSetup:
     optimizer: UserOptimizer | None
     """None in a run that only evaluates, as are scheduler and training data."""
     scheduler: UserScheduler | None
-    train_data: TrainLoader | None
+    train_data: TrainLoader | StreamLoader | None
     valid_data: EvalLoader | None
     test_data: EvalLoader | None
 
@@ -169,7 +169,7 @@ def scheduler_for(
     )
 
 
-def count_steps(state: Run, train_data: TrainLoader | None) -> None:
+def count_steps(state: Run, train_data: TrainLoader | StreamLoader | None) -> None:
     """Set the counts shown in Hugging Face's view of the progress."""
     config, world, info = state.cfg, state.world, state.info
     train, validation = config.train, config.validation

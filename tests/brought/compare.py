@@ -26,7 +26,6 @@ from tests.brought.script_programs import PROGRAMS as SCRIPTS
 from tests.brought.trl_programs import PROGRAMS as TRL
 
 PROGRAMS: list[Program] = [*TRL, *SCRIPTS]
-TOLERANCE = 1e-6
 HEADER = (
     f"{'program':<22}{'records':>10}{'weights':>10}{'files':>8}"
     f"{'training s':>18}{'ratio':>7}{'whole s':>18}{'ratio':>7}  after 2 kills"
@@ -48,7 +47,7 @@ class Row:
         """What does not hold, a line for each."""
         found = [self.error] if self.error else []
         if self.difference is not None:
-            if not self.difference.largest <= TOLERANCE:
+            if not self.difference.largest <= self.program.tolerance:
                 found.append(f"differs by {self.difference.records} in records, {self.difference.weights} in weights")
             if self.difference.missing:
                 found.append(f"lacks {', '.join(self.difference.missing)}")

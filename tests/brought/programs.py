@@ -31,6 +31,10 @@ class Program:
     ranks: int = 1
     needs: Sequence[str] = field(default=())
     """Packages that have to be installed."""
+    tolerance: float = 1e-6
+    """How far records and weights may be from those under `transformers`."""
+    only_there: Sequence[str] = field(default=())
+    """Arguments under `transformers` only, where it has a documented error that they switch off."""
 
     def command(self, door: str, here: Path, output: Path) -> list[str]:
         """The words that start it under one of `DOORS`."""
@@ -40,4 +44,6 @@ class Program:
         if door == "onstep":
             words += ["-m", "onstep.run"]
         given = [argument.replace("{here}", os.fspath(here)) for argument in self.arguments]
+        if door == "transformers":
+            given += self.only_there
         return [*words, *self.target, *given, self.output, os.fspath(output)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.brought import materials
-from tests.brought.compare import PROGRAMS, TOLERANCE, measure
+from tests.brought.compare import PROGRAMS, measure
 from tests.brought.outcomes import compare
 from tests.brought.programs import DOORS, Program
 from tests.brought.running import run
@@ -34,7 +34,7 @@ def test_trls_own_script_trains_under_onstep_run_as_with_transformers(here: Path
     with ThreadPoolExecutor(2) as both:
         first, second = both.map(lambda door: run(program, door, here, tmp_path / door), DOORS)
     difference = compare(first, second)
-    assert difference.largest <= TOLERANCE, difference
+    assert difference.largest <= program.tolerance, difference
     assert difference.missing == []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -12,16 +11,12 @@ from dataclasses import replace
 from typing import Protocol
 
 from torch import nn
-from torch.utils.data import DataLoader
 
 from onstep.config import ConfigContainer
-from onstep.config.checks import idle_in_trainer, idle_line
-from onstep.config.hf.checks import idle_arguments
 from onstep.config.lengths import train_iters
 from onstep.distributed import World, check_ranks, data_parallel, open_world, world_size_from_environment
 from onstep.events import Control, Dispatcher
 from onstep.models import Transformer
-from onstep.models.generation.generate import inner_transformer
 from onstep.trackers.report_to import attach_trackers
 from onstep.trainer.call import Resume, Session
 from onstep.trainer.computing.causal_loss import causal_loss_in_chunks
@@ -59,6 +54,7 @@ from onstep.trainer.output_dir.claim import acquire_dir
 from onstep.trainer.output_dir.files import recall_history
 from onstep.trainer.overrides import overrides
 from onstep.trainer.own_arguments import config_of, shown_arguments
+from onstep.trainer.reporting.idle_arguments import name_idle_arguments
 from onstep.trainer.reporting.special_tokens import align_special_tokens
 from onstep.trainer.reporting.tokenizer_record import record_tokenizer
 from onstep.trainer.training_checks import check_length
@@ -84,8 +80,6 @@ from onstep.training.setup.setup import (
 from onstep.training.stages.job import Job
 from onstep.training.watchdog.termination import reports_before_sigterm
 from onstep.training.watchdog.watchdog import Watching
-
-logger = logging.getLogger(__name__)
 
 
 class Repeated(Protocol):
@@ -292,7 +286,7 @@ def _users_data(trainer: TrainerMethods, size: int) -> UsersData | None:
 def _build_training(trainer: TrainerMethods, session: Session, num_samples: int | None, data: UsersData | None) -> None:
     state, config, notify = session.state, session.state.cfg, session.notify
     if state.world.is_main:
-        _name_idle_arguments(trainer, session)
+        name_idle_arguments(trainer, session)
     collates_itself = overrides(trainer, "get_train_dataloader") or overrides(trainer, "_get_dataloader")
     if isinstance(session.collate, ColumnFilter) and not collates_itself:
         session.collate.check(trainer.train_dataset)
@@ -342,27 +336,6 @@ def _calls_model_often(trainer: TrainerMethods, module: nn.Module) -> bool:
     """
     is_open = trainer.args.ddp_find_unused_parameters is None and overrides(trainer, "compute_loss")
     return is_open and not any(one.__name__ == "PreTrainedModel" for one in type(module).__mro__)
-
-
-def _name_idle_arguments(trainer: TrainerMethods, session: Session) -> None:
-    """Say in one line which arguments have no effect in this training."""
-    transformer = inner_transformer(session.module)
-    found = idle_in_trainer(session.state.cfg, None if transformer is None else transformer.config)
-    if isinstance(trainer.train_dataset, DataLoader) and trainer.has_own_collator:
-        found.append(("a train_dataset that is not a DataLoader, which has its own", ["data_collator"]))
-    if trainer.args.prediction_loss_only and trainer.compute_metrics is not None:
-        found.append(("prediction_loss_only=False", ["compute_metrics"]))
-    if trainer.label_smoother is not None and trainer.compute_loss_func is not None:
-        found.append(("no compute_loss_func", ["label_smoothing_factor"]))
-    if trainer.enable_activation_checkpoint_fn is not None and not trainer.args.activation_checkpointing:
-        found.append(("gradient_checkpointing=True", ["enable_activation_checkpoint_fn"]))
-    if trainer.args.dataloader_num_workers and hasattr(trainer.train_dataset, "_ex_iterable"):
-        found.append(("a train_dataset that is not a stream of datasets", ["dataloader_num_workers"]))
-    if getattr(trainer.args, "predict_with_generate", False) and not hasattr(trainer, "_gen_kwargs"):
-        found.append(("a Seq2SeqTrainer", ["predict_with_generate"]))
-    line = idle_line([*idle_arguments(trainer.args), *found])
-    if line is not None:
-        logger.warning("%s", line)
 
 
 def _active_parameters(module: nn.Module) -> int:

@@ -109,8 +109,8 @@ PROGRAMS = [
         "st-round-robin",
         "train_bi_encoder",
         "--task several --alternation round_robin --gradient_accumulation_steps 2 " + _STEADY,
-        # torch derives logcumsumexp, in CoSENTLoss, by the logarithm of the gradient: what the loss is divided by changes
-        # how the result is rounded, here and there as far from float64
+        # torch derives logcumsumexp, in CoSENTLoss, by the logarithm of the gradient: what the loss is divided by
+        # changes the rounding, and the results are as far from float64 here as there
         tolerance=1e-5,
     ),
     _sentences("st-routed", "train_bi_encoder", "--task routed"),

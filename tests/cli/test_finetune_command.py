@@ -47,7 +47,8 @@ def test_any_model_is_fine_tuned_with_lora(capsys: pytest.CaptureFixture[str]) -
     assert main(["finetune", "--lora", *SMALL]) == 0
     run = Path("runs/any_finetune_lora")
     assert json.loads((run / "run.json").read_text())["status"] == "completed"
-    assert sorted(os.listdir(run / "adapter")) == ["adapter_config.json", "adapter_model.safetensors"]
+    weights = ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(os.listdir(run / "adapter")) == [*weights, "tokenizer.json", "tokenizer_config.json"]
     assert AutoModelForCausalLM.from_pretrained(run / "model").config.hidden_size == 32
     out = capsys.readouterr().out
     assert "Trainable percentage" in out

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from onstep.config import DatasetConfig
-from onstep.data import build_tokenizer, learn_bpe, tokenizer_source
+from onstep.data import ByteTokenizer, build_tokenizer, learn_bpe, tokenizer_source
 from onstep.data.corpus.tokenizer_files import keep_ids_in_transformers, tokenizer_in_dir
 from onstep.data.corpus.tokenizers import TokenizersTokenizer
 
@@ -70,3 +70,16 @@ def test_ids_that_cannot_be_kept_are_reported(
     keep_ids_in_transformers(directory, lambda text: [1, 2])
     assert "AutoTokenizer yields different token ids" in caplog.text
     assert json.loads((directory / "tokenizer_config.json").read_text()) == json.loads(before)
+
+
+@pytest.mark.parametrize("model_type", [None, "llama", "qwen2", "gpt2"])
+def test_transformers_reads_the_bytes_of_a_text_as_its_ids(tmp_path: Path, model_type: str | None) -> None:
+    if model_type is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    ours = ByteTokenizer()
+    ours.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    text = "".join(map(chr, range(1, 300))) + " a  \u4f60\u597d \U0001f600\r\n\tend "
+    assert theirs(text).input_ids == ours.encode_text(text)
+    assert theirs.decode(ours.encode_text(text)) == text
+    assert theirs.eos_token_id == len(theirs) - 1 == ours.eos_id

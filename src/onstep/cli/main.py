@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("generation.generate:generate", 'Continue a text with a trained model: onstep generate NAME "def "'),
     "chat": ("generation.chat:chat", "Talk with a trained model: onstep chat NAME"),
     "config": ("config:app", "Show or describe a configuration: onstep config show|defaults|explain|schema"),
+    "evaluate": ("evaluate:evaluate", "Evaluate weights on tasks of lm-eval: onstep evaluate RUN --tasks NAME,NAME"),
     "recipes": ("recipes:app", "List and show recipes (named configurations): onstep recipes list|show NAME"),
     "memory": ("memory:memory", "Estimate GPU memory before training: onstep memory RECIPE [key=value ...]"),
     "why": (

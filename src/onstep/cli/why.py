@@ -19,6 +19,7 @@ from onstep.analysis.logs.decisions_log import (
     read_decisions,
 )
 from onstep.analysis.logs.run_status import rewind_command, run_record
+from onstep.analysis.logs.task_results import evaluation_lines, evaluations_of_run
 from onstep.analysis.text_tables import printable
 from onstep.cli.cells import time_shown
 from onstep.cli.completed_words import complete_words
@@ -67,7 +68,12 @@ def why(
         raise typer.BadParameter(f"expected one run, got {' '.join(words) or 'none'}.", param_hint="RUN")
     directory = find_run(words[0])
     path = directory / FILE_NAME
-    for line in [headline(directory, read_decisions(path)), *explain(read_decisions(path), step)]:
+    found = [
+        headline(directory, read_decisions(path)),
+        *explain(read_decisions(path), step),
+        *evaluated(directory, step),
+    ]
+    for line in found:
         print(printable(line))
     if step is not None and step > 0 and (command := rewind_command(directory, step)) is not None:
         print(printable(f"Its samples, gradients and layers: {command}"))
@@ -130,6 +136,18 @@ def explain(decisions: Iterable[Decision], step: int | None = None) -> list[str]
     if not chosen:
         return ["No decisions are recorded." if step is None else f"Nothing was decided at step {step}."]
     return [line for one in chosen for line in _lines(one)]
+
+
+def evaluated(directory: Path, step: int | None = None) -> list[str]:
+    """What tasks found about the run's weights, of one step or all: one entry per evaluation, newest last."""
+    lines = []
+    for one in evaluations_of_run(directory):
+        if step in (None, one.step):
+            at = "step ?" if one.step is None else f"step {one.step}"
+            what = "while it trained" if one.weights == "training" else f"of {one.weights}"
+            lines.append(f"{at}: tasks evaluated {what} ({time_shown(one.timestamp) or 'no time'})")
+            lines += [f"    {line}" for line in evaluation_lines([one])]
+    return lines
 
 
 def _is_since(decision: Decision, started: Any) -> bool:

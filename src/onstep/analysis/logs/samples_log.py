@@ -65,7 +65,16 @@ def append_samples(path: Path, samples: Iterable[TextSample]) -> None:
     Raises:
         OSError: if the file cannot be written, or is not a regular file.
     """
-    lines = "".join(json.dumps(asdict(sample)) + "\n" for sample in samples)
+    append_lines(path, (json.dumps(asdict(sample)) for sample in samples))
+
+
+def append_lines(path: Path, texts: Iterable[str]) -> None:
+    """Append lines to a file that others may be appending to, in one write.
+
+    Raises:
+        OSError: if the file cannot be written, or is not a regular file.
+    """
+    lines = "".join(f"{text}\n" for text in texts)
     # without O_NONBLOCK, the opening of a pipe would wait for its reader
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
     with open(descriptor, "r+b", buffering=0) as file:

@@ -13,7 +13,7 @@ from pathlib import Path
 from string import Template
 from typing import Any, TypeVar
 
-from onstep.analysis.logs import decisions_log, samples_log
+from onstep.analysis.logs import decisions_log, samples_log, task_results
 from onstep.analysis.logs.run_status import run_record
 from onstep.analysis.logs.training_log import TrainingLog
 from onstep.analysis.reports import sections
@@ -105,7 +105,9 @@ def _details(logs: Sequence[TrainingLog], comparison: Comparison, left_out: int)
         for log, record, decisions in zip(logs, records, decided, strict=True)
     ]
     written = [_readable(samples_log.samples_of_run, place, remarks) for place in places]
+    evaluated = [_readable(task_results.evaluations_of_run, place, remarks) for place in places]
     parts = (
+        sections.tasks(labels, evaluated),
         sections.samples(labels, written),
         sections.time(labels, ledgers),
         sections.decisions(labels, decided),

@@ -10,6 +10,7 @@ from typing import Any
 
 from onstep.analysis.logs.decisions_log import EVERYDAY, Decision, decision_lines
 from onstep.analysis.logs.samples_log import TextSample, newest_by_step
+from onstep.analysis.logs.task_results import Evaluation, metric_words
 from onstep.analysis.reports.comparison import Comparison, difference_cells, metric_cells, value_text
 from onstep.analysis.reports.ledger import TimeLedger
 
@@ -52,6 +53,20 @@ def configuration(comparison: Comparison) -> str:
     body = [[(cell, name) for cell in row] for row, name in zip(cells, classes, strict=True)]
     quiet = '<p class="quiet">Gray: does not affect training results.</p>' if "safe" in classes else ""
     return _section("Configuration differences", f"{quiet}{_table(head, body)}")
+
+
+def tasks(labels: Sequence[str], of_runs: Sequence[Iterable[Evaluation]]) -> str:
+    """What lm-eval's tasks found about each run's weights, newest last."""
+    rows = []
+    for label, found in zip(labels, of_runs, strict=True):
+        for one in found:
+            step = "-" if one.step is None else f"{one.step:,}"
+            for name, result in one.tasks.items():
+                counts = ("-" if each is None else str(each) for each in (result.num_fewshot, result.num_samples))
+                cells = (label, step, one.weights, name, *counts, ", ".join(metric_words(result)))
+                rows.append([(cell, "") for cell in cells])
+    head = ("run", "step", "weights", "task", "shots", "questions", "result")
+    return _section("Tasks", _table(head, rows)) if rows else ""
 
 
 def samples(labels: Sequence[str], of_runs: Sequence[Iterable[TextSample]]) -> str:

@@ -250,7 +250,7 @@ def _tokenizer(config: TokenizerConfig, info: CheckpointInfo) -> tuple[Tokenizer
         return None, [f"without the tokenizer: {error}"]
     source = getattr(tokenizer, "path", None)
     if source is None:
-        return tokenizer, [f"the tokenizer {config.tokenizer_type!r} has no files"]
+        return tokenizer, [f"with the tokenizer {tokenizer.fingerprint}"]
     changed = changed_tokenizer(config, info.manifest.extra.get("identity"))
     return tokenizer, [f"with the tokenizer from {source}", *([changed] if changed else [])]
 

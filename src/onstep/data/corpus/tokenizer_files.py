@@ -25,6 +25,13 @@ _PROBE = (
     "It's 2024: 12345 + 67.5 = ?!  don't, caf\u00e9 cafe\u0301 \u4f60\u597d\n\n\ttwo  spaces   \r\n and a #@!... end\n"
 )
 """Digits, symbols, composed and decomposed characters, spaces and newlines: text that tokenizers split differently."""
+READ_AS_IT_IS: dict[str, Any] = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "auto_map": {"AutoTokenizer": [None, _NO_CODE]},
+}
+"""Entries with which `transformers` reads `tokenizer.json` as it is. It uses the class registered for the model type
+unless an `auto_map` names code in the directory. There is no such code, but `transformers` does not look for it without
+`trust_remote_code` and falls back to the class named here."""
 
 
 def tokenizer_in_dir(directory: Path) -> TokenizerConfig | None:
@@ -65,11 +72,7 @@ def keep_ids_in_transformers(directory: Path, encode: Callable[[str], list[int]]
     if found == expected:
         return
     before = read_config(directory)
-    # In this form `transformers` reads `tokenizer.json` as it is. It uses the class registered for the model type
-    # unless an `auto_map` names code in the directory. There is no such code, but `transformers` does not look for it
-    # without `trust_remote_code` and falls back to the class named here.
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", "auto_map": {"AutoTokenizer": [None, _NO_CODE]}}
-    write_text(directory / CONFIG_FILE, json.dumps({**before, **named}, indent=2) + "\n")
+    write_text(directory / CONFIG_FILE, json.dumps({**before, **READ_AS_IT_IS}, indent=2) + "\n")
     if _ids_in_transformers(directory) == expected:
         return
     write_text(directory / CONFIG_FILE, json.dumps(before, indent=2) + "\n")

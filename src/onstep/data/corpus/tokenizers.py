@@ -17,7 +17,8 @@ import numpy.typing as npt
 from onstep.config import TokenizerConfig
 from onstep.config.suggestions import nearest
 from onstep.data.corpus.build_cache import write_text
-from onstep.data.corpus.tokenizer_files import OUR_KEY, keep_ids_in_transformers
+from onstep.data.corpus.byte_tokens import byte_tokenizer_json
+from onstep.data.corpus.tokenizer_files import CONFIG_FILE, OUR_KEY, READ_AS_IT_IS, keep_ids_in_transformers
 from onstep.data.corpus.tokenizer_library import (
     FILES,
     Explained,
@@ -34,7 +35,8 @@ _LOGGER = logging.getLogger(__name__)
 
 TokenIds = Sequence[int] | npt.NDArray[Any]
 
-_EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>", "<|eot_id|>", "[SEP]")
+_END = "<|endoftext|>"
+_EOS_NAMES = (_END, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>", "<|eot_id|>", "[SEP]")
 
 
 class Tokenizer(Protocol):
@@ -96,8 +98,12 @@ class ByteTokenizer:
         return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
 
     def save(self, directory: Path) -> list[Path]:
-        """Nothing: bytes need no files."""
-        return []
+        """Write a `tokenizer.json` with the same ids, and the `tokenizer_config.json` for `AutoTokenizer`."""
+        config = {"eos_token": _END, "clean_up_tokenization_spaces": False, **READ_AS_IT_IS}
+        contents = {FILES[0]: byte_tokenizer_json(_END, 256), CONFIG_FILE: config}
+        for name, content in contents.items():
+            write_text(directory / name, json.dumps(content, indent=2) + "\n")
+        return [directory / name for name in contents]
 
 
 class TokenizersTokenizer:

@@ -1,0 +1,185 @@
+"""Evaluates models of `transformers` on the tasks of lm-eval, which does all of the counting."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onstep.analysis.logs.task_results import TaskResult
+from onstep.config.suggestions import nearest
+from onstep.errors import ConfigError, MissingExtraError, OnstepError
+
+_QUIET = ("lm_eval", "httpx", "datasets")
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """Which tasks are evaluated, and how: the options of the command `lm_eval` of the same names."""
+
+    tasks: tuple[str, ...]
+    """Names of tasks, groups or tags, patterns of them, or paths of task files."""
+    include_path: tuple[str, ...] = ()
+    """Directories with further task files."""
+    num_fewshot: int | None = None
+    """Solved examples before each question; None is that of the task."""
+    limit: float | None = None
+    """Number of questions of each task, or below 1 a share of them; None is all."""
+    batch_size: int | str = 1
+    """Sequences at a time, or `auto`."""
+    apply_chat_template: bool = False
+    """Whether each question is a turn of the tokenizer's chat template."""
+
+
+def import_lm_eval() -> Any:
+    """The package `lm_eval`.
+
+    Raises:
+        MissingExtraError: if it is not installed.
+    """
+    try:
+        import lm_eval
+        import lm_eval.models.huggingface
+        import lm_eval.tasks
+    except ImportError as error:
+        raise MissingExtraError(
+            f"the evaluation of tasks requires lm-eval: pip install 'onstep[lm-eval]' ({error})"
+        ) from error
+    return lm_eval
+
+
+def load_tasks(settings: TaskSettings) -> tuple[Any, list[Any]]:
+    """lm-eval's task manager, and the tasks and groups with their data.
+
+    The tasks that lm-eval has itself are only looked at if those of `include_path` are not enough, which requires
+    seconds. Tasks with local data are loaded without network.
+
+    Raises:
+        ConfigError: for a task that does not exist or cannot be loaded, and for a missing directory.
+        MissingExtraError: if lm-eval is not installed.
+    """
+    lm_eval = import_lm_eval()
+    for place in settings.include_path:
+        if not Path(place).is_dir():
+            raise ConfigError(f"--include-path {place} is not a directory; name one with the YAML files of tasks.")
+    manager, names = _manager_of(lm_eval, settings)
+    try:
+        loaded = manager.load(names)
+    except Exception as error:  # tasks are files and code of others
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ConfigError(
+            f"the tasks {', '.join(names)} cannot be loaded ({type(error).__name__}: {reason}); correct their files or "
+            "the paths of their data, which are relative to the working directory."
+        ) from error
+    groups = loaded.get("groups") or {}
+    below = {name for group in groups.values() for name in group.child_names}
+    members = {task.task_name for group in groups.values() for task in group.get_all_tasks()}
+    tops = [group for name, group in groups.items() if name not in below]
+    return manager, [*tops, *(task for name, task in loaded["tasks"].items() if name not in members)]
+
+
+def _manager_of(lm_eval: Any, settings: TaskSettings) -> tuple[Any, list[str]]:
+    if not settings.tasks:
+        raise ConfigError("no task is named; pass --tasks NAME,NAME.")
+    include, unknown, known = list(settings.include_path) or None, "", list[str]()
+    for has_defaults in (False, True):
+        manager = lm_eval.tasks.TaskManager(include_path=include, include_defaults=has_defaults)
+        found: list[str] = []
+        for name in settings.tasks:
+            matches = [name] if Path(name).is_file() else sorted(manager.match_tasks([name]))
+            if not matches:
+                unknown, known = name, manager.all_tasks
+                break
+            found += matches
+        else:
+            return manager, list(dict.fromkeys(found))
+    own = "" if include is None else f" or below {', '.join(settings.include_path)}"
+    raise ConfigError(
+        f"there is no task {unknown!r} in lm-eval{own}.{nearest(unknown, known)} `lm-eval ls tasks` lists them; pass "
+        "--include-path DIR for task files of your own."
+    )
+
+
+def evaluate_tasks(settings: TaskSettings, model: Any, **arguments: Any) -> dict[str, TaskResult]:
+    """Evaluate a model with lm-eval's `hf` model; the results by task.
+
+    The numbers are those of `lm_eval --model hf` with the same arguments. Seeds Python's, numpy's and torch's random
+    generators.
+
+    Args:
+        settings: the tasks.
+        model: a directory of `transformers`, or an open model, which is set to evaluation mode.
+        arguments: further arguments of lm-eval's `HFLM`, such as `tokenizer`, `gguf_file`, `peft` and `device`.
+
+    Raises:
+        ConfigError: for tasks that cannot be loaded.
+        OnstepError: if the evaluation fails, with lm-eval's reason.
+    """
+    lm_eval = import_lm_eval()
+    with _quiet():
+        manager, tasks = load_tasks(settings)
+        if "tokenizer" in arguments and not isinstance(arguments["tokenizer"], str):
+            arguments["tokenizer"] = copy.deepcopy(arguments["tokenizer"])  # it is given a padding token
+        try:
+            harness = lm_eval.models.huggingface.HFLM(model, batch_size=settings.batch_size, **arguments)
+            results = lm_eval.simple_evaluate(
+                harness,
+                tasks=tasks,
+                task_manager=manager,
+                num_fewshot=settings.num_fewshot,
+                limit=settings.limit,
+                apply_chat_template=settings.apply_chat_template,
+                log_samples=False,
+            )
+        except OnstepError:
+            raise
+        except Exception as error:  # models, tokenizers and tasks are others' code
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise OnstepError(
+                f"the tasks {', '.join(settings.tasks)} could not be evaluated ({type(error).__name__}: {reason}); "
+                "check that the model has a tokenizer and is one that generates text."
+            ) from error
+    return results_of(results, settings.limit)
+
+
+def results_of(results: Mapping[str, Any], limit: float | None = None) -> dict[str, TaskResult]:
+    """The results by task of what lm-eval's `simple_evaluate` returns."""
+    found = {}
+    for name, values in results["results"].items():
+        samples = results.get("n-samples", {}).get(name, {}).get("effective", values.get("sample_len"))
+        found[name] = TaskResult(
+            metrics=dict(_metrics(values)),
+            num_samples=samples,
+            num_fewshot=results.get("n-shot", {}).get(name),
+            version=results.get("versions", {}).get(name),
+            limit=limit,
+            lm_eval=str(results.get("lm_eval_version", "")),
+        )
+    return {name: one for name, one in found.items() if one.metrics}
+
+
+def _metrics(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Numbers by metric; one with a filter other than `none` has it in its name, after a comma as lm-eval writes it."""
+    for key, value in values.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if "," in key and is_number:
+            yield key.removesuffix(",none"), float(value)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out lm-eval's remarks on each task, and keep its errors."""
+    loggers = [logging.getLogger(name) for name in _QUIET]
+    levels = [one.level for one in loggers]
+    try:
+        for one in loggers:
+            one.setLevel(logging.ERROR)
+        yield
+    finally:
+        for one, level in zip(loggers, levels, strict=True):
+            one.setLevel(level)

@@ -20,7 +20,7 @@ from tests.support.whole_runs import Ranks, check_same
 
 NAMES = sorted(discovered())
 STATEFUL = [name for name in NAMES if hasattr(discovered()[name], "state_dict")]
-Whole = Callable[[str], dict[str, Any]]
+Whole = Callable[..., dict[str, Any]]
 DOCS = Path(__file__).parents[2] / "docs"
 JOBS = "tests.support.jobs.contract_jobs"
 WALL_CLOCK_STATES = ("TrackersCallback", "ThroughputMonitor")
@@ -35,17 +35,18 @@ SAME_ON_ALL_RANKS = (
 )
 """Callbacks that use nothing of other ranks."""
 
-KILLED_TOGETHER = (
-    "DefaultMetrics",
-    "InfoCallback",
-    "LearningRateMonitor",
-    "PeakMemory",
-    "PrinterCallback",
-    "ProgressCallback",
-    "ThroughputMonitor",
-    "WeightNormLogger",
-)
-"""Callbacks that show numbers and keep nothing; each is killed alone in the long sweeps only."""
+TRACERS = ("ProfilerCallback", "TraceMalloc")
+"""Callbacks that slow down whatever runs beside them."""
+TOGETHER = tuple(name for name in NAMES if name not in TRACERS)
+ALONE_OR_TOGETHER = [
+    TOGETHER,
+    *(pytest.param((name,), marks=[] if name in TRACERS else pytest.mark.slow) for name in NAMES),
+]
+"""All callbacks in one run, and in the long sweeps each by itself, which says whose fault it is."""
+
+
+def of_names(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else "all"
 
 
 def is_of_one_rank(name: str) -> bool:
@@ -108,8 +109,8 @@ def plain(ranks: Ranks) -> dict[int, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def whole(ranks: Ranks) -> Whole:
-    """The outcome of the first of two runs in a row with a callback, each of which tells it of its end twice."""
-    return cache(lambda name: ranks.finish(f"{name}-whole", "twice", ranks=1, names=[name]))
+    """The outcome of the first of two runs in a row with callbacks, each of which is told of its end twice."""
+    return cache(lambda *names: ranks.finish(f"{of_names(names)}-whole", "twice", ranks=1, names=list(names)))
 
 
 def calls(ranks: Ranks, name: str) -> dict[str, Any]:
@@ -117,23 +118,23 @@ def calls(ranks: Ranks, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", NAMES)
-def test_a_second_run_in_a_row_with_it_learns_the_same(
-    name: str, whole: Whole, ranks: Ranks, plain: dict[int, dict[str, Any]]
+@pytest.mark.parametrize("names", ALONE_OR_TOGETHER, ids=of_names)
+def test_a_second_run_in_a_row_learns_the_same(
+    names: tuple[str, ...], whole: Whole, ranks: Ranks, plain: dict[int, dict[str, Any]]
 ) -> None:
-    check_learned(whole(name), plain[1], name)
-    runs = ranks.directory / f"{name}-whole" / "runs"
+    check_learned(whole(*names), plain[1], of_names(names))
+    runs = ranks.directory / f"{of_names(names)}-whole" / "runs"
     first, second = (read_records(runs / run / "trainer_logs.json") for run in ("run", "second"))
     assert [one.get("loss") for one in first] == [one.get("loss") for one in second]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in KILLED_TOGETHER)) for name in NAMES]
-)
-def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(name: str, whole: Whole, ranks: Ranks) -> None:
-    kills = (6, 10) if name in STATEFUL else (6,)
-    check_resumed(ranks, [name], kills, whole(name), f"{name}-whole", ranks_of_run=1)
+@pytest.mark.parametrize("names", ALONE_OR_TOGETHER, ids=of_names)
+def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(
+    names: tuple[str, ...], whole: Whole, ranks: Ranks
+) -> None:
+    kills = (6, 10) if set(names) & set(STATEFUL) else (6,)
+    check_resumed(ranks, list(names), kills, whole(*names), f"{of_names(names)}-whole", ranks_of_run=1)
 
 
 @pytest.mark.distributed
@@ -147,7 +148,7 @@ def test_so_does_each_alone_on_two_ranks(name: str, ranks: Ranks, plain: dict[in
 
 @pytest.mark.distributed
 def test_so_do_all_together_on_two_ranks(ranks: Ranks, plain: dict[int, dict[str, Any]]) -> None:
-    names = [name for name in NAMES if name not in ("ProfilerCallback", "TraceMalloc")]
+    names = list(TOGETHER)
     expected = ranks.finish("all", "run", ranks=2, names=names)
     check_learned(expected, plain[2], "one of all")
     check_resumed(ranks, names, (6,), expected, "all", ranks_of_run=2)
@@ -178,9 +179,12 @@ def without_paths(states: Any, name: str) -> str:
     return json.dumps(without_times, sort_keys=True).replace(f"/{name}/", "/run/")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_it_works_in_the_trainer_with_evaluations_before_and_after_training(name: str, ranks: Ranks) -> None:
-    codes = ranks.start(f"{name}-trainer", "trainer", ranks=1, names=[name], own="run/own")
-    assert codes == [0], ranks.output(f"{name}-trainer")
-    found = next((ranks.directory / f"{name}-trainer").rglob("trainer_logs.json"))
+@pytest.mark.parametrize("names", ALONE_OR_TOGETHER, ids=of_names)
+def test_they_work_in_the_trainer_with_evaluations_before_and_after_training(
+    names: tuple[str, ...], ranks: Ranks
+) -> None:
+    run = f"{of_names(names)}-trainer"
+    codes = ranks.start(run, "trainer", ranks=1, names=list(names), own="run/own")
+    assert codes == [0], ranks.output(run)
+    found = next((ranks.directory / run).rglob("trainer_logs.json"))
     assert any(record["global_step"] == 9 for record in read_records(found))

@@ -83,6 +83,7 @@ def test_the_script_gives_the_losses_of_python(page: tuple[list[Path], str, str]
         assert {name: other[name] for name in shared} == pytest.approx({k: one[k] for k in shared}, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_script_continues_after_a_kill_to_the_same_bits(page: tuple[list[Path], str, str]) -> None:
     [whole, killed], script, output = page
     words = ["-m", "onstep.run", script]

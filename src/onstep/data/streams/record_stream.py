@@ -18,7 +18,7 @@ from onstep.data.loaders.sample_order import SampleOrder
 from onstep.data.streams.line_file import LineFile
 from onstep.data.streams.parquet_file import ParquetFile
 from onstep.data.streams.records import Records
-from onstep.errors import DataError
+from onstep.errors import DataError, OnstepError
 from onstep.processes.heartbeat import HEARTBEAT
 
 
@@ -93,7 +93,7 @@ class RecordStream(Dataset[Window]):
             encoded = [one for _, one in self._encoded(rows, (0,), found.damaged)]
             found.samples = self._records.pack(encoded)
             len(found.samples or ())  # packs conversations, here instead of in the training process
-        except DataError as error:
+        except OnstepError as error:
             found.problem = str(error)
         return found
 

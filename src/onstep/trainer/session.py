@@ -32,6 +32,7 @@ from onstep.trainer.dataloaders import (
 from onstep.trainer.entry_point import TrainerEntryPoint
 from onstep.trainer.feature import TrainerFeature
 from onstep.trainer.forward_step import forward_step_of
+from onstep.trainer.idle_arguments import name_idle_arguments
 from onstep.trainer.loaders.users_data import (
     UsersData,
     count_examples,
@@ -54,7 +55,6 @@ from onstep.trainer.output_dir.claim import acquire_dir
 from onstep.trainer.output_dir.files import recall_history
 from onstep.trainer.overrides import overrides
 from onstep.trainer.own_arguments import config_of, shown_arguments
-from onstep.trainer.reporting.idle_arguments import name_idle_arguments
 from onstep.trainer.reporting.special_tokens import align_special_tokens
 from onstep.trainer.reporting.tokenizer_record import record_tokenizer
 from onstep.trainer.training_checks import check_length

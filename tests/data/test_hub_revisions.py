@@ -61,9 +61,9 @@ class Shell:
         code, said = json.loads(self._process.stdout.readline())
         return code, said
 
-    def train(self, path: str, name: str, *words: str) -> tuple[int, str]:
+    def train(self, path: str, name: str, *words: str, kind: str = "huggingface") -> tuple[int, str]:
         """`onstep train` on a dataset on the Hub, for four steps."""
-        data = ["dataset.kind=huggingface", f"dataset.paths=[{path}]", "dataset.cache_dir=tokens"]
+        data = [f"dataset.kind={kind}", f"dataset.paths=[{path}]", "dataset.cache_dir=tokens"]
         return self.do(
             "train", *SMALL, *data, "train.train_iters=4", "logger.log_interval=1", f"run.name={name}", *words
         )
@@ -92,9 +92,13 @@ def test_a_run_continues_on_the_commit_that_it_started_on(tmp_path: Path) -> Non
     with small_hub() as hub, shell(hub, tmp_path) as one:
         old = hub.commit("old", "main", "v1")
         assert one.train("me/rows@main", "moved", "train.exit_interval=2")[0] == 0
+        assert one.train("me/rows@main", "stream", "train.exit_interval=2", kind="stream")[0] == 0
         new = hub.commit("new", "main")
         code, said = one.train("me/rows@main", "moved", "train.exit_interval=null")
         assert (code, "HTTP Request" in said) == (0, False), said
+        assert one.train("me/rows@main", "stream", "train.exit_interval=null", kind="stream")[0] == 0
+        assert one.train("me/rows@v1", "stream-of-tag", kind="stream")[0] == 0
+        assert one.losses("stream") == one.losses("stream-of-tag")
         for name, path in (("tag", "me/rows@v1"), ("newest", "me/rows")):
             assert one.train(path, name)[0] == 0
         assert one.losses("moved") == one.losses("tag") != one.losses("newest")
@@ -116,10 +120,12 @@ def test_a_run_continues_on_the_commit_that_it_started_on(tmp_path: Path) -> Non
         code, said = one.train("me/rows@" + 40 * "0", "missing")
         assert (code, f"has 0 copies of commit {40 * '0'}" in said, old in said, new in said) == (1, *3 * [True]), said
         recorded = {
-            place: one.record(place)["hub_revisions"] for place in ("runs/moved", "runs/tag", "runs/newest", "out")
+            place: one.record(place)["hub_revisions"]
+            for place in ("runs/moved", "runs/stream", "runs/tag", "runs/newest", "out")
         }
     assert recorded == {
         "runs/moved": {"datasets/me/rows@main": old},
+        "runs/stream": {"datasets/me/rows@main": old},
         "runs/tag": {"datasets/me/rows@v1": old},
         "runs/newest": {"datasets/me/rows": new},
         "out": {"datasets/me/rows": old},

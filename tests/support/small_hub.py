@@ -75,7 +75,15 @@ def small_hub() -> Iterator[SmallHub]:
                 code = "RevisionNotFound" if sha is None else "EntryNotFound"
                 self._answer(404, b"", {"X-Error-Code": code, "X-Repo-Commit": sha or ""})
             else:
-                self._answer(200, hub.commits[sha], {"X-Repo-Commit": sha, "ETag": f'"{sha}"'})
+                content, named = hub.commits[sha], {"X-Repo-Commit": sha, "ETag": f'"{sha}"'}
+                asked = self.headers.get("Range")
+                if asked is None:
+                    self._answer(200, content, named)
+                    return
+                first, last = asked.removeprefix("bytes=").split("-")
+                stop = min(int(last or len(content)) + 1, len(content))
+                named["Content-Range"] = f"bytes {first}-{stop - 1}/{len(content)}"
+                self._answer(206, content[int(first) : stop], named)
 
         def _answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
             if hub.is_down:

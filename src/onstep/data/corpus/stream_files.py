@@ -89,7 +89,7 @@ def open_stream_file(name: str) -> IO[bytes]:
         return open_file(name)
     with extra("datasets", f"reading {name.partition('://')[0]}:// requires the library 'fsspec'"):
         import fsspec
-    return cast(IO[bytes], fsspec.open(name, "rb").open())
+    return io.BufferedReader(fsspec.open(name, "rb").open(), _BUFFER_BYTES)
 
 
 def size_of_file(file: IO[bytes]) -> int | None:

@@ -167,7 +167,7 @@ def _final_weights(directory: Path) -> Weights | None:
 
 
 def _of_checkpoint(words: str, target: Path) -> Weights:
-    from onstep.cli.checkpoint.export import export_hf
+    from onstep.cli.checkpoint.export import export_hf, run_of
     from onstep.cli.checkpoint.paths import find
 
     try:
@@ -180,7 +180,7 @@ def _of_checkpoint(words: str, target: Path) -> Weights:
                 f"{not_found(words, names, ' There are no runs below runs/.')}"
             ) from error
         raise
-    run = next((one for one in info.path.absolute().parents if (one / "run.json").is_file()), None)
+    run = run_of(info)
     run = None if run is None else Path(os.path.relpath(run))
     ready = _of_directory(info.path, run, info.step)
     if ready is not None:

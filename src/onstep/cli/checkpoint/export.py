@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from onstep.analysis.reports.model_card import CARD_FILE, card_of_run
 from onstep.analysis.text_tables import printable
 from onstep.checkpoint import CheckpointInfo, FileStore, ModelState, write_tensors
 from onstep.checkpoint.loading import read_weights
@@ -151,6 +152,8 @@ def export_hf(info: CheckpointInfo, out: Path, *, force: bool, dtype: torch.dtyp
             for name in ready:
                 shutil.copyfile(info.path / name, temporary / name)
                 store.adopt(temporary / name)
+            if CARD_FILE not in ready and (run := run_of(info)) is not None:
+                (temporary / CARD_FILE).write_text(card_of_run(run, out.name, info.step), encoding="utf-8")
             store.sync_dir(temporary)
 
         _put_in_place(store, out, copy)
@@ -164,11 +167,14 @@ def export_hf(info: CheckpointInfo, out: Path, *, force: bool, dtype: torch.dtyp
         model = model_of(info, config.model)
         model = model if dtype is None else model.to(dtype)
     tokenizer, notes = _tokenizer(config.tokenizer, info)
+    run = run_of(info)
 
     def write(temporary: Path) -> None:
         save_directory(model, temporary, eos_id=None if tokenizer is None else tokenizer.eos_id)
         if tokenizer is not None:
             tokenizer.save(temporary)
+        if run is not None:
+            (temporary / CARD_FILE).write_text(card_of_run(run, out.name, info.step), encoding="utf-8")
         for path in temporary.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -185,6 +191,11 @@ def _check_family(config: ConfigContainer) -> None:
             f"cannot write GGUF for a model of the type {config.model.hf_config.get('model_type')}: Onstep writes it "
             f"for its own families only; export with --format hf and use convert_hf_to_gguf.py of llama.cpp."
         )
+
+
+def run_of(info: CheckpointInfo) -> Path | None:
+    """The directory of the run that a checkpoint is in; None for a checkpoint elsewhere."""
+    return next((one for one in info.path.absolute().parents if (one / "run.json").is_file()), None)
 
 
 def _top_files(info: CheckpointInfo) -> list[str]:

@@ -1,4 +1,4 @@
-"""Writes the model card of a run: metadata for model hubs, results, settings and versions."""
+"""Collects the facts of a Trainer's model card."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import yaml
 from torch import nn
 
+from onstep.analysis.logs.run_status import run_record
+from onstep.analysis.reports.model_card import Card
+from onstep.analysis.reports.model_card import model_card as text_of
 from onstep.config import TrainingArguments
-from onstep.record.kinds import Metrics
 from onstep.training.run import Run
 
 Words = str | list[str] | None
@@ -33,7 +34,6 @@ _SETTINGS = (
     "fp16",
 )
 _LIBRARIES = ("onstep", "torch", "transformers", "datasets", "tokenizers")
-_OF_TRAINING = ("train_loss", "train_runtime", "total_tokens", "total_flos")
 
 
 def model_card(
@@ -63,45 +63,17 @@ def model_card(
     library = {}
     if hasattr(model, "save_pretrained"):
         library = {"library_name": "peft" if hasattr(model, "peft_config") else "transformers"}
-    metadata = {**library, **given, "base_model": base, "tags": tags, "model_name": name}
-    shown = yaml.safe_dump({key: value for key, value in metadata.items() if value}, sort_keys=False)
-    history = [] if run is None else run.info.log_history
-    sections = [
-        f"---\n{shown}---\n",
-        f"# {name}\n",
-        _origin(base, _listed(dataset) or _listed(given.get("datasets")), _listed(dataset_args)),
-        _results(history),
-        "## Settings\n\n"
-        + _items({key: getattr(args, key) for key in _SETTINGS} | ({} if run is None else {"ranks": run.world.size})),
-        "## Versions\n\n" + _items({"python": platform.python_version(), **_versions()}),
-    ]
-    return "\n".join(section for section in sections if section)
-
-
-def _origin(base: object, datasets: list[str], configurations: list[str]) -> str:
-    how = f"Fine-tuned from `{base}`" if base else "Trained from scratch"
-    data = f" on {', '.join(datasets)}" if datasets else ""
-    which = f" ({', '.join(configurations)})" if datasets and configurations else ""
-    return f"{how}{data}{which} with Onstep.\n"
-
-
-def _results(history: list[Metrics]) -> str:
-    """The last training's totals, and a table of its evaluations."""
-    final: Metrics = next((one for one in reversed(history) if "train_runtime" in one), {})
-    totals = {key: final[key] for key in _OF_TRAINING if key in final}
-    evaluations = [one for one in history if any(key.startswith("eval_") for key in one)]
-    timing = ("_runtime", "_per_second")
-    columns = list(dict.fromkeys(key for one in evaluations for key in one if key.startswith("eval_")))
-    columns = [key for key in columns if not key.endswith(timing)]
-    if not totals and not columns:
-        return ""
-    parts = ["## Results\n", _items(totals) if totals else ""]
-    if columns:
-        heads = ["step", "epoch", *columns]
-        rows = [[_shown(one.get(key, "")) for key in heads] for one in evaluations]
-        table = [heads, ["---"] * len(heads), *rows]
-        parts.append("".join(f"| {' | '.join(row)} |\n" for row in table))
-    return "\n".join(part for part in parts if part)
+    card = Card(
+        name,
+        {**library, **given, "base_model": base, "tags": tags},
+        str(base) if base else None,
+        _listed(dataset) or _listed(given.get("datasets")),
+        _listed(dataset_args),
+        [] if run is None else run.info.log_history,
+        {key: getattr(args, key) for key in _SETTINGS} | ({} if run is None else {"ranks": run.world.size}),
+        {"python": platform.python_version(), **_versions()},
+    )
+    return text_of(card, None if run is None or run.run_dir is None else run_record(run.run_dir.path))
 
 
 def _versions() -> dict[str, str]:
@@ -122,11 +94,3 @@ def _base_of(model: nn.Module | None) -> str | None:
 
 def _listed(words: Words) -> list[str]:
     return [words] if isinstance(words, str) else list(words or ())
-
-
-def _items(values: Mapping[str, object]) -> str:
-    return "".join(f"- {key}: {_shown(value)}\n" for key, value in values.items())
-
-
-def _shown(value: object) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)

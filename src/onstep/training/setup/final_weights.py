@@ -8,8 +8,10 @@ from collections.abc import Callable
 from safetensors import SafetensorError
 from torch import nn
 
+from onstep.analysis.reports.model_card import CARD_FILE, card_of_run
 from onstep.errors import CheckpointError, ConfigError, OnstepError
 from onstep.events.context import unwrap
+from onstep.files.durability import replace_durably
 from onstep.models import Transformer, hf_obstacle
 from onstep.models.hf.any_directory import LanguageModel, save_directory
 from onstep.training.run import Run
@@ -78,6 +80,8 @@ def _save(state: Run, model: LanguageModel) -> None:
         model = merged_model(model, state.cfg.peft)
     save_directory(model, directory.model, eos_id=eos_id)
     state.tokenizer.save(directory.model)
+    card = card_of_run(directory.path, step=state.train_state.step)
+    replace_durably(directory.model / CARD_FILE, card)
 
 
 def _base(state: Run) -> str | None:

@@ -1,0 +1,79 @@
+"""The model card of a run: in its final weights and in exports, made from run.json and the record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from onstep import pretrain
+from onstep.analysis.logs.task_results import TaskResult, append_evaluation
+from onstep.cli.main import main
+from onstep.config import apply_overrides
+from tests.support.small_configs import small_pretrain_config
+
+hub = pytest.importorskip("huggingface_hub")
+
+
+@pytest.fixture
+def run(corpus: Path, token_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of four steps, with results of tasks for its checkpoint of step 2 and for its final weights."""
+    monkeypatch.chdir(tmp_path)
+    config = small_pretrain_config(corpus, token_cache)
+    config.run.name, config.run.output_dir = "mine", "runs"
+    config.train.train_iters, config.train.global_batch_size, config.train.micro_batch_size = 4, 2, 2
+    apply_overrides(config, ["checkpoint.save_interval=2", "validation.eval_interval=2", "logger.log_interval=1"])
+    pretrain(config)
+    for step, value in ((2, 0.25), (4, 0.5)):
+        result = TaskResult({"acc": value, "acc_stderr": 0.125}, 8, 0, 1.0, None, "0.4.13")
+        append_evaluation(Path("runs/mine"), step, "model", {"facts": result})
+    return Path("runs/mine")
+
+
+def test_the_card_has_the_facts_of_the_run_and_the_hub_reads_it(run: Path) -> None:
+    assert main(["checkpoint", "export", "mine", "published"]) == 0
+    card = hub.ModelCard.load("published/README.md", ignore_metadata_errors=False)
+    assert card.data.library_name == "transformers"
+    assert card.data.pipeline_tag == "text-generation"
+    assert card.data.tags == ["onstep"]
+    assert card.data.model_name == "published"
+    found = [(one.dataset_type, one.metric_type, one.metric_value) for one in card.data.eval_results]
+    assert found == [("facts", "acc", 0.5), ("facts", "acc_stderr", 0.125)]
+    assert hub.metadata_load("published/README.md")["model-index"][0]["name"] == "published"
+
+    content = json.loads((run / "run.json").read_text())
+    log = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+    facts = [
+        "Trained from scratch with Onstep.",
+        f"- digest of data: {content['identity']['data']}",
+        "- tokenizer: bytes-257",
+        *(f"- {name}: {version}" for name, version in content["versions"].items()),
+        "- optimizer.lr: 0.003",
+        "- train.train_iters: 4",
+        f"- train_loss: {next(one['train_loss'] for one in log if 'train_loss' in one):.6g}",
+        *(f"| {one['eval_loss']:.6g} |" for one in log if "eval_loss" in one),
+        "| facts | 0 | 8 | acc 0.5000 \u00b1 0.1250 | 0.4.13 |",
+    ]
+    for fact in facts:
+        assert fact in card.text, fact
+    assert "corpus" in card.text
+    assert str(Path.cwd().parent) not in card.text  # paths are published by their names only
+    assert "runs" not in card.text
+
+
+def test_the_card_of_a_checkpoint_says_nothing_of_later_steps(run: Path) -> None:
+    assert main(["checkpoint", "export", "mine@2", "earlier"]) == 0
+    text = Path("earlier/README.md").read_text()
+    assert "- step: 2" in text
+    assert "acc 0.2500" in text
+    assert "acc 0.5000" not in text
+    assert "\n| 2 | " in text
+    assert "\n| 4 | " not in text
+
+
+def test_the_final_weights_have_a_card(run: Path) -> None:
+    text = (run / "model/README.md").read_text()
+    hub.ModelCard(text, ignore_metadata_errors=False)
+    assert "- step: 4" in text
+    assert "## Tasks" not in text  # they were evaluated later

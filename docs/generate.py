@@ -415,7 +415,14 @@ def _default(field: Field[Any]) -> str:
 
 
 def _field_docs(cls: type) -> dict[str, str]:
-    """The docstring below each annotated name of a class body."""
+    """The docstring below each annotated name of the bodies of a class and its bases."""
+    docs: dict[str, str] = {}
+    for kind in reversed([one for one in cls.__mro__ if one.__module__.startswith("onstep")]):
+        docs |= _own_field_docs(kind)
+    return docs
+
+
+def _own_field_docs(cls: type) -> dict[str, str]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     [definition] = tree.body
     assert isinstance(definition, ast.ClassDef)

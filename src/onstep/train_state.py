@@ -41,20 +41,29 @@ class TrainState:
     steps_in_epoch: int = 0
     """Optimizer steps completed in the current epoch."""
     consumed_train_samples: int = 0
+    """Samples trained on, over all ranks."""
     skipped_train_samples: int = 0
+    """Samples read without training on them."""
     consumed_valid_samples: int = 0
+    """Samples evaluated, over all ranks."""
     consumed_tokens: int = 0
     """Tokens with a label trained on, over all ranks; updated at every logged step."""
     floating_point_operations_so_far: float = 0.0
+    """Floating-point operations of the training."""
     best_metric: float | None = None
     """Best value of `validation.metric_for_best_model` so far; `best_step` is its step."""
     best_step: int | None = None
+    """The step with the best metric; None while there is none."""
     best_model_checkpoint: str | None = None
     """Directory of the checkpoint of the best step, or of the previous best while the best step has none."""
     do_train: bool = False
+    """Whether there is training data."""
     do_valid: bool = False
+    """Whether there is validation data."""
     do_test: bool = False
+    """Whether there is test data."""
     overrides: dict[str, Any] = field(default_factory=dict)
+    """Values that were set during the run, by key."""
     skip_list: list[list[int]] = field(default_factory=list)
     """`[epoch, sample id]` of samples skipped because of an anomaly; they are skipped from the next epoch on."""
     num_skips: int = 0
@@ -82,6 +91,9 @@ class TrainState:
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state; fields that are missing in it are left unchanged.
+
+        Args:
+            state_dict: what `state_dict()` returned.
 
         Raises:
             KeyError: if one of Megatron Bridge's fields is missing.

@@ -151,7 +151,11 @@ class DiLoCoCallback(TrainerCallback):
             check_servers(self.server_addr, lost_seconds=lost_seconds, auth_token=self.auth_token, verify=self.verify)
 
     def skips_event(self, name: str) -> bool:
-        """Without a server, only the beginning is of interest, where that is logged."""
+        """Without a server, only the beginning is of interest, where that is logged.
+
+        Args:
+            name: the name of the event.
+        """
         return not self.active and name not in ("on_train_begin", "on_train_start")
 
     def on_train_begin(
@@ -338,7 +342,11 @@ class DiLoCoCallback(TrainerCallback):
         return {**self.worker.state_dict(), **place}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Keep a state until training begins and the worker exists; an empty one is ignored."""
+        """Keep a state until training begins and the worker exists; an empty one is ignored.
+
+        Args:
+            state_dict: what `state_dict()` returned.
+        """
         self._loaded = dict(state_dict) if state_dict else None
 
 

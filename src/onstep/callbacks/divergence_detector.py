@@ -171,7 +171,11 @@ class DivergenceDetector(TrainerCallback):
         return asdict(self._curve)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Continue a saved curve; a cooldown that has started since then continues."""
+        """Continue a saved curve; a cooldown that has started since then continues.
+
+        Args:
+            state_dict: what `state_dict()` returned.
+        """
         documented = ("smoothed_loss", "best_smoothed_loss", "observation_count", "consecutive_above")
         further = {"cooldown_left": state_dict.get("cooldown_left", 0), "healthy_step": state_dict.get("healthy_step")}
         loaded = _Curve(*(state_dict[key] for key in documented), **further)

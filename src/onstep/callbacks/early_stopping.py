@@ -114,7 +114,11 @@ class EarlyStopping(TrainerCallback):
         return asdict(self._record)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore saved values."""
+        """Restore saved values.
+
+        Args:
+            state_dict: what `state_dict()` returned.
+        """
         self._record = _Record(state_dict["best"], state_dict["best_step"], state_dict["wait_count"])
         self._is_loaded = not self._is_training
 
@@ -181,7 +185,11 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     def check_metric_value(
         self, args: TrainingArguments, state: RunState, control: object, metric_value: float
     ) -> None:
-        """Count an evaluation that is not an improvement, as NaN never is; one that is starts the count from zero."""
+        """Count an evaluation that is not an improvement, as NaN never is; one that is starts the count from zero.
+
+        Args:
+            metric_value: the metric of the newest evaluation.
+        """
         best = state.best_metric
         if math.isnan(metric_value):
             is_better = False

@@ -114,7 +114,11 @@ class GradNormLogger(TrainerCallback):
         self._writer.make_durable()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore a checkpoint's file position: when training begins, or immediately in a rollback."""
+        """Restore a checkpoint's file position: when training begins, or immediately in a rollback.
+
+        Args:
+            state_dict: what `state_dict()` returned.
+        """
         self._writer.load_state_dict(state_dict["writer"])
         last = state_dict["last"]
         norms = LocalNorms(tuple(last["names"]), last["values"])

@@ -143,7 +143,11 @@ class JsonLogger(TrainerCallback):
         self._writer.make_durable()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore a checkpoint's position in the metrics log: when training begins, or immediately in a rollback."""
+        """Restore a checkpoint's position in the metrics log: when training begins, or immediately in a rollback.
+
+        Args:
+            state_dict: what `state_dict()` returned.
+        """
         number, info = state_dict.get("num_reported"), state_dict.get("info_digest")
         num_reported = number if isinstance(number, int) and 0 <= number < 2**63 else 0
         self._at_checkpoint = _Known(num_reported, info if isinstance(info, str) else None)

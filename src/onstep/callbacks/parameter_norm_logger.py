@@ -103,7 +103,11 @@ class ParameterNormLogger(TrainerCallback):
         self._writer.make_durable()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore a checkpoint's file position: when training begins, or immediately in a rollback."""
+        """Restore a checkpoint's file position: when training begins, or immediately in a rollback.
+
+        Args:
+            state_dict: what `state_dict()` returned.
+        """
         self._writer.load_state_dict(state_dict["writer"])
         self._spectral.load_state_dict(state_dict)
 

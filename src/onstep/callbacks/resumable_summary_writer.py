@@ -108,7 +108,12 @@ class ResumableSummaryWriter(TrainerCallback):
     )
 
     def add_scalars(self, main_tag: str, tag_scalar_dict: Mapping[str, float], *args: object, **kwargs: object) -> None:
-        """Add several scalars to one chart, each as a separate run in a subdirectory: `(..., global_step=None)`."""
+        """Add several scalars to one chart, each as a separate run in a subdirectory: `(..., global_step=None)`.
+
+        Args:
+            main_tag: the group of the tags.
+            tag_scalar_dict: the values by tag.
+        """
         writer = self._open()
         for tag in tag_scalar_dict:
             self._open_part(writer, f"{self.log_dir}/{main_tag.replace('/', '_')}_{tag}")
@@ -120,7 +125,11 @@ class ResumableSummaryWriter(TrainerCallback):
             self._writer.flush()
 
     def tags_at(self, step: int) -> set[str]:
-        """The tags that TensorBoard shows at a step, also those that another process has written."""
+        """The tags that TensorBoard shows at a step, also those that another process has written.
+
+        Args:
+            step: the step.
+        """
         self.flush()
         found: set[str] = set()
         for path in sorted(self._directory.glob(EVENT_FILES), reverse=True):
@@ -185,7 +194,11 @@ class ResumableSummaryWriter(TrainerCallback):
                 try_to_sync(path)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Continue in the checkpoint's directory, if it exists and does not belong to another run."""
+        """Continue in the checkpoint's directory, if it exists and does not belong to another run.
+
+        Args:
+            state_dict: what `state_dict()` returned.
+        """
         directory = Path(state_dict["log_dir"])
         if directory.resolve() == self._directory.resolve():
             return

@@ -126,7 +126,11 @@ class RouterMonitor(Callback):
         return {"counts": counts, "collapsed": list(self.collapsed)}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Continue the interval of a checkpoint."""
+        """Continue the interval of a checkpoint.
+
+        Args:
+            state_dict: what `state_dict()` returned.
+        """
         self._carried = dict(state_dict["counts"])
         self.collapsed = list(state_dict["collapsed"])
         self._start_interval()

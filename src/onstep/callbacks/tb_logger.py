@@ -36,7 +36,11 @@ class TBScalar:
     """`transform(value, metrics)`; None plots the value unchanged, or the maximum of a list."""
 
     def value(self, metrics: Metrics) -> float | None:
-        """The value to plot for these metrics; None for none."""
+        """The value to plot for these metrics; None for none.
+
+        Args:
+            metrics: the logged metrics by name.
+        """
         value = metrics.get(self.source or self.tag.replace("-", "_"))
         if value is None:
             return None
@@ -117,7 +121,11 @@ class TBLogger(TrainerCallback):
 
     @staticmethod
     def mapping_as_markdown(mapping: Mapping[str, object]) -> str:
-        """Format a mapping as Markdown: a fenced block with one line ``key: value`` per entry."""
+        """Format a mapping as Markdown: a fenced block with one line ``key: value`` per entry.
+
+        Args:
+            mapping: the values to show, which may be nested.
+        """
         text = "\n".join(f"{key}: {value}" for key, value in mapping.items())
         longest = max((len(run) for run in re.findall("`+", text)), default=0)
         fence = "`" * max(3, longest + 1)
@@ -183,7 +191,11 @@ class TBLogger(TrainerCallback):
         return {"described": dict(self._described), "written": dict(self._written)}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore what the checkpoint's run shows; steps that follow it are written again."""
+        """Restore what the checkpoint's run shows; steps that follow it are written again.
+
+        Args:
+            state_dict: what `state_dict()` returned.
+        """
         self._described = dict(state_dict["described"])
         self._written = dict(state_dict.get("written", {}))
 

@@ -136,7 +136,11 @@ class TextgenCallback(TrainerCallback):
         return {"next_gen_step": self.next_gen_step}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore the step of the next generation."""
+        """Restore the step of the next generation.
+
+        Args:
+            state_dict: what `state_dict()` returned.
+        """
         self.next_gen_step = state_dict["next_gen_step"]
 
     def _is_able(self, model: nn.Module, tokenizer: object, trainer: object) -> bool:

@@ -52,7 +52,11 @@ class DefaultMetrics(TrainerCallback):
         self._step_seconds = self._last_total_flos = 0.0
 
     def skips_event(self, name: str) -> bool:
-        """Skip the events that time steps unless `mfu` is requested."""
+        """Skip the events that time steps unless `mfu` is requested.
+
+        Args:
+            name: the name of the event.
+        """
         return not self.peak_hardware_flops and name in ("on_step_begin", "on_step_end")
 
     def on_train_begin(self, args: TrainingArguments, state: RunState, control: Control, **kwargs: object) -> None:

@@ -113,7 +113,11 @@ class CheckpointManager:
         return self._pending is None or self._pending.writing.done()
 
     def copies_beside(self, device: torch.device) -> bool:
-        """Whether a save can copy a device's tensors beside the device's own work: see `SaveRequest.steady`."""
+        """Whether a save can copy a device's tensors beside the device's own work: see `SaveRequest.steady`.
+
+        Args:
+            device: the device whose tensors are saved.
+        """
         return self.async_save and self._buffers.copies_beside(device)
 
     def hold_back(self) -> None:
@@ -121,7 +125,11 @@ class CheckpointManager:
         self._buffers.hold_back()
 
     def spoil(self, why: str) -> None:
-        """Let the pending save fail: the values that it copies have changed meanwhile."""
+        """Let the pending save fail: the values that it copies have changed meanwhile.
+
+        Args:
+            why: the reason, for messages.
+        """
         if self._pending is not None:
             self._pending.spoiled = why
 
@@ -131,6 +139,9 @@ class CheckpointManager:
         Blocking: the checkpoint is durable on return. Asynchronous: on return the tensors have been copied and may
         change; the checkpoint becomes durable in `finalize`, and older checkpoints are then deleted in the background.
         A save still in progress is finalized first.
+
+        Args:
+            request: what is saved, and when.
 
         Raises:
             CheckpointError: on all ranks, if any rank failed and `on_save_error` is "stop".

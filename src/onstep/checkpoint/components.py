@@ -67,7 +67,9 @@ class StateComponent:
     key: str
     """Base name of its files: letters, digits, '_' and '-'."""
     stateful: Stateful
+    """The object whose `state_dict()` is saved."""
     sharing_pattern: SharingPattern
+    """Which ranks have a state of their own."""
     process_group_name: str | None = None
     """The process group, for PER_GROUP."""
     required: bool = True
@@ -77,6 +79,7 @@ class StateComponent:
     validation_level: str = "tensor"
     """none | quick (structure and the first values of each tensor) | tensor (all tensors) | full (everything)"""
     metadata: dict[str, Any] = field(default_factory=dict)
+    """Facts about it, which the manifest has."""
     at_root: bool = False
     """Write the tensors to `<key>.safetensors` in the checkpoint itself, where other programs look for weights."""
 

@@ -42,7 +42,9 @@ class SaveRequest:
     """A checkpoint to be written."""
 
     step: int
+    """The step (optimizer updates) that the checkpoint is of."""
     components: list[StateComponent]
+    """What is saved, by name."""
     config: dict[str, Any]
     """The run's configuration, as plain JSON."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -72,8 +74,11 @@ class SavedCheckpoint:
     """A durable checkpoint: it survives any crash from now on."""
 
     step: int
+    """The step (optimizer updates) that the checkpoint is of."""
     path: Path
+    """The directory of the checkpoint."""
     metrics: dict[str, float]
+    """The metrics by which the best one is chosen."""
     extra: dict[str, Any] = field(default_factory=dict)
     """What the request had for the manifest, as plain JSON."""
 

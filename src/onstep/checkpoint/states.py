@@ -31,6 +31,9 @@ class ModelState:
 
     A single chunk keeps its names; with several, those of chunk i get the prefix `chunk_<i>.`. Wrappers (data
     parallelism, `torch.compile`) do not show up in the names, so a checkpoint loads with or without them.
+
+    Args:
+        chunks: the model chunks; one unless the model is split into several.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
@@ -48,6 +51,9 @@ class ModelState:
 
         A module that has its own way of loading, such as one that renames older weights, is given what does not match,
         and decides itself.
+
+        Args:
+            state_dict: what `state_dict()` returned.
 
         Raises:
             CheckpointError: listing what is missing, unexpected, or differs in shape or dtype.
@@ -127,6 +133,9 @@ class RngState:
     """Stateful over Python's `random`, NumPy's global generator, torch's CPU generator and this rank's device's.
 
     Each rank has its own generators, so the component is PER_RANK.
+
+    Args:
+        device: the device whose generator is saved beside those of the CPU.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -155,6 +164,9 @@ class RngState:
         """Restore every generator; on an error, none is changed.
 
         A state saved on a different device type leaves this device's generator unchanged, with a warning.
+
+        Args:
+            state_dict: what `state_dict()` returned.
 
         Raises:
             CheckpointError: for a state that a generator does not accept.

@@ -127,6 +127,9 @@ class ConfigContainer(ConfigSection):
 
         A key that the file lacks has Onstep's default. Classes that a file of Bridge names are not imported.
 
+        Args:
+            path: the YAML file.
+
         Raises:
             ConfigError: as `load_yaml` and `from_dict`; for a key of Bridge with a value that is not supported, by what
                 it is.
@@ -136,7 +139,11 @@ class ConfigContainer(ConfigSection):
         return config
 
     def to_yaml(self, path: str | Path | None = None) -> None:
-        """Write the configuration to a YAML file, which `from_yaml` reads; None prints it."""
+        """Write the configuration to a YAML file, which `from_yaml` reads; None prints it.
+
+        Args:
+            path: the file to write.
+        """
         load = import_module("onstep.config.load")
         if path is None:
             sys.stdout.write(load.dump_yaml(self))

@@ -47,6 +47,10 @@ WIDTH = 40
 def classify(key: str, kind: type[ConfigSection] = ConfigContainer) -> ChangeClass:
     """The class of a dotted key, also of an entry of a dictionary (`trainer.label_names`).
 
+    Args:
+        key: the dotted key.
+        kind: the consequence of the change.
+
     Raises:
         ConfigError: for a key that a configuration does not have.
     """
@@ -60,7 +64,12 @@ def classify(key: str, kind: type[ConfigSection] = ConfigContainer) -> ChangeCla
 
 
 def meaning(key: str, kind: type[ConfigSection] = ConfigContainer) -> str:
-    """The effect of continuing with the current value of a key, in words; '' for a safe or incompatible key."""
+    """The effect of continuing with the current value of a key, in words; '' for a safe or incompatible key.
+
+    Args:
+        key: the dotted key.
+        kind: the consequence of the change.
+    """
     if classify(key, kind) is not ChangeClass.TRAJECTORY:
         return ""
     keys = keys_of(kind)
@@ -84,11 +93,13 @@ class Change:
     """A key whose value differs from the one the run was started with."""
 
     key: str
+    """The dotted key."""
     old: Any
     """The stored value; ABSENT for a key that the version that stored it did not have."""
     new: Any
     """The current value; ABSENT for a key that this version does not have."""
     kind: ChangeClass
+    """The consequence of the change."""
 
 
 def changes(stored: ConfigContainer | Mapping[str, Any], current: ConfigContainer) -> list[Change]:
@@ -96,6 +107,10 @@ def changes(stored: ConfigContainer | Mapping[str, Any], current: ConfigContaine
 
     A key that the stored one lacks counts as its default; if that is the current value, it is listed as a safe change
     from ABSENT. A stored key that no longer exists is listed as a safe change to ABSENT.
+
+    Args:
+        stored: the configuration of the checkpoint, by dotted key.
+        current: the configuration that continues, by dotted key.
 
     Raises:
         ConfigError: for a stored value that no field can hold.
@@ -130,6 +145,12 @@ def decide(found: Sequence[Change], current: ConfigContainer, policy: str, world
 
     `scheduler.override_opt_param_scheduler` and `scheduler.use_checkpoint_opt_param_scheduler` choose the current or
     the stored schedule under any policy.
+
+    Args:
+        found: the changes.
+        current: the configuration that continues.
+        policy: `checkpoint.on_config_change`: what is done with changes.
+        world_size: the number of data-parallel ranks.
 
     Raises:
         ConfigError: for an incompatible change, and under `error` for one that changes the trajectory; it names the
@@ -180,7 +201,11 @@ def configured_schedule_holds(config: ConfigContainer) -> bool:
 
 
 def describe(found: Sequence[Change]) -> str:
-    """The changes as a table, most serious first, with the effect of `apply`; '' if there are none."""
+    """The changes as a table, most serious first, with the effect of `apply`; '' if there are none.
+
+    Args:
+        found: the changes.
+    """
     order = [ChangeClass.INCOMPATIBLE, ChangeClass.TRAJECTORY, ChangeClass.SAFE]
     changed = [one for one in found if not _is_of_another_version(one) and one.key != "checkpoint.on_config_change"]
     rows = [

@@ -22,6 +22,10 @@ def explain(name: str, keys: Mapping[str, Key] = KEYS) -> str:
     Of a section, its keys with the first sentence of their help; of a key of Megatron Bridge, what it sets, or which
     values are accepted and why.
 
+    Args:
+        name: a dotted key, or the name of a section.
+        keys: the known keys by their dotted names.
+
     Raises:
         ConfigError: for an unknown key, with the nearest one.
     """

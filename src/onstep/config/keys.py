@@ -30,17 +30,29 @@ class Key:
     name: str
     """The dotted name."""
     annotation: Any
+    """The type of the values."""
     default: Any
+    """The default."""
     option: Option
+    """What the field declares."""
     section: type[ConfigSection]
     """The class that has the field."""
 
     def get(self, config: ConfigSection) -> Any:
-        """Its value in a configuration."""
+        """Its value in a configuration.
+
+        Args:
+            config: the configuration.
+        """
         return getattr(self._holder(config), self.name.rpartition(".")[2])
 
     def set(self, config: ConfigSection, value: Any) -> None:
-        """Set its value in a configuration."""
+        """Set its value in a configuration.
+
+        Args:
+            config: the configuration.
+            value: the new value.
+        """
         setattr(self._holder(config), self.name.rpartition(".")[2], value)
 
     def _holder(self, config: ConfigSection) -> Any:
@@ -79,7 +91,11 @@ _KEYS: dict[Any, dict[str, Key]] = {}
 
 
 def keys_of(kind: type[ConfigSection]) -> dict[str, Key]:
-    """Every key of a configuration class by its dotted name, in order."""
+    """Every key of a configuration class by its dotted name, in order.
+
+    Args:
+        kind: the class of a configuration.
+    """
     if kind not in _KEYS:
         _KEYS[kind] = {
             key: Key(key, field_types(type(section))[name], getattr(section, name), section.option(name), type(section))
@@ -96,7 +112,11 @@ OTHER_NAMES = {name: key for key, one in KEYS.items() for name in (*one.option.k
 
 
 def to_flat(config: ConfigSection) -> dict[str, Any]:
-    """Every value by its dotted key; lists and dictionaries are values and are copied."""
+    """Every value by its dotted key; lists and dictionaries are values and are copied.
+
+    Args:
+        config: the configuration.
+    """
     return {key: copy.deepcopy(getattr(section, name)) for key, section, name in leaves(config)}
 
 
@@ -150,6 +170,9 @@ def nearest_key(key: str, known: list[str]) -> str | None:
     """The known dotted key, or section, that `key` most likely meant; None if nothing is near.
 
     A name of another library comes first, then the same name in another section, then the most similar one.
+
+    Args:
+        known: the keys that exist.
     """
     name = _last(key)
     if len(key) > WIDTH:

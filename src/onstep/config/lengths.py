@@ -235,13 +235,22 @@ def steps_per_epoch(num_samples: int, global_batch_size: int, drop_last: bool) -
     """Optimizer steps of one epoch of `num_samples` samples, at least one.
 
     The tail shorter than a global batch is a step of its own unless `drop_last`.
+
+    Args:
+        global_batch_size: samples of a step, over all ranks.
     """
     full, tail = divmod(num_samples, global_batch_size)
     return max(1, full + (tail > 0 and not drop_last))
 
 
 def steps_of_epochs(num_epochs: float, num_samples: int, global_batch_size: int, drop_last: bool) -> int:
-    """Optimizer steps of `num_epochs` epochs; a fraction of an epoch is rounded up to a step."""
+    """Optimizer steps of `num_epochs` epochs; a fraction of an epoch is rounded up to a step.
+
+    Args:
+        num_samples: samples of an epoch.
+        global_batch_size: samples of a step, over all ranks.
+        drop_last: whether an incomplete last step is dropped.
+    """
     return math.ceil(num_epochs * steps_per_epoch(num_samples, global_batch_size, drop_last))
 
 
@@ -277,6 +286,11 @@ def train_iters(
 
     None if it depends on the length of an epoch and that is not known (or if no length is set). The configuration is a
     resolved one: `global_batch_size` is set.
+
+    Args:
+        config: the configuration; its length is in steps, samples or epochs.
+        num_samples_per_epoch: samples of the training data; None if unknown.
+        world_size: the number of data-parallel ranks.
     """
     train = config.train
     if train.train_iters is not None:

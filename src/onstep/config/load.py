@@ -31,6 +31,9 @@ _SILENT_SECONDS = 1.0
 def load_yaml(path: str | Path) -> dict[str, Any]:
     """The values of a YAML file, by section.
 
+    Args:
+        path: the YAML file; a pipe is read to its end.
+
     Raises:
         ConfigError: no such file, not YAML, a key given twice, not a mapping, a `${...}` interpolation, or beyond the
             limits of `check_yaml`.
@@ -52,7 +55,11 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, source: str = "the text") -> dict[str, Any]:
-    """The values of YAML text, by section; `source` names the text in errors. Raises as `load_yaml`."""
+    """The values of YAML text, by section; `source` names the text in errors. Raises as `load_yaml`.
+
+    Args:
+        text: the YAML text.
+    """
     import yaml
     from omegaconf import OmegaConf
 
@@ -72,6 +79,9 @@ def merge(config: ConfigContainer, values: Mapping[str, Any]) -> None:
     A list or a dictionary replaces the one that was there; a dotted key below a dictionary (`env_vars.NAME`) sets one
     entry of it.
 
+    Args:
+        config: the configuration, modified in place.
+
     Raises:
         ConfigError: an unknown key (with the nearest one) or a value of another type than the field's.
     """
@@ -85,6 +95,10 @@ def merge(config: ConfigContainer, values: Mapping[str, Any]) -> None:
 
 def apply_overrides(config: ConfigContainer, overrides: Sequence[str]) -> dict[str, Any]:
     """Set `section.field=value` items; the value is read as YAML (`3e-4`, `[a, b]`, `null`), or literally for text.
+
+    Args:
+        config: the configuration, modified in place.
+        overrides: words as `key=value`.
 
     Returns:
         The values by their keys.
@@ -113,7 +127,11 @@ def from_dict(values: Mapping[str, Any]) -> ConfigContainer:
 
 
 def dump_yaml(config: ConfigContainer) -> str:
-    """The configuration as YAML; `from_dict(parse_yaml(text))` gives an equal one."""
+    """The configuration as YAML; `from_dict(parse_yaml(text))` gives an equal one.
+
+    Args:
+        config: the configuration to write.
+    """
     from omegaconf import OmegaConf
 
     values = typed_copy(config).to_dict()
@@ -122,7 +140,11 @@ def dump_yaml(config: ConfigContainer) -> str:
 
 
 def save_yaml(config: ConfigContainer, path: str | Path) -> None:
-    """Write `dump_yaml(config)` to a file; its directory must exist."""
+    """Write `dump_yaml(config)` to a file; its directory must exist.
+
+    Args:
+        path: the file to write.
+    """
     Path(path).write_text(dump_yaml(config), encoding="utf-8")
 
 

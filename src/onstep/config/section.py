@@ -146,6 +146,24 @@ def option(
 
     Validation, conversion, classes of changes, `onstep config` and the reference page read them from here, so a new key
     is one call of this function. Each instance has its own copy of a default that is a list or a dictionary.
+
+    Args:
+        default: the default; a list or dictionary is copied for each instance.
+        on_change: the consequence of a change for a run that continues.
+        bound: the rule for a single value, by name or as a `Bound`.
+        choices: the allowed values, where they are few.
+        help: what the key sets, in one or more sentences.
+        spellings: other spellings of the choices.
+        elements: the allowed elements of a list.
+        only_with: the values of another key without which a changed value is refused, as `key=value or value`.
+        needs: conditions without which a changed value has no effect.
+        may_be_infinite: whether infinity is allowed.
+        effect: what a changed value does when a run continues with it.
+        part_of_schedule: whether the schedule of learning rate and weight decay depends on it.
+        entries: the entries of a dictionary that have another class of change than the dictionary.
+        hf: the field of `TrainingArguments` that has the same value.
+        known_as: names of the same thing elsewhere, from which the key is suggested.
+        common: whether it is among the keys that most runs set.
     """
     declared = Option(
         on_change=on_change,
@@ -230,7 +248,11 @@ class ConfigSection(metaclass=_AnyKey):
         return given
 
     def join(self, whole: Any) -> None:
-        """Become part of a whole configuration, or of none; what waited for one is set there."""
+        """Become part of a whole configuration, or of none; what waited for one is set there.
+
+        Args:
+            whole: the configuration that the section is a part of; None while it is in none.
+        """
         object.__setattr__(self, "_whole", whole)
         if whole is not None:
             waiting = vars(self).get("_waiting", ())
@@ -255,7 +277,11 @@ class ConfigSection(metaclass=_AnyKey):
         return _names_of(type(self))
 
     def option(self, name: str) -> Option:
-        """The facts that the field of this name declares."""
+        """The facts that the field of this name declares.
+
+        Args:
+            name: the name of a field.
+        """
         declared: Option = type(self).__dataclass_fields__[name].metadata["option"]
         return declared
 

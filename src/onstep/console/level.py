@@ -30,6 +30,9 @@ def shown_by_default(level: Level, *, use_tqdm: bool | None = None) -> list[Prog
 def level_of(config: ConfigContainer) -> Level:
     """What `logger.console` says.
 
+    Args:
+        config: the configuration of the run.
+
     Raises:
         ConfigError: for a level that does not exist.
     """
@@ -43,6 +46,10 @@ def with_progress(manager: CallbackManager | None, config: ConfigContainer) -> C
     """The callbacks of `pretrain`: a `ProgressCallback` is added unless one of them shows progress.
 
     None is added for Megatron Bridge's lines, nor with `run.default_callbacks=false`. A user's own manager is extended.
+
+    Args:
+        manager: the callbacks of the run, to which the console's are added.
+        config: the configuration of the run.
 
     Raises:
         ConfigError: for a level that does not exist.

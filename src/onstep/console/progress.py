@@ -135,7 +135,11 @@ class ProgressCallback(TrainerCallback):
         self._bars.evaluation = bar
 
     def skips_event(self, name: str) -> bool:
-        """Skip the events that only advance bars if there are no bars."""
+        """Skip the events that only advance bars if there are no bars.
+
+        Args:
+            name: the name of the event.
+        """
         never_has_bars = not self.use_tqdm and (self.use_tqdm is False or place_of_output() == "file")
         return never_has_bars and name in ("on_step_end", "on_prediction_step")
 

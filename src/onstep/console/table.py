@@ -32,7 +32,9 @@ class ColumnSpec:
     width: int = 10
     """Minimum width in characters; longer text is not truncated."""
     fmt: Format = ""
+    """A format specification, such as `.4f`."""
     reduce: Reduce = None
+    """How the values since the last row become one."""
 
     def __post_init__(self) -> None:
         formatter(self.fmt, self.reduce)
@@ -47,9 +49,11 @@ class MetricSpec:
     """A line of the summary printed when training is complete."""
 
     key: str
+    """The name of the metric."""
     label: str = ""
     """Label of the line; "" means the key."""
     fmt: Format = ""
+    """A format specification, such as `.4f`."""
     suffix: str = ""
     """Unit, omitted if there is no value."""
 
@@ -57,7 +61,11 @@ class MetricSpec:
         formatter(self.fmt)
 
     def line(self, logs: Metrics) -> str:
-        """The indented line."""
+        """The indented line.
+
+        Args:
+            logs: the logged metrics by name.
+        """
         value = logs[self.key]
         unit = "" if value is None else self.suffix
         return f"  {(self.label or self.key) + ':':<{_FINAL_LABEL_WIDTH}}{formatter(self.fmt)(value)}{unit}"

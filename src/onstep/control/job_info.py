@@ -26,13 +26,17 @@ class JobInfo:
     """A job of this user, as its `endpoint.json` describes it."""
 
     job_id: str
+    """The job: its id, the beginning of one, or the name of its run."""
     host: str
     """The address that its server is bound to."""
     port: int
+    """The port of the job's server on its machine; None with a Unix socket."""
     pid: int | None
+    """The process of rank 0."""
     started_at: float | None
     """Unix time in seconds."""
     output_dir: str | None = None
+    """The directory of the run."""
     logging_dir: str | None = None
     hostname: str = ""
     """The machine that it runs on; empty if unknown."""
@@ -52,7 +56,11 @@ class JobInfo:
 
     @classmethod
     def of_this_process(cls, job_id: str, **values: Any) -> JobInfo:
-        """The description of a job of this process; `values` are further fields."""
+        """The description of a job of this process; `values` are further fields.
+
+        Args:
+            job_id: the job: its id, the beginning of one, or the name of its run.
+        """
         psutil = _psutil()
         started = {"hostname": socket.gethostname(), "process_started_at": psutil.Process().create_time()}
         given = {"host": "127.0.0.1", "port": 0, "started_at": time.time(), **started, "boot_id": boot_id(), **values}
@@ -61,6 +69,9 @@ class JobInfo:
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> JobInfo:
         """Read what `to_dict` gives. Missing, unknown and wrongly typed keys are tolerated; `job_id` is required.
+
+        Args:
+            content: the content of the job's file in the registry.
 
         Raises:
             KeyError: without a `job_id`.
@@ -111,7 +122,11 @@ def is_alive(info: JobInfo) -> bool:
 
 
 def is_endpoint_pid_alive(pid: int | None, started_at: float | None) -> bool:
-    """Whether a process lives, and was created no later than 10 s after `started_at`, if given. A zombie is dead."""
+    """Whether a process lives, and was created no later than 10 s after `started_at`, if given. A zombie is dead.
+
+    Args:
+        pid: the process id.
+    """
     created = _created(pid)
     return created is not None and (started_at is None or created <= started_at + _STARTED_BEFORE_SECONDS)
 

@@ -60,6 +60,11 @@ def split_tokens(
 
     No token, including label tokens, is in more than one of them.
 
+    Args:
+        token_file: the tokens to split.
+        seq_length: tokens of a sample.
+        boundaries: where documents begin and end, for position resets and masks; None to let attention cross them.
+
     Raises:
         DataError: for a bad `split`, or a range too short for one sequence.
     """
@@ -74,6 +79,11 @@ def split_documents(
     indexed_file: IndexedFile, split: str, seq_length: int, boundaries: Boundaries | None = None
 ) -> Splits[TokenDataset]:
     """Train, validation and test as contiguous ranges of whole documents; None for a share of 0.
+
+    Args:
+        indexed_file: the documents to split.
+        seq_length: tokens of a sample.
+        boundaries: where documents begin and end, for position resets and masks; None to let attention cross them.
 
     Raises:
         DataError: for a bad `split`, or a range too short for one sequence.
@@ -181,6 +191,9 @@ def build_datasets(
 
     Args:
         vocab_size: the model's, to check ids of `kind=megatron` against; None means the tokenizer's.
+        tokenizer: the tokenizer that encodes the texts.
+        show_progress: whether a progress bar is shown.
+        wait_for_other: seconds to wait for another process that builds the same file.
 
     Raises:
         DataError: for data or a split that cannot be trained on.
@@ -201,6 +214,10 @@ def text_source(config: DatasetConfig) -> FileSource:
 
 def tokenizer_source(config: DatasetConfig, *, show_progress: bool = False) -> DocumentSource:
     """The documents to train a tokenizer on: all texts, or the training split of a dataset with splits.
+
+    Args:
+        config: the configuration of the run.
+        show_progress: whether a progress bar is shown.
 
     Raises:
         DataError: for a kind that holds tokens, not text.

@@ -28,6 +28,7 @@ class Boundaries:
     """The treatment of the documents' end tokens."""
 
     end_id: int
+    """The id of the token that ends a document."""
     masks_loss: bool = False
     """No loss at the position of the end token, whose label is the first token of the next document."""
     resets_attention: bool = False
@@ -71,6 +72,13 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
     model must not shift labels. Sample i starts at token ``start + i * seq_length``. Labels stay within the range; a
     remainder shorter than a sequence is not used. With `boundaries`, labels of -100 have no loss, and samples may also
     have `position_ids` and `document_ids` (see `Boundaries`).
+
+    Args:
+        token_file: the file of tokens.
+        start: the first token of this split.
+        end: the token after the last one of this split.
+        seq_length: tokens of a sample.
+        boundaries: where documents begin and end, for position resets and masks; None to let attention cross them.
 
     Raises:
         DataError: if the range is too short for one sample.
@@ -129,6 +137,7 @@ class BlendedDataset(Dataset[dict[str, torch.Tensor]]):
     Args:
         datasets: map-style, each with a `get_batch(indices)` that returns a dict of tensors of the same shapes.
         weights: numbers > 0, normalized by their sum.
+        repeats: how often each dataset is repeated in an epoch.
 
     Raises:
         DataError: for invalid weights, or a blend without samples.
@@ -148,7 +157,11 @@ class BlendedDataset(Dataset[dict[str, torch.Tensor]]):
         return sum(self.sizes)
 
     def locate(self, index: int) -> tuple[int, int]:
-        """The index of a sample's dataset, and the sample's index within it."""
+        """The index of a sample's dataset, and the sample's index within it.
+
+        Args:
+            index: the index in the blend.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a blend of {len(self)}")
         total = len(self)

@@ -33,6 +33,11 @@ def data_parallel(chunks: list[nn.Module], world: World, config: DistributedData
 
     Collective: weights are broadcast from rank 0.
 
+    Args:
+        chunks: the model chunks; one unless the model is split into several.
+        world: the ranks of the run.
+        config: the configuration of the run.
+
     Raises:
         ConfigError: for sparse gradients that are to be exchanged in bfloat16.
         ShardingError: for a parameter that is sharded over ranks.
@@ -124,7 +129,11 @@ class FixedBuckets(DistributedDataParallel):
 
 
 def check_weights(chunks: Sequence[nn.Module]) -> None:
-    """Refuse (ConfigError) weights without values, but for a model whose `hf_device_map` has them elsewhere."""
+    """Refuse (ConfigError) weights without values, but for a model whose `hf_device_map` has them elsewhere.
+
+    Args:
+        chunks: the model chunks; one unless the model is split into several.
+    """
     for chunk in chunks:
         if getattr(chunk, "hf_device_map", None) is not None:
             continue
@@ -148,6 +157,9 @@ def check_weights(chunks: Sequence[nn.Module]) -> None:
 
 def check_ranks(chunks: Sequence[nn.Module], world: World) -> None:
     """Check that each rank of `world` may get samples of its own, as all ranks do, and that the weights have values.
+
+    Args:
+        chunks: the model chunks; one unless the model is split into several.
 
     Raises:
         ConfigError: for a world of one rank that was assumed before there was a process group of several; for a model
@@ -208,13 +220,21 @@ def _data_meshes(chunk: nn.Module) -> Iterator[tuple[tuple[int, str], DeviceMesh
 
 
 def has_fixed_buckets(chunk: nn.Module) -> bool:
-    """Whether a chunk sums gradients over ranks in the same order in every process; False for torch's own DDP."""
+    """Whether a chunk sums gradients over ranks in the same order in every process; False for torch's own DDP.
+
+    Args:
+        chunk: a model chunk.
+    """
     is_plain = isinstance(chunk, DistributedDataParallel) and not isinstance(chunk, FixedBuckets)
     return not is_plain or bool(chunk.find_unused_parameters and not chunk.static_graph)
 
 
 def is_bare(chunk: nn.Module) -> bool:
-    """Whether no part of a chunk has a wrapper that exchanges gradients: DDP, FSDP, Megatron-Core's or DeepSpeed's."""
+    """Whether no part of a chunk has a wrapper that exchanges gradients: DDP, FSDP, Megatron-Core's or DeepSpeed's.
+
+    Args:
+        chunk: a model chunk.
+    """
     marks = ("no_sync", "set_requires_gradient_sync", "zero_grad_buffer")
     return not any(hasattr(type(module), mark) for module in chunk.modules() for mark in marks)
 
@@ -223,6 +243,9 @@ def no_sync(chunks: list[nn.Module]) -> AbstractContextManager[object]:
     """Backward passes in this context keep their gradients local; the next one outside averages the sum.
 
     With a static graph, which torch cannot combine with that, each of them averages the sum.
+
+    Args:
+        chunks: the model chunks; one unless the model is split into several.
     """
     wrapped = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel) and not chunk.static_graph]
     if not wrapped:

@@ -28,9 +28,13 @@ class World:
     """The process group of a run. Methods marked collective must be reached by every rank."""
 
     rank: int = 0
+    """This rank, from 0."""
     size: int = 1
+    """The number of ranks."""
     local_rank: int = 0
+    """This rank among those of its machine."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """The device of this rank."""
     owns_group: bool = False
     """Whether `close` destroys the process group; a group made by the caller is kept."""
     control_group: Any = None
@@ -80,7 +84,11 @@ class World:
         self._error = None  # of a nested run, whose error was handled
 
     def agree(self, votes: list[int]) -> list[int]:
-        """The elementwise maximum of all ranks' votes. Collective, on the CPU."""
+        """The elementwise maximum of all ranks' votes. Collective, on the CPU.
+
+        Args:
+            votes: flags of this rank; each is set on all ranks if it is set on one.
+        """
         if not self._communicates("agree"):
             return votes
         tensor = torch.tensor(votes, dtype=torch.int64)
@@ -88,7 +96,11 @@ class World:
         return [int(vote) for vote in tensor.numpy()]
 
     def gather(self, item: Any) -> list[Any]:
-        """Every rank's item, in rank order, on every rank. Collective; for small Python objects."""
+        """Every rank's item, in rank order, on every rank. Collective; for small Python objects.
+
+        Args:
+            item: a picklable object of this rank.
+        """
         if not self._communicates("gather"):
             return [item]
         items: list[Any] = [None] * self.size
@@ -96,7 +108,11 @@ class World:
         return items
 
     def gather_numbers(self, numbers: list[float]) -> list[list[float]]:
-        """Every rank's numbers, in rank order, on every rank; all must pass equally many. Collective, on the CPU."""
+        """Every rank's numbers, in rank order, on every rank; all must pass equally many. Collective, on the CPU.
+
+        Args:
+            numbers: as many numbers on each rank.
+        """
         if not self._communicates("gather_numbers"):
             return [numbers]
         mine = torch.tensor(numbers, dtype=torch.float64)
@@ -105,19 +121,31 @@ class World:
         return [row.tolist() for row in rows]
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in place. Collective, on the tensor's device."""
+        """The sum over all ranks, in place. Collective, on the tensor's device.
+
+        Args:
+            tensor: a tensor of the same shape on each rank.
+        """
         if self._communicates("sum"):
             self._run("sum", lambda: dist.all_reduce(tensor, op=dist.ReduceOp.SUM))
         return tensor
 
     def max(self, tensor: Tensor) -> Tensor:
-        """The maximum over all ranks, in place. Collective, on the tensor's device."""
+        """The maximum over all ranks, in place. Collective, on the tensor's device.
+
+        Args:
+            tensor: a tensor of the same shape on each rank.
+        """
         if self._communicates("max"):
             self._run("max", lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX))
         return tensor
 
     def share(self, item: Any, source: int = 0) -> Any:
-        """The item of rank `source`, on every rank. Collective; for small Python objects."""
+        """The item of rank `source`, on every rank. Collective; for small Python objects.
+
+        Args:
+            item: the object on the rank that has it.
+        """
         if not self._communicates("share"):
             return item
         items = [item]
@@ -197,6 +225,9 @@ def open_world(config: DistributedInitConfig) -> World:
 
     An existing process group is used as is, and not destroyed by `World.close`.
 
+    Args:
+        config: the configuration of the run.
+
     Raises:
         ConfigError: for a device that this machine does not have, or an invalid environment.
     """
@@ -264,7 +295,11 @@ T = TypeVar("T")
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """The result of the work, or the error it raised: for work whose outcome must be known to all ranks."""
+    """The result of the work, or the error it raised: for work whose outcome must be known to all ranks.
+
+    Args:
+        work: what is called, without arguments.
+    """
     try:
         return work(), None
     except Exception as error:  # noqa: BLE001 - the caller raises it on every rank with `raise_together`
@@ -273,6 +308,11 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 def raise_together(world: World, error: Exception | None, doing: str) -> None:
     """Raise on all ranks if there is an error on any rank. Collective.
+
+    Args:
+        world: the ranks of the run.
+        error: the error of this rank; None if it has none.
+        doing: what was done, for the errors of the other ranks.
 
     Raises:
         CheckpointError: naming each rank that failed and why; on a failed rank, with the error as its cause.
@@ -296,7 +336,12 @@ def together(world: World, work: Callable[[], T], doing: str) -> T:
 
 
 def on_main(world: World, work: Callable[[], T]) -> T:
-    """What the work gives on rank 0, on all ranks; its error is raised on all of them. Collective."""
+    """What the work gives on rank 0, on all ranks; its error is raised on all of them. Collective.
+
+    Args:
+        world: the ranks of the run.
+        work: what rank 0 calls, without arguments.
+    """
     result, error = attempt(work) if world.is_main else (None, None)
     result, error = world.share((result, error))
     if error is not None:

@@ -78,7 +78,11 @@ class TrainerCallback:
         self.__dict__["name"] = name
 
     def skips_event(self, name: str) -> bool:
-        """As in `Callback`."""
+        """As in `Callback`.
+
+        Args:
+            name: the name of the event's method.
+        """
         return False
 
 
@@ -174,7 +178,11 @@ class DefaultFlowCallback(TrainerCallback):
     """
 
     def skips_event(self, name: str) -> bool:
-        """In a loop, skip what a subclass does not override: the flags are set already."""
+        """In a loop, skip what a subclass does not override: the flags are set already.
+
+        Args:
+            name: the name of the event's method.
+        """
         return getattr(type(self), name, None) is getattr(DefaultFlowCallback, name, None)
 
     def on_step_end(

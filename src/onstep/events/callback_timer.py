@@ -46,7 +46,13 @@ class CallbackTimer:
         return self._last, sum(self.seconds.values())
 
     def call(self, author: str, handle: Callable[[Given], object], given: Given) -> None:
-        """Call a callback, and charge the time until it returns to its author."""
+        """Call a callback, and charge the time until it returns to its author.
+
+        Args:
+            author: the name of the callback, which the time is charged to.
+            handle: the function to call.
+            given: its argument.
+        """
         self._charge()
         self._inside.append(author)
         try:

@@ -58,12 +58,15 @@ class CallbackContext:
     user_state: UserState = field(default_factory=dict)
     """Shared by all callbacks of a manager, for the manager's lifetime."""
     optimizer: OptimizerView | None = None
+    """The optimizer of the run."""
     scheduler: SchedulerView | None = None
+    """The scheduler of the run."""
     loss_dict: dict[str, Tensor] | None = None
     """Losses of the step, reduced over ranks."""
     grad_norm: Tensor | float | None = None
     """Global L2 norm before clipping."""
     skipped_iter: bool | None = None
+    """Whether the update of the step was skipped."""
     total_loss_dict: dict[str, Tensor] | None = None
     """Averages of an evaluation or test."""
     event: str = ""
@@ -71,24 +74,37 @@ class CallbackContext:
     control: Control = field(default_factory=Control)
     """Requests a stop, save, evaluation or log."""
     rank: int = 0
+    """This rank, from 0."""
     logs: Metrics | None = None
+    """The logged values by name, at `on_log`; a callback may add some."""
     metrics: Metrics | None = None
+    """The metrics of an evaluation by name, as floats."""
     loss: Tensor | None = None
     """This rank's mean loss of the step, or of the micro-batch; not reduced."""
     tokens: Tensor | float | None = None
     """This rank's number of labels trained on in the step."""
     micro_batch: Any = None
+    """The number of the micro-batch in its step, from 0."""
     micro_batches: Sequence[Any] | None = None
+    """Micro-batches of the step on this rank."""
     sample_ids: list[list[int]] | None = None
     """Dataset indices of this rank's samples, one list per micro-batch."""
     train_dataloader: Any = None
+    """The loader of the training data."""
     eval_dataloader: Any = None
+    """The loader of the evaluation data."""
     processing_class: Any = None
+    """The tokenizer or processor of a Trainer."""
     trainer: Any = None
+    """The Trainer, if one runs the loop."""
     exception: BaseException | None = None
+    """The error that ends the run, at `on_exception`."""
     reason: str | None = None
+    """Why the run ends, pauses or was saved, in words."""
     checkpoint_step: int | None = None
+    """The step of the checkpoint that is saved or loaded."""
     checkpoint_path: str | None = None
+    """The directory of the checkpoint that is saved or loaded."""
     request: Request | None = None
     """The decision that was recorded, or the command to carry out."""
     callback_timer: CallbackTimer | None = None

@@ -47,11 +47,17 @@ class TrainerControl(ExportableState):
     """The flags of Hugging Face's `TrainerControl`; a callback may return one. Further attributes are kept."""
 
     should_training_stop: bool = False
+    """Whether training stops after this step."""
     should_epoch_stop: bool = False
+    """Whether the epoch ends after this step."""
     should_save: bool = False
+    """Whether a checkpoint is saved at this step."""
     should_evaluate: bool = False
+    """Whether an evaluation runs at this step."""
     should_log: bool = False
+    """Whether this step is logged."""
     should_abort_without_save: bool = False
+    """Whether training stops without a final save, log or evaluation."""
 
     def state(self) -> StateDict:
         """Hugging Face's flags, as its Trainer saves them."""
@@ -74,9 +80,13 @@ class Request:
     flag: str
     """One of `onstep.commands.REQUESTS`."""
     author: str
+    """The name of the callback."""
     event: str
+    """The event at which it was made."""
     reason: str = ""
+    """The reason in words."""
     rank: int = 0
+    """The rank that made it, from 0."""
     details: dict[str, Any] = field(default_factory=dict, hash=False)
     """Details of the request: `key` and `value` of a value to set, what the anomaly gate observed, or the name, the
     `data` and later the `result` of a `command`."""
@@ -100,14 +110,24 @@ class Control(TrainerControl):
     Hugging Face-style callbacks can also set the flags. Either way, a request with its author and event is recorded, on
     any rank. A flag that is set on any rank is set on all ranks. Attributes that are not fields are the user's: later
     callbacks of this rank see them, and the loop does not.
+
+    Args:
+        should_training_stop: whether training stops after this step.
+        should_epoch_stop: whether the epoch ends after this step.
+        should_save: whether a checkpoint is saved at this step.
+        should_evaluate: whether an evaluation runs at this step.
+        should_log: whether this step is logged.
+        should_abort_without_save: whether training stops without a final save, log or evaluation.
     """
 
     rank: int = 0
+    """This rank, from 0."""
     requests: list[Request] = field(default_factory=list)
     """Requests of this rank since ranks last agreed."""
     author: str = "the loop"
     """Name of the callback that is currently being called; set by the manager."""
     event: str = ""
+    """The event at which the callback is being called."""
     has_pre_update_listener: bool = False
     """Whether this rank has a listener for an event of `BEFORE_UPDATE`; only then must ranks agree on skips."""
     any_pre_update_listener: bool = False
@@ -144,34 +164,61 @@ class Control(TrainerControl):
         return _added_to(self)
 
     def stop(self, reason: str = "") -> None:
-        """Request that training stop after this step."""
+        """Request that training stop after this step.
+
+        Args:
+            reason: the reason in words, for messages and the record of the run.
+        """
         self._request("should_training_stop", reason)
 
     def abort(self, reason: str = "") -> None:
-        """Request that training stop after this step, without a final save, log or evaluation."""
+        """Request that training stop after this step, without a final save, log or evaluation.
+
+        Args:
+            reason: the reason in words, for messages and the record of the run.
+        """
         self._request("should_abort_without_save", reason)
         self.__dict__["should_training_stop"] = True
 
     def end_epoch(self, reason: str = "") -> None:
-        """Request that this epoch end after this step."""
+        """Request that this epoch end after this step.
+
+        Args:
+            reason: the reason in words, for messages and the record of the run.
+        """
         self._request("should_epoch_stop", reason)
 
     def save(self, reason: str = "") -> None:
-        """Request a checkpoint at this step."""
+        """Request a checkpoint at this step.
+
+        Args:
+            reason: the reason in words, for messages and the record of the run.
+        """
         self._request("should_save", reason)
 
     def evaluate(self, reason: str = "") -> None:
-        """Request an evaluation at this step."""
+        """Request an evaluation at this step.
+
+        Args:
+            reason: the reason in words, for messages and the record of the run.
+        """
         self._request("should_evaluate", reason)
 
     def log(self, reason: str = "") -> None:
-        """Request that this step be logged."""
+        """Request that this step be logged.
+
+        Args:
+            reason: the reason in words, for messages and the record of the run.
+        """
         self._request("should_log", reason)
 
     def skip(self, reason: str = "") -> None:
         """Request that this step's update be skipped: weights, optimizer and scheduler stay unchanged.
 
         The step still counts. Its samples are recorded and skipped from the next epoch on.
+
+        Args:
+            reason: the reason in words, for messages and the record of the run.
 
         Raises:
             ConfigError: at an event that is not one of `BEFORE_UPDATE`.
@@ -198,21 +245,36 @@ class Control(TrainerControl):
         self._request_once("rollback", reason, **details)
 
     def pause(self, reason: str = "") -> None:
-        """Request that all ranks wait after this step, until a callback asks to resume or the run is asked to end."""
+        """Request that all ranks wait after this step, until a callback asks to resume or the run is asked to end.
+
+        Args:
+            reason: the reason in words, for messages and the record of the run.
+        """
         self._request_once("pause", reason)
 
     def resume(self, reason: str = "") -> None:
-        """Request that a paused run continue; called during `on_paused`."""
+        """Request that a paused run continue; called during `on_paused`.
+
+        Args:
+            reason: the reason in words, for messages and the record of the run.
+        """
         self._request_once("resume", reason)
 
     def skip_batch(self, count: int = 1, reason: str = "") -> None:
-        """Request that the next `count` steps only read their batches: they count, but nothing is trained on them."""
+        """Request that the next `count` steps only read their batches: they count, but nothing is trained on them.
+
+        Args:
+            reason: the reason in words, for messages and the record of the run.
+        """
         self._note("skip_batch", reason, count=count)
 
     def command(self, name: str, data: Mapping[str, object] | None = None, reason: str = "") -> None:
         """Request that `on_command` fires after this step, on all ranks, for callbacks that carry out `name`.
 
         `data` must be picklable: the other ranks receive it.
+
+        Args:
+            reason: the reason in words, for messages and the record of the run.
         """
         self._note("command", reason, command=name, data=dict(data or {}))
 
@@ -222,6 +284,11 @@ class Control(TrainerControl):
         Keys are those of `onstep.events.settings.SETTABLE`, and `<callback>.<attribute>` of what a registered callback
         declares as `settable`.
 
+        Args:
+            key: the name of what is set, such as `lr_factor` or `MyCallback.threshold`.
+            value: the new value.
+            reason: the reason in words, for messages and the record of the run.
+
         Raises:
             ConfigError: for an unknown key or an invalid value.
         """
@@ -229,13 +296,21 @@ class Control(TrainerControl):
         self._note("set", reason, key=key, value=value)
 
     def add_request(self, request: Request) -> None:
-        """Add a request made on behalf of another author, such as the anomaly gate."""
+        """Add a request made on behalf of another author, such as the anomaly gate.
+
+        Args:
+            request: the request, with its author.
+        """
         self.requests.append(request)
         if request.flag in FLAGS:
             self.__dict__[request.flag] = True
 
     def set_flag(self, flag: str) -> None:
-        """Set a flag that all ranks arrived at independently; the request of one of them is already recorded."""
+        """Set a flag that all ranks arrived at independently; the request of one of them is already recorded.
+
+        Args:
+            flag: the name of the flag, such as `should_save`.
+        """
         self.__dict__[flag] = True
 
     def pop_skips(self) -> list[Request]:
@@ -261,6 +336,9 @@ class Control(TrainerControl):
         """Merge a control that a callback returned: its flags and added attributes. Stop flags cannot be reset.
 
         Another return value is ignored; one that is not None is named once.
+
+        Args:
+            returned: what the callback returned; anything but a control changes nothing.
         """
         if returned is None or returned is self:
             return
@@ -286,7 +364,11 @@ class Control(TrainerControl):
         flags["should_save"] = save or flags["should_save"]
 
     def clear(self, flag: str) -> None:
-        """Clear a flag after the loop has acted on it."""
+        """Clear a flag after the loop has acted on it.
+
+        Args:
+            flag: the name of the flag, such as `should_save`.
+        """
         self.__dict__[flag] = False
 
     def clear_stops(self) -> None:
@@ -302,7 +384,11 @@ class Control(TrainerControl):
         return [*(int(flags[flag]) for flag in FLAGS), int(bool(self.requests))]
 
     def set_agreed(self, vector: Iterable[int]) -> bool:
-        """Set the flags from the agreed vector; True if any rank has requests."""
+        """Set the flags from the agreed vector; True if any rank has requests.
+
+        Args:
+            vector: the flags as 0 and 1, in their order.
+        """
         *flags, asked = vector
         self.__dict__.update(zip(FLAGS, map(bool, flags), strict=True))
         return bool(asked)

@@ -20,8 +20,15 @@ class Dispatcher:
     """Has a method for each event, named after it, that calls the run's callbacks with a new context.
 
     `dispatcher.on_train_step_end(step)` reads the event's own fields (`loss_dict`, `grad_norm`, ...) from attributes of
-    `step`, and only if there are listeners. Keyword arguments override these fields; without `step`, fields that are
-    not given are None.
+    its argument, the `source`, and only if there are listeners. Keyword arguments, the `fields`, override them; without
+    a `source`, fields that are not given are None.
+
+    Args:
+        manager: the callbacks of the run; None for none.
+        run: the state of the run, of which contexts have a view.
+        model: the model chunks.
+        optimizer: the optimizer of the run.
+        scheduler: the scheduler of the run.
     """
 
     def __init__(
@@ -63,11 +70,20 @@ class Dispatcher:
             self.run.control.commands = declared_commands(self.manager.callbacks)
 
     def listens(self, event: str) -> bool:
-        """Whether any callback listens to the event."""
+        """Whether any callback listens to the event.
+
+        Args:
+            event: the name of the event, such as `on_train_step_end`.
+        """
         return bool(getattr(self.on, event))
 
     def fire(self, event: str, **fields: object) -> None:
-        """Fire the event with this name."""
+        """Fire the event with this name.
+
+        Args:
+            event: the name of the event, such as `on_train_step_end`.
+            fields: the event's own fields by name.
+        """
         getattr(self, event)(**fields)
 
     if TYPE_CHECKING:

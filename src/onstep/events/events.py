@@ -20,6 +20,7 @@ class Event:
     name: str
     """Name in the context convention, as in `handler(context)`."""
     when: str
+    """When it fires, in words."""
     fields: tuple[str, ...] = ()
     """Fields of the context beyond `ALWAYS`; Hugging Face-style handlers get them as additional keywords."""
     renamed: str = ""

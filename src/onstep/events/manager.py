@@ -85,6 +85,9 @@ class CallbackManager:
         `before` and `after` name a registered callback, by instance, class or name; by default, callbacks are appended.
         If one callback of a list is invalid, none is registered.
 
+        Args:
+            callback: an instance, a class, or a list or tuple of them.
+
         Raises:
             CallbackError: when an object is not a callback, or a method's signature matches no convention.
             ValueError: when `before` or `after` is not registered, or they contradict the existing order.
@@ -102,6 +105,9 @@ class CallbackManager:
         With `every=n`, it is called only at steps that are multiples of n; for events outside of steps, every n-th time
         the event fires.
 
+        Args:
+            event_name: the name of the event, such as `on_train_step_end`.
+
         Raises:
             ValueError: for an unknown event, suggesting the nearest name, or `every` < 1.
             CallbackError: when `fn` is not callable or its signature matches no convention.
@@ -114,6 +120,9 @@ class CallbackManager:
     def remove(self, callback: object) -> object:
         """Remove the first registration of an instance, function or exact class; returns what was removed.
 
+        Args:
+            callback: an instance, a function or a class.
+
         Raises:
             ValueError: when nothing matches.
         """
@@ -125,7 +134,11 @@ class CallbackManager:
         return owner
 
     def replace(self, callbacks: list[object]) -> None:
-        """Register exactly these, in this order: owners that are registered already, and new callbacks or classes."""
+        """Register exactly these, in this order: owners that are registered already, and new callbacks or classes.
+
+        Args:
+            callbacks: the callbacks, in the order in which they are called.
+        """
         known = list(self._registrations)
         kept: list[Registration] = []
         for callback in callbacks:
@@ -138,17 +151,27 @@ class CallbackManager:
     def list_callbacks(self, event_name: str) -> list[Callable[..., object]]:
         """The callables registered for an event, as they were given, in calling order.
 
+        Args:
+            event_name: the name of the event, such as `on_train_step_end`.
+
         Raises:
             ValueError: for an unknown event.
         """
         return [listener.original for listener in self._listeners_of(event_named(event_name))]
 
     def has_callbacks(self, event_name: str) -> bool:
-        """Whether an event has listeners; False for an unknown event."""
+        """Whether an event has listeners; False for an unknown event.
+
+        Args:
+            event_name: the name of the event, such as `on_train_step_end`.
+        """
         return event_name in VALID_EVENTS and bool(getattr(self.listeners, event_name))
 
     def explain(self, event_name: str) -> str:
         """Describe the order in which an event's callbacks are called, one per line.
+
+        Args:
+            event_name: the name of the event, such as `on_train_step_end`.
 
         Raises:
             ValueError: for an unknown event.
@@ -168,6 +191,10 @@ class CallbackManager:
         An exception propagates immediately, with a note that names the callback and the event, unless the callback's
         `on_error` says otherwise. `on_exception`, `on_train_end` and `on_run_end` reach every callback: the first error
         is raised after all have been called, with the others attached as notes.
+
+        Args:
+            event_name: the name of the event, such as `on_train_step_end`.
+            context: what listeners are called with.
 
         Raises:
             ValueError: for an unknown event.
@@ -200,7 +227,11 @@ class CallbackManager:
         call(tuple(_with_object(listener, given) for listener in self._listeners_of(event)), context)
 
     def call(self, listeners: tuple[Listener, ...], context: CallbackContext) -> None:
-        """Call listeners in order; `context.event` must be their event."""
+        """Call listeners in order; `context.event` must be their event.
+
+        Args:
+            listeners: what is called, in order.
+        """
         disabled, clock, is_main = self._disabled, self.callback_timer, context.rank == 0
         voice = vars(context.control)  # bypasses its __setattr__, which handles the flags
         outer = voice["author"], voice["event"], HEARTBEAT.callback  # a callback may fire an event itself
@@ -232,7 +263,12 @@ class CallbackManager:
             voice["author"], voice["event"], HEARTBEAT.callback = outer
 
     def call_all(self, listeners: tuple[Listener, ...], context: CallbackContext) -> None:
-        """Call every listener even after an error; the first error is raised at the end."""
+        """Call every listener even after an error; the first error is raised at the end.
+
+        Args:
+            listeners: what is called, in order.
+            context: the state of the run at the event.
+        """
         first: BaseException | None = None
         for listener in listeners:
             try:
@@ -246,7 +282,11 @@ class CallbackManager:
             raise first
 
     def follow(self, follower: _Follower) -> None:
-        """Call `refresh()` of an object, as long as it lives, whenever callbacks are added or removed."""
+        """Call `refresh()` of an object, as long as it lives, whenever callbacks are added or removed.
+
+        Args:
+            follower: an object with `refresh()`, of which only a weak reference is kept.
+        """
         self._followers.add(follower)
 
     def _listeners_of(self, event: Event) -> tuple[Listener, ...]:
@@ -343,7 +383,11 @@ def _instance(callback: type) -> object:
 
 
 def normalize_callbacks(callbacks: object) -> CallbackManager | None:
-    """Return None and managers unchanged; add anything else to a new manager."""
+    """Return None and managers unchanged; add anything else to a new manager.
+
+    Args:
+        callbacks: None, a manager, a callback or class, or a list of them.
+    """
     if callbacks is None or isinstance(callbacks, CallbackManager):
         return callbacks
     manager = CallbackManager()
@@ -352,5 +396,10 @@ def normalize_callbacks(callbacks: object) -> CallbackManager | None:
 
 
 def should_fire(callback_manager: CallbackManager | None, event_name: str) -> bool:
-    """Whether there is a manager with listeners for this event."""
+    """Whether there is a manager with listeners for this event.
+
+    Args:
+        callback_manager: the callbacks of the run, or None.
+        event_name: the name of the event.
+    """
     return callback_manager is not None and callback_manager.has_callbacks(event_name)

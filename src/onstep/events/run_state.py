@@ -26,9 +26,11 @@ class RunInfo:
     """Facts about the run that the view shows besides progress; set by the loop when a run starts."""
 
     max_steps: int = 0
+    """Steps (optimizer updates) of the whole run."""
     num_train_epochs: float = 0
     """Epochs of the run, with the fraction of the last one."""
     steps_per_epoch: int | None = None
+    """Steps of an epoch; None if the data has no length."""
     samples_per_epoch: int | None = None
     """Set with a batch-size ramp-up: epochs then have different numbers of steps, and `steps_per_epoch` is the number
     at the largest batch size."""
@@ -41,17 +43,25 @@ class RunInfo:
     num_train_samples: int | None = None
     """Samples that the whole run trains on, over all ranks and epochs."""
     logging_steps: int = 0
+    """Steps between two logs."""
     eval_steps: int = 0
+    """Steps between two evaluations."""
     save_steps: int = 0
+    """Steps between two checkpoints."""
     shown_steps: dict[str, int] = field(default_factory=dict)
     """What callbacks see where the three are 0: as in Hugging Face, the intervals of the arguments, without effect."""
     train_batch_size: int = 0
     """Samples per micro-batch and rank."""
     max_eval_steps: int = -1
+    """The greatest number of batches of an evaluation; -1 for all."""
     num_processes: int = 1
+    """The number of ranks."""
     rank: int = 0
+    """This rank, from 0."""
     local_rank: int = 0
+    """This rank among those of its machine."""
     history: LogHistory = field(default_factory=LogHistory, repr=False)
+    """The logged records so far."""
     bridge_tags: Tags | None = None
     """Megatron Bridge's tags since the metrics log's last record (`onstep.trackers.tag_record`); None if not
     collected.
@@ -179,7 +189,12 @@ class RunState(TrainerState):
         del self._progress.user_attributes[name]
 
     def append_to_record(self, kind: Kind, data: Mapping[str, object]) -> None:
-        """Append a line about the last step to the record of the run; on rank 0, if the run has a directory."""
+        """Append a line about the last step to the record of the run; on rank 0, if the run has a directory.
+
+        Args:
+            kind: the kind of the line.
+            data: its fields by name, as JSON has them.
+        """
         self._append(kind, data)
 
     def __dir__(self) -> list[str]:

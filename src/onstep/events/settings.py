@@ -23,6 +23,7 @@ class Setting(NamedTuple):
     least: float
     """The smallest allowed value."""
     help: str = ""
+    """What is set, in one line."""
     most: float = _MOST
     """The largest allowed value."""
 

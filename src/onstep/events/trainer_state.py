@@ -37,26 +37,41 @@ class TrainerState:
     epoch: float = 0
     """Epochs completed, including the fraction of the current one."""
     global_step: int = 0
+    """Steps (optimizer updates) done."""
     max_steps: int = 0
+    """Steps of the whole run."""
     logging_steps: int = 500
+    """Steps between two logs."""
     eval_steps: int = 500
+    """Steps between two evaluations."""
     save_steps: int = 500
+    """Steps between two checkpoints."""
     train_batch_size: int | None = None
     """Samples per micro-batch and rank."""
     num_train_epochs: int = 0
+    """Epochs of the whole run, rounded up."""
     num_input_tokens_seen: int = 0
+    """Tokens trained on, if they are counted."""
     total_flos: float = 0
     """Floating-point operations so far."""
     log_history: list[Record] = None  # type: ignore[assignment]
     """What was logged, in order."""
     best_metric: float | None = None
+    """The best value so far of the metric that chooses the best model."""
     best_global_step: int | None = None
+    """The step that had it."""
     best_model_checkpoint: str | None = None
+    """The directory of the checkpoint that has it."""
     is_local_process_zero: bool = True
+    """Whether this is the first process of its machine."""
     is_world_process_zero: bool = True
+    """Whether this is rank 0."""
     is_hyper_param_search: bool = False
+    """Whether a hyperparameter search runs; never set here."""
     trial_name: str | None = None
+    """The name of its trial; never set here."""
     trial_params: dict[str, str | float | int | bool] | None = None
+    """The parameters of its trial; never set here."""
     stateful_callbacks: StateDict = None  # type: ignore[assignment]
     """The state of each `ExportableState` by class name; made from a list of such callbacks."""
 
@@ -68,7 +83,11 @@ class TrainerState:
             self.stateful_callbacks = _states_of([] if given is None else given)
 
     def save_to_json(self, json_path: str) -> None:
-        """Write all fields as JSON, as `trainer_state.json` has them."""
+        """Write all fields as JSON, as `trainer_state.json` has them.
+
+        Args:
+            json_path: the path of the JSON file.
+        """
         Path(json_path).write_text(self.to_json_string(), encoding="utf-8")
 
     def to_json_string(self) -> str:
@@ -79,6 +98,9 @@ class TrainerState:
     @classmethod
     def load_from_json(cls, json_path: str) -> Self:
         """Read a file that `save_to_json`, or Hugging Face's Trainer, has written.
+
+        Args:
+            json_path: the path of the JSON file.
 
         Raises:
             DataError: for a file that is not one.
@@ -91,7 +113,11 @@ class TrainerState:
         return cls(**values)
 
     def compute_steps(self, args: object, max_steps: int) -> None:
-        """Set `logging_steps`, `eval_steps` and `save_steps` from `args`, where a number below 1 is a share."""
+        """Set `logging_steps`, `eval_steps` and `save_steps` from `args`, where a number below 1 is a share.
+
+        Args:
+            max_steps: steps of the whole run, of which a share is taken.
+        """
         for name in ("logging_steps", "eval_steps", "save_steps"):
             steps = getattr(args, name)
             if steps is not None:
@@ -99,6 +125,11 @@ class TrainerState:
 
     def init_training_references(self, trainer: _Process, max_steps: int, num_train_epochs: int, trial: object) -> None:
         """Set the length of a training, and whether this process is the first; `trial` must be None.
+
+        Args:
+            trainer: the Trainer, which says whether its process is the first.
+            max_steps: steps of the whole run.
+            num_train_epochs: epochs of the whole run.
 
         Raises:
             NotImplementedError: for a trial, since there is no hyperparameter search.

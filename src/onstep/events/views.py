@@ -35,10 +35,18 @@ class WorldView(Protocol):
         """Whether this is rank 0."""
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in place. Collective, on the tensor's device."""
+        """The sum over all ranks, in place. Collective, on the tensor's device.
+
+        Args:
+            tensor: a tensor of the same shape on each rank.
+        """
 
     def gather(self, item: Item) -> list[Item]:
-        """Every rank's item, in rank order, on every rank. Collective; for small Python objects."""
+        """Every rank's item, in rank order, on every rank. Collective; for small Python objects.
+
+        Args:
+            item: a small picklable object of this rank.
+        """
 
 
 class RecordView(Protocol):

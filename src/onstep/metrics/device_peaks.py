@@ -63,6 +63,9 @@ def peak_of(device_name: str) -> DevicePeak | None:
 
     >>> peak_of("NVIDIA H100 80GB HBM3").flops_per_second
     989400000000000.0
+
+    Args:
+        device_name: the name, such as "NVIDIA H100 80GB HBM3".
     """
     words = set(device_name.upper().replace("-", " ").replace("_", " ").split())
     if words & _LESSER:

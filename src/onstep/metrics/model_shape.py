@@ -22,6 +22,7 @@ class ModelShape:
     ffn_hidden_size: int
     """[f]"""
     num_attention_heads: int
+    """The number of query heads."""
     num_query_groups: int
     """Number of key/value heads [g]."""
     kv_channels: int
@@ -33,8 +34,11 @@ class ModelShape:
     num_projections: int = 3
     """Number of matrices in a feed-forward block: 3 if gated, else 2 [p]."""
     ties_embeddings: bool = False
+    """Whether input and output embeddings are one matrix."""
     has_output_gate: bool = False
+    """Whether attention has an output gate."""
     qkv_bias: bool = False
+    """Whether query, key and value have biases."""
     linear_bias: bool = False
     """Whether the attention output and the feed-forward matrices have biases."""
     norm_bias: bool = False
@@ -46,6 +50,7 @@ class ModelShape:
     moe_layers: tuple[bool, ...] = ()
     """Whether each layer is a mixture of experts, those of multi-token prediction last; empty if none is."""
     num_experts: int = 0
+    """Experts of a layer; 0 for a dense one."""
     moe_ffn_hidden_size: int = 0
     """[fm]"""
     moe_topk: int = 0
@@ -53,6 +58,7 @@ class ModelShape:
     shared_expert_size: int = 0
     """[fs]"""
     shared_expert_gate: bool = False
+    """Whether the shared expert has a gate."""
     mtp_depth: int = 0
     """Depth of multi-token prediction [M]."""
 
@@ -93,7 +99,11 @@ class ModelShape:
         return self.mtp_depth * 2 * self.hidden_size**2
 
     def block_matrices(self, width: int) -> int:
-        """Number of weights in the matrices of a feed-forward block of this width."""
+        """Number of weights in the matrices of a feed-forward block of this width.
+
+        Args:
+            width: the width of the block in elements.
+        """
         return self.num_projections * self.hidden_size * width
 
     @classmethod

@@ -10,14 +10,22 @@ from onstep.errors import ConfigError
 
 
 def head_width(config: ModelConfig) -> int:
-    """Size of an attention head."""
+    """Size of an attention head.
+
+    Args:
+        config: the section `model` of a configuration.
+    """
     if config.kv_channels is not None:
         return config.kv_channels
     return config.hidden_size // config.num_attention_heads
 
 
 def num_query_groups(config: ModelConfig) -> int:
-    """Number of key/value heads; each serves `num_attention_heads / num_query_groups` query heads."""
+    """Number of key/value heads; each serves `num_attention_heads / num_query_groups` query heads.
+
+    Args:
+        config: the section `model` of a configuration.
+    """
     return config.num_attention_heads if config.num_query_groups is None else config.num_query_groups
 
 
@@ -26,6 +34,9 @@ def ffn_hidden_size(config: ModelConfig) -> int:
 
     If it is not configured: with a gate, 8/3 of the hidden size, rounded up to a multiple of 64; without a gate, 4
     times the hidden size.
+
+    Args:
+        config: the section `model` of a configuration.
 
     Source: Shazeer, "GLU Variants Improve Transformer" (2020), section 3.1: two thirds of the usual 4x keeps the
     number of parameters constant when a third matrix is added.

@@ -48,6 +48,9 @@ class Transformer(nn.Module):
     `output` module; the embedding matrix is used instead. The output head can be replaced (see
     `create_value_head_hook`) under the name `output` or, as in Megatron's models, `output_layer`.
 
+    Args:
+        config: the section `model` of a configuration.
+
     Raises:
         ConfigError: for inconsistent sizes, or if `vocab_size` is missing.
     """
@@ -140,7 +143,15 @@ class Transformer(nn.Module):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        """The normed final residual stream, (batch, seq, hidden), the input of `logits`."""
+        """The normed final residual stream, (batch, seq, hidden), the input of `logits`.
+
+        Args:
+            tokens: ids of tokens, (batch, seq).
+            cache: keys and values of earlier positions, which these are appended to; None for none.
+            position_ids: positions, (batch, seq); None for 0, 1, 2, ...
+            document_ids: the document of each position, (batch, seq); attention stays within one. None for a single
+                one.
+        """
         position_ids = chosen_positions(position_ids, document_ids)
         context = sequence_context(self.rotary, tokens, cache, position_ids, document_ids)
         return self._hidden_states(tokens, position_ids, context)
@@ -155,7 +166,11 @@ class Transformer(nn.Module):
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of all tokens in the vocabulary, (..., hidden) to (..., vocab), or the values of a replaced head."""
+        """Scores of all tokens in the vocabulary, (..., hidden) to (..., vocab), or the values of a replaced head.
+
+        Args:
+            hidden: hidden states, (..., hidden).
+        """
         if self.output is None:
             return linear(hidden, self.embedding.weight)
         scores = self.output(hidden)
@@ -163,7 +178,13 @@ class Transformer(nn.Module):
         return values
 
     def cross_entropy(self, hidden: Tensor, labels: Tensor, reduction: Reduction) -> Tensor:
-        """The loss of hidden states (batch, seq, hidden), as `forward` returns it; see `model.chunked_loss`."""
+        """The loss of hidden states (batch, seq, hidden), as `forward` returns it; see `model.chunked_loss`.
+
+        Args:
+            hidden: hidden states, (batch, seq, hidden).
+            labels: ids of the next tokens, (batch, seq); -100 has no loss.
+            reduction: `mean`, `sum` or `none`.
+        """
         size = self._chunk_of_loss(labels)
         if size is None:
             scores = self.logits(hidden).float().flatten(0, 1)
@@ -280,6 +301,7 @@ def build_transformer(config: ModelConfig, seed: int | None = None) -> Transform
     Args:
         seed: determines the weights, which are the same on every rank and device; torch's global RNG is not changed.
             None draws from the global RNG.
+        config: the section `model` of a configuration.
 
     Raises:
         ConfigError: as for `Transformer`.
@@ -304,6 +326,7 @@ def init_weights(model: nn.Module, config: ModelConfig, generator: torch.Generat
 
     Args:
         generator: a CPU generator; None draws from torch's global RNG.
+        config: the section `model` of a configuration.
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), section 2.3; Shoeybi et al.,
     "Megatron-LM" (2019), section 4.2.

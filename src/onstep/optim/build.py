@@ -38,6 +38,8 @@ def build_optimizer(
 
     Args:
         scaler: the loss scaler; see `build_loss_scaler`.
+        model_chunks: the model chunks; one unless the model is split into several.
+        config: the section `optimizer` of a configuration.
     """
     optimizer = wrap_configured(build_torch_optimizer(model_chunks, config), model_chunks, config, scaler=scaler)
     assert isinstance(optimizer, TrainingOptimizer)
@@ -59,6 +61,8 @@ def build_torch_optimizer(
 
     Args:
         decayed: the parameters with weight decay, where the rule above does not apply.
+        model_chunks: the model chunks; one unless the model is split into several.
+        config: the section `optimizer` of a configuration.
 
     Raises:
         ConfigError: if the optimizer is unknown or has no learning rate, if nothing is trainable, or if an entry of
@@ -99,6 +103,10 @@ def build_loss_scaler(config: OptimizerConfig, mixed_precision: str | None) -> L
     float16 has a dynamic scale, or a constant one with `loss_scale`; bfloat16 has a scale only with `loss_scale`, and
     float32 has none, as in Megatron-Core.
 
+    Args:
+        config: the section `optimizer` of a configuration.
+        mixed_precision: the precision of the run; only `fp16_mixed` needs a scale.
+
     Raises:
         ConfigError: if the scale starts below its minimum or above 2**96.
     """
@@ -129,6 +137,13 @@ def wrap_optimizer(
     follows Megatron's convention, returning (update_successful, grad_norm, num_zeros), is returned as is, and clips by
     itself.
 
+    Args:
+        clip_grad: the greatest norm of the gradients; None for no clipping.
+        order: the order in which the norm sums the gradients; None for that of the groups.
+        scaler: the loss scaler; None for none.
+        grad_norm_skip_threshold: the gradient norm above which an update is skipped; None for none.
+        log_num_zeros_in_grad: whether zeros in the gradients are counted.
+
     Raises:
         ConfigError: if it has no `step()`.
     """
@@ -156,7 +171,14 @@ def wrap_optimizer(
 def wrap_configured(
     optimizer: Foreign, model_chunks: list[nn.Module], config: OptimizerConfig, *, scaler: LossScaler | None = None
 ) -> TrainingOptimizer | Foreign:
-    """`wrap_optimizer` with the configured settings; the norm sums gradients in the order of the model's parameters."""
+    """`wrap_optimizer` with the configured settings; the norm sums gradients in the order of the model's parameters.
+
+    Args:
+        optimizer: the optimizer.
+        model_chunks: the model chunks; one unless the model is split into several.
+        config: the section `optimizer` of a configuration.
+        scaler: the loss scaler; None for none.
+    """
     return wrap_optimizer(
         optimizer,
         config.clip_grad,
@@ -179,6 +201,11 @@ def as_step_optimizer(
 
     An optimizer that the loop can already drive keeps its settings, and receives `scaler` if it has none. The adapter
     is for Megatron's convention.
+
+    Args:
+        model: the model chunks.
+        config: the section `optimizer` of a configuration.
+        device: the device of the values.
 
     Raises:
         ConfigError: if it has no `step()`.
@@ -243,6 +270,11 @@ def build_scheduler(
         train_iters: optimizer steps of the run.
         global_batch_size: samples of one step over all ranks.
         samples_after: total samples of the first given number of steps, for a batch-size ramp-up.
+        optimizer: the optimizer.
+        scheduler_config: the section `scheduler` of a configuration.
+        optimizer_config: the section `optimizer` of a configuration.
+        override_opt_param_scheduler: whether this schedule replaces a loaded one.
+        use_checkpoint_opt_param_scheduler: whether a loaded schedule replaces this one.
 
     Raises:
         ConfigError: if iteration and sample fields are mixed, `max_steps` is below `train_iters`, or a value does not

@@ -140,6 +140,9 @@ class DeviceFiniteGate(FiniteGate):
 
     `found_inf` (float32, 0-d) is 1 once anything was not finite, in the form that torch's fused optimizers accept.
     Observing costs three small kernels without waiting, in the order of the current stream.
+
+    Args:
+        device: the device of the values.
     """
 
     def __init__(self, device: torch.device) -> None:

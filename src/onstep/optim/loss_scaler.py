@@ -59,7 +59,11 @@ class LossScaler:
 
     @classmethod
     def constant(cls, scale: float) -> LossScaler:
-        """A scale that never changes."""
+        """A scale that never changes.
+
+        Args:
+            scale: the factor on the loss.
+        """
         return cls(scale, min_scale=scale, window=None)
 
     @property
@@ -111,6 +115,9 @@ class LossScaler:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue another scaler's state, within the current limits; a constant scale does not change.
+
+        Args:
+            state_dict: what `state_dict()` returned.
 
         Raises:
             CheckpointError: if a key is missing, or a value is invalid.

@@ -35,6 +35,7 @@ class ForeignOptimizer:
         device: the device of losses and gradients.
         scaler: the loss scaler of float16; None does not scale. Its state is not in `state_dict`.
         grad_norm_skip_threshold: steps with a raw gradient norm above this are skipped.
+        optimizer: the optimizer.
     """
 
     def __init__(
@@ -85,6 +86,10 @@ class ForeignOptimizer:
     def prepare(self, grad_scale: Tensor | float | None = None, *, needs_norm: bool = True) -> Tensor | None:
         """Scale the gradients and pass them to the gate, unless they overflowed. A `scaler` waits for the device.
 
+        Args:
+            grad_scale: a factor that gradients are multiplied by; None for none.
+            needs_norm: whether the norm of the gradients is read.
+
         Returns:
             The L2 norm of the raw gradients, 0-d; None if they overflowed, or if neither the caller nor the threshold
                 needs it.
@@ -115,7 +120,11 @@ class ForeignOptimizer:
         return self._raw_norm
 
     def read(self, *values: Tensor) -> list[float]:
-        """The values of tensors of one element, with one wait for the device, after which `apply` does not wait."""
+        """The values of tensors of one element, with one wait for the device, after which `apply` does not wait.
+
+        Args:
+            values: tensors of one element on the device.
+        """
         if self.grad_norm_skip_threshold is None or self._raw_norm is None or self._norm_value is not None:
             return self.gate.read(*values)
         *known, self._norm_value = self.gate.read(*values, self._raw_norm)

@@ -18,6 +18,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
     Its groups are those of `muon`, then those of `adamw`, as the same dictionaries, even after loading a state. A group
     added later belongs to AdamW.
 
+    Args:
+        muon: the optimizer of the layers' matrices.
+        adamw: the optimizer of all else; None if there is nothing else.
+
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the learning rate that
     matches AdamW's: Liu et al. 2025, "Muon is Scalable for LLM Training" (arXiv:2502.16982), section 2.2.
     """
@@ -32,6 +36,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters for AdamW.
+
+        Args:
+            param_group: the parameter group: `params` and its settings.
 
         Raises:
             ConfigError: if Muon has all parameters, so that no AdamW exists.
@@ -51,7 +58,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return self._adamw is None or all(group["fused"] for group in self._adamw.param_groups)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the matrices of the layers, then everything else, unless the attribute `found_inf` is 1."""
+        """Update the matrices of the layers, then everything else, unless the attribute `found_inf` is 1.
+
+        Args:
+            closure: computes the loss again, as in torch; None for none.
+        """
         assert closure is None, "a training step has no closure"
         found_inf: Tensor | None = vars(self).get("found_inf")
         if self._adamw is not None:

@@ -44,6 +44,7 @@ class TrainingOptimizer:
             which has the schedule, must know this, so each update waits for an accelerator, unless `read` has. None
             disables skipping.
         log_num_zeros_in_grad: count the zeros in the gradients of each step, after clipping, as `num_zeros`.
+        optimizer: the optimizer.
 
     Raises:
         ConfigError: if `clip_grad` is negative, `grad_norm_skip_threshold` is not > 0, the optimizer requires a
@@ -127,7 +128,11 @@ class TrainingOptimizer:
         return self.optimizer.defaults
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, or fill them with zeros."""
+        """Clear the gradients, or fill them with zeros.
+
+        Args:
+            set_to_none: whether gradients are removed, which frees their memory.
+        """
         if not (set_to_none and self._clears_plainly):
             self.optimizer.zero_grad(set_to_none=set_to_none)
             return
@@ -136,7 +141,11 @@ class TrainingOptimizer:
                 param.grad = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer."""
+        """Add a group to the wrapped optimizer.
+
+        Args:
+            param_group: the parameter group: `params` and its settings.
+        """
         self.optimizer.add_param_group(param_group)
         self._survey()
 
@@ -222,7 +231,11 @@ class TrainingOptimizer:
         return self._norm
 
     def read(self, *values: Tensor) -> list[float]:
-        """The values of tensors of one element, with one wait for an accelerator, after which `apply` does not wait."""
+        """The values of tensors of one element, with one wait for an accelerator, after which `apply` does not wait.
+
+        Args:
+            values: tensors of one element on the device.
+        """
         reads_norm = self.grad_norm_skip_threshold is not None and self._norm is not None and self._norm_value is None
         if not reads_norm or self._norm is None:
             return self.gate.read(*values)

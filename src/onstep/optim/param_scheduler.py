@@ -29,6 +29,23 @@ class OptimizerParamScheduler:
     so that captured graphs see it. A learning rate that something else writes into a group, such as a callback, lasts
     until the next `step`, a weight decay until that of the schedule changes; the state has both.
 
+    Args:
+        optimizer: the optimizer.
+        init_lr: the learning rate at the start of the warm-up.
+        max_lr: the peak learning rate.
+        min_lr: the learning rate at the end of the decay.
+        lr_warmup_steps: samples of the warm-up.
+        lr_decay_steps: samples until the end of the decay.
+        lr_decay_style: the shape of the decay: `constant`, `linear`, `cosine`, `inverse-square-root` or `WSD`.
+        start_wd: the weight decay at the start.
+        end_wd: the weight decay at the end.
+        wd_incr_steps: samples in which the weight decay goes from one to the other.
+        wd_incr_style: the shape of that: `constant`, `linear` or `cosine`.
+        use_checkpoint_opt_param_scheduler: whether a loaded schedule replaces this one.
+        override_opt_param_scheduler: whether this schedule replaces a loaded one.
+        wsd_decay_steps: samples of the last phase of `WSD`, in which the rate decays.
+        lr_wsd_decay_style: the shape of the last phase of `WSD`.
+
     Raises:
         ConfigError: see `LrSchedule` and `WdSchedule`.
     """
@@ -127,7 +144,11 @@ class OptimizerParamScheduler:
         return [self._rate(group, before) if isinstance(rate, Tensor) else float(rate) for group, rate in groups]
 
     def get_wd(self, param_group: dict[str, Any] | None = None) -> float:
-        """The weight decay at the current count, with the group's `start_wd` and `end_wd` but before its `wd_mult`."""
+        """The weight decay at the current count, with the group's `start_wd` and `end_wd` but before its `wd_mult`.
+
+        Args:
+            param_group: the parameter group: `params` and its settings.
+        """
         return weight_decay(self.num_steps, self._wd_schedule_of(param_group or {}))
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,6 +166,9 @@ class OptimizerParamScheduler:
         Values missing from the state, as in an older checkpoint, keep their current setting.
 
         To go back within a process, set `num_steps` to 0 first.
+
+        Args:
+            state_dict: what `state_dict()` returned.
 
         Raises:
             ConfigError: if the saved shape differs and neither `override_opt_param_scheduler` (keep the current one)

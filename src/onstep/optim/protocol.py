@@ -69,6 +69,9 @@ class StepOptimizer(HasParamGroups, HasState, Protocol):
         """The values of tensors of one element, with one wait for an accelerator, after which `apply` does not wait.
 
         The gate then knows all that was observed.
+
+        Args:
+            values: tensors of one element on the device.
         """
 
     def apply(self) -> bool:

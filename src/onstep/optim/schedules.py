@@ -32,14 +32,19 @@ class LrSchedule:
     init_lr: float
     """Initial learning rate of the warm-up."""
     max_lr: float
+    """The peak learning rate."""
     min_lr: float
+    """The learning rate at the end of the decay."""
     lr_warmup_steps: float
+    """Samples of the warm-up."""
     lr_decay_steps: float
     """Samples after which the decay, including the warm-up, has reached `min_lr`."""
     lr_decay_style: str
+    """The shape of the decay: `constant`, `linear`, `cosine`, `inverse-square-root` or `WSD`."""
     wsd_decay_steps: float | None = None
     """Length in samples of the last phase of WSD (warm-up, stable, decay)."""
     lr_wsd_decay_style: str | None = None
+    """The shape of the last phase of `WSD`."""
 
     def __post_init__(self) -> None:
         check_choice("lr_decay_style", self.lr_decay_style, LR_DECAY_STYLES)
@@ -76,9 +81,13 @@ class WdSchedule:
     """
 
     start_wd: float
+    """The weight decay at the start."""
     end_wd: float
+    """The weight decay at the end."""
     wd_incr_steps: float
+    """Samples in which the weight decay goes from one to the other."""
     wd_incr_style: str
+    """The shape of that: `constant`, `linear` or `cosine`."""
 
     def __post_init__(self) -> None:
         check_choice("wd_incr_style", self.wd_incr_style, WD_INCR_STYLES)
@@ -99,6 +108,9 @@ class WdSchedule:
 
 def learning_rate(num_steps: float, schedule: LrSchedule) -> float:
     """The learning rate after `num_steps` samples.
+
+    Args:
+        schedule: the shape of the schedule.
 
     Source: Megatron-Core's OptimizerParamScheduler; WSD: MiniCPM (arXiv:2404.06395), section 4.
     """
@@ -122,7 +134,11 @@ def learning_rate(num_steps: float, schedule: LrSchedule) -> float:
 
 
 def weight_decay(num_steps: float, schedule: WdSchedule) -> float:
-    """The weight decay after `num_steps` samples, before a group's `wd_mult`."""
+    """The weight decay after `num_steps` samples, before a group's `wd_mult`.
+
+    Args:
+        schedule: the shape of the schedule.
+    """
     if schedule.wd_incr_style == "constant" or num_steps > schedule.wd_incr_steps:
         return schedule.end_wd
     ratio = num_steps / schedule.wd_incr_steps

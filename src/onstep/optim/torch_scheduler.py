@@ -25,6 +25,9 @@ def follows_metric(scheduler: object) -> bool:
 def check_scheduler(scheduler: Any, optimizer: Any) -> None:
     """Check that a scheduler is an object that changes the rates of `optimizer`, if it says whose rates it changes.
 
+    Args:
+        scheduler: the scheduler.
+
     Raises:
         ConfigError: if it does not.
     """
@@ -45,6 +48,10 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
 
 def check_length(scheduler: Any, step: int, max_steps: int | None) -> None:
     """Check that a scheduler that fails after a number of steps can be stepped from `step` to the end of the run.
+
+    Args:
+        scheduler: the scheduler.
+        max_steps: steps of the whole run; None if unknown.
 
     Raises:
         ConfigError: if it cannot.
@@ -81,6 +88,9 @@ class TorchSchedulerAdapter:
 
     Its other attributes, such as `get_last_lr` and `last_epoch`, are those of the torch scheduler.
 
+    Args:
+        torch_scheduler: the scheduler.
+
     Raises:
         ConfigError: if the scheduler requires a metric, which an optimizer step does not have.
     """
@@ -104,7 +114,11 @@ class TorchSchedulerAdapter:
         return getattr(self.torch_scheduler, name)
 
     def step(self, increment: int) -> None:
-        """Step the torch scheduler once, regardless of the number of samples."""
+        """Step the torch scheduler once, regardless of the number of samples.
+
+        Args:
+            increment: samples of the step, over all ranks.
+        """
         self._note_step(increment)
         self._step()
 
@@ -165,7 +179,11 @@ class TorchSchedulerAdapter:
 
 
 class MetricSchedulerAdapter(TorchSchedulerAdapter):
-    """Steps a scheduler that follows a metric after evaluations (`observe`), and not after updates."""
+    """Steps a scheduler that follows a metric after evaluations (`observe`), and not after updates.
+
+    Args:
+        scheduler: a scheduler whose `step` has the metric as its argument, such as `ReduceLROnPlateau`.
+    """
 
     def __init__(self, scheduler: Any) -> None:
         self.torch_scheduler = scheduler
@@ -175,9 +193,17 @@ class MetricSchedulerAdapter(TorchSchedulerAdapter):
         self._is_told = False
 
     def step(self, increment: int) -> None:
-        """Leave the learning rates as they are."""
+        """Leave the learning rates as they are.
+
+        Args:
+            increment: samples of the step, over all ranks.
+        """
         self._note_step(increment)
 
     def observe(self, metric: float) -> None:
-        """Step the scheduler with the metric of an evaluation; the same on all ranks."""
+        """Step the scheduler with the metric of an evaluation; the same on all ranks.
+
+        Args:
+            metric: the value that the scheduler follows.
+        """
         self._step(metric)

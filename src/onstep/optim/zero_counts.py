@@ -16,6 +16,9 @@ def count_zeros(params: Iterable[Tensor], device: torch.device) -> Tensor:
 
     Collective for gradients that are DTensors: one reduction per kind of sharding and mesh dimension. A parameter
     marked as `shared` is counted by the rank that shares it; NaN does not count as zero.
+
+    Args:
+        params: the parameters whose gradients are counted.
     """
     counts: dict[Split, list[Tensor]] = {}
     for param in params:

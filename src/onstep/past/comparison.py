@@ -21,9 +21,13 @@ class Deviation:
     """The first logged value that is not the record's."""
 
     step: int
+    """The step of the value."""
     key: str
+    """The name of the value."""
     recorded: object
+    """The value in the record."""
     repeated: object
+    """The value of the repeated run."""
 
     def __str__(self) -> str:
         return f"{self.key} of step {self.step} was {self.recorded!r} and is {self.repeated!r}"
@@ -34,19 +38,31 @@ class Comparison:
     """The logged values of the repeated steps beside those of the record."""
 
     plan: Plan
+    """How the steps are repeated."""
     num_ranks: int = 1
+    """The number of ranks of the repeated run."""
     lines: dict[int, Record] = field(default_factory=dict, repr=False)
     """What the repeated run has logged, by step."""
     differences: list[str] = field(default_factory=list)
     """What else is known to differ from the run, such as the code of a script."""
 
     def hear(self, kind: str, step: int, data: Mapping[str, Any]) -> None:
-        """Keep a line of the repeated run's record, in the form in which a file has it."""
+        """Keep a line of the repeated run's record, in the form in which a file has it.
+
+        Args:
+            kind: the kind of the line.
+            step: its step.
+            data: its fields by name.
+        """
         if kind == "log":
             self.lines[step] = {**self.lines.get(step, {}), **json.loads(encode(dict(data)))}
 
     def go_back(self, to_step: int) -> None:
-        """Forget what a rollback undoes."""
+        """Forget what a rollback undoes.
+
+        Args:
+            to_step: the step that the run goes back to.
+        """
         self.lines = {step: line for step, line in self.lines.items() if step <= to_step}
 
     @property

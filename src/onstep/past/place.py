@@ -39,11 +39,13 @@ class Plan:
     directory: Path
     """The run's directory, which is only read."""
     step: int
+    """The step to hold at; it counts from 1."""
     start: CheckpointInfo | None
     """The checkpoint to repeat from; None is the beginning of the run."""
     config: ConfigContainer
     """The configuration with which the run trained the step."""
     run_json: Mapping[str, Any]
+    """The content of the run's `run.json`."""
     records: list[Record] = field(repr=False)
     """The run's record, as far as it was written when it was looked at."""
     branch: int = 0

@@ -36,6 +36,10 @@ class Past:
     The gradients are as the optimizer receives them: unscaled, and clipped if the run clips. What the caller computes
     with the model does not change the run as long as weights and `gradients` stay as they are; `forward` also leaves
     the random generators alone.
+
+    Args:
+        plan: how the steps are repeated.
+        comparison: the repeated values beside those of the record.
     """
 
     def __init__(self, plan: Plan, watch: Watch, comparison: Comparison, log: Log | None = None) -> None:
@@ -155,6 +159,10 @@ class Past:
         """The samples of the step, those of all ranks, each with its loss and the norm of its gradient. Collective.
 
         Needs the memory of one gradient beside that of the training.
+
+        Args:
+            with_gradients: whether the norm of each sample's gradient is computed, which requires a backward pass
+                for each.
         """
         job = self.job
         batches = [

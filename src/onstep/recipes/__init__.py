@@ -112,6 +112,9 @@ __all__ = [
 def get_recipe(name: str) -> Recipe:
     """The recipe with that name or function name (`tiny_gpt_pretrain_config`).
 
+    Args:
+        name: the name of the recipe, or of its function.
+
     Raises:
         ConfigError: if there is no such recipe; the message names the closest match and all recipes.
     """
@@ -128,7 +131,11 @@ def get_recipe(name: str) -> Recipe:
 
 
 def summary(name: str) -> str:
-    """A one-sentence description of a recipe: the first line of its docstring."""
+    """A one-sentence description of a recipe: the first line of its docstring.
+
+    Args:
+        name: the name of the recipe, or of its function.
+    """
     recipe: Any = get_recipe(name)
     text = str(getattr(recipe, "func", recipe).__doc__ or "").strip().partition("\n")[0]
     return text if recipe.__class__ is not partial else f"{text.rstrip('.')} (LoRA)."

@@ -62,6 +62,9 @@ def any_finetune_config(peft: str | None = None) -> ConfigContainer:
     """Any model, fine-tuned on conversations.
 
     The model section is filled from the weights in `checkpoint.pretrained_checkpoint`. Sequences have 1,024 tokens.
+
+    Args:
+        peft: `lora` to train low-rank adapters only, None to train all weights.
     """
     config = finetuned(large_run("any", ModelConfig(seq_length=1024)), peft)
     config.train.micro_batch_size = 2
@@ -99,7 +102,11 @@ def gpt2_124m_pretrain_config() -> ConfigContainer:
 
 
 def gpt2_124m_finetune_config(peft: str | None = None) -> ConfigContainer:
-    """GPT-2 124M, fine-tuned on conversations."""
+    """GPT-2 124M, fine-tuned on conversations.
+
+    Args:
+        peft: `lora` to train low-rank adapters only, None to train all weights.
+    """
     config = finetuned(gpt2_124m_pretrain_config(), peft, full_lr=5e-5)
     config.train.micro_batch_size = 2
     return config
@@ -136,5 +143,9 @@ def llama32_1b_pretrain_config() -> ConfigContainer:
 
 
 def llama32_1b_finetune_config(peft: str | None = None) -> ConfigContainer:
-    """Llama-3.2-1B, fine-tuned on conversations."""
+    """Llama-3.2-1B, fine-tuned on conversations.
+
+    Args:
+        peft: `lora` to train low-rank adapters only, None to train all weights.
+    """
     return finetuned(llama32_1b_pretrain_config(), peft)

@@ -19,7 +19,11 @@ def qwen25_500m_pretrain_config() -> ConfigContainer:
 
 
 def qwen25_500m_finetune_config(peft: str | None = None) -> ConfigContainer:
-    """Qwen2.5-0.5B, fine-tuned on conversations."""
+    """Qwen2.5-0.5B, fine-tuned on conversations.
+
+    Args:
+        peft: `lora` to train low-rank adapters only, None to train all weights.
+    """
     return finetuned(qwen25_500m_pretrain_config(), peft)
 
 
@@ -29,7 +33,11 @@ def qwen25_1p5b_pretrain_config() -> ConfigContainer:
 
 
 def qwen25_1p5b_finetune_config(peft: str | None = None) -> ConfigContainer:
-    """Qwen2.5-1.5B, fine-tuned on conversations."""
+    """Qwen2.5-1.5B, fine-tuned on conversations.
+
+    Args:
+        peft: `lora` to train low-rank adapters only, None to train all weights.
+    """
     return finetuned(qwen25_1p5b_pretrain_config(), peft)
 
 
@@ -40,7 +48,11 @@ def qwen25_3b_pretrain_config() -> ConfigContainer:
 
 
 def qwen25_3b_finetune_config(peft: str | None = None) -> ConfigContainer:
-    """Qwen2.5-3B, fine-tuned on conversations."""
+    """Qwen2.5-3B, fine-tuned on conversations.
+
+    Args:
+        peft: `lora` to train low-rank adapters only, None to train all weights.
+    """
     return finetuned(qwen25_3b_pretrain_config(), peft)
 
 
@@ -52,7 +64,11 @@ def qwen25_7b_pretrain_config() -> ConfigContainer:
 
 
 def qwen25_7b_finetune_config(peft: str | None = None) -> ConfigContainer:
-    """Qwen2.5-7B, fine-tuned on conversations."""
+    """Qwen2.5-7B, fine-tuned on conversations.
+
+    Args:
+        peft: `lora` to train low-rank adapters only, None to train all weights.
+    """
     return finetuned(qwen25_7b_pretrain_config(), peft)
 
 
@@ -111,5 +127,8 @@ def qwen3_30b_a3b_finetune_config(peft: str | None = None) -> ConfigContainer:
     """Qwen3-30B-A3B, fine-tuned on conversations.
 
     LoRA only adds matrices to the attention; the experts are frozen.
+
+    Args:
+        peft: `lora` to train low-rank adapters only, None to train all weights.
     """
     return finetuned(qwen3_30b_a3b_pretrain_config(), peft)

@@ -37,6 +37,9 @@ def tiny_gpt_finetune_config(peft: str | None = None) -> ConfigContainer:
     """A trained tiny_gpt, taught to answer.
 
     Set `checkpoint.pretrained_checkpoint` (such as runs/tiny_gpt) and `dataset.paths` (JSONL with conversations).
+
+    Args:
+        peft: `lora` to train low-rank adapters only, None to train all weights.
     """
     return finetuned(tiny_gpt_pretrain_config(), peft, full_lr=3e-4)
 
@@ -83,6 +86,9 @@ def tiny_moe_finetune_config(peft: str | None = None) -> ConfigContainer:
     """A trained tiny_moe, taught to answer.
 
     Set `checkpoint.pretrained_checkpoint` (such as runs/tiny_moe) and `dataset.paths` (JSONL with conversations).
+
+    Args:
+        peft: `lora` to train low-rank adapters only, None to train all weights.
     """
     return finetuned(tiny_moe_pretrain_config(), peft, full_lr=3e-4)
 
@@ -109,6 +115,9 @@ def demo_finetune_config(peft: str | None = None) -> ConfigContainer:
     """A trained demo, taught to answer.
 
     Set `checkpoint.pretrained_checkpoint` (such as runs/demo) and `dataset.paths` (JSONL with conversations).
+
+    Args:
+        peft: `lora` to train low-rank adapters only, None to train all weights.
     """
     config = finetuned(demo_pretrain_config(), peft, full_lr=3e-4)
     config.tokenizer = TokenizerConfig()  # that of the weights

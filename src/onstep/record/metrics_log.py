@@ -30,6 +30,10 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
     process.
 
     Forked children (a data loader's workers) do not hold the lock and cannot append.
+
+    Args:
+        path: the file.
+        descriptor: the descriptor of the open file.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -69,7 +73,11 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
 
     @classmethod
     def open_aligned(cls, path: Path) -> MetricsLog:
-        """Open a metrics log that was aligned before, or start one; raises `MetricsLogHeldError` as `open` does."""
+        """Open a metrics log that was aligned before, or start one; raises `MetricsLogHeldError` as `open` does.
+
+        Args:
+            path: the file.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         return cls(path, locked(path, os.O_CREAT))
 
@@ -84,6 +92,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         Args:
             order: As for `end_of_record`: finds the last known record, one of at most `most` that are returned.
             is_known: Passed the first record and the last known one.
+            path: the file.
 
         Returns:
             The log, its last records, oldest first, and the file with the removed ones; None, with nothing changed, if
@@ -127,6 +136,9 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         NumPy and torch values are written as plain numbers and lists; values that JSON cannot represent as their `str`
         or `repr`. A record is never rejected because of its values.
 
+        Args:
+            record: the values by name; JSON can hold them.
+
         Raises:
             MetricsLogError: if the metrics log is closed.
             OSError: if the disk is full or unavailable; the file is left unchanged.
@@ -134,7 +146,11 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self.append_encoded(encode(record))
 
     def append_encoded(self, text: str) -> None:
-        """Append a record that `encode` has encoded; raises the same errors as `append`."""
+        """Append a record that `encode` has encoded; raises the same errors as `append`.
+
+        Args:
+            text: the record as JSON on one line.
+        """
         if self._descriptor is None:
             raise MetricsLogError(f"{self.path} is closed; reopen it with MetricsLog.open(path, 'a') to append to it.")
         self._settle(self._descriptor)

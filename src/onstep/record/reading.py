@@ -54,6 +54,7 @@ def read_records(path: str | Path, num_bytes: int | None = None) -> list[Record]
 
     Args:
         num_bytes: Where the last record to read ends; None reads all.
+        path: the file.
 
     Raises:
         FileNotFoundError: if the file does not exist.
@@ -71,7 +72,11 @@ def read_records(path: str | Path, num_bytes: int | None = None) -> list[Record]
 
 
 def leading_records(path: str | Path) -> list[Record]:
-    """The records of a metrics log up to its first damage; [] for a file that is missing or not a metrics log."""
+    """The records of a metrics log up to its first damage; [] for a file that is missing or not a metrics log.
+
+    Args:
+        path: the file.
+    """
     try:
         return decoded_file(Path(path)).records if Path(path).is_file() else []
     except (FileNotFoundError, IsADirectoryError):
@@ -79,7 +84,11 @@ def leading_records(path: str | Path) -> list[Record]:
 
 
 def without_wall_clock(record: Record) -> Record:
-    """The record without `WALL_CLOCK_FIELDS`: the part that is identical in an uninterrupted and a resumed run."""
+    """The record without `WALL_CLOCK_FIELDS`: the part that is identical in an uninterrupted and a resumed run.
+
+    Args:
+        record: a record of the metrics log.
+    """
     return {key: value for key, value in record.items() if not any(fnmatchcase(key, one) for one in WALL_CLOCK_FIELDS)}
 
 

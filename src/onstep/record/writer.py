@@ -97,6 +97,9 @@ class JsonLogWriter:
     def reopen(self, logging_dir: str | Path) -> None:
         """Open the file as it is, to add records outside of training, such as those of a standalone evaluation.
 
+        Args:
+            logging_dir: the directory of the file.
+
         Raises:
             ConfigError: if the file cannot be written.
         """
@@ -158,6 +161,9 @@ class JsonLogWriter:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue a checkpoint's file at the next `open`; if already open, roll back to the checkpoint immediately.
+
+        Args:
+            state_dict: what `state_dict()` returned.
 
         Raises:
             CheckpointError: for a state with values of wrong types.

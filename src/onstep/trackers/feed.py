@@ -75,6 +75,7 @@ class TrackerFeed:
             lines: What it is sent, from the place that its progress has.
             file: Where the progress is kept; None where there is no record.
             progress: The progress to continue; None is that in `file`, if it is of this run.
+            run: what the run is: its id, name, directory and configuration.
         """
         if self._process != os.getpid():
             return
@@ -109,14 +110,23 @@ class TrackerFeed:
             self._session.wake.set()
 
     def call(self, function: Callable[[], None]) -> None:
-        """Let the thread call a function once the tracker is open; its faults are the tracker's."""
+        """Let the thread call a function once the tracker is open; its faults are the tracker's.
+
+        Args:
+            function: what the thread calls, without arguments.
+        """
         session = self._session
         if session is not None and self._process == os.getpid():
             session.calls.put(function)
             session.wake.set()
 
     def media(self, values: Mapping[str, Any], step: int) -> None:
-        """Show values that are not numbers (images, tables), if the tracker has `media`."""
+        """Show values that are not numbers (images, tables), if the tracker has `media`.
+
+        Args:
+            values: images, tables and the like, by name.
+            step: the step of the values.
+        """
         media = getattr(self.tracker, "media", None)
         if media is not None:
             self.call(lambda: media(values, step))
@@ -153,7 +163,11 @@ class TrackerFeed:
             try_to_sync(path)
 
     def begin_close(self, status: str) -> None:
-        """Tell the thread to send what is left, close the tracker and exit; `finish_close` waits for it."""
+        """Tell the thread to send what is left, close the tracker and exit; `finish_close` waits for it.
+
+        Args:
+            status: how the run ended, such as `finished` or `failed`.
+        """
         session = self._session
         if session is None or self._process != os.getpid():
             return
@@ -161,7 +175,11 @@ class TrackerFeed:
         session.wake.set()
 
     def finish_close(self, timeout: float, is_final: bool = True) -> None:
-        """Wait at most `timeout` seconds for the close that `begin_close` started."""
+        """Wait at most `timeout` seconds for the close that `begin_close` started.
+
+        Args:
+            is_final: whether the feed is not used again.
+        """
         session, self._session = self._session, None
         if session is None or self._process != os.getpid():
             return
@@ -193,6 +211,12 @@ class TrackerFeed:
 
     def send_now(self, run: RunIdentity, lines: Lines, file: Path | None, status: str) -> int:
         """Open the tracker, send what it lacks in this thread, and close it.
+
+        Args:
+            run: what the run is: its id, name, directory and configuration.
+            lines: the lines of the record that the tracker lacks.
+            file: the metrics log; None for none.
+            status: how the run ended, such as `finished` or `failed`.
 
         Returns:
             The number of lines that it was sent something of.

@@ -72,7 +72,11 @@ _EVALUATION = re.compile(r"(.+) (validation|test)( ppl)?")
 
 @lru_cache(maxsize=1024)
 def tracker_name(name: str) -> str:
-    """Convert a metrics log's metric name to the name in trackers, as Hugging Face does: `train/loss`, `eval/loss`."""
+    """Convert a metrics log's metric name to the name in trackers, as Hugging Face does: `train/loss`, `eval/loss`.
+
+    Args:
+        name: the name of the metric in the metrics log.
+    """
     for prefix, shown in _PREFIXES.items():
         if name.startswith(prefix):
             return shown + name.removeprefix(prefix)

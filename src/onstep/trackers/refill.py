@@ -92,6 +92,8 @@ def complete(directory: str | Path, tracker: Tracker, names: Sequence[str] = NAM
 
     Args:
         names: Naming schemes of a tracker that has nothing of the run; another one is sent those that it shows.
+        directory: the directory of the run.
+        tracker: the tracker, which is opened and closed.
 
     Returns:
         The number of lines that it was sent something of.
@@ -106,7 +108,12 @@ def complete(directory: str | Path, tracker: Tracker, names: Sequence[str] = NAM
 
 
 def recorded_options(directory: Path, name: str) -> dict[str, Any]:
-    """The options of a tracker in the configuration of a run, with which it is the same run there."""
+    """The options of a tracker in the configuration of a run, with which it is the same run there.
+
+    Args:
+        directory: the directory of the run.
+        name: the name of the tracker, as in `report_to`.
+    """
     config, known = run_record(directory).get("config"), LoggerConfig()
     sections = config if isinstance(config, dict) else {}
     for key, value in dict(sections.get("logger", {})).items():
@@ -116,7 +123,12 @@ def recorded_options(directory: Path, name: str) -> dict[str, Any]:
 
 
 def can_complete(directory: Path, tracker: str) -> bool:
-    """Whether the record of a run has all that a tracker lacks: it begins with the run, or has fed it."""
+    """Whether the record of a run has all that a tracker lacks: it begins with the run, or has fed it.
+
+    Args:
+        directory: the directory of the run.
+        tracker: the name of the tracker.
+    """
     if (directory / FILE_NAME).is_file() and (directory / DIRECTORY / file_name(tracker)).is_file():
         return True
     first = RecordLines(directory / FILE_NAME).read(Line({}, 0))[:1]
@@ -154,6 +166,10 @@ def recorded_run(metrics_log_path: str | Path, output: str | Path | None = None)
 
     The id is new for each call and differs from the run's own, so a tracker that already has part of the run, or an
     earlier replay, keeps them apart.
+
+    Args:
+        metrics_log_path: the metrics log.
+        output: the directory of the run; None for that of the log.
     """
     directory = Path(metrics_log_path).absolute().parent
     content = run_record(directory)

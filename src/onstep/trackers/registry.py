@@ -29,6 +29,9 @@ def tracker_class(name: str) -> TrackerClass:
 def make_tracker(name: str, **options: Any) -> Tracker:
     """Create a tracker by name; `options` are passed to its constructor.
 
+    Args:
+        name: the name of the tracker, as in `report_to`.
+
     Raises:
         ConfigError: for an unknown tracker, suggesting the nearest name, and for unknown options.
     """
@@ -46,6 +49,9 @@ _METHODS = ("open", "log", "text", "state_dict", "close")
 
 def check_tracker(tracker: Any) -> None:
     """Check that an object implements `Tracker`.
+
+    Args:
+        tracker: any object.
 
     Raises:
         ConfigError: if it is a class, or lacks a name or one of the methods.

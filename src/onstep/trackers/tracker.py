@@ -58,7 +58,11 @@ class RunIdentity:
 
 
 def path_id(directory: Path) -> str:
-    """An id for a run without one, derived from its path and therefore stable."""
+    """An id for a run without one, derived from its path and therefore stable.
+
+    Args:
+        directory: the directory of the run.
+    """
     return hashlib.blake2b(str(directory.absolute()).encode(), digest_size=16).hexdigest()
 
 
@@ -86,13 +90,27 @@ class Tracker(Protocol):
     Optional, default False."""
 
     def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
-        """Start or continue the run in the tracker; `state` is an earlier `state_dict()`, {} for a new run."""
+        """Start or continue the run in the tracker; `state` is an earlier `state_dict()`, {} for a new run.
+
+        Args:
+            run: what the run is: its id, name, directory and configuration.
+        """
 
     def log(self, metrics: Mapping[str, float], step: int, timestamp: float) -> None:
-        """Add a point to each metric's curve; `timestamp` is in Unix seconds."""
+        """Add a point to each metric's curve; `timestamp` is in Unix seconds.
+
+        Args:
+            metrics: the values by name.
+            step: the step of the values.
+        """
 
     def text(self, tag: str, text: str, step: int) -> None:
-        """Show a text (samples, a report) under `tag`."""
+        """Show a text (samples, a report) under `tag`.
+
+        Args:
+            text: the text.
+            step: the step of the values.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """State needed to resume the same run (ids), as plain JSON values. Called after every call; must be cheap."""

@@ -129,7 +129,11 @@ class TrackersCallback(Callback):
             logger.make_durable()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume a checkpoint's run: when training begins, or immediately in a rollback."""
+        """Resume a checkpoint's run: when training begins, or immediately in a rollback.
+
+        Args:
+            state_dict: what `state_dict()` returned.
+        """
         sinks, run = saved_mapping(state_dict, "sinks", _WHERE), self._memory.get("run")
         step, samples = _saved_count(state_dict, "step"), _saved_count(state_dict, "samples")
         rolls_back = any(logger.feed.is_open for logger in self._loggers.values())

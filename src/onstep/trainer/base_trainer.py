@@ -193,6 +193,11 @@ class BaseTrainer:
         An override that uses `num_items_in_batch` (the labels of the whole step over all ranks) returns its share of
         the step's loss; one that does not returns a mean, weighted by the micro-batch's labels or samples. If its code
         does not show which, set `loss_is_scaled_for_ga`.
+
+        Args:
+            inputs: one micro-batch on the device: tensors by name, with the batch as their first dimension.
+            model: the module, called with `inputs`.
+            return_outputs: whether the model's outputs are returned beside the loss.
         """
         function = self.compute_loss_func
         further: dict[str, object] = {NUM_ITEMS: num_items_in_batch}

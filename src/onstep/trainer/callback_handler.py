@@ -42,6 +42,9 @@ class CallbackHandler(TrainerCallback):
     Args:
         callbacks: instances or classes.
         model: passed to the callbacks, as are the objects that follow; all are attributes that may be set.
+        processing_class: the tokenizer or processor.
+        optimizer: the optimizer.
+        lr_scheduler: the scheduler.
     """
 
     _assigned: AssignedEvents | None = None
@@ -81,11 +84,19 @@ class CallbackHandler(TrainerCallback):
         return "\n".join(type(callback).__name__ for callback in self.callbacks)
 
     def add_callback(self, callback: object) -> None:
-        """Add a callback, or a callback class."""
+        """Add a callback, or a callback class.
+
+        Args:
+            callback: a callback, or its class.
+        """
         self.callback_manager.add(callback)
 
     def pop_callback(self, callback: object) -> object:
-        """Remove and return the first callback that equals this one, or is an instance of this class; None if none."""
+        """Remove and return the first callback that equals this one, or is an instance of this class; None if none.
+
+        Args:
+            callback: a callback, or its class.
+        """
         for one in self.callbacks:
             if isinstance(one, callback) if isinstance(callback, type) else one == callback:
                 return self.callback_manager.remove(one)
@@ -93,6 +104,9 @@ class CallbackHandler(TrainerCallback):
 
     def remove_callback(self, callback: object) -> None:
         """Remove the same callback as `pop_callback`.
+
+        Args:
+            callback: a callback, or its class.
 
         Raises:
             ValueError: if this instance is not a callback.

@@ -28,6 +28,7 @@ class TrainOutput(NamedTuple):
     """Result of `Trainer.train`."""
 
     global_step: int
+    """Steps done."""
     training_loss: float
     """Mean of the losses of all steps."""
     metrics: Metrics
@@ -40,7 +41,9 @@ class PredictionOutput(NamedTuple):
     predictions: Arrays
     """Array, or tuple of arrays, with one row per sample in dataset order."""
     label_ids: Arrays
+    """The labels of all samples, in order; None if there are none."""
     metrics: Metrics
+    """The metrics by name, with their prefix."""
 
 
 class EvalLoopOutput(NamedTuple):
@@ -50,8 +53,11 @@ class EvalLoopOutput(NamedTuple):
     """Array, or tuple of arrays, with one row per sample in dataset order; a list of them by batch with
     `eval_do_concat_batches=False`; None if not kept."""
     label_ids: Arrays
+    """The labels of all samples, in order; None if there are none."""
     metrics: Metrics
+    """The metrics by name, with their prefix."""
     num_samples: int | None
+    """The number of samples."""
 
 
 @dataclass
@@ -62,9 +68,13 @@ class EvalPrediction:
     """
 
     predictions: Arrays
+    """The outputs of the model for all samples, (samples, ...), or a tuple of them."""
     label_ids: Arrays
+    """The labels of all samples, in order; None if there are none."""
     inputs: Arrays = None
+    """The inputs of all samples, if `args.include_for_metrics` names them."""
     losses: Arrays = None
+    """The losses of the batches, if `args.include_for_metrics` names them."""
 
     def _parts(self) -> tuple[Arrays, ...]:
         wanted = tuple(part for part in (self.inputs, self.losses) if part is not None)

@@ -33,6 +33,9 @@ class Seq2SeqTrainer(Trainer):
 
     The arguments are those of `Trainer`; `args` are `Seq2SeqTrainingArguments`, Onstep's or Hugging Face's.
 
+    Args:
+        kwargs: the arguments of `Trainer`.
+
     Raises:
         ConfigError: as `Trainer`; for other arguments.
         ValueError: for an invalid generation config.
@@ -53,6 +56,9 @@ class Seq2SeqTrainer(Trainer):
     @staticmethod
     def load_generation_config(gen_config_arg: Any) -> object:
         """A copy of a `GenerationConfig`, or the one of a file, a directory or a name, checked strictly.
+
+        Args:
+            gen_config_arg: a `GenerationConfig`, its file or directory, or a model's name.
 
         Raises:
             ValueError: if it could not be saved with the model.
@@ -76,7 +82,14 @@ class Seq2SeqTrainer(Trainer):
         metric_key_prefix: str = "eval",
         **gen_kwargs: object,
     ) -> Metrics:
-        """As `Trainer.evaluate`; `max_length`, `num_beams` and further keywords are passed to `generate`."""
+        """As `Trainer.evaluate`; `max_length`, `num_beams` and further keywords are passed to `generate`.
+
+        Args:
+            ignore_keys: the keys of the model's outputs that are not gathered; None for
+                `model.config.keys_to_ignore_at_inference`.
+            metric_key_prefix: what the names of the metrics begin with, before an underscore.
+            gen_kwargs: keywords of the model's `generate`.
+        """
         with self._generating(gen_kwargs):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
@@ -87,7 +100,15 @@ class Seq2SeqTrainer(Trainer):
         metric_key_prefix: str = "test",
         **gen_kwargs: object,
     ) -> PredictionOutput:
-        """As `Trainer.predict`; `max_length`, `num_beams` and further keywords are passed to `generate`."""
+        """As `Trainer.predict`; `max_length`, `num_beams` and further keywords are passed to `generate`.
+
+        Args:
+            test_dataset: the samples to predict, as the model's inputs; labels may be absent.
+            ignore_keys: the keys of the model's outputs that are not gathered; None for
+                `model.config.keys_to_ignore_at_inference`.
+            metric_key_prefix: what the names of the metrics begin with, before an underscore.
+            gen_kwargs: keywords of the model's `generate`.
+        """
         with self._generating(gen_kwargs):
             return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
@@ -99,7 +120,16 @@ class Seq2SeqTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         **gen_kwargs: object,
     ) -> tuple[Tensor | None, object, object]:
-        """The loss, generated ids and labels of one batch, padded to the length of the generation config."""
+        """The loss, generated ids and labels of one batch, padded to the length of the generation config.
+
+        Args:
+            model: the module in eval mode.
+            inputs: one micro-batch on the device: tensors by name, with the batch as their first dimension.
+            prediction_loss_only: whether only the loss is returned, without outputs and labels.
+            ignore_keys: the keys of the model's outputs that are not gathered; None for
+                `model.config.keys_to_ignore_at_inference`.
+            gen_kwargs: keywords of the model's `generate`.
+        """
         if not self.args.predict_with_generate or prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         inputs = self._placed(inputs)

@@ -58,6 +58,19 @@ class Trainer(TrainerMethods):
             `gradient_checkpointing` is set.
         distributed_env: an object with `rank`, `world_size`, `local_rank`, `master_addr` and `master_port`, for
             processes that torchrun has not started.
+        data_collator: makes a batch of a list of samples; None for `transformers`' default, or padding where there
+            is a tokenizer.
+        train_dataset: what is trained on, map-style or iterable; None for a Trainer that only evaluates or
+            predicts.
+        processing_class: the tokenizer or processor, saved beside the weights and used to pad.
+        model_init: creates a new model for every `train()`, without arguments or from a trial.
+        compute_loss_func: the loss, from (outputs, labels, num_items_in_batch); a 0-d tensor, the mean or, with
+            `num_items_in_batch`, the sum divided by it.
+        compute_metrics: the metrics of an evaluation by name, as floats, from an `EvalPrediction` of arrays over
+            all samples.
+        optimizer_cls_and_kwargs: the class of the optimizer and its keywords, in place of `args.optim`.
+        preprocess_logits_for_metrics: called with (logits, labels) on the device; what it returns is gathered for
+            `compute_metrics`.
 
     Raises:
         ConfigError: for incompatible arguments.
@@ -68,6 +81,13 @@ class Trainer(TrainerMethods):
         self, resume_from_checkpoint: Resume = None, trial: object = None, ignore_keys_for_eval: list[str] | None = None
     ) -> TrainOutput:
         """Train as `args` specify. Collective; may be called again to continue training from the model's weights.
+
+        Args:
+            resume_from_checkpoint: the checkpoint to continue from: its directory, True for the newest in
+                `output_dir`, False for a new run; None continues an interrupted run of this `output_dir`, if there is
+                one.
+            trial: the trial of a hyperparameter search; None outside of one.
+            ignore_keys_for_eval: the keys of the model's outputs that evaluations during training do not gather.
 
         Raises:
             ConfigError: before anything is built.

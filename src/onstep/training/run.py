@@ -211,7 +211,12 @@ class Run:
         return self.features.room(RunRecord)
 
     def note(self, kind: Kind, data: Mapping[str, Any], step: int | None = None) -> None:
-        """Append a line to the record, on rank 0; `step` is by default the last one done."""
+        """Append a line to the record, on rank 0; `step` is by default the last one done.
+
+        Args:
+            kind: the kind of the line.
+            data: its fields by name.
+        """
         if self.world.is_main:
             at = self.train_state.step if step is None else step
             directory = None if self.run_dir is None else self.run_dir.path
@@ -296,6 +301,10 @@ class Run:
         """Print times as Megatron Bridge does, on the last rank. Collective.
 
         Only with Megatron Bridge's lines, or with `logger.timing_log_level` above 0.
+
+        Args:
+            names: the names of the timers.
+            normalizer: times are divided by it, such as the number of steps.
         """
         is_shown = self.prints_console_line or self.cfg.logger.timing_log_level > 0
         self.timers.log(names, rank=None if is_shown else _NOBODY, normalizer=normalizer)

@@ -32,6 +32,9 @@ def export_csv(log: TrainingLog, path: str | Path) -> Path:
     Numbers are written so that reading them returns the same float (`nan` and `inf` if not finite); lists and objects
     are JSON. Memory use is small even for a million records.
 
+    Args:
+        log: the log of one run.
+
     Returns:
         `path`.
 
@@ -57,6 +60,9 @@ def export_parquet(log: TrainingLog, path: str | Path) -> Path:
 
     Integers, floats, booleans, strings and lists of numbers keep their type; a key with values of several types, or
     with objects, becomes a column of JSON strings. The log is read twice; memory use is small.
+
+    Args:
+        log: the log of one run.
 
     Returns:
         `path`.

@@ -51,6 +51,10 @@ def find_diagnostic_logs(project_dir: str | Path, *file_names: str) -> list[Path
     """The files with the given names (``parameter_norms.json``, ``gradient_norms.json``) in a project's runs.
 
     Returns a single list, newest first. Searches the same places as `find_log_files`.
+
+    Args:
+        project_dir: the directory to search, with what is below it.
+        file_names: the names of the files.
     """
     return _newest_first(path for name in file_names for path in _found(Path(project_dir), name, None))
 

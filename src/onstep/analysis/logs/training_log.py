@@ -39,10 +39,13 @@ class TrainingLog:
     """
 
     log_path: Path
+    """The file that was read."""
     records: Sequence[Record] = field(default_factory=list)
     """Decoded lazily: iterating and indexing return dictionaries."""
     run_name: str | None = None
+    """The name of the run."""
     model_name: str | None = None
+    """The name of the model, if the run records one."""
     label: str | None = None
     """Name of the log in legends and tables; None: see `get_label`."""
     notes: list[str] = field(default_factory=list)
@@ -60,6 +63,9 @@ class TrainingLog:
 
         Damaged files are read as far as possible; `notes` lists what was skipped.
 
+        Args:
+            log_path: a metrics log, or a `trainer_state.json` of Hugging Face's Trainer.
+
         Raises:
             FileNotFoundError: if the file does not exist.
             DataError: a ValueError; if nothing can be read, or the file does not contain records.
@@ -74,7 +80,11 @@ class TrainingLog:
 
     @classmethod
     def from_run_dir(cls, run_dir: str | Path) -> TrainingLog:
-        """Read the metrics log in a run's directory, or else its record; raises the same errors as `from_file`."""
+        """Read the metrics log in a run's directory, or else its record; raises the same errors as `from_file`.
+
+        Args:
+            run_dir: the directory of a run.
+        """
         return cls.from_file(log_in(Path(run_dir)))
 
     @cached_property
@@ -202,6 +212,9 @@ def distinct_labels(logs: Sequence[TrainingLog]) -> list[str]:
 
     A log without a label or a name in its path is named after its directory or file. Logs with the same label are
     distinguished by ``<model>/<run>`` and, if that is not enough, by a number.
+
+    Args:
+        logs: the logs, in the order of the legend.
     """
     is_named = [bool(log.label or log.model_name or log.run_name) for log in logs]
     labels = [

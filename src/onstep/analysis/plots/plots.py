@@ -119,6 +119,23 @@ def plot_loss_curves(
     """Plot the losses: for a single run with its learning rate, for several with training and validation side by side.
 
     Parameters, result and exceptions are those of `plot_training_metrics`.
+
+    Args:
+        logs: the logs, in the order of the legend.
+        x_axis: the horizontal axis: `step`, `epoch`, `tokens` or `time`.
+        smooth_window: records of the running mean; 1 for none.
+        log_scale: whether the vertical axis is logarithmic.
+        output_path: the file to write, in the format of its suffix; None for none.
+        figsize: width and height in inches.
+        show: whether a window is opened.
+        title: the title; None for one that is made from the runs.
+        ignore_outliers: whether the vertical axis leaves outliers out.
+        perplexity: whether exp(loss) is drawn.
+        x_min: the left end of the axis; None for that of the data.
+        x_max: the right end of the axis; None for that of the data.
+        y_min: the lower end of the axis; None for that of the data.
+        y_max: the upper end of the axis; None for that of the data.
+        log_x: whether the horizontal axis is logarithmic.
     """
     options = PlotOptions(
         x_axis, smooth_window, log_scale, output_path, figsize, show, title, ignore_outliers, perplexity,
@@ -150,6 +167,22 @@ def plot_grad_norm(
     """Plot the gradient norm before clipping; for a single run, also its maximum between logged steps, if logged.
 
     Parameters, result and exceptions are those of `plot_training_metrics`.
+
+    Args:
+        logs: the logs, in the order of the legend.
+        x_axis: the horizontal axis: `step`, `epoch`, `tokens` or `time`.
+        smooth_window: records of the running mean; 1 for none.
+        log_scale: whether the vertical axis is logarithmic.
+        output_path: the file to write, in the format of its suffix; None for none.
+        figsize: width and height in inches.
+        show: whether a window is opened.
+        title: the title; None for one that is made from the runs.
+        ignore_outliers: whether the vertical axis leaves outliers out.
+        x_min: the left end of the axis; None for that of the data.
+        x_max: the right end of the axis; None for that of the data.
+        y_min: the lower end of the axis; None for that of the data.
+        y_max: the upper end of the axis; None for that of the data.
+        log_x: whether the horizontal axis is logarithmic.
     """
     options = PlotOptions(
         x_axis, smooth_window, log_scale, output_path, figsize, show, title, ignore_outliers, False,

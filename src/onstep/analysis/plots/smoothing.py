@@ -49,7 +49,13 @@ SMOOTHING_SHARE = 25
 def smooth_values(
     values: Sequence[float] | Values, window_size: int, left_out: NDArray[np.bool_] | None = None
 ) -> list[float]:
-    """The list of `smoothed`, which has the arguments."""
+    """The list of `smoothed`, which has the arguments.
+
+    Args:
+        values: the values, in order.
+        window_size: values of the running mean.
+        left_out: True for the values that the mean leaves out.
+    """
     return [float(value) for value in smoothed(values, window_size, left_out)]
 
 

@@ -100,6 +100,9 @@ _ROWS = (
 def compare_runs(logs: Sequence[TrainingLog]) -> Comparison:
     """Compare runs by their logs and the configurations in the `run.json` next to each.
 
+    Args:
+        logs: the logs to compare.
+
     Raises:
         ConfigError: if there are no logs.
     """
@@ -225,6 +228,10 @@ _HUGE = 1e7
 
 def format_comparison(comparison: Comparison, form: str = "text") -> str:
     """Format a comparison as "text", "md" or "json".
+
+    Args:
+        comparison: what `compare_runs` returned.
+        form: the format of the text.
 
     Raises:
         ConfigError: for an unknown format.

@@ -49,6 +49,9 @@ def compute_summary_statistics(log: TrainingLog) -> Summary:
 
     Final values are those that were logged, including NaN; mean, minimum and best are over finite values, and
     `nonfinite_losses` and `nonfinite_grad_norms` count the others, if any.
+
+    Args:
+        log: the log of one run.
     """
     summary: Summary = {"run_name": log.run_name, "log_path": str(log.log_path)}
     # evaluation set -> key of its loss
@@ -79,7 +82,11 @@ def compute_summary_statistics(log: TrainingLog) -> Summary:
 
 
 def get_perplexity(loss: float) -> float:
-    """exp(loss); infinite on overflow."""
+    """exp(loss); infinite on overflow.
+
+    Args:
+        loss: mean cross-entropy in nats per token.
+    """
     try:
         return math.exp(loss)
     except OverflowError:

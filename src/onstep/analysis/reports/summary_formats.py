@@ -22,7 +22,11 @@ _MISSING = "N/A"
 
 
 def format_summary_text(summary: Summary) -> str:
-    """Format a summary for a terminal, in sections, with notes; unknown values are omitted."""
+    """Format a summary for a terminal, in sections, with notes; unknown values are omitted.
+
+    Args:
+        summary: what `compute_summary_statistics` returned.
+    """
     lines = [f"Summary of {_name(summary)}", *(f"  {path}" for path in _place(summary))]
     for title, entries in _sections(summary):
         lines += ["", title, *(f"  {label + ':':<24} {text}{_at(step)}" for label, text, step in entries)]
@@ -31,7 +35,11 @@ def format_summary_text(summary: Summary) -> str:
 
 
 def format_summary_markdown(summary: Summary) -> str:
-    """Format a summary as Markdown: a table of the losses with their steps, and a list of the rest."""
+    """Format a summary as Markdown: a table of the losses with their steps, and a list of the rest.
+
+    Args:
+        summary: what `compute_summary_statistics` returned.
+    """
     lines = [
         f"## Summary of {_name(summary)}",
         "",
@@ -50,13 +58,21 @@ def format_summary_markdown(summary: Summary) -> str:
 
 
 def format_summary_json(summaries: Summary | Sequence[Summary]) -> str:
-    """Format one summary as a JSON object, several as an array; values that are not finite become null."""
+    """Format one summary as a JSON object, several as an array; values that are not finite become null.
+
+    Args:
+        summaries: what `compute_summary_statistics` returned, of each run.
+    """
     content = summaries if isinstance(summaries, dict) else list(summaries)
     return json.dumps(finite(content), indent=2)
 
 
 def format_summary_oneline(summary: Summary) -> str:
-    """Format a summary in one line: name, steps, time, loss, evaluation loss, samples per second; N/A if unknown."""
+    """Format a summary in one line: name, steps, time, loss, evaluation loss, samples per second; N/A if unknown.
+
+    Args:
+        summary: what `compute_summary_statistics` returned.
+    """
     name = _name(summary)[:_NAME_LENGTH]
     steps, runtime = summary.get("total_steps"), summary.get("train_runtime")
     fields = [

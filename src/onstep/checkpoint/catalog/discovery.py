@@ -47,8 +47,11 @@ class CheckpointInfo:
     """A checkpoint that was found."""
 
     path: Path
+    """The directory of the checkpoint."""
     step: int
+    """The step (optimizer updates) that the checkpoint is of."""
     manifest: Manifest
+    """Its manifest."""
 
 
 def checkpoints(root: Path) -> list[CheckpointInfo]:

@@ -95,7 +95,12 @@ def delete_surplus(store: FileStore, root: Path, retention: Retention, *, newest
 
 
 def best(infos: Iterable[CheckpointInfo], retention: Retention) -> CheckpointInfo | None:
-    """The checkpoint with the best value of the metric, the oldest in case of a tie; None if none has a value."""
+    """The checkpoint with the best value of the metric, the oldest in case of a tie; None if none has a value.
+
+    Args:
+        infos: the checkpoints to choose from.
+        retention: the metric and its direction.
+    """
     ranked = _ranked(infos, retention)
     return ranked[0] if ranked else None
 

@@ -64,6 +64,10 @@ def encode_state(state: Any, where: str = "state") -> tuple[dict[str, Tensor], A
 def check_encodable(state: Any, where: str = "state") -> None:
     """Raise whatever `encode_state` would raise; call it before training starts, when nothing can be lost yet.
 
+    Args:
+        state: the state: nested dictionaries and lists of tensors, numbers and text.
+        where: its name in errors.
+
     Raises:
         UnsupportedStateError: for a value that cannot be stored exactly, with its path and a remedy.
     """

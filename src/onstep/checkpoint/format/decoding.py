@@ -33,6 +33,11 @@ _LEVELS_OF_JSON = 4
 def decode_state(tensors: Mapping[str, Tensor], document: Any, where: str = "state") -> Any:
     """Rebuild the state that was passed to `encode_state`. The result uses the memory of the tensors passed in.
 
+    Args:
+        tensors: the tensors of the file, by name.
+        document: the rest of the state as JSON, which refers to them.
+        where: its name in errors.
+
     Raises:
         CheckpointError: for a document that is malformed or does not match the tensors.
     """

@@ -180,6 +180,9 @@ def _chunks(buffer: memoryview) -> Iterator[memoryview]:
 def read_header(path: str | Path) -> dict[str, TensorInfo]:
     """Dtype, shape and position of every tensor in a file, in file order; reads no tensor data.
 
+    Args:
+        path: a safetensors file.
+
     Raises:
         CheckpointError: for a file that is missing or not exactly a tensor file.
     """
@@ -189,6 +192,10 @@ def read_header(path: str | Path) -> dict[str, TensorInfo]:
 
 def read_tensors(path: str | Path, *, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """All tensors of a file, in freshly allocated memory; nothing is allocated before the header is checked.
+
+    Args:
+        path: a safetensors file.
+        device: the device of the tensors.
 
     Raises:
         CheckpointError: for a file that is missing or not exactly a tensor file.

@@ -58,21 +58,29 @@ class Manifest:
     """The content of `manifest.json`."""
 
     step: int
+    """The step (optimizer updates) that the checkpoint is of."""
     run_id: str
+    """The id of the run that saved it."""
     created_at: str
     """ISO 8601."""
     world_size: int
+    """The number of ranks that saved it."""
     components: dict[str, ComponentEntry]
+    """The stored components by name, with their files."""
     files: dict[str, FileDigest]
     """Every file of the checkpoint except the manifest, by its path relative to the checkpoint."""
     layout: dict[str, Any] = field(default_factory=dict)
     """How the run was distributed over its ranks."""
     config: dict[str, Any] = field(default_factory=dict)
+    """The configuration of the run, by section."""
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of the libraries that wrote it."""
     metrics: dict[str, float] = field(default_factory=dict)
+    """The newest metrics of the run."""
     persistent: bool = True
+    """Whether retention never deletes it."""
     extra: dict[str, Any] = field(default_factory=dict)
+    """Other facts, by name."""
 
     @property
     def size_bytes(self) -> int:
@@ -80,7 +88,11 @@ class Manifest:
         return sum(digest.size for digest in self.files.values())
 
     def config_section(self, name: str) -> dict[str, Any]:
-        """A section of the stored configuration, unchecked; empty if there is none, or something else in its place."""
+        """A section of the stored configuration, unchecked; empty if there is none, or something else in its place.
+
+        Args:
+            name: the section of the configuration.
+        """
         section = self.config.get(name)
         return section if isinstance(section, dict) else {}
 
@@ -104,6 +116,9 @@ class Manifest:
 def read_manifest(directory: Path) -> Manifest:
     """Read and check the manifest of a checkpoint; does not check the files it lists.
 
+    Args:
+        directory: the directory of a checkpoint.
+
     Raises:
         CheckpointError: if the manifest is missing or not exactly as it was written.
     """
@@ -121,6 +136,10 @@ def read_manifest(directory: Path) -> Manifest:
 
 def verify(directory: Path, *, progress: Progress | None = None) -> Manifest:
     """Check every file of a checkpoint against its manifest, by size and hash.
+
+    Args:
+        directory: the directory of a checkpoint.
+        progress: called with the number of bytes after each block that was hashed; None for none.
 
     Raises:
         CheckpointError: naming the first file that is missing or not as it was written.

@@ -38,7 +38,9 @@ class Operation:
     """One change of the file system, passed to `on_operation` just before it is made."""
 
     kind: Literal["mkdir", "open", "write", "fsync", "fsync_dir", "copy", "rename", "unlink", "rmdir"]
+    """What is done to the file."""
     path: Path
+    """The file or directory."""
     target: Path | None = None
     """The new name, for a rename or a copy."""
     data: memoryview = field(default=memoryview(b""), repr=False, compare=False)
@@ -63,37 +65,66 @@ class FileStore:
         self._on_operation = on_operation
 
     def make_dir(self, path: Path) -> None:
-        """Create a directory; it may already exist, since other ranks create the same ones."""
+        """Create a directory; it may already exist, since other ranks create the same ones.
+
+        Args:
+            path: the path of the file or directory.
+        """
         if not _is_dir(path):
             self._do(Operation("mkdir", path), lambda: _make_dir(path))
 
     def make_root(self, path: Path) -> None:
-        """Create a directory and its parents, durably."""
+        """Create a directory and its parents, durably.
+
+        Args:
+            path: the path of the file or directory.
+        """
         missing = [directory for directory in (path, *path.parents) if not directory.exists()]
         for directory in reversed(missing):
             self.make_dir(directory)
             self.sync_dir(directory.parent)
 
     def sync_dir(self, path: Path) -> None:
-        """Make the directory's entries durable, i.e. creations, renames and removals in it."""
+        """Make the directory's entries durable, i.e. creations, renames and removals in it.
+
+        Args:
+            path: the path of the file or directory.
+        """
         self._do(Operation("fsync_dir", path), lambda: sync_dir(path))
 
     def open(self, path: Path) -> StoredFile:
-        """Create a file for writing; it must not exist yet."""
+        """Create a file for writing; it must not exist yet.
+
+        Args:
+            path: the path of the file or directory.
+        """
         return StoredFile(path, self._create(path, os.O_WRONLY), self._do)
 
     def open_lock(self, path: Path) -> int:
-        """Create an empty lock file and return its descriptor."""
+        """Create an empty lock file and return its descriptor.
+
+        Args:
+            path: the path of the file or directory.
+        """
         return self._create(path, os.O_RDWR)
 
     def write_file(self, path: Path, content: bytes) -> FileDigest:
-        """Write a complete new file, durably (except for its directory entry)."""
+        """Write a complete new file, durably (except for its directory entry).
+
+        Args:
+            path: the path of the file or directory.
+            content: the bytes to write.
+        """
         with self.open(path) as file:
             file.write(content)
         return file.digest
 
     def adopt(self, path: Path) -> FileDigest:
-        """Make a file durable that others have written (except for its directory entry)."""
+        """Make a file durable that others have written (except for its directory entry).
+
+        Args:
+            path: the path of the file or directory.
+        """
 
         def sync() -> FileDigest:
             with path.open("rb") as file:
@@ -106,7 +137,12 @@ class FileStore:
         return self._do(Operation("fsync", path), sync)
 
     def copy(self, source: Path, target: Path) -> None:
-        """Copy a file or a directory; a link is copied as such. Not durable by itself."""
+        """Copy a file or a directory; a link is copied as such. Not durable by itself.
+
+        Args:
+            source: the existing path.
+            target: the new path.
+        """
         operation = Operation("copy", source, target)
         if _is_dir(source):
             self._do(operation, lambda: shutil.copytree(source, target, symlinks=True))
@@ -114,17 +150,29 @@ class FileStore:
             self._do(operation, lambda: shutil.copy2(source, target, follow_symlinks=False))
 
     def rename(self, source: Path, target: Path) -> None:
-        """Rename within a file system; atomic."""
+        """Rename within a file system; atomic.
+
+        Args:
+            source: the existing path.
+            target: the new path.
+        """
         self._do(Operation("rename", source, target), lambda: os.rename(source, target))
 
     def unlink(self, path: Path) -> None:
-        """Remove a file or symbolic link; it may already be gone."""
+        """Remove a file or symbolic link; it may already be gone.
+
+        Args:
+            path: the path of the file or directory.
+        """
         self._do(Operation("unlink", path), lambda: path.unlink(missing_ok=True))
 
     def remove_tree(self, directory: Path) -> None:
         """Remove a directory tree, never following symbolic links; it may already be gone.
 
         A checkpoint is durably renamed before its first file is removed, so a half-deleted one never counts as one.
+
+        Args:
+            directory: the directory to remove, with what is below it.
         """
         if not _is_dir(directory):
             return

@@ -96,6 +96,12 @@ class SaveTransaction:
 
     Call `prepare`, write all files below `directory` (from any rank), then call `commit`, or `abandon` after a failure.
     A lock file next to the directory keeps sweeps of other processes away from it.
+
+    Args:
+        store: the files.
+        root: the directory of the run's checkpoints.
+        step: the step (optimizer updates) that the checkpoint is of.
+        names_latest: whether the checkpoint becomes the newest one of the run.
     """
 
     def __init__(self, store: FileStore, root: Path, step: int, *, names_latest: bool = True) -> None:

@@ -34,6 +34,9 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
     Missing shares are 0, so '100' trains on everything.
 
+    Args:
+        text: three shares, as `8,1,1` or `0.8,0.1,0.1`.
+
     Raises:
         ConfigError: not one to three numbers >= 0 with a sum above 0.
     """

@@ -24,6 +24,9 @@ def validate(config: ConfigContainer, world_size: int = 1) -> None:
     Warns (UserWarning) if the warm-up is as long as the learning-rate schedule (it is then shortened), if the run ends
     before its ramp-up of the batch, and if it ends before a step to skip.
 
+    Args:
+        config: the configuration to check.
+
     Raises:
         ConfigError: the first rule that is broken, with the value and the remedy.
     """
@@ -66,6 +69,10 @@ def resolve(config: ConfigContainer, world_size: int = 1) -> ConfigContainer:
     are chosen by it; the warm-up is shortened to the schedule.
     Left as they are: `train_iters` of runs by samples or epochs (see `train_iters()`), and values that depend on the
     tokenizer (`vocab_size`), the machine (`device`, backend) or the run's directory.
+
+    Args:
+        config: the configuration, which is not modified.
+        world_size: the number of data-parallel ranks.
 
     Raises:
         ConfigError: as `validate`.

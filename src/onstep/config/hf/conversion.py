@@ -49,6 +49,9 @@ def args_to_config(
     Arguments without a key of their own are in `config.trainer`; `config_overrides` are applied last.
     `num_samples_per_epoch` is needed only where an interval is a share of a run whose length is given in epochs.
 
+    Args:
+        args: the arguments to convert, Onstep's or Hugging Face's.
+
     Raises:
         ConfigError: an argument that is not supported, or a share of a run of unknown length.
     """
@@ -77,6 +80,9 @@ def config_to_args(config: ConfigContainer, *, world_size: int = 1) -> TrainingA
     """The arguments that correspond to this configuration; keys without an argument are in `config_overrides`.
 
     `args_to_config(config_to_args(config))` equals `config`.
+
+    Args:
+        world_size: the number of data-parallel ranks.
 
     Raises:
         ConfigError: a value in `config.trainer` that `TrainingArguments` does not accept.

@@ -50,6 +50,7 @@ class ReservedArguments:
 
     epoch_train_steps: int = reserved(100000, "give the length of a run over data without a length as max_steps")
     gc_threshold: float = 0.5
+    """Accepted at its default only; `train.manual_gc` collects garbage at fixed steps."""
     save_safetensors: bool = reserved(
         True, "weights are safetensors, never a pickle; to convert: torch.save(safetensors.torch.load_file(...), ...)"
     )

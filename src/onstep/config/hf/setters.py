@@ -27,7 +27,19 @@ class SettingMethods:
         activation_checkpointing: bool = False,
         gradient_checkpointing: bool | None = None,
     ) -> Self:
-        """Set the basics of a training, and `do_train`."""
+        """Set the basics of a training, and `do_train`.
+
+        Args:
+            learning_rate: the peak learning rate.
+            batch_size: samples of one forward pass on one rank.
+            weight_decay: the decoupled weight decay.
+            num_epochs: epochs of the training, with the fraction of the last one.
+            max_steps: steps of the training; -1 for that of the epochs.
+            gradient_accumulation_steps: micro-batches of a step on each rank.
+            seed: seed of weights and data.
+            activation_checkpointing: the same, under its other name.
+            gradient_checkpointing: whether activations are computed again in the backward pass.
+        """
         is_given = gradient_checkpointing is not None
         saves_memory = gradient_checkpointing if is_given else activation_checkpointing
         return self._set(
@@ -52,7 +64,15 @@ class SettingMethods:
         delay: float | None = None,
         loss_only: bool = False,
     ) -> Self:
-        """Set when and how to evaluate; any `strategy` but 'no' sets `do_eval`."""
+        """Set when and how to evaluate; any `strategy` but 'no' sets `do_eval`.
+
+        Args:
+            steps: steps between two of them.
+            batch_size: samples of one forward pass of an evaluation on one rank.
+            accumulation_steps: batches after which predictions are moved to the CPU; None at the end.
+            delay: steps or epochs before the first evaluation.
+            loss_only: whether only the loss is computed.
+        """
         return self._set(
             eval_strategy=strategy,
             do_eval=getattr(strategy, "value", strategy) != "no",
@@ -64,13 +84,25 @@ class SettingMethods:
         )
 
     def set_testing(self, batch_size: int = 8, loss_only: bool = False) -> Self:
-        """Set how to predict, and `do_predict`."""
+        """Set how to predict, and `do_predict`.
+
+        Args:
+            batch_size: samples of one forward pass of a prediction on one rank.
+            loss_only: whether only the loss is computed.
+        """
         return self._set(do_predict=True, per_device_eval_batch_size=batch_size, prediction_loss_only=loss_only)
 
     def set_save(
         self, strategy: str = "steps", steps: int = 500, total_limit: int | None = None, on_each_node: bool = False
     ) -> Self:
-        """Set when to save, and how many checkpoints to keep."""
+        """Set when to save, and how many checkpoints to keep.
+
+        Args:
+            strategy: when: `no`, `steps` or `epoch`.
+            steps: steps between two of them.
+            total_limit: the number of checkpoints to keep; None for all.
+            on_each_node: whether each machine does so, not only the first.
+        """
         return self._set(
             save_strategy=strategy, save_steps=steps, save_total_limit=total_limit, save_on_each_node=on_each_node
         )
@@ -86,7 +118,18 @@ class SettingMethods:
         on_each_node: bool = False,
         replica_level: str = "passive",
     ) -> Self:
-        """Set when to log, and to which trackers."""
+        """Set when to log, and to which trackers.
+
+        Args:
+            strategy: when: `no`, `steps` or `epoch`.
+            steps: steps between two of them.
+            report_to: the trackers.
+            level: the level of messages on the first process of a machine.
+            first_step: whether the first step is logged too.
+            nan_inf_filter: whether losses that are NaN or infinite are left out of means.
+            on_each_node: whether each machine does so, not only the first.
+            replica_level: the level of messages on the other processes.
+        """
         return self._set(
             logging_strategy=strategy,
             logging_steps=steps,
@@ -108,6 +151,14 @@ class SettingMethods:
         revision: str | None = None,
     ) -> Self:
         """Set `push_to_hub` and what belongs to it.
+
+        Args:
+            strategy: when: `no`, `steps` or `epoch`.
+            model_id: the name of the repository.
+            token: the token of the Hub.
+            private_repo: whether the repository is private.
+            always_push: whether an upload starts before the one before has ended.
+            revision: the branch.
 
         Raises:
             ConfigError: always, since nothing is uploaded.
@@ -132,7 +183,17 @@ class SettingMethods:
         epsilon: float = 1e-8,
         args: str | None = None,
     ) -> Self:
-        """Set the optimizer and its options."""
+        """Set the optimizer and its options.
+
+        Args:
+            name: the optimizer, as `optim` has it.
+            learning_rate: the peak learning rate.
+            weight_decay: the decoupled weight decay.
+            beta1: the decay of Adam's first moment.
+            beta2: the decay of Adam's second moment.
+            epsilon: Adam's term against division by zero.
+            args: further arguments of the optimizer, as text.
+        """
         return self._set(
             optim=name,
             learning_rate=learning_rate,
@@ -146,7 +207,14 @@ class SettingMethods:
     def set_lr_scheduler(
         self, name: str = "linear", num_epochs: float = 3.0, max_steps: int = -1, warmup_steps: float = 0
     ) -> Self:
-        """Set the learning-rate schedule and the length of the training."""
+        """Set the learning-rate schedule and the length of the training.
+
+        Args:
+            name: the shape of the schedule.
+            num_epochs: epochs of the training, with the fraction of the last one.
+            max_steps: steps of the training; -1 for that of the epochs.
+            warmup_steps: steps of the warm-up, or its share of all steps if below 1.
+        """
         return self._set(
             lr_scheduler_type=name, num_train_epochs=num_epochs, max_steps=max_steps, warmup_steps=warmup_steps
         )
@@ -166,7 +234,22 @@ class SettingMethods:
         ignore_data_skip: bool = False,
         sampler_seed: int | None = None,
     ) -> Self:
-        """Set how data is loaded."""
+        """Set how data is loaded.
+
+        Args:
+            train_batch_size: samples of one forward pass of the training on one rank.
+            eval_batch_size: samples of one forward pass of an evaluation on one rank.
+            drop_last: whether an incomplete last batch is dropped.
+            num_workers: worker processes of a loader; 0 reads in this one.
+            pin_memory: whether batches are copied to page-locked memory.
+            persistent_workers: whether worker processes outlive an epoch.
+            prefetch_factor: batches that each worker reads ahead.
+            auto_find_batch_size: whether the batch is halved when it does not fit the memory.
+            ignore_data_skip: whether a resumed run reads its data from the beginning.
+            sampler_seed: seed of the order of the samples; None for `seed`.
+            multiprocessing_context: how worker processes start: `fork`, `spawn` or `forkserver`.
+            in_order: whether batches keep their order; must be True.
+        """
         return self._set(
             per_device_train_batch_size=train_batch_size,
             per_device_eval_batch_size=eval_batch_size,

@@ -144,6 +144,10 @@ class HTTPTrainerControlClient(TrainerControlClient):
 
         Returns `{"names", "num_points", "series": {name: {"step": [...], "value": [...], "time": [...]}}}`.
 
+        Args:
+            job_id: the job: its id, the beginning of one, or the name of its run.
+            since_step: only points after this step.
+
         Raises:
             ControlError: if the job cannot be reached or refuses.
         """
@@ -174,6 +178,11 @@ class HTTPTrainerControlClient(TrainerControlClient):
     def past_events(self, job_id: str, after: int = 0, kinds: Sequence[str] | None = None) -> list[FeedEvent]:
         """The events that the job has kept, up to now.
 
+        Args:
+            job_id: the job: its id, the beginning of one, or the name of its run.
+            after: only events with a number above this one.
+            kinds: only events of these kinds; None for all.
+
         Raises:
             ControlError: if the job cannot be reached or refuses.
         """
@@ -195,6 +204,9 @@ class HTTPTrainerControlClient(TrainerControlClient):
 
     def login_link(self, job_id: str) -> str:
         """A link to the job's page that works once, within a minute, and has no token in it.
+
+        Args:
+            job_id: the job: its id, the beginning of one, or the name of its run.
 
         Raises:
             ControlError: if the job cannot be reached, or its server listens on a Unix socket.

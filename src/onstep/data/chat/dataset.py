@@ -78,7 +78,11 @@ class ChatFile:
         return self._table[:, 1]
 
     def read(self, number: int) -> EncodedChat:
-        """The tokens of one conversation."""
+        """The tokens of one conversation.
+
+        Args:
+            number: the index of the conversation.
+        """
         start = int(self._table[number - 1, 0]) if number else 0
         values = self.values.read(start, int(self._table[number, 0])).astype(np.int64)
         return EncodedChat(values >> 1, (values & 1).astype(np.bool_))
@@ -125,6 +129,10 @@ def build_chat_file(
 
     Args:
         is_said: False leaves that line out.
+        tokenizer: the tokenizer that encodes the texts.
+        cache_dir: the directory of the token cache.
+        show_progress: whether a progress bar is shown.
+        wait_for_other: seconds to wait for another process that builds the same file.
 
     Raises:
         DataError: for conversations that are not in the documented format, or if there are none.
@@ -192,6 +200,9 @@ class ChatDataset(Dataset[dict[str, torch.Tensor]]):
         end: None means up to the last conversation.
         pad_id: token used for padding, which has no label.
         warns: False leaves the warning to another rank.
+        chats: the encoded conversations.
+        seq_length: tokens of a sample.
+        start: the index of the first conversation of this split.
 
     Raises:
         DataError: if no conversation has a label.
@@ -264,6 +275,11 @@ class PackedDataset(ChatDataset):
     conversations and the padding, and ``position_ids`` (seq_length,), which restart at 0 in each. No conversation is
     split to fill a sequence. In stored order, each goes into the first sequence with enough room: the packing is the
     same in every epoch and on every rank, and each conversation is in exactly one sequence.
+
+    Args:
+        chats: the encoded conversations.
+        seq_length: tokens of a sample.
+        start: the index of the first conversation of this split.
     """
 
     @cached_property

@@ -36,11 +36,17 @@ class ChatKeys:
     """
 
     messages: str = "messages"
+    """The field with a list of messages."""
     prompt: str = "prompt"
+    """The field with the prompt."""
     response: str = "response"
+    """The field with the response."""
 
     def read(self, record: Mapping[str, Any], place: str) -> list[Message]:
         """The messages of a record.
+
+        Args:
+            record: one record of a file.
 
         Raises:
             DataError: with `place`, for a record of no known form, for malformed messages or for invalid text.
@@ -58,14 +64,22 @@ class ChatKeys:
         return messages
 
     def form_of(self, record: Mapping[str, Any]) -> ChatForm | None:
-        """The form of a record; None if it has none."""
+        """The form of a record; None if it has none.
+
+        Args:
+            record: one record of a file.
+        """
         for form in self._own_forms:
             if all(record.get(key) is not None for key in form.required):
                 return form
         return recognised(record) if self == ChatKeys() else None
 
     def columns(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The columns to read of a dataset with these."""
+        """The columns to read of a dataset with these.
+
+        Args:
+            names: the columns of a data set.
+        """
         own = (self.messages, self.prompt, self.response)
         if any(set(form.required) <= set(names) for form in self._own_forms) or self != ChatKeys():
             return own
@@ -136,7 +150,12 @@ def warn_of_unread(keys: Iterable[str], name: str) -> None:
 
 
 class ChatFiles:
-    """The conversations of JSONL files, one record per line."""
+    """The conversations of JSONL files, one record per line.
+
+    Args:
+        files: the paths of the JSON-lines files.
+        keys: the names of the fields that have the conversation.
+    """
 
     def __init__(self, files: Sequence[Path], keys: ChatKeys) -> None:
         self.name = ", ".join(map(str, files[:3]))
@@ -146,13 +165,21 @@ class ChatFiles:
         self.notes = ChatNotes()
 
     def add_to(self, digest: Any) -> None:
-        """Add the keys and the content of each file."""
+        """Add the keys and the content of each file.
+
+        Args:
+            digest: a `hashlib` object, updated with what identifies the data.
+        """
         digest.update(repr(self._keys).encode())
         for path in self._files:
             add_file(digest, path, "chat")
 
     def conversations(self, label: str | None) -> Iterator[tuple[list[Message], str]]:
-        """One conversation per non-empty line."""
+        """One conversation per non-empty line.
+
+        Args:
+            label: the name of the data on the progress bar.
+        """
         total = sum(path.stat().st_size for path in self._files)
         notes = ChatNotes()
         with reading_bar(label, total, "B") as bar:
@@ -169,7 +196,13 @@ class ChatFiles:
 
 
 class ChatRows:
-    """The conversations of a dataset of the `datasets` library, one per row."""
+    """The conversations of a dataset of the `datasets` library, one per row.
+
+    Args:
+        dataset: a data set of `datasets`, or any sequence of dictionaries.
+        keys: the names of the fields that have the conversation.
+        name: its name in messages.
+    """
 
     def __init__(self, dataset: Any, keys: ChatKeys, name: str) -> None:
         self.name = name
@@ -178,11 +211,19 @@ class ChatRows:
         self.notes = ChatNotes()
 
     def add_to(self, digest: Any) -> None:
-        """Add the keys and the library's fingerprint of the dataset."""
+        """Add the keys and the library's fingerprint of the dataset.
+
+        Args:
+            digest: a `hashlib` object, updated with what identifies the data.
+        """
         digest.update(f"{self._keys!r}\0rows\0{fingerprint_of(self._dataset)}".encode())
 
     def conversations(self, label: str | None) -> Iterator[tuple[list[Message], str]]:
-        """One conversation per row."""
+        """One conversation per row.
+
+        Args:
+            label: the name of the data on the progress bar.
+        """
         notes = ChatNotes()
         for row, number in rows_of(self._dataset, self.name, label):
             place = f"{self.name}:{number}"

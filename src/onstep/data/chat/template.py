@@ -35,6 +35,7 @@ class EncodedChat(NamedTuple):
     """The token ids of a conversation."""
 
     ids: npt.NDArray[np.int64]
+    """Ids of the tokens, 1-d."""
     trained: npt.NDArray[np.bool_]
     """Whether each id belongs to the assistant, end tokens included."""
 
@@ -49,12 +50,19 @@ class ChatTemplate(Protocol):
     def encode(self, messages: Sequence[Message], place: str) -> EncodedChat:
         """Encode a conversation.
 
+        Args:
+            messages: the messages of a conversation, each with `role` and `content`.
+
         Raises:
             DataError: with `place`, for messages that the template does not accept.
         """
 
     def encode_prompt(self, messages: Sequence[Message], place: str) -> list[int]:
         """Encode a conversation up to where the assistant's next answer begins.
+
+        Args:
+            messages: the messages of a conversation, each with `role` and `content`.
+            place: where the record is from, for errors: the file and its line.
 
         Raises:
             DataError: as for `encode`.
@@ -63,6 +71,9 @@ class ChatTemplate(Protocol):
 
 def template_for(tokenizer: Tokenizer) -> ChatTemplate:
     """The chat template of a `transformers` tokenizer if it has one, else the plain template.
+
+    Args:
+        tokenizer: the tokenizer that encodes the texts.
 
     Raises:
         DataError: if the tokenizer has no end token to terminate an answer.
@@ -79,6 +90,9 @@ class PlainTemplate:
     two answers is encoded in one piece, like a prompt that ends with ``<|assistant|>\n``. A special token that appears
     in message content is encoded as text; a role marker that is a special token of the tokenizer is that token.
 
+    Args:
+        tokenizer: the tokenizer that encodes the texts.
+
     Raises:
         DataError: if the tokenizer has no end token.
     """
@@ -92,7 +106,12 @@ class PlainTemplate:
         self.fingerprint = f"plain 2 {tokenizer.fingerprint} {tokenizer.eos_id}"
 
     def encode(self, messages: Sequence[Message], place: str) -> EncodedChat:
-        """Encode a conversation; text after the last answer is kept, but not trained on."""
+        """Encode a conversation; text after the last answer is kept, but not trained on.
+
+        Args:
+            messages: the messages of a conversation, each with `role` and `content`.
+            place: where the record is from, for errors: the file and its line.
+        """
         pieces: list[tuple[Any, bool]] = []
         prompt: list[tuple[str, str]] = []
         for message in messages:
@@ -117,7 +136,12 @@ class PlainTemplate:
         return EncodedChat(ids, np.repeat([trained for _, trained in pieces], [len(piece) for piece, _ in pieces]))
 
     def encode_prompt(self, messages: Sequence[Message], place: str) -> list[int]:
-        """Encode a conversation and the marker of the assistant."""
+        """Encode a conversation and the marker of the assistant.
+
+        Args:
+            messages: the messages of a conversation, each with `role` and `content`.
+            place: where the record is from, for errors: the file and its line.
+        """
         opened = [*messages, {"role": "assistant", "content": ""}]
         ids: list[int] = self.encode(opened, place).ids.tolist()
         return ids[:-1]  # without the end token of the empty answer
@@ -155,6 +179,9 @@ class TokenizerTemplate:
 
     A special token in message content is encoded as text; those of the template are tokens.
 
+    Args:
+        tokenizer: the tokenizer that encodes the texts.
+
     Raises:
         DataError: for a tokenizer that does not provide the character offsets of its tokens.
     """
@@ -176,7 +203,12 @@ class TokenizerTemplate:
         self.fingerprint = f"template {version} {tokenizer.fingerprint} {digest}"
 
     def encode(self, messages: Sequence[Message], place: str) -> EncodedChat:
-        """Encode a conversation."""
+        """Encode a conversation.
+
+        Args:
+            messages: the messages of a conversation, each with `role` and `content`.
+            place: where the record is from, for errors: the file and its line.
+        """
         chat = self._render(messages, place)
         ids, offsets = self._encode_chat(messages, chat.text, place)
         trained = np.zeros(ids.size, dtype=np.bool_)
@@ -185,7 +217,12 @@ class TokenizerTemplate:
         return EncodedChat(ids, trained)
 
     def encode_prompt(self, messages: Sequence[Message], place: str) -> list[int]:
-        """Encode a conversation and what the template adds as the generation prompt."""
+        """Encode a conversation and what the template adds as the generation prompt.
+
+        Args:
+            messages: the messages of a conversation, each with `role` and `content`.
+            place: where the record is from, for errors: the file and its line.
+        """
         text = self._render(messages, place, wants_answers=False, opens_answer=True).text
         ids: list[int] = self._encode_chat(messages, text, place, opens_answer=True)[0].tolist()
         return ids

@@ -43,6 +43,11 @@ def learn_bpe(
     The same documents and size give the same tokenizer in any process; see `build_token_file` for how processes share
     the work. The tokenizer's `path` is a `tokenizer.json` in the cache.
 
+    Args:
+        cache_dir: the directory of the token cache.
+        show_progress: whether a progress bar is shown.
+        wait_for_other: seconds to wait for another process that builds the same file.
+
     Raises:
         DataError: for a corpus that is empty or not UTF-8, or a size below 257 (all bytes and the end token).
         MissingExtraError: if `tokenizers` is not installed.

@@ -38,7 +38,11 @@ class Document:
 
 
 def iter_documents(files: Iterable[Path], text_key: str) -> Iterator[bytes]:
-    """The documents of `files` in order, as from `iter_file_documents`, without their locations."""
+    """The documents of `files` in order, as from `iter_file_documents`, without their locations.
+
+    Args:
+        text_key: the field of a JSON record that has the text.
+    """
     for path in files:
         for document in iter_file_documents(path, text_key):
             yield document.data

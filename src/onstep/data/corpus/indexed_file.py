@@ -87,7 +87,11 @@ class IndexedFile:
         return self._documents.size - 1
 
     def document_start(self, document: int) -> int:
-        """The index of a document's first token; for `num_documents`, the end of the last document."""
+        """The index of a document's first token; for `num_documents`, the end of the last document.
+
+        Args:
+            document: the index of the document.
+        """
         sequence = int(self._documents[document])
         if self._starts is not None:
             return int(self._starts[sequence])
@@ -95,7 +99,11 @@ class IndexedFile:
         return self._num_tokens if is_end else int(self._pointers[sequence]) // self.dtype.itemsize
 
     def document(self, number: int) -> npt.NDArray[Any]:
-        """The ids of one document."""
+        """The ids of one document.
+
+        Args:
+            number: the index of the document.
+        """
         return self.read(self.document_start(number), self.document_start(number + 1))
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
@@ -187,6 +195,7 @@ def write_indexed_dataset(
         documents: the ids of each document, one-dimensional; consumed one at a time.
         vocab_size: exclusive upper bound of the ids.
         end_id: appended to each document.
+        prefix: the path without `.bin` and `.idx`.
 
     Raises:
         DataError: for an id outside the vocabulary, or if there are no documents.

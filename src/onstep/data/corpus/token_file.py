@@ -41,7 +41,9 @@ class TokenFile:
     dtype: str
     """`<u2` or `<u4`; `<i8` for the index of conversations."""
     num_tokens: int
+    """Tokens in the file."""
     num_documents: int
+    """Documents in the file."""
     content_hash: str
     """Hash of the tokens."""
     source: str
@@ -183,6 +185,8 @@ def build_token_file(
     Args:
         cache_dir: directory for token files; None means `default_cache_dir()`.
         text_key: key of a JSONL record that holds the text.
+        tokenizer: the tokenizer that encodes the texts.
+        show_progress: whether a progress bar is shown.
 
     Raises:
         DataError: for a corpus that is empty, unreadable or not text, or a cache that cannot be written.

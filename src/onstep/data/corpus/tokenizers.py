@@ -62,10 +62,18 @@ class Tokenizer(Protocol):
         """
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of a prompt; special tokens written in it are parsed as such, and none are added."""
+        """Ids of a prompt; special tokens written in it are parsed as such, and none are added.
+
+        Args:
+            text: the text; names of special tokens in it become those tokens.
+        """
 
     def encode_content(self, text: str) -> list[int]:
-        """Ids of user-written content; a special token written in it is encoded as text."""
+        """Ids of user-written content; a special token written in it is encoded as text.
+
+        Args:
+            text: the text, of which nothing becomes a special token.
+        """
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`."""
@@ -98,7 +106,11 @@ class ByteTokenizer:
         return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
 
     def save(self, directory: Path) -> list[Path]:
-        """Write a `tokenizer.json` with the same ids, and the `tokenizer_config.json` for `AutoTokenizer`."""
+        """Write a `tokenizer.json` with the same ids, and the `tokenizer_config.json` for `AutoTokenizer`.
+
+        Args:
+            directory: the directory to write to.
+        """
         config = {"eos_token": _END, "clean_up_tokenization_spaces": False, **READ_AS_IT_IS}
         contents = {FILES[0]: byte_tokenizer_json(_END, 256), CONFIG_FILE: config}
         for name, content in contents.items():
@@ -286,6 +298,9 @@ def tokenizer_in_run(config: TokenizerConfig, path: Path) -> TokenizerConfig:
     """The configuration that opens the tokenizer of a run, where `path` is the run directory or a path inside it.
 
     A tokenizer trained by the run is loaded from its directory.
+
+    Args:
+        config: the configuration of the run.
 
     Raises:
         DataError: if a trained tokenizer is missing.

@@ -26,6 +26,9 @@ def default_data_collator(features: Sequence[Any]) -> Any:
     become `labels`; strings and None are dropped, because models do not accept them; a warning names the column.
     Tensors, tuples and numbers are passed to torch's `default_collate`.
 
+    Args:
+        features: the samples: mappings with tensors, arrays or numbers of the same shapes.
+
     Raises:
         DataError: if a value differs in shape between samples, or is missing from some of them; for a sample that is
             None, or of a type that cannot be collated.
@@ -96,6 +99,10 @@ class PaddingCollator:
     Pads `input_ids` with `pad_id`, `labels` with `label_pad`, `attention_mask` and `token_type_ids` with 0; adds an
     `attention_mask` if the samples have none. Everything else, including a numeric `label`, is passed to
     `default_data_collator`.
+
+    Args:
+        pad_id: the token that pads `input_ids`.
+        label_pad: the label of padding, which has no loss.
     """
 
     def __init__(self, pad_id: int, label_pad: int = -100) -> None:
@@ -183,7 +190,11 @@ Fetch = Callable[[list[int]], Any]
 
 
 def is_map_style(dataset: Any) -> bool:
-    """Whether samples are read by index (`__getitem__` and `__len__`) rather than by iteration."""
+    """Whether samples are read by index (`__getitem__` and `__len__`) rather than by iteration.
+
+    Args:
+        dataset: any dataset.
+    """
     if isinstance(dataset, (IterableDataset, DataLoader)):
         return False
     return has_items(dataset) and hasattr(dataset, "__len__")

@@ -25,6 +25,9 @@ class OrderRandomness:
 
     They start from `seed` as a script does after `transformers.set_seed(seed)`, and nothing else draws from them: the
     order of an epoch does not depend on dropout, on the rank, or on where a run was interrupted.
+
+    Args:
+        seed: seed of the order; the same seed gives the same order.
     """
 
     def __init__(self, seed: int) -> None:
@@ -67,7 +70,9 @@ class EpochBatches:
     """The micro-batches of an epoch: batch number i has the samples ``ids[ends[i - 1] : ends[i]]``."""
 
     ids: IntArray
+    """The ids of all samples of the epoch, in order."""
     ends: IntArray
+    """The end of each batch in `ids`."""
 
     @cached_property
     def digest(self) -> str:
@@ -75,7 +80,11 @@ class EpochBatches:
         return hashlib.blake2b(self.ids.tobytes() + self.ends.tobytes(), digest_size=8).hexdigest()
 
     def without(self, left_out: Sequence[int]) -> EpochBatches:
-        """The same without these samples; batches that become empty are removed."""
+        """The same without these samples; batches that become empty are removed.
+
+        Args:
+            left_out: the ids that are removed.
+        """
         if not left_out:
             return self
         kept = ~np.isin(self.ids, np.array(left_out, dtype=np.int64))
@@ -89,7 +98,11 @@ class EpochBatches:
         return cast(IntArray, self.ends[last])
 
     def rows(self, start: int, rank: int, row_size: int) -> Iterator[GlobalMicroBatch]:
-        """The share of `rank` in the rows from number `start` on: one batch of each, or a filler."""
+        """The share of `rank` in the rows from number `start` on: one batch of each, or a filler.
+
+        Args:
+            row_size: samples of a row: a micro-batch of every rank.
+        """
         starts = np.concatenate([[0], self.ends])
         for first in range(start * row_size, self.ends.size, row_size):
             own, end = first + rank, min(first + row_size, self.ends.size)
@@ -162,6 +175,7 @@ class EpochOrders:
 
         Args:
             to_length: leave out what the sampler yields beyond its length, by which the length of a run is planned.
+            epoch: the number of the epoch, from 0.
 
         Raises:
             DataError: for an epoch before the last one that was read, or a sampler that does not yield integers.
@@ -223,6 +237,11 @@ class OrderedBatches(Sampler[list[int]]):
     """A batch sampler of this rank's micro-batches of an epoch in `orders`: those that a training reads.
 
     `set_epoch` selects the epoch. In the last row, a rank without a micro-batch has a single sample.
+
+    Args:
+        orders: gives the batches of each epoch.
+        rank: this rank, from 0.
+        world_size: the number of data-parallel ranks.
     """
 
     def __init__(self, orders: EpochOrders, rank: int = 0, world_size: int = 1) -> None:
@@ -235,7 +254,11 @@ class OrderedBatches(Sampler[list[int]]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Yield the micro-batches of this epoch from the next iteration on."""
+        """Yield the micro-batches of this epoch from the next iteration on.
+
+        Args:
+            epoch: the number of the epoch, from 0, whose order follows.
+        """
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -246,7 +269,11 @@ class OrderedBatches(Sampler[list[int]]):
 
 
 class OrderedSamples(Sampler[int]):
-    """A sampler of the samples of `batches`, in their order; for a DataLoader with the same `batch_size`."""
+    """A sampler of the samples of `batches`, in their order; for a DataLoader with the same `batch_size`.
+
+    Args:
+        batches: the batches whose samples are yielded one by one.
+    """
 
     def __init__(self, batches: OrderedBatches) -> None:
         self.batches = batches
@@ -254,7 +281,11 @@ class OrderedSamples(Sampler[int]):
         self._length: int | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Yield the samples of this epoch from the next iteration on."""
+        """Yield the samples of this epoch from the next iteration on.
+
+        Args:
+            epoch: the number of the epoch, from 0, whose order follows.
+        """
         self.batches.set_epoch(epoch)
 
     def __len__(self) -> int:
@@ -267,7 +298,12 @@ class OrderedSamples(Sampler[int]):
 
 
 class ShuffledSampler(RandomSampler):
-    """A sampler of a dataset in the order in which `TrainLoader` shuffles it; `set_epoch` selects the epoch."""
+    """A sampler of a dataset in the order in which `TrainLoader` shuffles it; `set_epoch` selects the epoch.
+
+    Args:
+        data_source: the dataset whose indices are drawn.
+        seed: seed of the order; the same seed gives the same order.
+    """
 
     def __init__(self, data_source: Any, seed: int) -> None:
         super().__init__(data_source)
@@ -275,7 +311,11 @@ class ShuffledSampler(RandomSampler):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle for this epoch from the next iteration on."""
+        """Shuffle for this epoch from the next iteration on.
+
+        Args:
+            epoch: the number of the epoch, from 0, whose order follows.
+        """
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:

@@ -27,6 +27,17 @@ class EvalLoader:
     Args:
         persistent_workers: whether the workers of a map-style dataset are kept for the next pass, until `close`; never
             those of a dataset with `set_epoch`, as their copies would not change with it.
+        dataset: the map-style dataset.
+        micro_batch_size: samples of one forward pass on one rank.
+        num_microbatches: micro-batches of one evaluation step on this rank.
+        rank: this rank, from 0.
+        world_size: the number of data-parallel ranks.
+        collate_fn: makes a batch of a list of samples.
+        num_workers: worker processes; 0 reads in this one.
+        pin_memory: whether batches are copied to page-locked memory.
+        already_batched: whether the source yields whole micro-batches, which are not collated again.
+        listed: the rows of a batch sampler, in place of an order of samples.
+        worker_options: further keywords of `DataLoader` for worker processes.
 
     Raises:
         DataError: for invalid sizes or an empty dataset.
@@ -145,7 +156,11 @@ class EvalLoader:
             yield step_of(taken)
 
     def read_in_order_of(self, other: EvalLoader) -> None:
-        """Read the samples in the order of another loader of the same dataset from now on."""
+        """Read the samples in the order of another loader of the same dataset from now on.
+
+        Args:
+            other: a loader of the same dataset.
+        """
         self._listed = other._listed
 
     def close(self) -> None:

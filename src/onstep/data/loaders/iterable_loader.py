@@ -319,6 +319,16 @@ class IterableLoader(Loader):
     dataset ahead in one worker; others are read in this process. Random numbers (torch, NumPy, Python) drawn in the
     worker depend only on seed, epoch and position, so reading again reproduces them.
 
+    Args:
+        source: the iterable over samples or batches.
+        micro_batch_size: samples of one forward pass on one rank.
+        global_batch_size: samples of a step, over all ranks and micro-batches.
+        rank: this rank, from 0.
+        world_size: the number of data-parallel ranks.
+        already_batched: whether the source yields whole micro-batches, which are not collated again.
+        epoch: the number of the epoch, from 0.
+        samples_in_epoch: samples of the epoch that have been read, over all ranks.
+
     Raises:
         DataError: for inconsistent sizes.
     """

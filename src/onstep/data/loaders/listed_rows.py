@@ -26,6 +26,10 @@ class ListedRows:
     Args:
         layout: the micro-batch size for which the length of a run is computed; the listed ones may differ.
         reading: options of `MicroBatchReader`.
+        dataset: the map-style dataset.
+        orders: gives the order of each epoch.
+        is_share: whether the order is already this rank's share.
+        persistent_workers: whether worker processes outlive an epoch.
 
     Raises:
         DataError: where the position or the order is not that of the saved state; for an epoch without a micro-batch.
@@ -70,7 +74,11 @@ class ListedRows:
         return int(row_ends[-1]) if row_ends.size else 0
 
     def count_rows(self, drop_last: bool = False) -> int | None:
-        """Number of rows in an epoch; None if the sampler has no length."""
+        """Number of rows in an epoch; None if the sampler has no length.
+
+        Args:
+            drop_last: whether an incomplete last row is dropped.
+        """
         num_batches = self._orders.num_batches
         return None if num_batches is None else -(-num_batches // self._num_dealt)
 
@@ -78,19 +86,33 @@ class ListedRows:
         """Leave out the samples of ``(epoch, sample id)`` entries, each from the epoch after its own.
 
         A share of one rank is left as it is: the ranks would get different numbers of micro-batches.
+
+        Args:
+            entries: the samples that are skipped from here on, as (epoch, id).
         """
         if self._ranks_alike == 1:
             self._left_out = entries
         return False
 
     def to_come(self, sample_ids: Sequence[int], samples_in_epoch: int) -> list[bool] | None:
-        """Which of these samples the current epoch has from this position on; None for a share of one rank."""
+        """Which of these samples the current epoch has from this position on; None for a share of one rank.
+
+        Args:
+            sample_ids: the ids to look for.
+            samples_in_epoch: samples of the epoch that have been read, over all ranks.
+        """
         batches, _ = self._current()
         left = batches.ids[samples_in_epoch:]
         return None if self._ranks_alike > 1 else list(np.isin(np.array(sample_ids, dtype=np.int64), left).tolist())
 
     def start(self, epoch: int, samples_in_epoch: int, saved: dict[str, Any]) -> None:
-        """Begin this epoch; the position in it must be the end of a row."""
+        """Begin this epoch; the position in it must be the end of a row.
+
+        Args:
+            epoch: the number of the epoch, from 0.
+            samples_in_epoch: samples of the epoch that have been read, over all ranks.
+            saved: the saved position of the source; None at the beginning.
+        """
         self._epoch, self._expected_digest, self._listed = epoch, saved.get("order"), None
         if callable(self._set_epoch):
             self._set_epoch(epoch)
@@ -100,7 +122,12 @@ class ListedRows:
         return {"order": self._orders.of(self._epoch).digest}
 
     def check_end(self, step_size: int, num_dropped: int) -> None:
-        """Refuse an epoch without a micro-batch."""
+        """Refuse an epoch without a micro-batch.
+
+        Args:
+            step_size: samples of a step over all ranks.
+            num_dropped: samples at the end of the epoch that no step reads.
+        """
         raise DataError(f"epoch {self._epoch} has no micro-batch: the sampler is empty; give it samples")
 
     def close(self) -> None:
@@ -108,7 +135,11 @@ class ListedRows:
         self._reader.close()
 
     def rows(self, samples_in_epoch: int) -> Iterator[StepBatches]:
-        """The rows of the current epoch from this position on."""
+        """The rows of the current epoch from this position on.
+
+        Args:
+            samples_in_epoch: samples of the epoch that have been read, over all ranks.
+        """
         batches, row_ends = self._current()
         start = int(np.searchsorted(row_ends, samples_in_epoch, side="right"))
         if samples_in_epoch != (row_ends[start - 1] if start else 0):

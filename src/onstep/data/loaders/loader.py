@@ -28,17 +28,29 @@ class RowSource(Protocol):
         """Samples of a full row over all ranks; 0 where rows of any size are full."""
 
     def count_rows(self, drop_last: bool) -> int | None:
-        """Number of rows of an epoch, with or without one that is partly filled; None if it has no length."""
+        """Number of rows of an epoch, with or without one that is partly filled; None if it has no length.
+
+        Args:
+            drop_last: whether an incomplete last row is dropped.
+        """
 
     def start(self, epoch: int, samples_in_epoch: int, saved: dict[str, Any]) -> None:
         """Begin this epoch, from a position in it; `saved` has what `state` returned there, if that is known.
+
+        Args:
+            epoch: the number of the epoch, from 0.
+            samples_in_epoch: samples of the epoch that have been read, over all ranks.
 
         Raises:
             DataError: for a position outside the epoch.
         """
 
     def rows(self, samples_in_epoch: int) -> Iterator[StepBatches]:
-        """The rows of the current epoch from this position on. Iterators opened earlier must no longer be used."""
+        """The rows of the current epoch from this position on. Iterators opened earlier must no longer be used.
+
+        Args:
+            samples_in_epoch: samples of the epoch that have been read, over all ranks.
+        """
 
     def state(self, is_open: bool) -> dict[str, Any]:
         """What a resumed run needs beside the numbers of the position; not called at the start of an epoch.
@@ -51,15 +63,27 @@ class RowSource(Protocol):
     def check_end(self, step_size: int, num_dropped: int) -> None:
         """Check an epoch that ended before its first step, of which `num_dropped` samples were read.
 
+        Args:
+            step_size: samples of a step over all ranks.
+
         Raises:
             DataError: if every epoch after it would end like that.
         """
 
     def leave_out(self, entries: list[tuple[int, int]]) -> bool:
-        """Leave out the samples of ``(epoch, sample id)`` entries; whether that affects the current epoch."""
+        """Leave out the samples of ``(epoch, sample id)`` entries; whether that affects the current epoch.
+
+        Args:
+            entries: the samples that are skipped from here on, as (epoch, id).
+        """
 
     def to_come(self, sample_ids: Sequence[int], samples_in_epoch: int) -> list[bool] | None:
-        """Which of these samples the current epoch has from this position on; None if samples have no ids."""
+        """Which of these samples the current epoch has from this position on; None if samples have no ids.
+
+        Args:
+            sample_ids: the ids to look for.
+            samples_in_epoch: samples of the epoch that have been read, over all ranks.
+        """
 
     def close(self) -> None:
         """Stop the workers."""
@@ -72,6 +96,9 @@ class Loader:
 
     Args:
         drop_last: whether an epoch ends before a tail that is shorter than a step.
+        source: where the samples come from.
+        epoch: the number of the epoch, from 0.
+        samples_in_epoch: samples of the epoch that have been read, over all ranks.
 
     Raises:
         DataError: for a position outside the data.
@@ -108,6 +135,9 @@ class Loader:
         affected, since its own entries only take effect in the next one. Every rank must pass the same list. Data whose
         samples have no index yields them again.
 
+        Args:
+            entries: the samples that are skipped from here on, as (epoch, id).
+
         Raises:
             DataError: for an id that is not a sample of this dataset.
         """
@@ -115,7 +145,11 @@ class Loader:
             self._stream = None  # the list comes from a checkpoint, so the order differs
 
     def to_come(self, sample_ids: Sequence[int]) -> list[bool] | None:
-        """Which of these samples this epoch still has; None for data whose samples have no ids."""
+        """Which of these samples this epoch still has; None for data whose samples have no ids.
+
+        Args:
+            sample_ids: the ids to look for.
+        """
         return self._source.to_come(sample_ids, self.samples_in_epoch)
 
     def read(self, num_microbatches: int) -> StepBatches | None:
@@ -149,7 +183,11 @@ class Loader:
         return step
 
     def has_next(self, num_microbatches: int) -> bool:
-        """False if `read` would return None; for data of unknown length, only reading reveals the end."""
+        """False if `read` would return None; for data of unknown length, only reading reveals the end.
+
+        Args:
+            num_microbatches: micro-batches of the step on this rank.
+        """
         if num_microbatches < 1:
             raise DataError(f"num_microbatches must be >= 1, got {num_microbatches}")
         size = self._source.size
@@ -172,7 +210,11 @@ class Loader:
         return position | (self._source.state(self._stream is not None) if self.samples_in_epoch else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position returned by `state_dict`."""
+        """Continue from a position returned by `state_dict`.
+
+        Args:
+            state: what `state_dict()` returned.
+        """
         epoch, samples_in_epoch = state["epoch"], state["samples_in_epoch"]
         if epoch < 0 or samples_in_epoch < 0:
             raise DataError(f"a position must be >= 0, got epoch {epoch}, sample {samples_in_epoch}")

@@ -35,6 +35,13 @@ class SampleOrder:
     Samples in `leave_out` have no position: the others keep their order and move up, which leaves
     ``num_samples - len(leave_out)`` positions. Memory use is proportional to the number of samples left out.
 
+    Args:
+        num_samples: samples of an epoch.
+        seed: seed of the order; the same seed gives the same order.
+        epoch: the number of the epoch, from 0.
+        shuffle: whether each epoch has an order of its own; otherwise the order is that of the data.
+        leave_out: the ids that are left out of the epoch.
+
     Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002), section 4 (cycle walking).
 
     Raises:
@@ -199,8 +206,11 @@ class MicroBatchLayout:
     """
 
     micro_batch_size: int
+    """Samples of one forward pass on one rank."""
     rank: int = 0
+    """This rank, from 0."""
     world_size: int = 1
+    """The number of data-parallel ranks."""
 
     def __post_init__(self) -> None:
         if self.micro_batch_size < 1:
@@ -224,6 +234,9 @@ class MicroBatchLayout:
 
     def check_global_batch(self, global_batch_size: int) -> None:
         """Check that a global batch consists of whole rows.
+
+        Args:
+            global_batch_size: samples of a step, over all ranks and micro-batches.
 
         Raises:
             DataError: if it does not, naming the sizes.

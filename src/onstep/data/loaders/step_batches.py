@@ -25,6 +25,7 @@ class StepBatches:
     """The micro-batches of one step on this rank, on the host, as collated."""
 
     micro_batches: list[Batch]
+    """The micro-batches of the step on this rank."""
     sample_ids: list[list[int]] | None
     """Dataset indices, one list per micro-batch, empty for a filler. None if the samples have no index."""
     num_samples: int | None
@@ -92,28 +93,52 @@ class StepSource(Protocol):
         """Whether another epoch can follow the current one; False if the data ends for good and cannot seek."""
 
     def read(self, num_microbatches: int) -> StepBatches | None:
-        """The next step; None at the end of the epoch, after which the next read starts the next epoch."""
+        """The next step; None at the end of the epoch, after which the next read starts the next epoch.
+
+        Args:
+            num_microbatches: micro-batches of the step on this rank.
+        """
 
     def has_next(self, num_microbatches: int) -> bool:
-        """False if `read` would return None; for data of unknown length, only reading reveals the end."""
+        """False if `read` would return None; for data of unknown length, only reading reveals the end.
+
+        Args:
+            num_microbatches: micro-batches of the step on this rank.
+        """
 
     def leave_out(self, entries: Iterable[Sequence[int]]) -> None:
         """Leave out the samples of `[epoch, sample id]` entries, each from the epoch after its own.
 
         A source whose samples have no ids ignores this and yields them again.
+
+        Args:
+            entries: the samples that are skipped from here on, as (epoch, id).
         """
 
     def steps_per_epoch(self, num_microbatches: int) -> int | None:
-        """Number of steps in a whole epoch; None if the data has no length."""
+        """Number of steps in a whole epoch; None if the data has no length.
+
+        Args:
+            num_microbatches: micro-batches of the step on this rank.
+        """
 
     def seek(self, epoch: int, samples_in_epoch: int) -> None:
-        """Continue from this position."""
+        """Continue from this position.
+
+        Args:
+            epoch: the number of the epoch, from 0.
+            samples_in_epoch: samples of the epoch that have been read, over all ranks.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the steps handed out so far."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position returned by `state_dict`."""
+        """Continue from a position returned by `state_dict`.
+
+        Args:
+            state: what `state_dict()` returned.
+        """
 
     def close(self) -> None:
         """Stop worker processes. The loader can be read again afterwards."""

@@ -26,6 +26,10 @@ class IteratorReader:
     Samples are counted by the first dimension of a batch's first tensor, assumed equal on every rank. The position is
     the state of an iterator with `state_dict` and `load_state_dict`; for a plain iterator, the number of items
     consumed, which are consumed again from the new iterator on resume.
+
+    Args:
+        iterator: the iterator over batches, which cannot be rewound.
+        world_size: the number of data-parallel ranks.
     """
 
     epoch = 0
@@ -46,7 +50,11 @@ class IteratorReader:
         """Samples handed out over all ranks, as far as batch sizes are known."""
 
     def read(self, num_microbatches: int) -> StepBatches | None:
-        """The next step; it has fewer micro-batches if the iterator ends within it; None at the end of the iterator."""
+        """The next step; it has fewer micro-batches if the iterator ends within it; None at the end of the iterator.
+
+        Args:
+            num_microbatches: micro-batches of the step on this rank.
+        """
         batches: list[Batch] = []
         counts: list[int] = []
         while len(batches) < num_microbatches:
@@ -70,17 +78,33 @@ class IteratorReader:
         return StepBatches(batches, None, num_samples, [False] * num_batches, counts)
 
     def has_next(self, num_microbatches: int) -> bool:
-        """Always True: only reading reveals where the data ends."""
+        """Always True: only reading reveals where the data ends.
+
+        Args:
+            num_microbatches: micro-batches of the step on this rank.
+        """
         return True
 
     def leave_out(self, entries: Iterable[Sequence[int]]) -> None:
-        """Do nothing: micro-batches have no index."""
+        """Do nothing: micro-batches have no index.
+
+        Args:
+            entries: the samples that are skipped from here on, as (epoch, id).
+        """
 
     def steps_per_epoch(self, num_microbatches: int) -> None:
-        """Unknown."""
+        """Unknown.
+
+        Args:
+            num_microbatches: micro-batches of the step on this rank.
+        """
 
     def seek(self, epoch: int, samples_in_epoch: int) -> None:
         """Accept only the current position: an iterator counts items, not samples; use `load_state_dict` instead.
+
+        Args:
+            epoch: the number of the epoch, from 0.
+            samples_in_epoch: samples of the epoch that have been read, over all ranks.
 
         Raises:
             DataError: for any other position.
@@ -98,6 +122,9 @@ class IteratorReader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue a new iterator from a position returned by `state_dict`.
+
+        Args:
+            state: what `state_dict()` returned.
 
         Raises:
             DataError: if a plain iterator ends before the position.
@@ -169,6 +196,9 @@ class ForeignReader:
 
     Without `has_next` and `steps_per_epoch`, the data has unknown length; without `leave_out`, its samples have no ids.
     If `seek`, `state_dict` or `load_state_dict` is missing, calling it raises a DataError.
+
+    Args:
+        source: the user's loader, which yields batches.
     """
 
     def __init__(self, source: Any) -> None:

@@ -188,6 +188,16 @@ class TrainLoader(Loader):
 
     Args:
         reading: options of `MicroBatchReader`, and of torch's DataLoader for the workers, such as `prefetch_factor`.
+        dataset: the map-style dataset.
+        micro_batch_size: samples of one forward pass on one rank.
+        global_batch_size: samples of a step, over all ranks and micro-batches.
+        rank: this rank, from 0.
+        world_size: the number of data-parallel ranks.
+        seed: seed of the order; the same seed gives the same order.
+        shuffle: whether each epoch has an order of its own; otherwise the order is that of the data.
+        persistent_workers: whether worker processes outlive an epoch.
+        epoch: the number of the epoch, from 0.
+        samples_in_epoch: samples of the epoch that have been read, over all ranks.
 
     Raises:
         DataError: for inconsistent sizes, an empty dataset, or one smaller than a global batch.

@@ -236,6 +236,10 @@ class StreamLoader(Loader):
 
     Args:
         reading: `seed`, `shuffle`, `num_workers`, `pin_memory`, and options of torch's DataLoader for the workers.
+        micro_batch_size: samples of one forward pass on one rank.
+        global_batch_size: samples of a step, over all ranks and micro-batches.
+        rank: this rank, from 0.
+        world_size: the number of data-parallel ranks.
 
     Raises:
         DataError: for inconsistent sizes.

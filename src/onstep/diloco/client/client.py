@@ -181,12 +181,24 @@ class DiLoCoClient:
         tokens: int = 1,
         steps: int = 1,
     ) -> dict[str, Tensor]:
-        """The same for one fragment: returns its new parameters. Raises like `submit_pseudogradients`."""
+        """The same for one fragment: returns its new parameters. Raises like `submit_pseudogradients`.
+
+        Args:
+            worker_id: the name of the worker in the run.
+            fragment_id: the number of the fragment, from 0.
+            pseudogradients: the weights at the start of the round minus those at its end, by name.
+            tokens: tokens trained on since the last submission.
+            steps: steps trained since the last submission.
+        """
         return self._submit(self._member(worker_id), [fragment_id], pseudogradients, tokens, steps)
 
     def heartbeat(self, worker_id: str, steps_per_second: float = 0.0) -> dict[str, Any]:
         """Send a heartbeat; returns `status`, `versions`, `num_registered`, `recommended_sync_every`, and `commands`,
         those for all workers that this one has not had.
+
+        Args:
+            worker_id: the name of the worker in the run.
+            steps_per_second: the current speed of the worker.
 
         Raises:
             ServerLostError: if no answer comes.
@@ -210,7 +222,11 @@ class DiLoCoClient:
         }
 
     def deregister(self, worker_id: str) -> None:
-        """Leave the run. A missing answer is only logged: the server will evict the worker."""
+        """Leave the run. A missing answer is only logged: the server will evict the worker.
+
+        Args:
+            worker_id: the name of the worker in the run.
+        """
         try:
             self._answer(Deregister(worker_id, self._session_id))
         except ConnectionError as error:
@@ -241,6 +257,10 @@ class DiLoCoClient:
         """Send an operator's command to all servers: `save_state`, `kick_worker`, `update_optimizer`,
         `update_num_workers`, `command` (what all workers do: `save`, `stop`, `save-stop` or `abort`) or `shutdown`;
         returns their answers. Raises as above.
+
+        Args:
+            action: the name of the command.
+            body: its fields by name.
         """
         return self._ask_all("POST", f"{CONTROL}/{action}", dict(body or {}))
 

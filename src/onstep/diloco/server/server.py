@@ -81,6 +81,8 @@ class DiLoCoServer:
         safetensors: True; checkpoints are never pickles.
         dashboard_enabled: there is no page; True names the command that shows the same.
         default_work_units: None; workers have shares of the data.
+        model_state_dict: the initial parameters, by name.
+        dylu_base_sync_every: steps of a round for the fastest worker, if workers train at their own speed.
 
     Raises:
         ConfigError: for an invalid argument, or if there are no parameters. It is a ValueError.
@@ -172,7 +174,11 @@ class DiLoCoServer:
         return self.address_at(reachable(self.host))
 
     def address_at(self, host: str) -> str:
-        """The same with another name or address of this machine."""
+        """The same with another name or address of this machine.
+
+        Args:
+            host: the name of this machine as workers reach it.
+        """
         return f"{'https://' if self._scheme == 'https' else ''}{authority(host, self.port)}"
 
     @property
@@ -255,6 +261,9 @@ class DiLoCoServer:
     def save_state(self, path: str | Path) -> None:
         """Save everything to another directory, while no round is being executed: before `start` or after `stop`.
 
+        Args:
+            path: the directory to write to.
+
         Raises:
             CheckpointError: if the disk refuses.
         """
@@ -264,6 +273,9 @@ class DiLoCoServer:
 
     def load_state(self, path: str | Path) -> None:
         """Continue from what `save_state` wrote, or from the subdirectory `diloco` of another server; before `start`.
+
+        Args:
+            path: the directory to read.
 
         Raises:
             CheckpointError: if there is none, or it was saved with a different model.

@@ -269,7 +269,11 @@ class DiLoCoWorker:
         self._started().finish()
 
     def share(self, value: T) -> T:
-        """Rank 0's value, on every rank. Collective."""
+        """Rank 0's value, on every rank. Collective.
+
+        Args:
+            value: the value on rank 0.
+        """
         shared: T = self._started().world.share(value)
         return shared
 
@@ -344,7 +348,11 @@ class DiLoCoWorker:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of an earlier process, whose parameters the model has; before `start`."""
+        """Continue from the state of an earlier process, whose parameters the model has; before `start`.
+
+        Args:
+            state: what `state_dict()` returned.
+        """
         self._loaded = state
         self.metrics.load_state_dict(state)
 

@@ -22,7 +22,9 @@ class MemoryEstimate:
     num_trainable: int
     """Number of trainable ones: with LoRA those that it adds, else all."""
     trained_weights: int
+    """Bytes of the weights that are trained."""
     frozen_weights: int
+    """Bytes of the weights that are not."""
     masters: int
     """What the optimizer keeps of the values of 16-bit weights: their float32 values, or what rounding would lose."""
     gradients: int
@@ -81,6 +83,7 @@ def estimate_training_memory(cfg: Any, *, device: str | None = None, ranks: int 
     Args:
         device: cpu or cuda, whose kernels keep different tensors; None is that of the configuration, else cuda.
         ranks: number of data-parallel ranks that share a global batch.
+        cfg: the configuration of the run.
     """
     shape = ModelShape.of(cfg.model)
     if shape is None:
@@ -148,7 +151,11 @@ def accumulates(cfg: Any, ranks: int) -> bool:
 
 
 def format_training_memory_estimate(estimate: MemoryEstimate) -> str:
-    """Format the estimate as a table in MiB, one line per kind, omitting those that are 0."""
+    """Format the estimate as a table in MiB, one line per kind, omitting those that are 0.
+
+    Args:
+        estimate: what `estimate_training_memory` returned.
+    """
     lines = [f"{'parameters':<16}{estimate.num_parameters:>16,d}"]
     if estimate.num_trainable != estimate.num_parameters:
         lines.append(f"{'trained':<16}{estimate.num_trainable:>16,d}")
@@ -157,7 +164,11 @@ def format_training_memory_estimate(estimate: MemoryEstimate) -> str:
 
 
 def report_theoretical_memory(cfg: Any) -> None:
-    """Print Megatron Bridge's line about weights, gradients and optimizer; nothing if no formula is known."""
+    """Print Megatron Bridge's line about weights, gradients and optimizer; nothing if no formula is known.
+
+    Args:
+        cfg: the configuration of the run.
+    """
     estimate = estimate_training_memory(cfg)
     if estimate is not None:
         line = f"Theoretical memory footprints: weight and optimizer={estimate.weights_and_optimizer / _MIB:.2f} MB"

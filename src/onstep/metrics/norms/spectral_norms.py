@@ -67,6 +67,9 @@ class SpectralNorms:
         Parameters without values (`missing_parameters`) are omitted. Collective if parameters are DTensors: each is
         gathered and measured on every rank. Synchronizes with the device a few times in total: once for vectors, and
         once for all matrices whenever iterations are added.
+
+        Args:
+            model: the module, or its chunks.
         """
         reshard(model)
         parameters = measurable_parameters(model)

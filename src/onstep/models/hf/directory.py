@@ -93,6 +93,9 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
 
     `seq_length` is the model's maximum sequence length. Missing keys have `transformers`' defaults.
 
+    Args:
+        hf_config: the content of `config.json`.
+
     Raises:
         ConfigError: for another architecture, a missing size, or a feature that `Transformer` does not support.
     """
@@ -137,6 +140,9 @@ def to_hf_state_dict(model: Transformer) -> dict[str, Tensor]:
 
     They share memory with the model if `transformers` stores them in the same layout.
 
+    Args:
+        model: the model whose weights are renamed.
+
     Raises:
         ConfigError: for a model that no `transformers` architecture computes, or one with a value head.
     """
@@ -171,6 +177,9 @@ def from_hf_state_dict(config: ModelConfig, state: Mapping[str, Tensor]) -> Tran
     """A model of `config` with the weights of a `transformers` model, copied into float32 on the CPU.
 
     The output matrix of a tied model may be absent or equal to the embedding.
+
+    Args:
+        state: the weights by their names in `transformers`.
 
     Raises:
         ConfigError: for a configuration that cannot be built, or that no `transformers` architecture supports.

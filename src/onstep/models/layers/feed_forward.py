@@ -185,6 +185,9 @@ def is_moe_layer(config: ModelConfig, layer_index: int) -> bool:
     """Whether layer `layer_index` has experts, as `moe_layer_freq` says; layers after the last one are like the last.
 
     Those are the layers of multi-token prediction.
+
+    Args:
+        config: the section `model` of a configuration.
     """
     if not config.num_moe_experts:
         return False
@@ -217,6 +220,10 @@ class MixtureOfExperts(nn.Module):
     """The feed-forward block of a layer with `num_moe_experts` experts, some of which a router chooses for each token.
 
     Consists of `router`, `experts` and `shared_experts` (None without a shared expert).
+
+    Args:
+        config: the section `model` of a configuration.
+        layer_index: the index of the layer, from 0.
     """
 
     shared_experts: SharedExpert | None
@@ -230,7 +237,11 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts = None if width is None else SharedExpert(config, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq, hidden) to the same shape. Collective in training if `global_aux_loss` is used."""
+        """(batch, seq, hidden) to the same shape. Collective in training if `global_aux_loss` is used.
+
+        Args:
+            x: hidden states, (batch, seq, hidden).
+        """
         out: Tensor = self.experts(x.flatten(0, 1), self.router(x)).view(x.shape)
         if self.shared_experts is not None:
             out = out + self.shared_experts(x)

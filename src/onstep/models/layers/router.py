@@ -102,6 +102,11 @@ class Router(nn.Module):
     In training, the configured auxiliary losses are added to the gradient automatically
     (`onstep.models.layers.routing_record`), and `record` accumulates statistics.
 
+    Args:
+        config: the section `model` of a configuration.
+        num_experts: the number of experts.
+        layer_index: the index of the layer, from 0.
+
     Source: Shazeer et al., "Outrageously Large Neural Networks" (2017), section 2.1; DeepSeek-V3 (2024), section 2.1.2,
     for the sigmoids and the bias.
     """

@@ -17,6 +17,10 @@ class KeyValueCache:
 
     The memory of a layer is allocated once, at its first `append`, with the dtype and device of the tensors appended
     (under autocast only the layer knows these). For inference: use it under `torch.no_grad`.
+
+    Args:
+        num_layers: the number of layers.
+        capacity: the greatest number of positions.
     """
 
     def __init__(self, num_layers: int, capacity: int) -> None:
@@ -30,6 +34,9 @@ class KeyValueCache:
         """Store `key` and `value` (batch, seq, groups, head_width) of the next positions; return all of the layer's.
 
         `length` does not change until `advance` is called, after every layer has appended.
+
+        Args:
+            layer: the index of the layer.
 
         Raises:
             OnstepError: for more positions than the capacity.

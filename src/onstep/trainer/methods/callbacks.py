@@ -103,7 +103,11 @@ class CallbackMethods(BaseTrainer):
         return self._handler
 
     def add_callback(self, callback: object) -> None:
-        """Register a callback, or a callback class."""
+        """Register a callback, or a callback class.
+
+        Args:
+            callback: a callback, or its class.
+        """
         self.callback_manager.add(callback)
 
     def pop_callback(self, callback: object) -> object:
@@ -111,6 +115,9 @@ class CallbackMethods(BaseTrainer):
 
         Hugging Face's `ProgressCallback`, or with `disable_tqdm` its `PrinterCallback`, stands for the one that prints
         progress here.
+
+        Args:
+            callback: a callback, or its class.
 
         Raises:
             ConfigError: for `DefaultFlowCallback`, since the loop itself decides what is due.
@@ -123,6 +130,9 @@ class CallbackMethods(BaseTrainer):
 
     def remove_callback(self, callback: object) -> None:
         """Remove the same callback as `pop_callback`; a class without a match changes nothing.
+
+        Args:
+            callback: a callback, or its class.
 
         Raises:
             ValueError: if this instance is not a callback of the Trainer.

@@ -83,6 +83,11 @@ class EvaluatingMethods(BaseTrainer):
         """Compute the metrics of a dataset, or of each in a dict of them under `<prefix>_<name>`. Collective.
 
         A callback may call it during training. `eval_dataset` may be a key of the dict passed to the constructor.
+
+        Args:
+            ignore_keys: the keys of the model's outputs that are not gathered; None for
+                `model.config.keys_to_ignore_at_inference`.
+            metric_key_prefix: what the names of the metrics begin with, before an underscore.
         """
         dataset = self.eval_dataset if eval_dataset is None else self._named(eval_dataset)
         if dataset is None and not overrides(self, "get_eval_dataloader"):
@@ -110,6 +115,12 @@ class EvaluatingMethods(BaseTrainer):
 
         A set without labels has no loss, and `compute_metrics` is not called. `prediction_loss_only` returns only the
         loss.
+
+        Args:
+            test_dataset: the samples to predict, as the model's inputs; labels may be absent.
+            ignore_keys: the keys of the model's outputs that are not gathered; None for
+                `model.config.keys_to_ignore_at_inference`.
+            metric_key_prefix: what the names of the metrics begin with, before an underscore.
         """
         with self.memory.measured("test") as memory, self._evaluation() as session:
             output = self._evaluate_one(session, test_dataset, ignore_keys, metric_key_prefix, is_test=True)
@@ -131,6 +142,9 @@ class EvaluatingMethods(BaseTrainer):
                 one, as that of sentence-transformers does for an evaluator alone.
             description: "Prediction" for data that may have no labels; such data is read completely.
             prediction_loss_only: keep no predictions; None is `args.prediction_loss_only`.
+            ignore_keys: the keys of the model's outputs that are not gathered; None for
+                `model.config.keys_to_ignore_at_inference`.
+            metric_key_prefix: what the names of the metrics begin with, before an underscore.
         """
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         is_test = description == "Prediction"
@@ -194,13 +208,30 @@ class EvaluatingMethods(BaseTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """`evaluation_loop` under its name in transformers 4; called if `args.use_legacy_prediction_loop` is set."""
+        """`evaluation_loop` under its name in transformers 4; called if `args.use_legacy_prediction_loop` is set.
+
+        Args:
+            prediction_loss_only: whether only the loss is returned, without outputs and labels.
+            ignore_keys: the keys of the model's outputs that are not gathered; None for
+                `model.config.keys_to_ignore_at_inference`.
+            metric_key_prefix: what the names of the metrics begin with, before an underscore.
+            dataloader: the batches to predict.
+            description: the name of the loop in messages, such as "Evaluation".
+        """
         return self.evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
 
     def prediction_step(
         self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, object, object]:
-        """The loss, logits and labels of one batch; None for those that it lacks or that are not asked for."""
+        """The loss, logits and labels of one batch; None for those that it lacks or that are not asked for.
+
+        Args:
+            model: the module in eval mode.
+            inputs: one micro-batch on the device: tensors by name, with the batch as their first dimension.
+            prediction_loss_only: whether only the loss is returned, without outputs and labels.
+            ignore_keys: the keys of the model's outputs that are not gathered; None for
+                `model.config.keys_to_ignore_at_inference`.
+        """
         with self._evaluation() as session, torch.no_grad(), session.state.autocast(), ExitStack() as stack:
             inputs = self._placed(inputs)
             parallel, inputs = self._prepare_context_parallel_inputs(model, inputs)
@@ -258,7 +289,12 @@ class EvaluatingMethods(BaseTrainer):
             )
 
     def evaluate_in_run(self, ignore_keys: list[str] | None) -> None:
-        """The evaluation of a run, and what follows from its metrics. Collective."""
+        """The evaluation of a run, and what follows from its metrics. Collective.
+
+        Args:
+            ignore_keys: the keys of the model's outputs that are not gathered; None for
+                `model.config.keys_to_ignore_at_inference`.
+        """
         state = self.session.state
         has_data = self.eval_dataset is not None or overrides(self, "get_eval_dataloader")
         if state.cfg.validation.eval_iters == 0:

@@ -59,6 +59,9 @@ class LoadingMethods(BaseTrainer):
 
         With `dataloader_persistent_workers`, the same one for the same set.
 
+        Args:
+            eval_dataset: the dataset, or the name of one of `eval_dataset`; None for the Trainer's own.
+
         Raises:
             ConfigError: without an evaluation set.
         """
@@ -78,11 +81,19 @@ class LoadingMethods(BaseTrainer):
         return loader
 
     def get_test_dataloader(self, test_dataset: object) -> Iterable[Batch]:
-        """A DataLoader of a test set."""
+        """A DataLoader of a test set.
+
+        Args:
+            test_dataset: the samples to predict, as the model's inputs; labels may be absent.
+        """
         return self._get_dataloader(test_dataset, "test", self.args.eval_batch_size, self._get_eval_sampler)
 
     def num_examples(self, dataloader: Any) -> int:
-        """Number of samples of a DataLoader's dataset; if that has no length, its batches times the batch size."""
+        """Number of samples of a DataLoader's dataset; if that has no length, its batches times the batch size.
+
+        Args:
+            dataloader: the loader whose samples are counted.
+        """
         try:
             return len(dataloader.dataset)
         except (AttributeError, TypeError):

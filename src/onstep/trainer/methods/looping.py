@@ -57,6 +57,11 @@ class LoopingMethods(BaseTrainer):
         """The micro-batches of a step, on the device, and `num_items_in_batch`. Collective.
 
         An override gets an iterator over the micro-batches of one step, and reads them all.
+
+        Args:
+            epoch_iterator: the iterator over the micro-batches of an epoch.
+            num_batches: micro-batches of the step on this rank.
+            device: the device of the returned count.
         """
         samples = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         counted = [batch for batch in samples if not any(batch is filler for filler in self.fillers)]

@@ -28,7 +28,11 @@ class OptimizingMethods(BaseTrainer):
     """
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Set `self.optimizer` and `self.lr_scheduler`."""
+        """Set `self.optimizer` and `self.lr_scheduler`.
+
+        Args:
+            num_training_steps: steps (optimizer updates) of the whole training, which the schedule is for.
+        """
         self.create_optimizer()
         self.create_scheduler(num_training_steps=num_training_steps)
 
@@ -37,6 +41,9 @@ class OptimizingMethods(BaseTrainer):
 
         It is the one of `optimizers`, `optimizer_cls_and_kwargs` or `args`; one of `args` has a group of the parameters
         of `get_decay_parameter_names`, with weight decay, and a group of the others.
+
+        Args:
+            model: the module whose trainable parameters are optimized; None for the Trainer's own.
         """
         if not is_object(self.optimizer):
             self.optimizer = own_optimizer(self, self.model if model is None else model)
@@ -61,13 +68,20 @@ class OptimizingMethods(BaseTrainer):
     ) -> tuple[Callable[..., UserOptimizer], dict[str, object]]:
         """The class and the keywords of the optimizer that `args` name.
 
+        Args:
+            model: the model, which some optimizers ask for.
+
         Raises:
             ConfigError: if its package is not installed.
         """
         return optimizer_class(args, model)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Names of the parameters with weight decay: all but biases and norms, recognized by name or class."""
+        """Names of the parameters with weight decay: all but biases and norms, recognized by name or class.
+
+        Args:
+            model: the module whose parameters are named.
+        """
         norms = tuple(f"{name}." for name, each in model.named_modules() if name and isinstance(each, nn.LayerNorm))
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         return [name for name in names if not name.startswith(norms) and not _NOT_DECAYED.search(name.lower())]
@@ -92,6 +106,9 @@ class OptimizingMethods(BaseTrainer):
 
     def get_optimizer_group(self, param: nn.Parameter | None = None) -> object:
         """The group of a parameter; for None, or a parameter that is in no group, the parameters of each group.
+
+        Args:
+            param: the parameter whose group is returned; None for all groups.
 
         Raises:
             ConfigError: before an optimizer is created.

@@ -29,6 +29,9 @@ class ReportingMethods(BaseTrainer):
         The records of steps and evaluations and the final one pass through an override. You may also call it, for
         example in `compute_loss`. `start_time` (Unix seconds) adds the rate of input tokens, if they are counted.
 
+        Args:
+            logs: the metrics by name.
+
         Raises:
             ConfigError: before the first run.
         """
@@ -49,21 +52,38 @@ class ReportingMethods(BaseTrainer):
         notify.on_run_end(reason="completed")  # what opens a file for the record closes it
 
     def metrics_format(self, metrics: Metrics) -> dict[str, object]:
-        """Metrics as `log_metrics` prints them."""
+        """Metrics as `log_metrics` prints them.
+
+        Args:
+            metrics: the metrics by name.
+        """
         return formatted(metrics)
 
     def log_metrics(self, split: str, metrics: Metrics) -> None:
-        """Print metrics under a heading with the name of the split, on rank 0."""
+        """Print metrics under a heading with the name of the split, on rank 0.
+
+        Args:
+            split: the name of the split, such as `train`, `eval` or `test`.
+            metrics: the metrics by name.
+        """
         if self.is_world_process_zero():
             print("\n".join(lines(split, metrics)), flush=True)  # noqa: T201 - this output is what was asked for
 
     def save_metrics(self, split: str, metrics: Metrics, combined: bool = True) -> None:
-        """Write `<split>_results.json` to `args.output_dir`, and add to `all_results.json` if `combined`, on rank 0."""
+        """Write `<split>_results.json` to `args.output_dir`, and add to `all_results.json` if `combined`, on rank 0.
+
+        Args:
+            metrics: the metrics by name.
+        """
         if self.is_world_process_zero():
             write_metrics(Path(str(self.args.output_dir)), split, metrics, combined=combined)
 
     def floating_point_ops(self, inputs: Batch) -> int:
-        """FLOPs of the forward and backward pass of a micro-batch; an override is what `total_flos` adds up."""
+        """FLOPs of the forward and backward pass of a micro-batch; an override is what `total_flos` adds up.
+
+        Args:
+            inputs: one micro-batch on the device: tensors by name, with the batch as their first dimension.
+        """
         return num_input_flops(self.model, inputs)
 
     def store_flos(self) -> None:
@@ -81,6 +101,9 @@ class ReportingMethods(BaseTrainer):
 
     def hyperparameter_search(self, *args: object, **kwargs: object) -> NoReturn:
         """Refused: there is no search here.
+
+        Args:
+            kwargs: as in transformers; none has an effect.
 
         Raises:
             ConfigError: always, with what to do instead.

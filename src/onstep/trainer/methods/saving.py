@@ -101,7 +101,19 @@ class SavingMethods(StateFileMethods):
         dataset: Words = None,
         dataset_args: Words = None,
     ) -> None:
-        """Write the facts of the run to `README.md` in `args.output_dir`, with metadata for model hubs, on rank 0."""
+        """Write the facts of the run to `README.md` in `args.output_dir`, with metadata for model hubs, on rank 0.
+
+        Args:
+            language: the language of the model's data, by its code.
+            license: the license of the model, by its identifier on the Hub.
+            tags: the tags of the model on the Hub.
+            model_name: the title of the card; None for the name of the directory.
+            finetuned_from: the name or directory of the model that was trained further.
+            tasks: the tasks that the model is for, by their names on the Hub.
+            dataset_tags: the data sets of the Hub that it was trained on, by their names.
+            dataset: the data sets in words.
+            dataset_args: the configurations of the data sets.
+        """
         if self.args.process_index != 0:
             return
         directory = Path(str(self.args.output_dir))
@@ -128,6 +140,9 @@ class SavingMethods(StateFileMethods):
     def push_to_hub(self, *args: object, **kwargs: object) -> NoReturn:
         """Refused: nothing is uploaded.
 
+        Args:
+            kwargs: as in transformers; none has an effect.
+
         Raises:
             ConfigError: always, with the command that uploads the directory.
         """
@@ -139,6 +154,10 @@ class SavingMethods(StateFileMethods):
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> NoReturn:
         """Refused, as `push_to_hub`.
+
+        Args:
+            token: as in transformers; none has an effect.
+            private: as in transformers; none has an effect.
 
         Raises:
             ConfigError: always.

@@ -45,7 +45,11 @@ class StateFileMethods(BaseTrainer):
         self._write(output_dir, "_load_rng_state", partial(_write_generators, self))
 
     def save_states(self, directory: str) -> None:
-        """Call the methods that write states, where a checkpoint is due, if the user's code needs them."""
+        """Call the methods that write states, where a checkpoint is due, if the user's code needs them.
+
+        Args:
+            directory: the directory of the checkpoint.
+        """
         if not self.args.save_only_model:
             for name, reader in zip(STATE_METHODS, READERS, strict=True):
                 if overrides(self, name) or replaces(self, reader):

@@ -42,6 +42,12 @@ class SteppingMethods(BaseTrainer):
         `loss.backward()`, any number of times. As in Hugging Face's Trainer, the returned values of a step are added
         up, and losses and gradients are averaged over ranks.
 
+        Args:
+            inputs: one micro-batch on the device: tensors by name, with the batch as their first dimension.
+            num_items_in_batch: the labels that count in the whole step, over all micro-batches and ranks; None if
+                the loss is a mean.
+            model: the module in train mode, as it is wrapped for the ranks.
+
         Raises:
             ConfigError: outside of a run.
         """
@@ -64,7 +70,11 @@ class SteppingMethods(BaseTrainer):
         return stack
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[object]:
-        """Autocast in the run's precision."""
+        """Autocast in the run's precision.
+
+        Args:
+            cache_enabled: whether casts of weights are kept until the block ends.
+        """
         if self.session is None:
             return nullcontext()
         context: AbstractContextManager[object] = self.session.state.autocast()

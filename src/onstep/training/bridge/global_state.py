@@ -31,8 +31,11 @@ class TrainStepResult(NamedTuple):
     skipped_iter: int
     """1 if the update was not applied."""
     should_checkpoint: bool
+    """Whether a checkpoint is due."""
     should_exit: bool
+    """Whether the run is to end."""
     exit_code: int
+    """The exit code with which it ends."""
     grad_norm: Scalar | None
     """Global L2 norm before clipping; a device tensor for Onstep's optimizers."""
     num_zeros_in_grad: Tensor | int | None
@@ -40,13 +43,21 @@ class TrainStepResult(NamedTuple):
 
     def with_max_attention_logit(self, global_state: Run) -> tuple[object, ...]:
         """The 8 values that newer versions of Megatron Bridge return: these 7 and the step's largest attention logit,
-        as a device tensor, or None unless `model.log_max_attention_logit`."""
+        as a device tensor, or None unless `model.log_max_attention_logit`.
+
+        Args:
+            global_state: the run.
+        """
         step = global_state.features.room(LastStep).step
         return (*self, None if step is None else step.max_attention_logit)
 
     @classmethod
     def of(cls, step: Step) -> TrainStepResult:
-        """The result of one step of the loop."""
+        """The result of one step of the loop.
+
+        Args:
+            step: the step.
+        """
         return cls(step.loss_dict, int(not step.applied), False, False, 0, step.grad_norm, step.num_zeros)
 
 
@@ -99,7 +110,16 @@ _KEPT = ("cfg", "world", "run_dir", "checkpoints", "entry_point")
 
 
 class GlobalState(Run):
-    """A run as Megatron Bridge's callbacks and functions see it; everything added here comes from features."""
+    """A run as Megatron Bridge's callbacks and functions see it; everything added here comes from features.
+
+    Args:
+        train_state: the counters of the run.
+        info: facts about the run.
+        num_eval_microbatches: micro-batches of an evaluation step on this rank.
+        run_dir: the directory of the run; None without one.
+        clock: the clock of the run.
+        start_time: when the run started, on its clock.
+    """
 
     @property
     def signal_handler(self) -> DistributedSignalHandler | None:

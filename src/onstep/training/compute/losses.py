@@ -56,18 +56,24 @@ class LossShare(NamedTuple):
     """A micro-batch's share of the step's loss."""
 
     loss: Tensor
+    """The loss of the micro-batch, a 0-d tensor."""
     num_items: Scalar | None
     """Number of items of this micro-batch on this rank; None if unknown."""
     report: Mapping[str, object]
+    """Values to report, by name."""
 
 
 class MeanLoss(NamedTuple):
     """The mean loss of a micro-batch, with a weight that the forward step supplies."""
 
     loss: Tensor
+    """The loss of the micro-batch, a 0-d tensor."""
     weight: Scalar
+    """The weight of the mean, such as the number of its labels; a 0-d tensor."""
     tokens: Scalar | None
+    """The number of tokens that count."""
     report: Mapping[str, object]
+    """Values to report, by name."""
 
 
 def run_backward(loss: Tensor) -> None:

@@ -106,7 +106,12 @@ class Timers:
         return self._timers[name]
 
     def names(self, lowest: int = 1, highest: int = _LAST_LEVEL) -> list[str]:
-        """Names of Onstep's own enabled timers of these levels; the same on all ranks."""
+        """Names of Onstep's own enabled timers of these levels; the same on all ranks.
+
+        Args:
+            lowest: the lowest level.
+            highest: the highest level.
+        """
         return [name for name, level in TIMER_LEVELS.items() if lowest <= level <= min(highest, self.log_level)]
 
     def gather(
@@ -116,7 +121,14 @@ class Timers:
         barrier: bool = False,
         read: Callable[[Timer, bool, bool], float] = Timer.elapsed,
     ) -> dict[str, list[float]]:
-        """Seconds of each rank, in rank order, by name. One collective; a timer that a rank has not used is 0."""
+        """Seconds of each rank, in rank order, by name. One collective; a timer that a rank has not used is 0.
+
+        Args:
+            names: the names of the timers.
+            reset: whether the timers start again from 0.
+            barrier: whether ranks wait for each other first.
+            read: gives the seconds of a timer.
+        """
         if not names:
             return {}
         if barrier:
@@ -154,6 +166,12 @@ class Timers:
         """Seconds of the slowest rank by tag (`<name>-time`), since the last call. Collective.
 
         The times that `log` prints are not affected.
+
+        Args:
+            names: the names of the timers.
+            normalizer: times are divided by it, such as the number of steps.
+            reset: whether the timers start again from 0.
+            barrier: whether ranks wait for each other first.
         """
         times = _used(self.gather(names, reset, barrier, Timer.since_written), normalizer)
         return {f"{name}-time": max(seconds) for name, seconds in times.items()}
@@ -173,6 +191,10 @@ class Timers:
             writer: an object with `add_scalar`, several loggers by name (tensorboard, wandb, mlflow, comet), which all
                 receive the same values, or None on a rank without any.
             iteration: the x-axis.
+            names: the names of the timers.
+            normalizer: times are divided by it, such as the number of steps.
+            reset: whether the timers start again from 0.
+            barrier: whether ranks wait for each other first.
         """
         tags = self.maxima(names, normalizer, reset, barrier)
         if writer is None:

@@ -351,6 +351,9 @@ class TrainerControlCallback(TrainerCallback):
 def add_control(manager: CallbackManager) -> None:
     """Add a `TrainerControlCallback` to the callbacks of a run, unless there is one.
 
+    Args:
+        manager: the callbacks of the run, to which it is added.
+
     Raises:
         MissingExtraError: if a package that it requires is not installed.
     """

@@ -58,6 +58,11 @@ def evaluate(
         verbose: print the number of samples and the progress, on rank 0.
         non_loss_data_func: called with the model after the evaluation; its return value is the collected data.
         is_test: fire `on_test_*` instead of `on_eval_*`.
+        state: the run.
+        forward_step_func: the forward step, as in training.
+        model: the model chunks.
+        callback_manager: the callbacks of the run; None for none.
+        notify: fires the events; None for one of `callback_manager`.
 
     Returns:
         The token-weighted means by name (0-d tensors), the collected non-loss data, and whether

@@ -25,6 +25,11 @@ def forward_step(
     Labels are already shifted; labels equal to -100 are not trained on. `position_ids` and `document_ids` of packed
     sequences, also (batch, seq), are passed on by `packed_inputs`. Returns the sum of the losses and the function that
     counts them.
+
+    Args:
+        data_iterator: yields the micro-batches.
+        model: the model.
+        return_schedule_plan: as in Megatron; must be False.
     """
     batch = next(data_iterator)
     packed = packed_inputs(batch, data_iterator, model)

@@ -20,11 +20,13 @@ class ComputeArguments:
     mixed_precision: str | None = argument(None, choices=(None, "no", "bf16", "fp16"))
     """Forgather's spelling of `bf16` and `fp16`: None | no | bf16 | fp16."""
     use_cpu: bool = False
+    """Whether the CPU is used, even where there is an accelerator."""
     local_rank: int = -1
     """Accepted for old launchers; the rank is `local_process_index`."""
     ddp_find_unused_parameters: bool | None = None
     """None is False, for any model."""
     ddp_bucket_cap_mb: int | None = None
+    """Size of a bucket of gradients that ranks exchange at once, in MiB; None for the default."""
     ddp_broadcast_buffers: bool | None = None
     """None is False."""
     ddp_backend: str | None = None
@@ -49,6 +51,7 @@ class ComputeArguments:
     gradient_checkpointing: bool | None = None
     """The earlier name of `activation_checkpointing`."""
     gradient_checkpointing_kwargs: Values | None = None
+    """Keywords of `torch.utils.checkpoint.checkpoint`, such as `use_reentrant`."""
     use_cache: bool = False
     """The model's `config.use_cache`."""
     use_liger_kernel: bool = False

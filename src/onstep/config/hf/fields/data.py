@@ -21,7 +21,9 @@ class DataArguments:
     length_column_name: str = "length"
     """The column of a `datasets.Dataset` with the lengths to group by; without it the samples are measured."""
     remove_unused_columns: bool = True
+    """Whether columns that the model's `forward` has no parameter for are removed from the data."""
     label_names: list[str] | None = None
+    """The keys of a batch that are labels; None for those of the model's `forward` with `label` in their name."""
     dataloader_drop_last: bool = False
     """Drop the tail of an epoch that is shorter than one global batch; in the order of a user's sampler or loader, and
     of grouped samples, one that is shorter than a micro-batch on every rank."""

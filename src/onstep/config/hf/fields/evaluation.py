@@ -13,6 +13,8 @@ class EvaluationArguments:
     """Evaluations during training."""
 
     do_eval: bool = False
+    """Whether the user's script evaluates; set by any `eval_strategy` but `no`. `train()` and `evaluate()` do not
+    read it."""
     eval_strategy: str = argument("no", choices=("no", "steps", "epoch"))
     """no | steps | epoch"""
     eval_steps: Steps | None = argument(None, bound=">= 0")
@@ -26,6 +28,7 @@ class EvaluationArguments:
     max_eval_steps: int = -1
     """Global batches of one evaluation; -1 is the whole set."""
     prediction_loss_only: bool = False
+    """Whether evaluations compute the loss only, and keep no outputs."""
     eval_accumulation_steps: int | None = argument(None, bound="> 0")
     """At most so many batches of predictions are on the device; they are moved off it after each one."""
     eval_do_concat_batches: bool = True

@@ -30,11 +30,13 @@ class LoggingArguments:
     """False adds how much memory `train`, `evaluate` and `predict` took to their metrics; it requires psutil and
     transformers."""
     log_on_each_node: bool = True
+    """Whether the first process of each machine logs, not only that of the first one."""
     log_level: str = argument("passive", choices=tuple(LOG_LEVELS))
     """Level of Onstep's messages on the first rank of each machine (of all with `log_on_each_node=False`)."""
     log_level_replica: str = argument("warning", choices=tuple(LOG_LEVELS))
     """Level of Onstep's messages on the other ranks."""
     disable_tqdm: bool | None = None
+    """Whether no progress bar is shown; None shows one at a terminal."""
     report_to: Texts = "none"
     """Trackers to report to: none | all (that are installed) | one of `logger.report_to` or a list of them (comet is
     Hugging Face's comet_ml). Becomes a list, as in `transformers`."""

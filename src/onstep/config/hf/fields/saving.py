@@ -44,6 +44,10 @@ class SavingArguments:
     hub_model_id: str | None = None
     """Like the four that follow, for `push_to_hub`, without which none has an effect in transformers either."""
     hub_private_repo: bool | None = None
+    """Whether the repository of `push_to_hub` is private; without effect here, as nothing is uploaded."""
     hub_strategy: str = argument("every_save", choices=("end", "every_save", "checkpoint", "all_checkpoints"))
+    """When the Hub gets checkpoints; without effect here, as nothing is uploaded."""
     hub_always_push: bool = False
+    """Whether uploads overlap; without effect here, as nothing is uploaded."""
     hub_revision: str | None = None
+    """The branch of the Hub; without effect here, as nothing is uploaded."""

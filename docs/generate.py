@@ -22,9 +22,13 @@ from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from onstep import callbacks, control
+from onstep.cli.application import application_at
 from onstep.cli.control.group import VERBS
 from onstep.cli.device_waits import DEVICE_WAITS
+from onstep.cli.main import COMMANDS as CLI
 from onstep.cli.why_features import PARTS, Row
 from onstep.commands import COMMANDS, Command, Parameter
 from onstep.config import KEYS, Key, TrainingArguments
@@ -311,6 +315,41 @@ def _recipes_of_bridge() -> dict[str, dict[str, Any]]:
     }
 
 
+def command_line() -> str:
+    """Every command of `onstep`: its usage, what it does, its arguments and options."""
+    return "\n\n".join(
+        part for name, (place, _) in CLI.items() for part in _commands(f"onstep {name}", application_at(place))
+    )
+
+
+def _commands(path: str, application: typer.Typer) -> Iterator[str]:
+    command: Any = typer.main.get_command(application)
+    yield f"## {path}"
+    if subcommands := getattr(command, "commands", {}):
+        yield _prose(inspect.cleandoc(command.help or ""))
+    for name, one in (subcommands or {"": command}).items():
+        if name:
+            yield f"### {path} {name}"
+        yield from _command(one, f"{path} {name}".strip())
+
+
+def _command(command: Any, path: str) -> Iterator[str]:
+    """One command, as its `--help` has it."""
+    context = command.context_class(command, info_name=path)
+    yield f"```text\n{' '.join([path, *command.collect_usage_pieces(context)])}\n```"
+    yield _prose(inspect.cleandoc(command.help or ""))
+    records = [one.get_help_record(context) for one in command.get_params(context)]
+    rows = [(f"`{_typed(words)}`", _prose(" ".join(text.split()))) for words, text in filter(None, records)]
+    yield _table(("Argument or option", "Meaning"), [row for row in rows if "--help" not in row[0]])
+
+
+def _typed(words: str) -> str:
+    """The names of a parameter and its value; the type only where no word stands for the value."""
+    names, _, kind = " ".join(words.split()).partition(" <")
+    value = ("N" if "int" in kind else "X" if "float" in kind else "TEXT") if kind and names.startswith("-") else ""
+    return f"{names} {value}".strip()
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "readme": readme,
     "called overrides": called_overrides,
@@ -331,6 +370,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "neutral keys of bridge": neutral_keys_of_bridge,
     "refused values of bridge": refused_values_of_bridge,
     "control verbs": verbs_of_control,
+    "command line": command_line,
     "exchanged names": exchanged_names,
     "kept names": kept_names,
 }

@@ -53,9 +53,13 @@ class Block:
         """Execute the code as if it stood in the page, so that a traceback has the page's lines."""
         exec(compile("\n" * (self.line - 1) + self.code, str(self.page), "exec"), namespace)
 
+    def lines(self) -> list[str]:
+        """The lines of the code; one that ends in a backslash has the next one with it."""
+        return self.code.replace("\\\n", " ").splitlines()
+
     def run_commands(self) -> None:
         """Run the `onstep` command lines in this process."""
-        for line in self.code.splitlines():
+        for line in self.lines():
             command = shlex.split(line, comments=True)
             if command[:1] == ["onstep"]:
                 assert main(command[1:]) == 0, f"{self}: {line}"
@@ -77,7 +81,7 @@ def all_blocks(language: str) -> list[Block]:
 
 def commands() -> list[Any]:
     """Every `onstep` command line in the pages, also those that `torchrun` starts."""
-    lines = [(block, line) for block in all_blocks("bash") for line in block.code.splitlines()]
+    lines = [(block, line) for block in all_blocks("bash") for line in block.lines()]
     words = [(block, shlex.split(line, comments=True)) for block, line in lines]
     found = []
     for block, command in words:

@@ -24,6 +24,7 @@ import pytest
 
 import onstep
 from onstep import callbacks
+from onstep.cli.main import COMMANDS
 from onstep.cli.why_features import PARTS
 from onstep.config import ConfigContainer, TrainingArguments, to_flat
 from onstep.events import EVENTS, Callback, TrainerCallback
@@ -99,6 +100,14 @@ def test_the_table_of_callbacks_has_each_with_its_section(generate: ModuleType) 
     names = {kind.__name__ for kind in kinds if issubclass(kind, Callback | TrainerCallback)}
     assert [row.partition("`")[2].partition("`")[0] for row in rows] == [n for n in callbacks.__all__ if n in names]
     assert all(re.search(r"\| \[[^\]]+\]\([a-z_-]+\.md(#\w+)?\) \|$", row) for row in rows)
+
+
+def test_the_page_of_the_command_line_has_every_command_with_its_options(generate: ModuleType) -> None:
+    text = generate.command_line()
+    assert set(re.findall(r"^## onstep ([\w-]+)$", text, re.MULTILINE)) == set(COMMANDS)
+    assert "### onstep control pause" in text
+    assert "| `-q, --quiet` | Show warnings and the end (logger.console=quiet). |" in text
+    assert "| `--kills N` | Number of kills." in text
 
 
 def test_every_row_of_a_table_has_the_cells_of_its_head(generate: ModuleType) -> None:

@@ -63,6 +63,7 @@ def test_a_whole_recipe_loads_and_its_own_keys_have_its_values(name: str) -> Non
     other = {
         "dataset.split", "tokenizer.vocab_size", "model.rope_scaling", "model.activation_func", "train.manual_gc_eval",
         "tokenizer.tokenizer_type", "train.exit_signal", "model.moe_grouped_gemm", "rng.data_seed",
+        "optimizer.params_dtype", "optimizer.main_params_dtype",
     }  # fmt: skip
     for key, value in RECIPES[name].items():
         if key in KEYS and key not in other and value is not None and key not in REFUSED[name]:
@@ -116,6 +117,7 @@ TOGETHER = {
     "optimizer.muon_use_nesterov",
     "optimizer.muon_scale_mode",
     "optimizer.muon_extra_scale_factor",
+    "model.params_dtype",
 }
 """Keys whose effect needs others, with tests of their own."""
 
@@ -198,6 +200,14 @@ def test_rope_scaling_is_that_of_llama3_with_its_factor_in_any_order() -> None:
         }
         config.model.rope_scaling = False  # type: ignore[assignment]
         assert config.model.rope_scaling is None
+
+
+def test_the_models_type_of_weights_holds_over_the_optimizers() -> None:
+    recipe = nested({"model.params_dtype": "torch.bfloat16", "optimizer.params_dtype": "torch.float32"})
+    assert resolve(from_dict(recipe)).optimizer.params_dtype == "bfloat16"
+    precision = ConfigContainer(mixed_precision=MixedPrecisionConfig(bf16=True, params_dtype=torch.bfloat16))  # type: ignore[arg-type]
+    assert resolve(precision).optimizer.params_dtype == "bfloat16"
+    assert resolve(from_dict(nested({"model.params_dtype": "torch.float16"}))).optimizer.params_dtype == "float32"
 
 
 def test_muons_keys_act_with_muon_alone() -> None:

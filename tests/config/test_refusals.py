@@ -157,7 +157,7 @@ MODEL = [
     ("model.position_embedding_type=learned", "Did you mean 'learned_absolute'?"),
     (LINEAR + "model.position_embedding_type=none", "type=none has none; set rope_scaling to null"),
     (LINEAR + "model.position_embedding_type=learned_absolute", "learned_absolute has none; set rope_scaling to null"),
-    ("model.recompute_granularity=selective", "'selective' must be full"),
+    ("model.recompute_granularity=some", "must be full | selective"),
     (
         "model.rope_scaling={rope_type: liner, factor: 2.0}",
         "rope_type 'liner', which must be default | linear … Did you mean 'linear'",

@@ -27,7 +27,7 @@ def fill_grads(model: nn.Module, seed: int, scale: float = 1.0, without: tuple[i
 def bits(value: Any) -> Any:
     """`value` with every tensor as its type and bytes, for an exact comparison; an iterable is a list."""
     if isinstance(value, Tensor):
-        return str(value.dtype), value.detach().cpu().numpy().tobytes()
+        return str(value.dtype), value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
     if isinstance(value, Mapping):
         return {key: bits(one) for key, one in value.items()}
     return [bits(one) for one in value] if isinstance(value, Iterable) and not isinstance(value, str) else value

@@ -284,19 +284,19 @@ class Transformer(nn.Module):
         return embedded
 
 
-def empty_transformer(config: ModelConfig) -> Transformer:
-    """A float32 model on the CPU with uninitialized weights, for a caller that fills them all.
+def empty_transformer(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Transformer:
+    """A model on the CPU with uninitialized weights of a type, for a caller that fills them all.
 
     Raises:
         ConfigError: as for `Transformer`.
     """
     with torch.device("meta"):
         model = Transformer(config)
-    return model.to_empty(device="cpu")
+    return model.to(dtype).to_empty(device="cpu")
 
 
-def build_transformer(config: ModelConfig, seed: int | None = None) -> Transformer:
-    """A new float32 model on the CPU, with weights drawn as in `init_weights`.
+def build_transformer(config: ModelConfig, seed: int | None = None, dtype: torch.dtype = torch.float32) -> Transformer:
+    """A new model on the CPU, with weights of a type, drawn as in `init_weights`.
 
     Args:
         seed: determines the weights, which are the same on every rank and device; torch's global RNG is not changed.
@@ -306,7 +306,7 @@ def build_transformer(config: ModelConfig, seed: int | None = None) -> Transform
     Raises:
         ConfigError: as for `Transformer`.
     """
-    model = empty_transformer(config)
+    model = empty_transformer(config, dtype)
     generator = None if seed is None else torch.Generator(device="cpu").manual_seed(seed)
     init_weights(model, model.config, generator)
     return model

@@ -14,6 +14,7 @@ from onstep.optim.build import (
 )
 from onstep.optim.finite_gate import DeviceFiniteGate, FiniteGate, HostFiniteGate, finite_gate
 from onstep.optim.loss_scaler import LossScaler
+from onstep.optim.low_precision import LowPrecisionOptimizer
 from onstep.optim.megatron_optimizer import ForeignOptimizer, MegatronOptimizer
 from onstep.optim.muon import MuonWithAdamW
 from onstep.optim.optimizer import TrainingOptimizer
@@ -35,6 +36,7 @@ __all__ = [
     "ForeignOptimizer",
     "HostFiniteGate",
     "LossScaler",
+    "LowPrecisionOptimizer",
     "LrSchedule",
     "MegatronOptimizer",
     "MetricSchedulerAdapter",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -16,23 +16,22 @@ from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 from onstep.optim.loss_scaler import LossScaler
 from onstep.optim.megatron_optimizer import ForeignOptimizer, MegatronOptimizer
-from onstep.optim.muon import MuonWithAdamW
 from onstep.optim.named_optimizers import of_package
 from onstep.optim.optimizer import TrainingOptimizer
 from onstep.optim.param_groups import param_groups, trainable_parameters
 from onstep.optim.param_scheduler import OptimizerParamScheduler
 from onstep.optim.protocol import HasParamGroups
+from onstep.optim.torch_optimizers import optimizer_of
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "muon", *OF_PACKAGES)
 _ITERATION_FIELDS = ("lr_decay_iters", "lr_wsd_decay_iters", "lr_warmup_iters")
 _SAMPLE_FIELDS = ("lr_decay_samples", "lr_wsd_decay_samples", "lr_warmup_samples")
 
 Foreign = TypeVar("Foreign")
-Groups = list[dict[str, Any]]
 
 
 def build_optimizer(
-    model_chunks: list[nn.Module], config: OptimizerConfig, *, scaler: LossScaler | None = None
+    model_chunks: list[nn.Module], config: OptimizerConfig, *, scaler: LossScaler | None = None, seed: int = 0
 ) -> TrainingOptimizer:
     """The optimizer of `build_torch_optimizer` as the loop drives it.
 
@@ -40,14 +39,20 @@ def build_optimizer(
         scaler: the loss scaler; see `build_loss_scaler`.
         model_chunks: the model chunks; one unless the model is split into several.
         config: the section `optimizer` of a configuration.
+        seed: for stochastic rounding.
     """
-    optimizer = wrap_configured(build_torch_optimizer(model_chunks, config), model_chunks, config, scaler=scaler)
+    built = build_torch_optimizer(model_chunks, config, seed=seed)
+    optimizer = wrap_configured(built, model_chunks, config, scaler=scaler)
     assert isinstance(optimizer, TrainingOptimizer)
     return optimizer
 
 
 def build_torch_optimizer(
-    model_chunks: list[nn.Module], config: OptimizerConfig, *, decayed: Collection[nn.Parameter] | None = None
+    model_chunks: list[nn.Module],
+    config: OptimizerConfig,
+    *,
+    decayed: Collection[nn.Parameter] | None = None,
+    seed: int = 0,
 ) -> torch.optim.Optimizer:
     """The configured optimizer over the trainable parameters of all chunks; a shared parameter counts once.
 
@@ -59,10 +64,13 @@ def build_torch_optimizer(
     of fewer dimensions, such as the scales of norms, without (`wd_mult` 0). Each is split further for Muon, for a
     separate learning rate of embedding and output (`is_decoupled_lr`), and by `optimizer.param_groups`.
 
+    With `optimizer.params_dtype=bfloat16` they are updated in float32; see `LowPrecisionOptimizer`.
+
     Args:
         decayed: the parameters with weight decay, where the rule above does not apply.
         model_chunks: the model chunks; one unless the model is split into several.
         config: the section `optimizer` of a configuration.
+        seed: for stochastic rounding.
 
     Raises:
         ConfigError: if the optimizer is unknown or has no learning rate, if nothing is trainable, or if an entry of
@@ -88,13 +96,9 @@ def build_torch_optimizer(
         raise ConfigError(
             "optimizer.optimizer=muon requires trainable matrices between embedding and output, got none; use adam"
         )
-    if for_muon:
-        return _muon(for_muon, others, config, config.lr)
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(others, lr=config.lr, momentum=config.sgd_momentum, fused=_can_fuse(others))
     if config.optimizer in OF_PACKAGES:
         return of_package(config, model_chunks, others)
-    return _adamw(others, config, config.lr)
+    return optimizer_of(for_muon, others, config, config.lr, seed=seed)
 
 
 def build_loss_scaler(config: OptimizerConfig, mixed_precision: str | None) -> LossScaler | None:
@@ -222,30 +226,6 @@ def as_step_optimizer(
     if optimizer.scaler is None and scaler is not None:
         optimizer.scaler = scaler
     return optimizer
-
-
-def _muon(for_muon: Groups, others: Groups, config: OptimizerConfig, lr: float) -> MuonWithAdamW:
-    muon = torch.optim.Muon(
-        for_muon,
-        lr=lr,
-        weight_decay=config.weight_decay,
-        momentum=config.muon_momentum,
-        nesterov=config.muon_nesterov,
-        ns_steps=config.muon_num_ns_steps,
-        adjust_lr_fn=config.muon_adjust_lr_fn,
-    )
-    return MuonWithAdamW(muon, _adamw(others, config, lr) if others else None)
-
-
-def _adamw(groups: Groups, config: OptimizerConfig, lr: float) -> torch.optim.AdamW:
-    betas = (config.adam_beta1, config.adam_beta2)
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=config.adam_eps, fused=_can_fuse(groups))
-
-
-def _can_fuse(groups: Groups) -> bool:
-    """Whether torch has fused kernels for all of these parameters."""
-    params = [param for group in groups for param in group["params"]]
-    return all(param.device.type in ("cpu", "cuda") and param.is_floating_point() for param in params)
 
 
 def build_scheduler(

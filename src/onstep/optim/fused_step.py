@@ -45,7 +45,7 @@ class FusedStep:
         self._states: list[State] = []
         self._idle: list[Tensor] = []
         """Parameters that had no gradient when the lists were built."""
-        self._batches: list[_Batch] = []
+        self._batches: list[Batch] = []
         self._is_possible = False
 
     def __call__(self) -> None:
@@ -107,13 +107,13 @@ class FusedStep:
             or profiler._is_profiler_enabled
         )
 
-    def _collect(self, kernel: _Kernel) -> list[tuple[_Batch, list[Tensor], Columns]] | None:
+    def _collect(self, kernel: Kernel) -> list[tuple[Batch, list[Tensor], Columns]] | None:
         """The arguments for the kernel; None if torch must do the step, for example to create the state."""
         if not self._is_current():
             self._survey()
         if not self._is_possible:
             return None
-        work: list[tuple[_Batch, list[Tensor], Columns]] = []
+        work: list[tuple[Batch, list[Tensor], Columns]] = []
         for batch in self._batches:
             try:
                 columns = kernel.columns(batch.group, batch.states)
@@ -141,7 +141,7 @@ class FusedStep:
 
     def _survey(self) -> None:
         """Build the lists again."""
-        state, batches = self._optimizer.state, dict[tuple[int, torch.device, torch.dtype], _Batch]()
+        state, batches = self._optimizer.state, dict[tuple[int, torch.device, torch.dtype], Batch]()
         self._groups = list(self._optimizer.param_groups)
         self._members = [list(group["params"]) for group in self._groups]
         params = [param for members in self._members for param in members]
@@ -152,7 +152,7 @@ class FusedStep:
             for param in group["params"]:
                 if param.grad is not None:
                     key = place, param.device, param.dtype
-                    batch = batches.setdefault(key, _Batch(group, param.device, [], []))
+                    batch = batches.setdefault(key, Batch(group, param.device, [], []))
                     own = state.get(param, {})
                     batch.params.append(param)
                     batch.states.append({} if any(value is None for value in own.values()) else own)  # of an older SGD
@@ -229,7 +229,7 @@ def _is_open(group: Group) -> bool:
     )
 
 
-class _Batch(NamedTuple):
+class Batch(NamedTuple):
     """Parameters that a kernel processes at once: of one group, device and type, each with a gradient."""
 
     group: Group
@@ -238,12 +238,12 @@ class _Batch(NamedTuple):
     states: list[State]
 
 
-class _Kernel(NamedTuple):
+class Kernel(NamedTuple):
     """One of torch's optimizers."""
 
     columns: Callable[[Group, list[State]], Columns | None]
     """The state in the form that `update` expects; None if torch uses another kernel for such a group."""
-    update: Callable[[_Batch, list[Tensor], Columns, Tensor | None], None]
+    update: Callable[[Batch, list[Tensor], Columns, Tensor | None], None]
 
 
 _adam_switches = itemgetter("foreach", "amsgrad", "capturable", "differentiable")
@@ -271,7 +271,7 @@ def _muon_columns(group: Group, states: list[State]) -> Columns | None:
     return [list(map(_momentum_buffer, states))]
 
 
-def _adam(batch: _Batch, grads: list[Tensor], columns: Columns, found_inf: Tensor | None) -> None:
+def _adam(batch: Batch, grads: list[Tensor], columns: Columns, found_inf: Tensor | None) -> None:
     steps, exp_avgs, exp_avg_sqs = columns
     lr, (beta1, beta2), weight_decay, eps, maximize, is_decoupled = _adam_settings(batch.group)
     if batch.device.type == "cpu":
@@ -298,7 +298,7 @@ def _adam(batch: _Batch, grads: list[Tensor], columns: Columns, found_inf: Tenso
         torch._foreach_sub_(steps, [found_inf] * len(steps))
 
 
-def _sgd(batch: _Batch, grads: list[Tensor], columns: Columns, found_inf: Tensor | None) -> None:
+def _sgd(batch: Batch, grads: list[Tensor], columns: Columns, found_inf: Tensor | None) -> None:
     weight_decay, momentum, lr, dampening, nesterov, maximize = _sgd_settings(batch.group)
     torch._fused_sgd_(
         batch.params,
@@ -315,7 +315,7 @@ def _sgd(batch: _Batch, grads: list[Tensor], columns: Columns, found_inf: Tensor
     )
 
 
-def _muon(batch: _Batch, grads: list[Tensor], columns: Columns, found_inf: Tensor | None) -> None:
+def _muon(batch: Batch, grads: list[Tensor], columns: Columns, found_inf: Tensor | None) -> None:
     settings = {name: value for name, value in batch.group.items() if name in _MUON_SETTINGS}
     torch_muon._single_tensor_muon(batch.params, grads, columns[0], has_complex=False, **settings)
 
@@ -325,12 +325,14 @@ _MUON_SETTINGS = frozenset(
 )
 _FUSED_DEVICES = ("cpu", "cuda")
 _FUSABLE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
-_ADAM = _Kernel(_adam_columns, _adam)
-_KERNELS: dict[type, _Kernel] = {
-    torch.optim.AdamW: _ADAM,
-    torch.optim.Adam: _ADAM,
-    torch.optim.SGD: _Kernel(_sgd_columns, _sgd),
-    torch.optim.Muon: _Kernel(_muon_columns, _muon),
+ADAM = Kernel(_adam_columns, _adam)
+SGD = Kernel(_sgd_columns, _sgd)
+MUON = Kernel(_muon_columns, _muon)
+_KERNELS: dict[type, Kernel] = {
+    torch.optim.AdamW: ADAM,
+    torch.optim.Adam: ADAM,
+    torch.optim.SGD: SGD,
+    torch.optim.Muon: MUON,
 }
 
 

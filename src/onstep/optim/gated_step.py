@@ -9,6 +9,7 @@ import torch
 from onstep.optim.finite_gate import DeviceFiniteGate, FiniteGate
 from onstep.optim.fused_step import FusedStep, fuse
 from onstep.optim.guarded_step import GuardedStep
+from onstep.optim.low_precision import LowPrecisionOptimizer
 from onstep.optim.muon import MuonWithAdamW
 
 
@@ -28,6 +29,8 @@ class GatedStep:
         """Runs the step."""
         self._guard: GuardedStep | None = None
         gate.when_closed.append(self.settle)
+        if isinstance(optimizer, LowPrecisionOptimizer):
+            optimizer.step_of = lambda: gate.step
 
     def survey(self, *, spans_devices: bool) -> None:
         """Choose how to run the step, now that the optimizer's parameters, groups or state have changed."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from onstep.config import ConfigContainer, merge
+from onstep.config import ConfigContainer, OptimizerConfig, merge
 from onstep.config.hf.checks import evaluates
 from onstep.config.keys import diff
 from onstep.errors import ConfigError
 from onstep.optim import check_scheduler, follows_metric
+from onstep.optim.low_precision import LowPrecisionOptimizer
 from onstep.optim.named_optimizers import check_installed, is_native
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.overrides import overrides
@@ -50,6 +51,17 @@ def check_metrics(trainer: BaseTrainer, metrics: object) -> None:
         raise ConfigError(
             f"{type(trainer).__name__}.evaluate returned {metrics!r} instead of the dict of metrics, which contains "
             f"the one that the best model or the schedule depends on; return super().evaluate(...)."
+        )
+
+
+def check_rounding(optimizer: object, config: OptimizerConfig) -> None:
+    """Refuse master weights, and a rounding other than torch's, for an optimizer that is not the configured one."""
+    is_plain = (config.main_params_dtype, config.rounding) == ("bfloat16", "nearest")
+    if config.params_dtype == "bfloat16" and not is_plain and not isinstance(optimizer, LowPrecisionOptimizer):
+        raise ConfigError(
+            f"optimizer.params_dtype=bfloat16 has master weights or {config.rounding} rounding only with the "
+            f"configured optimizer, and this is {type(optimizer).__name__}; set optimizer.main_params_dtype=bfloat16 "
+            "and optimizer.rounding=nearest to let it update bfloat16 weights by itself, or pass no optimizer."
         )
 
 

@@ -37,6 +37,7 @@ from onstep.trainer.optimizer_checks import (
     check_evaluates,
     check_groups_are_free,
     check_metrics,
+    check_rounding,
     check_schedule_is_free,
     creates_optimizer,
     is_object,
@@ -75,7 +76,9 @@ def own_optimizer(trainer: BaseTrainer, module: nn.Module | None) -> object:
             return construct(cls, keywords, module, [{"params": _trainable(module)}])
     elif is_native(trainer.args) and not overrides(trainer, "get_optimizer_cls_and_kwargs"):
         parameters = {parameter for name, parameter in module.named_parameters() if name in set(decayed)}
-        return build_torch_optimizer([module], _config(trainer).optimizer, decayed=parameters)
+        return build_torch_optimizer(
+            [module], _config(trainer).optimizer, decayed=parameters, seed=_config(trainer).rng.seed
+        )
     else:
         cls, keywords = methods.get_optimizer_cls_and_kwargs(trainer.args, module)
     return construct(cls, keywords, module, decay_groups(module, decayed, _config(trainer).optimizer.weight_decay))
@@ -143,6 +146,7 @@ def make_optimizers(
         _continue_state(trainer.previous[0], trainer.optimizer)
     else:
         check_groups_are_free(config)
+    check_rounding(trainer.optimizer, config.optimizer)
     scaler = build_loss_scaler(config.optimizer, config.mixed_precision)
     optimizer = wrap_configured(trainer.optimizer, [module], config.optimizer, scaler=scaler)
     check_trains(optimizer.param_groups, [module])

@@ -77,6 +77,7 @@ from onstep.training.setup.setup import (
     load_checkpoint,
     seed_everything,
 )
+from onstep.training.setup.weight_types import set_weight_types
 from onstep.training.stages.job import Job
 from onstep.training.watchdog.termination import reports_before_sigterm
 from onstep.training.watchdog.watchdog import Watching
@@ -238,6 +239,8 @@ def _session(
             trainer.model = trainer.call_model_init()
         module = trainer.model
         check_ranks([module], state.world)
+        if trains and state.cfg.optimizer.params_dtype != "float32":  # else weights stay as the user loaded them
+            set_weight_types([module], state.cfg)
         if trainer.place_model_on_device and trainer.args.place_model_on_device is not False:
             trainer._move_model_to_device(module, state.world.device)
     if trains:

@@ -30,7 +30,6 @@ from onstep.models.hf.directory import load_hf_config
 from onstep.models.hf.gguf_file import check_gguf, write_gguf
 from onstep.models.hf.gguf_types import DTYPES, check_gguf_file, check_type, import_gguf
 from onstep.models.hf.weight_files import INDEX_FILE, WEIGHTS_FILE
-from onstep.models.transformer import empty_transformer
 from onstep.training.runs.identity import changed_tokenizer
 from onstep.training.setup.checkpoint_models import empty_for, model_of
 from onstep.training.setup.lora import merged_state_dict
@@ -234,8 +233,10 @@ def _model(info: CheckpointInfo, config: ConfigContainer) -> Transformer:
             f"config.json for transformers can be written. For your own model, {_INSTEAD} For a transformers model, "
             f"load that file into it and call save_pretrained."
         )
-    model = empty_transformer(config.model).to(state["embedding.weight"].dtype)
-    ModelState([model]).load_state_dict(state)
+    model = empty_for(config.model, state)
+    assert isinstance(model, Transformer)
+    kinds = {name: one.dtype for name, one in model.state_dict().items()}
+    ModelState([model]).load_state_dict({name: one.to(kinds[name]) for name, one in state.items()})
     return model
 
 

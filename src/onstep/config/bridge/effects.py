@@ -133,6 +133,12 @@ EFFECTS: dict[str, dict[str, Rule]] = {
     "model": {
         "bf16": _precision("bf16_mixed"),
         "fp16": _precision("fp16_mixed"),
+        "params_dtype": Rule(
+            default="torch.float32",
+            accepts=None,
+            why="torch.bfloat16 sets it, and holds over the value of the optimizer's own key; others leave it as it is",
+            becomes=("optimizer.params_dtype",),
+        ),
         "deterministic_mode": _renamed("train.deterministic", why="false leaves it as it is", skips=False),
         "rope_scaling_factor": _rule(
             "model.rope_scaling", _set_rope_factor, _rope_factor, why="the factor, where rope_scaling is true"
@@ -183,6 +189,9 @@ EFFECTS: dict[str, dict[str, Rule]] = {
 """By section."""
 
 
+_BFLOAT16 = ("torch.bfloat16", "bfloat16")
+
+
 def settle(config: Any) -> None:
     """Set what depends on several keys: Muon's, and the vocabulary of Bridge's NullTokenizer.
 
@@ -206,7 +215,11 @@ def settle(config: Any) -> None:
         if config.model.vocab_size is None and tokenizer.vocab_size is not None:
             config.model.vocab_size = tokenizer.vocab_size + 1
         tokenizer.vocab_size = None
+    if comparable(config.model.given_of_bridge.get("params_dtype")) in _BFLOAT16:
+        optimizer.params_dtype = "bfloat16"
     if isinstance(config.mixed_precision, MixedPrecisionConfig):
+        if config.mixed_precision.params_dtype is not None:
+            optimizer.params_dtype = config.mixed_precision.params_dtype
         for name, value in loss_scaling(config.mixed_precision).items():
             setattr(optimizer, name, value)
         config.mixed_precision = config.mixed_precision.name

@@ -144,8 +144,8 @@ PRECISION: dict[str, Rule] = {
         },
     ),
     **without_effect(
-        "weights are float32, and mixed_precision is the precision of a step (autocast)",
-        {"params_dtype": "torch.float32", "autocast_dtype": None, "enable_autocast": False},
+        "mixed_precision is the precision of a step (autocast)",
+        {"autocast_dtype": None, "enable_autocast": False},
     ),
     **without_effect(
         "softmax, loss, router and residual stream are float32 already",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from onstep.config.bridge.precision import precision_of
-from onstep.config.bridge.values import function_name, plain
+from onstep.config.bridge.values import comparable, function_name, plain
 from onstep.config.suggestions import shown
 from onstep.errors import ConfigError
 
@@ -79,6 +79,12 @@ def _projections(name: Any) -> list[Any]:
     return _PROJECTIONS.get(name, [name]) if isinstance(name, str) else [name]
 
 
+def _dtype(section: Any, value: Any) -> Any:
+    """A type of torch by its name."""
+    name = comparable(value)
+    return name.removeprefix("torch.") if isinstance(name, str) else name
+
+
 def _truth(section: Any, value: Any) -> Any:
     """A number in place of a truth value, as Bridge's recipes have it."""
     return bool(value) if isinstance(value, int) and 0 <= value < 2**31 else value
@@ -89,6 +95,8 @@ VALUES: dict[tuple[str, str], Callable[[Any, Any], Any]] = {
     ("ModelConfig", "activation_func"): _activation,
     ("ModelConfig", "rope_scaling"): _rope_scaling,
     ("OptimizerConfig", "optimizer"): lambda section, value: "muon" if value == "dist_muon" else value,
+    ("OptimizerConfig", "params_dtype"): _dtype,
+    ("OptimizerConfig", "main_params_dtype"): _dtype,
     ("TokenizerConfig", "tokenizer_type"): _tokenizer,
     ("PeftConfig", "target_modules"): _targets,
     ("ConfigContainer", "mixed_precision"): lambda section, value: precision_of(value),

@@ -17,8 +17,9 @@ EIGHT_BITS = "8-bit and 4-bit floating point are not supported; set mixed_precis
 class MixedPrecisionConfig:
     """Which precision a step computes in: `bf16=True`, `fp16=True`, or neither (float32).
 
-    Weights and gradients are float32 here in any case, so that types of weights, of gradients that are reduced and of
-    pipelines change nothing; the values of the loss scale are those of the section `optimizer`.
+    `params_dtype` is `optimizer.params_dtype` if it is set, else weights are float32. Gradients have the type of the
+    weights, so that types of gradients that are reduced and of pipelines change nothing. The values of the loss scale
+    are those of the section `optimizer`.
     """
 
     fp32: bool = False

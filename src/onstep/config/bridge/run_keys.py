@@ -105,7 +105,7 @@ DDP = {
     ),
     **without_effect("a step with a NaN is never applied, whatever it says", {"check_for_nan_in_grad": False}),
     **without_effect(
-        "gradients are float32, and averaged exactly",
+        "gradients are averaged exactly, in the type of the weights (optimizer.params_dtype)",
         {
             "grad_reduce_in_fp32": False,
             "average_in_collective": False,
@@ -129,12 +129,10 @@ DDP = {
 
 OPTIMIZER = {
     **neutral(
-        "weights, gradients and the state of the optimizer are float32",
-        "leave it out; set mixed_precision=bf16_mixed for the precision of a step",
+        "gradients have the type of the weights, and the state of the optimizer that of the master weights",
+        "leave it out; set optimizer.params_dtype and optimizer.main_params_dtype",
         {
-            "use_precision_aware_optimizer": False,
             "main_grads_dtype": _FLOAT32,
-            "main_params_dtype": _FLOAT32,
             "exp_avg_dtype": _FLOAT32,
             "exp_avg_sq_dtype": _FLOAT32,
             "reuse_grad_buf_for_mxfp8_param_ag": False,
@@ -179,8 +177,8 @@ OPTIMIZER = {
         },
     ),
     **without_effect(
-        "weights are float32, and mixed_precision is the precision of a step (autocast)",
-        {"params_dtype": "torch.float32", "store_param_remainders": True, "fp8_recipe": None},
+        "master weights are always stored as the remainders of the weights, and need no other optimizer",
+        {"store_param_remainders": True, "use_precision_aware_optimizer": False, "fp8_recipe": None},
     ),
     **without_effect(
         "torch's Muon orthogonalizes in bfloat16, on one rank",

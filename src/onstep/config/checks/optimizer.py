@@ -34,6 +34,7 @@ def check_optimizer(config: ConfigContainer) -> None:
         raise ConfigError(
             f"scheduler.lr_warmup_init={start} must be at most optimizer.lr={lr}: a warm-up rises; lower it."
         )
+    _check_types(config)
     check_param_groups(optimizer)
     _check_decoupled(optimizer)
     for number, entry in enumerate(optimizer.param_groups):
@@ -42,6 +43,24 @@ def check_optimizer(config: ConfigContainer) -> None:
         raise ConfigError(
             f"optimizer.min_loss_scale={optimizer.min_loss_scale} must be at most "
             f"optimizer.initial_loss_scale={optimizer.initial_loss_scale}."
+        )
+
+
+def _check_types(config: ConfigContainer) -> None:
+    """Refuse types of weights that the precision of a step or the optimizer cannot work with."""
+    optimizer = config.optimizer
+    if optimizer.params_dtype == "float32":
+        return
+    if config.mixed_precision == "fp16_mixed":
+        raise ConfigError(
+            f"optimizer.params_dtype={optimizer.params_dtype} and mixed_precision=fp16_mixed exclude each other: "
+            "float16 requires float32 weights; set mixed_precision=bf16_mixed, or params_dtype=float32."
+        )
+    is_own = optimizer.optimizer in ("adam", "adamw", "sgd", "muon")
+    if not is_own and (optimizer.main_params_dtype, optimizer.rounding) != ("bfloat16", "nearest"):
+        raise ConfigError(
+            f"optimizer.optimizer={optimizer.optimizer} updates bfloat16 weights by itself, without master weights; "
+            "set optimizer.main_params_dtype=bfloat16 and optimizer.rounding=nearest, or use adam, sgd or muon."
         )
 
 

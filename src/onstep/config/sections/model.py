@@ -156,9 +156,23 @@ class ModelConfig(ConfigSection):
     recompute_granularity: str | None = option(
         None,
         SAFE,
-        choices=("full",),
+        choices=("full", "selective"),
         known_as=("gradient_checkpointing", "activation_checkpointing"),
-        help="Activation checkpointing: full recomputes each layer in the backward pass; None keeps its activations.",
+        help="Activation checkpointing: full recomputes a layer in the backward pass | selective keeps the results of "
+        "its matrix products and attention and recomputes the rest; None keeps all activations.",
+    )
+    recompute_interval: int = option(
+        1,
+        SAFE,
+        bound="> 0",
+        needs="model.recompute_granularity",
+        help="Apply it to every n-th layer, starting with the first; 1 is all of them.",
+    )
+    offload_activations: bool = option(
+        False,
+        SAFE,
+        known_as=("activation_offloading", "cpu_offloading"),
+        help="Keep the activations of the forward pass in pinned host memory until the backward pass; for GPUs.",
     )
     chunked_loss: bool | None = option(
         None,

@@ -113,6 +113,30 @@ class OptimizerConfig(ConfigSection):
         common=True,
         help="Largest global gradient norm; None or 0 disables clipping.",
     )
+    params_dtype: str = option(
+        "float32",
+        INCOMPATIBLE,
+        choices=("float32", "bfloat16"),
+        known_as=("param_dtype", "torch_dtype"),
+        help="Type of the trained weights and of their gradients: float32 | bfloat16.",
+    )
+    main_params_dtype: str = option(
+        "float32",
+        INCOMPATIBLE,
+        choices=("float32", "bfloat16"),
+        only_with="optimizer.params_dtype=bfloat16",
+        known_as=("master_dtype", "master_weights"),
+        help="Precision in which bfloat16 weights are updated: float32 (the optimizer keeps the 16 bits that bfloat16 "
+        "lacks, and its state in float32) | bfloat16 (no master weights, state in bfloat16).",
+    )
+    rounding: str = option(
+        "stochastic",
+        TRAJECTORY,
+        choices=("stochastic", "kahan", "nearest"),
+        only_with="optimizer.main_params_dtype=bfloat16",
+        help="How updates of bfloat16 weights without master weights are rounded: stochastic | kahan (2 bytes per "
+        "weight hold what rounding would lose) | nearest (small updates are lost).",
+    )
     loss_scale: float | None = option(
         None,
         TRAJECTORY,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from onstep.config import ModelConfig
 from onstep.models.hf.architecture import UnsupportedModelError
 from onstep.models.hf.causal_lm import CausalLM
@@ -30,20 +32,26 @@ def config_of_directory(directory: str | Path, *, trust_remote_code: bool = Fals
         return family_config(directory, trust_remote_code=trust_remote_code)
 
 
-def load_directory(directory: str | Path, config: ModelConfig | None = None) -> LanguageModel:
-    """The model in `directory` with its weights, in float32 on the CPU. Raises like `load_hf`."""
+def load_directory(
+    directory: str | Path, config: ModelConfig | None = None, dtype: torch.dtype = torch.float32
+) -> LanguageModel:
+    """The model in `directory` with its weights, in `dtype` on the CPU. Raises like `load_hf`."""
     config = config_of_directory(directory) if config is None else config
-    return load_hf(directory, config) if config.hf_config is None else load_causal_lm(directory, config)
+    return load_hf(directory, config, dtype) if config.hf_config is None else load_causal_lm(directory, config, dtype)
 
 
-def build_model(config: ModelConfig, seed: int | None = None) -> LanguageModel:
-    """A new float32 model of `config` on the CPU; see `build_transformer`."""
-    return build_transformer(config, seed) if config.hf_config is None else build_causal_lm(config, seed)
+def build_model(config: ModelConfig, seed: int | None = None, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    """A new model of `config` on the CPU; see `build_transformer`."""
+    if config.hf_config is None:
+        return build_transformer(config, seed, dtype)
+    return build_causal_lm(config, seed, dtype=dtype)
 
 
-def empty_model(config: ModelConfig) -> LanguageModel:
-    """A float32 model on the CPU for a caller that fills all its weights; see `empty_transformer`."""
-    return empty_transformer(config) if config.hf_config is None else build_causal_lm(config, is_empty=True)
+def empty_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    """A model on the CPU for a caller that fills all its weights; see `empty_transformer`."""
+    if config.hf_config is None:
+        return empty_transformer(config, dtype)
+    return build_causal_lm(config, is_empty=True, dtype=dtype)
 
 
 def save_directory(model: LanguageModel, directory: str | Path, *, eos_id: int | None = None) -> None:

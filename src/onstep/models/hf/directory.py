@@ -195,8 +195,13 @@ def _unfilled(config: ModelConfig) -> tuple[Transformer, dict[str, Tensor]]:
     return model, architecture_of(config).to_hf(model.state_dict())
 
 
-def _filled(model: Transformer, expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Transformer:
-    """The model on the CPU with the weights of `state`, which must be those that are expected."""
+def _filled(
+    model: Transformer,
+    expected: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    dtype: torch.dtype = torch.float32,
+) -> Transformer:
+    """The model on the CPU with the weights of `state`, which must be those that are expected, in `dtype`."""
     architecture = architecture_of(model.config)
     given = architecture.clean(state)
     tied = None
@@ -209,7 +214,7 @@ def _filled(model: Transformer, expected: Mapping[str, Tensor], state: Mapping[s
             f"the weights contain an {output_name} that differs from {embedding_name}, but the configuration ties "
             "them; set tie_word_embeddings (share_embeddings_and_output_weights) to false."
         )
-    model = model.to_empty(device="cpu")
+    model = model.to(dtype).to_empty(device="cpu")
     own = model.state_dict()
     with torch.no_grad():
         for name, tensor in architecture.from_hf(given).items():
@@ -282,7 +287,8 @@ def save_hf(
         ConfigError: for a model that no `transformers` architecture computes, or one with a value head.
     """
     target = Path(directory)
-    dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
+    types = sorted({str(one.dtype).removeprefix("torch.") for one in model.parameters()})
+    dtype = types[0] if len(types) == 1 else "float32"
     config = hf_config_dict(model.config, eos_id=eos_id, dtype=dtype)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in to_hf_state_dict(model).items()}
     target.mkdir(parents=True, exist_ok=True)
@@ -297,12 +303,15 @@ def load_hf_config(directory: str | Path) -> ModelConfig:
     return config_from_hf(read_object(Path(directory) / CONFIG_FILE))
 
 
-def load_hf(directory: str | Path, config: ModelConfig | None = None) -> Transformer:
-    """Load the model (Llama, Qwen, GPT-2) in `directory` in float32 on the CPU, from one or more safetensors files.
+def load_hf(
+    directory: str | Path, config: ModelConfig | None = None, dtype: torch.dtype = torch.float32
+) -> Transformer:
+    """Load the model (Llama, Qwen, GPT-2) in `directory` on the CPU, from one or more safetensors files.
 
     Args:
         directory: the directory with the weights.
         config: the model's configuration, to use instead of `config.json`.
+        dtype: the type of its weights; each is converted as it is read.
 
     Raises:
         ConfigError: for an architecture or feature that `Transformer` does not support.
@@ -312,11 +321,11 @@ def load_hf(directory: str | Path, config: ModelConfig | None = None) -> Transfo
     config = load_hf_config(target) if config is None else config
     files = weight_files(target)
     shapes = read_shapes(files)
-    check_room(config, shapes, target)
+    check_room(config, shapes, target, dtype=dtype)
     model, expected = _unfilled(config)
     architecture = architecture_of(config)
     given = architecture.clean(shapes)
     if model.output is None:
         given.pop(_name_of(architecture, "output"), None)
     _check_weights(expected, given)
-    return _filled(model, expected, read_tensors(files))
+    return _filled(model, expected, read_tensors(files), dtype)

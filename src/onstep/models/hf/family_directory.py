@@ -91,10 +91,13 @@ def _refuse(content: Mapping[str, Any], known: list[str], version: str) -> NoRet
     )
 
 
-def build_causal_lm(config: ModelConfig, seed: int | None = None, *, is_empty: bool = False) -> CausalLM:
-    """A new float32 model on the CPU, with weights as `transformers` initializes them.
+def build_causal_lm(
+    config: ModelConfig, seed: int | None = None, *, is_empty: bool = False, dtype: torch.dtype = torch.float32
+) -> CausalLM:
+    """A new model on the CPU, with weights as `transformers` initializes them.
 
     Args:
+        dtype: the type of its weights.
         is_empty: do not initialize the weights, for a caller that fills them all.
         seed: determines the weights; torch's global RNG is not changed. None draws from the global RNG.
 
@@ -111,7 +114,7 @@ def build_causal_lm(config: ModelConfig, seed: int | None = None, *, is_empty: b
             torch.manual_seed(seed)
         try:
             auto: Any = AutoModelForCausalLM
-            model = auto.from_config(theirs, dtype=torch.float32, trust_remote_code=config.trust_remote_code)
+            model = auto.from_config(theirs, dtype=dtype, trust_remote_code=config.trust_remote_code)
         except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, ZeroDivisionError) as error:
             raise ConfigError(
                 f"transformers cannot build the model of config.json: {one_line(error)}; correct its sizes."
@@ -121,8 +124,8 @@ def build_causal_lm(config: ModelConfig, seed: int | None = None, *, is_empty: b
     return _for_text(CausalLM(config, model))
 
 
-def load_causal_lm(directory: str | Path, config: ModelConfig) -> CausalLM:
-    """The model of a directory with its weights, in float32 on the CPU; safetensors only, never pickles.
+def load_causal_lm(directory: str | Path, config: ModelConfig, dtype: torch.dtype = torch.float32) -> CausalLM:
+    """The model of a directory with its weights, in `dtype` on the CPU; safetensors only, never pickles.
 
     Raises:
         ConfigError: as `family_config`.
@@ -138,7 +141,7 @@ def load_causal_lm(directory: str | Path, config: ModelConfig) -> CausalLM:
             model, found = auto.from_pretrained(
                 str(target),
                 config=theirs,
-                dtype=torch.float32,
+                dtype=dtype,
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=config.trust_remote_code,

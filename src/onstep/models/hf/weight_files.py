@@ -169,11 +169,16 @@ def _naming(file: Path) -> Iterator[None]:
 
 
 def check_room(
-    config: ModelConfig, shapes: Mapping[str, Tensor], target: Path, memory_bytes: int | None = None
+    config: ModelConfig,
+    shapes: Mapping[str, Tensor],
+    target: Path,
+    memory_bytes: int | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Refuse a model that is larger than its weights on disk or than this machine, before memory is allocated.
 
     Args:
+        dtype: the type that its weights will have.
         memory_bytes: memory of the machine; None asks the operating system.
 
     Raises:
@@ -187,15 +192,17 @@ def check_room(
             "with."
         )
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if memory_bytes is None else memory_bytes
-    if 4 * expected > memory:
+    if dtype.itemsize * expected > memory:
+        kind = str(dtype).removeprefix("torch.")
         raise OnstepError(
-            f"the model in {target} has {expected:,} parameters and requires {_gigabytes(expected)} in float32, but "
+            f"the model in {target} has {expected:,} parameters and requires "
+            f"{_gigabytes(expected, dtype.itemsize)} in {kind}, but "
             f"this machine has {memory / 1e9:,.1f} GB of memory; use a larger one."
         )
 
 
-def _gigabytes(parameters: int) -> str:
-    return f"{4 * parameters / 1e9:,.1f} GB"
+def _gigabytes(parameters: int, item_size: int = 4) -> str:
+    return f"{item_size * parameters / 1e9:,.1f} GB"
 
 
 def least_parameters(config: ModelConfig) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from onstep.checkpoint import CheckpointInfo, resolve
@@ -18,13 +19,16 @@ from onstep.models.hf.any_directory import LanguageModel
 from onstep.models.hf.family_directory import build_causal_lm
 from onstep.models.transformer import empty_transformer
 from onstep.training.setup.lora import merged_state_dict
+from onstep.training.setup.weight_types import common_type
 
 SMALL = 10_000_000
 """A model of so many parameters is built even if its weights are fewer: comparing the two names what differs."""
 
 
 def model_of_checkpoint(path: Path) -> LanguageModel:
-    """The model of a checkpoint, or of a run's newest one: in float32 on the CPU, with LoRA merged.
+    """The model of a checkpoint, or of a run's newest one: on the CPU, with LoRA merged.
+
+    Its weights have the type that they were saved in; if there are several, the one that holds them all.
 
     Raises:
         CheckpointError: if no complete one exists, or it does not hold the model of its configuration.
@@ -35,18 +39,26 @@ def model_of_checkpoint(path: Path) -> LanguageModel:
     return model_of(info, from_dict(info.manifest.config).model)
 
 
-def model_of(info: CheckpointInfo, config: ModelConfig) -> LanguageModel:
-    """The model of `config` with the weights of a checkpoint, LoRA merged. Raises like `model_of_checkpoint`."""
+def model_of(info: CheckpointInfo, config: ModelConfig, dtype: torch.dtype | None = None) -> LanguageModel:
+    """The model of `config` with the weights of a checkpoint, LoRA merged. Raises like `model_of_checkpoint`.
+
+    Args:
+        dtype: the type of its weights; None is the one that holds those of the checkpoint exactly.
+    """
     tensors, tied = read_weights(info)
     state = {**tensors, **{name: tensors[kept] for name, kept in tied.items()}}
     peft = from_dict(info.manifest.config).peft
     if peft.peft_scheme is not None:
         state = merged_state_dict(state, peft.alpha / peft.dim)
     try:
-        model = empty_for(config, state)
+        model = empty_for(config, state, dtype)
     except ConfigError as error:
         raise CheckpointError(f"{info.path} does not hold the weights of this run's model: {error}") from error
-    problems = mismatches(model.state_dict(), state)
+    expected = {
+        name: torch.empty_like(one, dtype=state[name].dtype if name in state else one.dtype, device="meta")
+        for name, one in model.state_dict().items()
+    }
+    problems = mismatches(expected, state)
     if problems:
         raise CheckpointError(
             f"{info.path} does not hold the weights of this run's model: {'; '.join(problems)}. Use the "
@@ -56,14 +68,18 @@ def model_of(info: CheckpointInfo, config: ModelConfig) -> LanguageModel:
     return model
 
 
-def empty_for(config: ModelConfig, state: Mapping[str, Tensor]) -> LanguageModel:
-    """A float32 model whose weights are to be filled with those of a checkpoint.
+def empty_for(config: ModelConfig, state: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> LanguageModel:
+    """A model whose weights are to be filled with those of a checkpoint.
+
+    Args:
+        dtype: the type of its weights; None is the one that holds those of the checkpoint exactly.
 
     Raises:
         ConfigError: for invalid sizes, or a model that is larger than its weights; it is not built then.
     """
+    dtype = dtype or common_type(state)
     if config.hf_config is not None:
-        return build_causal_lm(config, is_empty=True)
+        return build_causal_lm(config, is_empty=True, dtype=dtype)
     check_values(config, "model.")
     num_layers, shape = config.num_layers + (config.mtp_num_layers or 0), None
     num_weights = sum(tensor.numel() for tensor in state.values())
@@ -75,4 +91,4 @@ def empty_for(config: ModelConfig, state: Mapping[str, Tensor]) -> LanguageModel
             f"{config.vocab_size} are the sizes of another model than that of {len(state)} tensors with "
             f"{num_weights:,} weights; restore the configuration."
         )
-    return empty_transformer(config)
+    return empty_transformer(config, dtype)

@@ -36,6 +36,7 @@ from onstep.models.hf.documents_probe import prepare_for_data
 from onstep.training.run import Run
 from onstep.training.setup.lora import add_lora, statistics
 from onstep.training.setup.pretrained import find_pretrained, load_pretrained
+from onstep.training.setup.weight_types import set_weight_types, type_at_first
 from onstep.training.stages.forward_step import only_chunk
 
 
@@ -66,6 +67,7 @@ def build_model(
         torch.manual_seed(config.rng.seed)
         chunks = run_hooks([language_model], pre_wrap_hooks)
     only_chunk(chunks)
+    set_weight_types(chunks, config)
     train = config.train
     if train.torch_compile:
         _check_backend(train.torch_compile_backend or "inductor")
@@ -108,17 +110,17 @@ def run_hooks(chunks: list[nn.Module], hooks: Sequence[ModelHook]) -> list[nn.Mo
 
 def _language_model(config: ConfigContainer, world: World, state: Run) -> LanguageModel:
     if state.checkpoints is not None and state.checkpoints.start is not None:
-        return build_language_model(config.model, seed=config.rng.seed)
+        return build_language_model(config.model, seed=config.rng.seed, dtype=type_at_first(config))
     source = find_pretrained(config)
     if source is not None:
         with state.timers("load-pretrained-checkpoint").measure(barrier=True):
-            return load_pretrained(source, config.model, world)
+            return load_pretrained(source, config.model, world, type_at_first(config))
     if config.checkpoint.finetune:
         raise MissingWeightsError(
             f"checkpoint.load={config.checkpoint.load} has no checkpoint yet, so there is nothing to fine-tune; set "
             f"checkpoint.pretrained_checkpoint to the weights to start from."
         )
-    return build_language_model(config.model, seed=config.rng.seed)
+    return build_language_model(config.model, seed=config.rng.seed, dtype=type_at_first(config))
 
 
 def packs(data: DatasetConfig) -> bool:

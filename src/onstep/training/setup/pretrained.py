@@ -8,6 +8,8 @@ import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import torch
+
 from onstep.checkpoint import checkpoints, read_manifest, resolve
 from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.config import ConfigContainer, ModelConfig, TokenizerConfig, from_dict
@@ -37,6 +39,8 @@ OF_TRAINING = frozenset(
         "attention_dropout",
         "hidden_dropout",
         "recompute_granularity",
+        "recompute_interval",
+        "offload_activations",
         "log_max_attention_logit",
         "moe_router_load_balancing_type",
         "moe_aux_loss_coeff",
@@ -250,17 +254,19 @@ def _of_architecture(config: ConfigContainer) -> PretrainedSource | None:
     return PretrainedSource(directory, True, model, tokenizer_in_dir(directory))
 
 
-def load_pretrained(source: PretrainedSource, config: ModelConfig, world: World) -> LanguageModel:
-    """A model of `config` with the pretrained weights, in float32 on the CPU. Collective.
+def load_pretrained(
+    source: PretrainedSource, config: ModelConfig, world: World, dtype: torch.dtype = torch.float32
+) -> LanguageModel:
+    """A model of `config` with the pretrained weights, in `dtype` on the CPU. Collective.
 
     Raises:
         CheckpointError: for a checkpoint that is incomplete, or holds another model's weights.
         OnstepError: for a Hugging Face directory with the same problem.
     """
     if source.is_hugging_face:
-        return load_directory(source.path, config)
+        return load_directory(source.path, config, dtype)
     # which compares every file with the manifest
-    return model_of(on_main(world, lambda: resolve(source.path, step=source.step)), config)
+    return model_of(on_main(world, lambda: resolve(source.path, step=source.step)), config, dtype)
 
 
 def _of_checkpoints(path: Path, step: int | None, config: ConfigContainer) -> PretrainedSource:

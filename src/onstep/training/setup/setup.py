@@ -69,7 +69,7 @@ def set_up(state: Run, notify: Dispatcher, pre_wrap_hooks: Sequence[ModelHook] =
         seed_everything(config.rng.seed + world.rank)
         trains, iters = not config.validation.skip_train, train_iters(config, world_size=world.size)
         scaler = build_loss_scaler(config.optimizer, config.mixed_precision)
-        optimizer = build_optimizer(model, config.optimizer, scaler=scaler) if trains else None
+        optimizer = build_optimizer(model, config.optimizer, scaler=scaler, seed=config.rng.seed) if trains else None
         waits = iters is None or has_rampup_tails(config, world.size)
         scheduler = None if optimizer is None or waits else scheduler_for(config, optimizer, iters, world.size)
     notify.model, notify.optimizer, notify.scheduler = model, optimizer, scheduler

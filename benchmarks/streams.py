@@ -62,7 +62,7 @@ class Files(BaseHTTPRequestHandler):
         except OSError:
             return  # the reader has enough
 
-    def log_message(self, *_: object) -> None:  # type: ignore[override]
+    def log_message(self, *_: object) -> None:
         """Print nothing."""
 
 
@@ -200,8 +200,7 @@ def trained_records(directory: Path, starts: int) -> dict[int, list[int]]:
 def main() -> None:
     """Run, and print."""
     if sys.argv[1:2] == ["--as-rank"]:
-        url, steps, directory, start = sys.argv[2:]
-        train(url, int(steps), Path(directory), int(start))
+        train(sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), int(sys.argv[5]))
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, default=8)

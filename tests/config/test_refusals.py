@@ -21,6 +21,7 @@ BALANCED = MOE + "model.moe_router_load_balancing_type="
 LINEAR = "model.rope_scaling={rope_type: linear, factor: 2.0} & "
 LORA = "peft.peft_scheme=lora"
 MEGATRON = "dataset.kind=megatron & dataset.paths=[a,b]"
+STREAM = "dataset.kind=stream & dataset.paths=[s.jsonl]"
 CHAT = "dataset.kind=chat & dataset.paths=[c.jsonl]"
 WSD = "scheduler.lr_decay_style=WSD & "
 YARN = "model.rope_scaling={rope_type: yarn, factor: 4.0, original_max_position_embeddings: 64"
@@ -226,6 +227,17 @@ DATA = [
     (MEGATRON + " & dataset.weights=[1,0]", "weights=[1.0, 0.0] must be numbers > 0"),
     (MEGATRON + " & dataset.weights=[1,.nan]", "must be numbers > 0"),
     (MEGATRON + " & dataset.text_key=body", "text_key='body' has no effect with dataset.kind=megatron"),
+    (
+        STREAM + " & train.train_iters=null & train.num_epochs=2",
+        "num_epochs=2.0 cannot be the length of a run on a stream … set train.train_iters … stream_epoch_tokens",
+    ),
+    (
+        STREAM + " & dataset.messages_key=m",
+        "messages_key='m' is of streams of chat … drop it, or set dataset.stream_of",
+    ),
+    (STREAM + " & dataset.stream_of=chat & dataset.text_key=t", "text_key='t' is of streams of text"),
+    (STREAM + " & tokenizer.tokenizer_type=bpe", "tokenizer_type=bpe is learned from all of a corpus … set tokenizer"),
+    ("dataset.stream_window_bytes=9", "stream_window_bytes=9 has no effect with dataset.kind=text"),
     (CHAT + " & dataset.eod_mask_loss=true", "eod_mask_loss=True has no effect with dataset.kind=chat"),
     (CHAT + " & dataset.reset_attention_mask=true", "reset_attention_mask=True has no effect with dataset.kind=chat"),
     (CHAT + " & dataset.hf_subset=en", "hf_subset='en' is a configuration … are files; drop it"),

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from onstep import pretrain
+from onstep.errors import DataError
 from tests.support.file_server import file_server
 from tests.support.forked_processes import Processes, output_of
-from tests.support.jobs.stream_jobs import BATCH, line_of
+from tests.support.jobs.stream_jobs import BATCH, Notes, line_of, run_config
 
 RECORDS = 60
 """Of each file."""
@@ -47,3 +49,21 @@ def test_every_sample_once_over_kills_and_other_numbers_of_ranks(processes: Proc
             found.update(of_start)
     assert sorted(found) == list(range(1, steps + 1))
     assert sorted(record for records in found.values() for record in records) == list(range(RECORDS * FILES))
+
+
+def test_a_run_whose_stream_is_damaged_is_saved_and_continues_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    whole = b"".join(map(line_of, range(RECORDS)))
+    path.write_bytes(whole[: len(whole) // 2 + 9])
+    config = run_config(str(path), tmp_path, RECORDS // BATCH)
+    config.checkpoint.save_interval = None
+    with pytest.raises(DataError, match=r"a\.jsonl, byte .* is not valid JSON.*stream_skip_damaged=true"):
+        pretrain(config, callbacks=[Notes(tmp_path / "before", 0)])
+    [saved] = [one.name for one in (tmp_path / "x" / "checkpoints").glob("checkpoint-*")]
+    path.write_bytes(whole)
+    config.checkpoint.on_config_change = "apply"
+    pretrain(config, callbacks=[Notes(tmp_path / "after", 0)])
+    steps = [(tmp_path / name).read_text().splitlines() for name in ("before", "after")]
+    assert saved == f"checkpoint-{len(steps[0])}"
+    records = [int(word) for line in steps[0] + steps[1] for word in line.split()[1:]]
+    assert sorted(records) == list(range(RECORDS))

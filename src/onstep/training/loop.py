@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from onstep.data import StepBatches
+from onstep.errors import DataError
 from onstep.training.compute.loss_sums import reduce_step
 from onstep.training.compute.step import LastStep, MicroBatches, Step, mean_loss
 from onstep.training.stages import actions
 from onstep.training.stages import data_position as position
 from onstep.training.stages import forward_backward as compute
 from onstep.training.stages.agreement import agree
-from onstep.training.stages.ending import Leave, conclude, leave_early
+from onstep.training.stages.ending import Leave, conclude, leave_early, save_without_data
 from onstep.training.stages.job import Job
 
 
@@ -47,6 +48,9 @@ class Loop:
                 self.train_epoch()
         except Leave as leave:  # decided identically on all ranks, so it may still save
             leave_early(job, leave)
+        except DataError:
+            save_without_data(job)
+            raise
         conclude(job)
         on.end()
         run.ending.training = "after"

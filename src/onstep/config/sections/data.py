@@ -161,7 +161,7 @@ class DatasetConfig(ConfigSection):
     )
     stream_skip_damaged: bool = option(
         False,
-        TRAJECTORY,
+        SAFE,
         only_with=_STREAM,
         help="Leave out records that cannot be read, and warn of each; otherwise the run ends at the first.",
     )

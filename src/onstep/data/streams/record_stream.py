@@ -21,6 +21,8 @@ from onstep.data.streams.records import Records
 from onstep.errors import DataError, OnstepError
 from onstep.processes.heartbeat import HEARTBEAT
 
+_REMEDY = " (or leave such records out: dataset.stream_skip_damaged=true)"
+
 
 class WindowTask(NamedTuple):
     """A window to read."""
@@ -177,7 +179,7 @@ class RecordStream(Dataset[Window]):
                     yield share, self._records.encode(content, place)
             except DataError as error:
                 if not self._skips_damaged:
-                    raise
+                    raise DataError(f"{error}{_REMEDY}") from error
                 damaged.append(str(error))
 
     def _share_of(self, content: Any) -> int:

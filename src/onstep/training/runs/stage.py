@@ -41,6 +41,8 @@ class RunEnding:
     """The anomaly gate's policy `stop` ended the run; the command line exits with code 1."""
     ended: Reason | None = None
     """How the run ended, as passed to `on_run_end`."""
+    lacks_data: bool = False
+    """The data of the next step cannot be read, which all ranks know; no rank is within the step."""
     error: str | None = None
     """The error that ended the run, if it failed; set once `on_exception` is about to fire."""
     first_failure: str | None = None

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 
 from onstep.data import StepBatches
-from onstep.distributed import World
 from onstep.errors import DataError
 from onstep.optim import ForeignOptimizer
 from onstep.training.compute.step import Step
@@ -72,7 +71,7 @@ def read(job: Job) -> StepBatches | None:
         DataError: on all ranks, if one of them raises it.
     """
     run, compared_by = job.run, getattr(job.reader, "compared_by", "micro-batches")
-    if run.world.size == 1 or compared_by is None:
+    if compared_by is None:
         return job.reader.read(run.num_microbatches)
     batches: StepBatches | None = None
     error: DataError | None = None
@@ -80,10 +79,14 @@ def read(job: Job) -> StepBatches | None:
         batches = job.reader.read(run.num_microbatches)
     except DataError as found:
         error = found
+    if run.world.size == 1:
+        if error is not None:
+            _raise_on_all_ranks(run, error)
+        return batches
     own = _FAILED if error is not None else _amount(batches, compared_by)
     amounts = [int(row[0]) for row in run.world.gather_numbers([float(own)])]
     if _FAILED in amounts:
-        _raise_on_all_ranks(run.world, error)
+        _raise_on_all_ranks(run, error)
     if len(set(amounts)) == 1:
         return batches
     if run.world.is_main:
@@ -98,9 +101,10 @@ def _amount(batches: StepBatches | None, compared_by: str) -> int:
     return len(batches.micro_batches) if compared_by == "micro-batches" else batches.num_samples or 0
 
 
-def _raise_on_all_ranks(world: World, error: DataError | None) -> None:
+def _raise_on_all_ranks(run: Run, error: DataError | None) -> None:
     """Raise the error on the ranks that have one, and one that names them on the others. Collective."""
-    texts = world.gather(None if error is None else str(error))
+    run.ending.lacks_data = True
+    texts = run.world.gather(None if error is None else str(error))
     if error is not None:
         raise error
     raise DataError("; ".join(f"rank {rank} cannot read: {text}" for rank, text in enumerate(texts) if text))

@@ -51,6 +51,15 @@ def leave_early(job: Job, leave: Leave) -> None:
     raise leave
 
 
+def save_without_data(job: Job) -> None:
+    """Save the finished steps where the data of the next one cannot be read and its place is known. Collective."""
+    run, reader = job.run, job.reader
+    if run.ending.lacks_data and getattr(reader, "position_is_shared", False) and run.is_unsaved:
+        save_now(job, "the data of the next step cannot be read")
+        if run.checkpoints is not None:
+            run.checkpoints.finish()
+
+
 def conclude(job: Job) -> None:
     """Log why training ended and its final metrics, and save; an aborted run logs and saves nothing more."""
     run, control, ending = job.run, job.run.control, job.run.ending

@@ -98,6 +98,8 @@ def test_with_lora_a_file_keeps_its_learning_rate_and_that_is_reported(
 def test_with_qlora_the_base_is_held_in_4_bits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    config = given(monkeypatch, "any", "--qlora")
+    assert (config.run.recipe, config.peft.base_quantization) == ("any_finetune_lora", "nf4")
     assert main(["finetune", "--qlora", "peft.base_quantization=int8", *SMALL]) == 1
     assert "--qlora means peft.base_quantization=nf4, which conflicts with" in capsys.readouterr().err
     assert main(["finetune", "--lora", "peft.base_quantization=fp4", *SMALL]) == 1

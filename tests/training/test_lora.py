@@ -23,6 +23,7 @@ from onstep.models import Transformer, load_hf
 from onstep.recipes import get_recipe
 from onstep.training.setup.lora import add_lora, merged_model, target_names
 from tests.support.jobs.finetune_jobs import small_finetune
+from tests.support.lora_reference import base, by_their_trainer, largest_difference, observed_run
 from tests.support.small_weights import gpt2, llama, tokens
 
 RUN = Path("runs/run")
@@ -273,6 +274,28 @@ def test_targets_are_judged_by_the_models_shape(words: str, end: str) -> None:
         return
     with pytest.raises(ConfigError, match=rf"peft.target_modules has '{end}', which no projection"):
         validate(config)
+
+
+def test_losses_and_adapter_are_those_of_their_trainer(
+    config: ConfigContainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = observed_run(config)
+    losses, adapter = largest_difference(ours, by_their_trainer(base(), ours, 4, weight_decay=0.0))
+    with capsys.disabled():
+        print(f"\nLoRA: losses within {losses:.1e}, adapter within {adapter:.1e} of peft by transformers' Trainer")
+    assert len(ours.losses) == 6
+    assert losses < 1e-5
+    assert adapter < 1e-5
+
+
+def test_without_bitsandbytes_the_install_line_is_given(config: ConfigContainer) -> None:
+    config.peft.base_quantization = "nf4"
+    with pytest.raises(MissingExtraError, match=r"base_quantization=nf4 .* pip install 'onstep\[quantization\]'"):
+        finetune(config)
+    config.peft.peft_scheme = None
+    with pytest.raises(ConfigError, match=r"base_quantization=nf4 freezes .* set peft.peft_scheme=lora"):
+        finetune(config)
+    assert not Path("runs").exists()
 
 
 def test_without_peft_the_install_line_is_given(config: ConfigContainer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from onstep.models.layers.sequence_context import (
     sequence_context,
 )
 from onstep.models.multi_token_prediction import IGNORE_INDEX, MultiTokenPrediction, shifted
+from onstep.models.quantized_layers import num_weights
 from onstep.models.sizes import check_model_config, head_width, vocabulary_size
 from onstep.models.vocabulary_loss import (
     LARGE_VOCABULARY,
@@ -232,7 +233,7 @@ class Transformer(nn.Module):
         """
         embeddings = {id(one.weight) for one in (self.embedding, self.position_embedding) if one is not None}
         return sum(
-            parameter.numel()
+            num_weights(parameter)
             for parameter in self.parameters()
             if (parameter.requires_grad or not trainable_only)
             and not (exclude_embeddings and id(parameter) in embeddings)

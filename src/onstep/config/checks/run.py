@@ -182,17 +182,17 @@ def check_finetune(config: ConfigContainer) -> None:
             f"checkpoint.pretrained_checkpoint={checkpoint.pretrained_checkpoint} and checkpoint.load="
             f"{checkpoint.load} both name the weights to fine-tune; keep one and set the other to null."
         )
+    if peft.peft_scheme is None and peft.base_quantization is not None:
+        raise ConfigError(
+            f"peft.base_quantization={peft.base_quantization} freezes the weights of the base, so nothing is left to "
+            f"train; set peft.peft_scheme=lora to train added ones (--qlora sets both), or leave it out."
+        )
     if peft.peft_scheme is None:
         return
     if not sources:
         raise ConfigError(
             f"peft.peft_scheme={peft.peft_scheme} adds a few weights to pretrained ones, but none are given; set "
             f"checkpoint.pretrained_checkpoint, or peft.peft_scheme=null to train all weights."
-        )
-    if peft.base_quantization is not None:
-        raise ConfigError(
-            f"peft.base_quantization={peft.base_quantization} is not supported yet; leave it out to hold the base in "
-            f"the precision of the run."
         )
     if peft.target_modules == []:
         raise ConfigError(

@@ -137,7 +137,7 @@ def read_shapes(files: list[Path]) -> dict[str, Tensor]:
     """
     found: dict[str, Tensor] = {}
     for file in files:
-        with _naming(file), safe_open(file, "pt") as opened:
+        with naming(file), safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 part = opened.get_slice(name)
                 shape, dtype = part.get_shape(), part.get_dtype()
@@ -152,13 +152,14 @@ def read_tensors(files: list[Path]) -> dict[str, Tensor]:
     """The weights in the files. Raises like `read_shapes`."""
     state: dict[str, Tensor] = {}
     for file in files:
-        with _naming(file):
+        with naming(file):
             state |= load_file(file)
     return state
 
 
 @contextmanager
-def _naming(file: Path) -> Iterator[None]:
+def naming(file: Path) -> Iterator[None]:
+    """Raise an OnstepError that names the file for what is damaged or unreadable within the block."""
     try:
         yield
     except SafetensorError as error:

@@ -20,6 +20,8 @@ from onstep.metrics.model_shape import is_target
 from onstep.models import hf_config_dict
 from onstep.models.hf.any_directory import LanguageModel, empty_model
 from onstep.models.hf.causal_lm import CausalLM
+from onstep.models.quantized_layers import dequantized, num_weights
+from onstep.training.setup.weight_types import common_type
 
 _FUSED = ("gpt2",)
 """Models of `transformers` that fuse several of Onstep's matrices into one, so that an adapter has no names there."""
@@ -70,7 +72,7 @@ def target_names(model: nn.Module, target_modules: Sequence[str] | None) -> list
     Raises:
         ConfigError: for a suffix that no projection has.
     """
-    known = _projections(model)
+    known = projections(model)
     if not known:
         raise ConfigError(
             "peft.peft_scheme=lora adapts linear layers, and this model has none below its output; set it to null to "
@@ -90,7 +92,7 @@ def target_names(model: nn.Module, target_modules: Sequence[str] | None) -> list
     ]
 
 
-def _projections(model: nn.Module) -> dict[str, str]:
+def projections(model: nn.Module) -> dict[str, str]:
     """The linear layers that LoRA can adapt, each with its name in `transformers`.
 
     Of a `CausalLM` these are all that are trained but the output and the routers of experts.
@@ -123,8 +125,8 @@ def has_lora(model: nn.Module) -> bool:
 
 def statistics(model: nn.Module) -> str:
     """The number of trained weights, in Megatron Bridge's format."""
-    total = sum(parameter.numel() for parameter in model.parameters())
-    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    total = sum(num_weights(parameter) for parameter in model.parameters())
+    trainable = sum(num_weights(parameter) for parameter in model.parameters() if parameter.requires_grad)
     return (
         f"PEFT statistics:\n"
         f"  Total parameters: {total:,}\n"
@@ -136,26 +138,31 @@ def statistics(model: nn.Module) -> str:
 def merged_state_dict(state: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
     """The weights of the equivalent model without LoRA: `W + scale * B A`, under the plain names.
 
+    A quantized `W` is added to in float32, as in `peft`; the sum has the type of the weights that are not quantized.
+
     Args:
         state: the state of a model changed by `add_lora`.
         scale: `alpha / dim`.
     """
-    merged = {}
-    for name, tensor in state.items():
+    merged, whole = {}, dequantized(state)
+    for name, tensor in whole.items():
         if _A in name or _B in name:
             continue
         if _BASE in name and name.endswith(".weight"):
-            low, high = state[name.replace(_BASE, _A)], state[name.replace(_BASE, _B)]
+            low, high = whole[name.replace(_BASE, _A)], whole[name.replace(_BASE, _B)]
             tensor = tensor + scale * (high.float() @ low.float()).to(tensor.dtype)
         merged[name.replace(_BASE, ".")] = tensor
-    return merged
+    changed = {name.replace(_BASE, ".") for name, tensor in whole.items() if tensor is not state[name]}
+    stored = common_type({name: tensor for name, tensor in merged.items() if name not in changed})
+    return {name: tensor.to(stored) if name in changed else tensor for name, tensor in merged.items()}
 
 
 def merged_model(model: LanguageModel, config: PeftConfig) -> LanguageModel:
     """A copy on the CPU with LoRA's matrices merged into the weights; `model` is not changed."""
     state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
-    merged = empty_model(model.config)
-    merged.load_state_dict(merged_state_dict(state, config.alpha / config.dim))
+    state = merged_state_dict(state, config.alpha / config.dim)
+    merged = empty_model(model.config, common_type(state))
+    merged.load_state_dict(state)
     return merged
 
 

@@ -35,7 +35,8 @@ from onstep.models.hf.causal_lm import CausalLM
 from onstep.models.hf.documents_probe import prepare_for_data
 from onstep.training.run import Run
 from onstep.training.setup.lora import add_lora, statistics
-from onstep.training.setup.pretrained import find_pretrained, load_pretrained
+from onstep.training.setup.pretrained import find_pretrained, load_pretrained, load_quantized
+from onstep.training.setup.quantized_base import quantized_model
 from onstep.training.setup.weight_types import set_weight_types, type_at_first
 from onstep.training.stages.forward_step import only_chunk
 
@@ -109,11 +110,16 @@ def run_hooks(chunks: list[nn.Module], hooks: Sequence[ModelHook]) -> list[nn.Mo
 
 
 def _language_model(config: ConfigContainer, world: World, state: Run) -> LanguageModel:
+    quantizes = config.peft.base_quantization is not None
     if state.checkpoints is not None and state.checkpoints.start is not None:
+        if quantizes:
+            return quantized_model(config)
         return build_language_model(config.model, seed=config.rng.seed, dtype=type_at_first(config))
     source = find_pretrained(config)
     if source is not None:
         with state.timers("load-pretrained-checkpoint").measure(barrier=True):
+            if quantizes:
+                return load_quantized(source, config, world)
             return load_pretrained(source, config.model, world, type_at_first(config))
     if config.checkpoint.finetune:
         raise MissingWeightsError(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from onstep.checkpoint import checkpoints, read_manifest, resolve
+from onstep.checkpoint import CheckpointInfo, checkpoints, read_manifest, resolve
 from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.config import ConfigContainer, ModelConfig, TokenizerConfig, from_dict
 from onstep.config.checks.run import check_finetune, loads_own
@@ -22,9 +22,11 @@ from onstep.data.corpus.tokenizer_files import tokenizer_in_dir
 from onstep.distributed import World, on_main
 from onstep.errors import ConfigError, MissingWeightsError, RunExistsError
 from onstep.models.hf.any_directory import LanguageModel, config_of_directory, load_directory
+from onstep.models.quantized_layers import check_installed
 from onstep.training.runs.identity import changed_tokenizer
 from onstep.training.runs.run_dir import RunDir
 from onstep.training.setup.checkpoint_models import model_of
+from onstep.training.setup.quantized_base import quantized_directory, quantized_model, weights_by_layer
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +214,8 @@ def fill_from_pretrained(config: ConfigContainer) -> ConfigContainer:
     if config.checkpoint.finetune and config.checkpoint.load is None:
         config.checkpoint.pretrained_checkpoint = config.checkpoint.pretrained_checkpoint or config.model.hf_model
     check_finetune(config)
+    if config.peft.base_quantization is not None:
+        check_installed(config.peft.base_quantization)
     try:
         source = find_model(config)
     except MissingWeightsError:
@@ -265,8 +269,20 @@ def load_pretrained(
     """
     if source.is_hugging_face:
         return load_directory(source.path, config, dtype)
-    # which compares every file with the manifest
-    return model_of(on_main(world, lambda: resolve(source.path, step=source.step)), config, dtype)
+    return model_of(_checked(source, world), config, dtype)
+
+
+def load_quantized(source: PretrainedSource, config: ConfigContainer, world: World) -> LanguageModel:
+    """The same with the layers' weights as `peft.base_quantization` says; see `quantized_model`. Collective."""
+    if source.is_hugging_face:
+        return quantized_directory(source.path, config)
+    info = _checked(source, world)
+    return quantized_model(config, weights_by_layer(info), str(info.path))
+
+
+def _checked(source: PretrainedSource, world: World) -> CheckpointInfo:
+    """The checkpoint of a source, of which every file was compared with the manifest."""
+    return on_main(world, lambda: resolve(source.path, step=source.step))
 
 
 def _of_checkpoints(path: Path, step: int | None, config: ConfigContainer) -> PretrainedSource:

@@ -1,0 +1,114 @@
+"""Builds a model whose layers are frozen in 4 or 8 bits, reading the weights of one layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from onstep.checkpoint import CheckpointInfo
+from onstep.checkpoint.loading import read_outline, stored_states
+from onstep.config import ConfigContainer, from_dict
+from onstep.errors import CheckpointError, ConfigError
+from onstep.models import Transformer
+from onstep.models.hf.any_directory import LanguageModel
+from onstep.models.hf.by_layer import hf_weights_by_layer, layer_of
+from onstep.models.quantized_layers import quantized_linear
+from onstep.training.setup.lora import merged_state_dict, projections
+from onstep.training.setup.weight_types import frozen_type, type_at_first
+
+
+def quantized_model(
+    config: ConfigContainer, layers: Iterable[Mapping[str, Tensor]] | None = None, where: str = ""
+) -> LanguageModel:
+    """A model on the CPU with the projections of its layers as `peft.base_quantization` says.
+
+    No more than the weights of one layer are in floating point at any time.
+
+    Args:
+        layers: the weights, in parts; None if they will be loaded from a checkpoint of the run: they are 0 until then.
+        where: what holds the weights, for messages.
+
+    Raises:
+        CheckpointError: if they are not those of the model.
+        MissingExtraError: if `bitsandbytes` is not installed.
+    """
+    if config.model.hf_config is not None:
+        raise ConfigError(
+            f"peft.base_quantization={config.peft.base_quantization} is not supported yet for models of other "
+            f"families; leave it out."
+        )
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    names = projections(model)
+    missing = dict(model.state_dict())
+    if layers is None:
+        layers = _zeros(dict(missing))
+    for name in names:
+        _put(model, name, nn.Identity())
+    model = model.to(type_at_first(config)).to_empty(device="cpu")
+    own = model.state_dict()
+    dtype = torch.float16 if config.mixed_precision == "fp16_mixed" else frozen_type(config)
+    kind = config.peft.base_quantization
+    assert kind is not None
+    for weights in layers:
+        for name, tensor in weights.items():
+            expected = missing.pop(name, None)
+            if expected is None or expected.shape != tensor.shape or not tensor.is_floating_point():
+                problem = "which the model does not have" if expected is None else f"not {tuple(expected.shape)} floats"
+                raise CheckpointError(
+                    f"{where} has {name} of shape {tuple(tensor.shape)} and type {tensor.dtype}, {problem}; use the "
+                    f"model section of the configuration that it was saved with."
+                )
+            module, _, part = name.rpartition(".")
+            if module not in names:
+                own[name].copy_(tensor)
+            elif part == "weight":
+                bias = weights.get(f"{module}.bias")
+                _put(model, module, quantized_linear(tensor.float(), bias, kind, dtype))
+    if missing:
+        raise CheckpointError(f"{where} lacks {next(iter(missing))} and {len(missing) - 1} more weights of the model.")
+    setattr(model, f"is_loaded_in_{4 if kind == 'nf4' else 8}bit", True)  # where peft looks for it
+    return model
+
+
+def quantized_directory(directory: Path, config: ConfigContainer) -> LanguageModel:
+    """The model of `quantized_model` with the weights of a Hugging Face directory. Raises like `load_hf`."""
+    return quantized_model(config, hf_weights_by_layer(directory, config.model), str(directory))
+
+
+def weights_by_layer(info: CheckpointInfo) -> Iterator[dict[str, Tensor]]:
+    """The weights of a checkpoint in floating point, LoRA merged, one layer at a time.
+
+    Raises:
+        CheckpointError: if the checkpoint does not hold them as a single state.
+    """
+    states = [one for one in stored_states(info.manifest) if one.label == "model"]
+    if len(states) != 1:
+        raise CheckpointError(
+            f"{info.path} does not hold the model as a single set of weights; load it in a run first."
+        )
+    outline, peft = read_outline(info, states[0]), from_dict(info.manifest.config).peft
+    names: dict[str, list[str]] = {}
+    for name in outline.state:
+        names.setdefault(layer_of(name), []).append(name)
+    for group in names.values():
+        state = {name: outline.state[name] for name in group}
+        read = {name: outline.read(one) if id(one) in outline.places else one for name, one in state.items()}
+        yield read if peft.peft_scheme is None else merged_state_dict(read, peft.alpha / peft.dim)
+
+
+def _zeros(expected: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Weights of 0, one matrix with its bias at a time."""
+    for name in expected:
+        module, _, part = name.rpartition(".")
+        if part != "bias" or f"{module}.weight" not in expected:
+            ends = {name, f"{module}.bias"} & set(expected) if part == "weight" else {name}
+            yield {one: torch.zeros(expected[one].shape, dtype=expected[one].dtype) for one in ends}
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)

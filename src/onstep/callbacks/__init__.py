@@ -10,6 +10,7 @@ from onstep.callbacks.early_stopping import EarlyStopping, EarlyStoppingCallback
 from onstep.callbacks.grad_norm_logger import GradNormLogger
 from onstep.callbacks.json_logger import JsonLogger
 from onstep.callbacks.learning_rate_monitor import LearningRateMonitor
+from onstep.callbacks.lm_eval_callback import LmEvalCallback
 from onstep.callbacks.parameter_norm_logger import ParameterNormLogger, WeightNormLogger
 from onstep.callbacks.peak_memory import PeakMemory, TraceMalloc
 from onstep.callbacks.profiler_callback import ProfilerCallback
@@ -39,6 +40,7 @@ __all__ = [
     "InfoCallback",
     "JsonLogger",
     "LearningRateMonitor",
+    "LmEvalCallback",
     "TrackersCallback",
     "MetricSpec",
     "ParameterNormLogger",

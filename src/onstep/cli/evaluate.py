@@ -73,6 +73,8 @@ def evaluate(
     The results of a run become part of it: onstep why RUN and onstep logs report RUN show them. Requires
     onstep[lm-eval].
     """
+    import torch
+
     from onstep.models.hf.tasks import TaskSettings, evaluate_tasks, import_lm_eval, load_tasks
 
     if not (batch_size.startswith("auto") or (batch_size.isdecimal() and int(batch_size) > 0)):
@@ -84,7 +86,8 @@ def evaluate(
     import_lm_eval()
     with weights_of(path) as weights:
         load_tasks(settings)  # before a large model is read
-        results = evaluate_tasks(settings, weights.model, device=device or "cuda", **weights.arguments)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        results = evaluate_tasks(settings, weights.model, device=device, **weights.arguments)
     if weights.run is not None:
         append_evaluation(weights.run, weights.step, weights.name, results)
     if as_json:

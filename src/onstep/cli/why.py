@@ -146,7 +146,7 @@ def evaluated(directory: Path, step: int | None = None) -> list[str]:
             at = "step ?" if one.step is None else f"step {one.step}"
             what = "while it trained" if one.weights == "training" else f"of {one.weights}"
             lines.append(f"{at}: tasks evaluated {what} ({time_shown(one.timestamp) or 'no time'})")
-            lines += [f"    {line}" for line in evaluation_lines([one])]
+            lines += [f"    {line}" for line in evaluation_lines(one.tasks)]
     return lines
 
 

@@ -167,7 +167,13 @@ class Run:
     @cached_property
     def trainer_state(self) -> RunState:
         """Hugging Face's view of the progress."""
-        return RunState(self.train_state, self.info, lambda: self.control, self._exported_states, self.note)
+        return RunState(self.train_state, self.info, lambda: self.control, self._exported_states, self._append)
+
+    def _append(self, kind: Kind, data: Mapping[str, Any]) -> None:
+        """Append a callback's line to the record, and its metrics to `log_history`."""
+        if self.world.is_main and kind in ("log", "evaluation", "test"):
+            self.info.history.append({**data, "step": self.train_state.step})
+        self.note(kind, data)
 
     def _exported_states(self) -> dict[str, Any]:
         return self.entry_point.exported_states() | {"TrainerControl": self.control.state()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,13 +87,9 @@ def evaluations_of_run(directory: Path) -> list[Evaluation]:
     return sorted(filter(None, [*during, *later]), key=lambda one: one.timestamp)
 
 
-def evaluation_lines(evaluations: Iterable[Evaluation]) -> list[str]:
+def evaluation_lines(tasks: Mapping[str, TaskResult]) -> list[str]:
     """Each task in words."""
-    return [
-        f"{name}: {', '.join(metric_words(result))}{_conditions(result)}"
-        for one in evaluations
-        for name, result in one.tasks.items()
-    ]
+    return [f"{name}: {', '.join(metric_words(result))}{_conditions(result)}" for name, result in tasks.items()]
 
 
 def metric_words(result: TaskResult) -> list[str]:

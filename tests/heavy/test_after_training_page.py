@@ -1,0 +1,48 @@
+"""The page "After training" works from top to bottom, and the file that "Serve it" loads is the page's."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.docs.test_examples import ROOT, blocks
+
+GUIDE = ROOT / "docs/guide"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
+def test_the_page_works_from_top_to_bottom(
+    tmp_path: Path, token_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ONSTEP_CACHE", str(token_cache))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    torch.manual_seed(0)
+    page, namespace = GUIDE / "after-training.md", dict[str, Any](__name__="__main__")
+    [task] = [block.code for block in blocks(page, "text") if block.code.startswith("task: ")]
+    named = re.search(r"Write `(tasks/\w+\.yaml)`", page.read_text())
+    assert named is not None
+    Path("tasks").mkdir()
+    Path(named[1]).write_text(task)
+    for block in blocks(page, "python", "py", "bash"):
+        if block.language == "bash":
+            block.run_commands()
+        else:
+            block.run(namespace)
+    said = capsys.readouterr().out
+    assert said.count("brackets: acc ") == 2  # onstep why names both evaluations
+    assert "relative error of the logits: 0.0" in said
+    assert "brackets" in Path("published/README.md").read_text()
+
+    served = GUIDE / "serve.md"
+    assert "mine-q8_0.gguf" in served.read_text()
+    if importlib.util.find_spec("llama_cpp") is not None:
+        for block in blocks(served, "py"):
+            block.run(namespace)

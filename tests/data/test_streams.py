@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -177,7 +178,7 @@ def test_documents_are_marked(tmp_path: Path) -> None:
     assert batch["position_ids"][0].tolist() == [*range(4), *range(6), *range(6)]
 
 
-def test_chats_are_those_of_the_kind_chat(tmp_path: Path) -> None:
+def test_chats_are_those_of_the_kind_chat(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "chat.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{n}?", "response": "x" * n}) + "\n" for n in range(1, 20)))
     config = config_of(path, stream_of="chat", seq_length=128, stream_window_bytes=1 << 20, shuffle=False)
@@ -190,6 +191,12 @@ def test_chats_are_those_of_the_kind_chat(tmp_path: Path) -> None:
         assert batch.keys() == expected.keys()
         assert all(batch[key].equal(expected[key]) for key in batch)
     assert loader.read(1) is None
+    caplog.clear()
+    short = loader_of(replace(config, seq_length=40, stream_window_bytes=100))
+    while short.read(BATCH):
+        pass
+    [told] = [record.message for record in caplog.records]  # of many windows
+    assert re.fullmatch(r"in a window .*, of \d conversations, \d are longer than seq_length=40 and .* in others", told)
 
 
 def test_held_out_records_are_not_trained_on(tmp_path: Path) -> None:

@@ -237,8 +237,10 @@ class ChatDataset(Dataset[dict[str, torch.Tensor]]):
                 f"none of {wanted.size} conversations has an answer within the first {seq_length} tokens; give "
                 "conversations with messages of role 'assistant', or increase seq_length"
             )
-        if warns:
-            _warn(int((wanted[has_label] > seq_length).sum()), int((~has_label).sum()), wanted.size, seq_length)
+        self.note = _note(int((wanted[has_label] > seq_length).sum()), int((~has_label).sum()), wanted.size, seq_length)
+        """How many conversations are truncated or dropped, in words; empty for none."""
+        if warns and self.note:
+            _LOGGER.warning("%s", self.note)
 
     def __len__(self) -> int:
         return int(self._numbers.size)
@@ -309,11 +311,10 @@ class PackedDataset(ChatDataset):
         return {key: torch.from_numpy(array) for key, array in arrays.items()}
 
 
-def _warn(num_cut: int, num_dropped: int, total: int, seq_length: int) -> None:
+def _note(num_cut: int, num_dropped: int, total: int, seq_length: int) -> str:
     notes = []
     if num_cut:
         notes.append(f"{num_cut} are longer than seq_length={seq_length} and are truncated")
     if num_dropped:
         notes.append(f"{num_dropped} have no answer within a sequence and are dropped")
-    if notes:
-        _LOGGER.warning("of %d conversations, %s", total, " and ".join(notes))
+    return f"of {total} conversations, {' and '.join(notes)}" if notes else ""

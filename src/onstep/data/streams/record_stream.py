@@ -44,6 +44,8 @@ class Window:
     """Whether no window of its file follows."""
     damaged: list[str] = field(default_factory=list)
     """Why records were left out."""
+    note: str = ""
+    """What of its records is not trained on, in words."""
     problem: str | None = None
     """Why it cannot be read."""
 
@@ -95,6 +97,8 @@ class RecordStream(Dataset[Window]):
             encoded = [one for _, one in self._encoded(rows, (0,), found.damaged)]
             found.samples = self._records.pack(encoded)
             len(found.samples or ())  # packs conversations, here instead of in the training process
+            none = f"none of {len(encoded)} records has a label" if encoded else ""
+            found.note = none if found.samples is None else getattr(found.samples, "note", "")
         except OnstepError as error:
             found.problem = str(error)
         return found

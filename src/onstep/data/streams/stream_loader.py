@@ -221,10 +221,14 @@ class StreamedRows:
                 yield at, window
 
     def _tell(self, window: Window) -> None:
-        """Warn of records that were left out, on one rank."""
-        if self._layout.rank == 0:
-            for reason in window.damaged:
-                _LOGGER.warning("a record is left out (dataset.stream_skip_damaged): %s", reason)
+        """Warn of records that were left out, on one rank; of those without an answer in the first such window."""
+        if self._layout.rank:
+            return
+        for reason in window.damaged:
+            _LOGGER.warning("a record is left out (dataset.stream_skip_damaged): %s", reason)
+        if window.note and not self._is_noted:
+            self._is_noted = True
+            _LOGGER.warning("in a window of the stream, %s; there may be more in others", window.note)
 
 
 class StreamLoader(Loader):

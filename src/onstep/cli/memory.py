@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,11 +11,12 @@ import typer
 
 from onstep.cli.application import Recipe
 from onstep.cli.completed_words import complete_words
-from onstep.cli.config import configuration
+from onstep.cli.config import configuration_and_keys
+from onstep.cli.hub import start_from
 from onstep.cli.recipes import sized
 from onstep.config import ConfigContainer, resolve
 from onstep.errors import ConfigError
-from onstep.metrics.memory.changes import changes_that_fit
+from onstep.metrics.memory.changes import Estimator, changes_that_fit
 from onstep.metrics.memory.estimate import MemoryEstimate, estimate_training_memory, format_training_memory_estimate
 
 GPU_SIZES = (8, 16, 24, 32, 40, 48, 80, 96, 141, 192, 288)
@@ -32,17 +35,27 @@ def memory(
         ),
     ] = None,
     recipe: Recipe = None,
+    hf_model: Annotated[
+        str | None,
+        typer.Option(
+            "--hf-model", metavar="DIR", help="A Hugging Face model of any family: a directory with its config.json."
+        ),
+    ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks that the global batch is split over.")] = 1,
     gpu_gb: Annotated[
         int | None, typer.Option("--gpu-gb", min=1, metavar="GB", help="Say what would make it fit a GPU of this size.")
     ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Also build the model, run two steps on random tokens, and compare.")
+    ] = False,
 ) -> None:
     """Estimate the memory that training requires on each device: onstep memory qwen25_500m
 
     To reduce it: train.micro_batch_size=1, model.recompute_granularity=full, peft.peft_scheme=lora.
     """
-    config = _configuration(words or [], recipe, ranks)
-    estimate = estimate_training_memory(config, ranks=ranks)
+    config = _configuration(words or [], recipe, ranks, hf_model)
+    estimator = _estimator(config, ranks)
+    estimate = estimator(config)
     if estimate is None:
         raise ConfigError("the memory of this model cannot be estimated: no formula is known for it.")
     print(format_training_memory_estimate(estimate))
@@ -53,7 +66,11 @@ def memory(
         f"{fits(estimate)}"
     )
     if gpu_gb is not None:
-        print(_changes(config, estimate, gpu_gb, ranks))
+        print(_changes(config, estimate, gpu_gb, estimator))
+    if measure:
+        from onstep.cli import memory_measurement
+
+        print(memory_measurement.report(memory_measurement.measure(config)))
 
 
 def fits(estimate: MemoryEstimate) -> str:
@@ -68,27 +85,40 @@ def _usable(gigabytes: int) -> int:
     return int(USABLE * gigabytes * 1024**3)
 
 
-def _changes(config: ConfigContainer, estimate: MemoryEstimate, gigabytes: int, ranks: int) -> str:
+def _changes(config: ConfigContainer, estimate: MemoryEstimate, gigabytes: int, estimator: Estimator) -> str:
     """What would make the training fit a GPU of this size, a line for each way."""
     if estimate.total <= _usable(gigabytes):
         return f"It fits {gigabytes} GB as it is."
-    found = changes_that_fit(config, _usable(gigabytes), ranks=ranks)
+    found = changes_that_fit(config, _usable(gigabytes), estimate=estimator)
     if not found:
         return f"No change of the configuration makes it fit {gigabytes} GB; use a smaller model."
     return "\n".join([f"To fit {gigabytes} GB, from cheap to dear:", *(f"  {change}" for change in found)])
 
 
-def _configuration(words: list[str], recipe: str | None, ranks: int) -> ConfigContainer:
+def _estimator(config: ConfigContainer, ranks: int) -> Estimator:
+    """The estimate by a formula, or for a model of `transformers`, with seconds of importing torch, by a trace."""
+    if config.model.hf_config is None:
+        return partial(estimate_training_memory, ranks=ranks)
+    from onstep.training.setup.family_memory import traced_memory
+
+    return partial(traced_memory, ranks=ranks)
+
+
+def _configuration(words: list[str], recipe: str | None, ranks: int, hf_model: str | None = None) -> ConfigContainer:
     """The configuration that `words` describes, with the model of the pretrained weights if they can be read."""
-    config, _ = configuration(words, recipe)
+    if hf_model is not None and not any("=" not in word for word in words):
+        recipe = recipe or "any"
+    config, _, keys = configuration_and_keys(words, recipe)
+    if hf_model is not None:
+        start_from(config, _directory(hf_model), keys)
     weights = config.checkpoint.pretrained_checkpoint
     is_any = str(config.run.recipe).startswith("any_")
-    if is_any and weights is None and config.checkpoint.load is None:
+    if is_any and weights is None and config.checkpoint.load is None and config.model.hf_model is None:
         raise ConfigError(
             f"{config.run.recipe} reads its model from the pretrained weights; set "
             "checkpoint.pretrained_checkpoint=DIR."
         )
-    if is_any or (weights is not None and Path(weights).exists()):
+    if is_any or config.model.hf_model is not None or (weights is not None and Path(weights).exists()):
         from onstep.training.setup.pretrained import fill_from_pretrained
 
         config = fill_from_pretrained(config)
@@ -97,3 +127,11 @@ def _configuration(words: list[str], recipe: str | None, ranks: int) -> ConfigCo
     if config.dataset.kind != "text" and not config.dataset.paths:
         config.dataset.paths = ["the data"]
     return sized(resolve(config, ranks))
+
+
+def _directory(name: str) -> Path:
+    """The directory of a model on this machine; nothing is downloaded for an estimate."""
+    directory = Path(os.path.expanduser(name))
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"--hf-model={name} has no config.json; pass the directory of a Hugging Face model.")
+    return directory

@@ -14,7 +14,6 @@ from onstep.metrics.model_shape import ModelShape, is_target
 
 _CHUNK, _LARGE_VOCABULARY = 2**28, 65_536
 """Elements of a chunk of logits, and the least vocabulary that is divided by default: see `models/vocabulary_loss`."""
-_LABEL = 8
 _INPUTS_OF_ATTENTION = ("attention.query", "attention.key", "attention.value")
 _INPUTS_OF_BLOCK = ("feed_forward.gate", "feed_forward.up")
 
@@ -53,7 +52,7 @@ def micro_batch(shape: ModelShape, cfg: Any, counts: WeightCounts, storage: Stor
     recomputes = getattr(cfg.model, "recompute_granularity", None) == "full"
     kept = len(sizes) * storage.residual * shape.hidden_size if recomputes else sum(sizes)
     ends, logits = _ends(shape, cfg, counts, storage, tokens)
-    copies = _copies(counts, storage, layers[0], recomputes)
+    copies = _copies(counts, storage, recomputes)
     return MicroBatch(
         activations=tokens * (kept + layers[0].norm(shape.hidden_size)) + ends,
         layer=tokens * max(sizes),
@@ -65,35 +64,28 @@ def micro_batch(shape: ModelShape, cfg: Any, counts: WeightCounts, storage: Stor
 
 
 def _ends(shape: ModelShape, cfg: Any, counts: WeightCounts, storage: Storage, tokens: int) -> tuple[int, int]:
-    """Bytes that are kept of the output's input and of the labels, and the most that the loss needs."""
+    """Bytes that are kept of the output's input, and the most that the loss needs."""
     is_trained, (vocabulary, hidden) = not counts.added, counts.head
     chunk = _chunk(cfg.model, vocabulary, tokens)
     if chunk is None:  # logits, their log-softmax and its gradient
         kept = storage.product * hidden if is_trained else 0
-        return tokens * (kept + _LABEL) + 2 * FLOAT32, 3 * FLOAT32 * vocabulary * tokens
+        return tokens * kept + 2 * FLOAT32, 3 * FLOAT32 * vocabulary * tokens
     gradients = storage.product * hidden * tokens + (FLOAT32 * vocabulary * hidden if is_trained else 0)
-    return tokens * _LABEL, gradients + (FLOAT32 + storage.product) * vocabulary * chunk
+    return 0, gradients + (FLOAT32 + storage.product) * vocabulary * chunk
 
 
-def _copies(counts: WeightCounts, storage: Storage, first: _Layer, recomputes: bool) -> int:
+def _copies(counts: WeightCounts, storage: Storage, recomputes: bool) -> int:
     """Bytes of the casts of weights that exist while the loss is computed.
 
-    Autocast caches those of trained weights; those of frozen weights exist as long as the backward pass needs them.
+    Autocast caches those of trained weights; those of frozen weights exist if the backward pass needs them.
     """
     rows, columns = counts.head
     head = storage.product * rows * columns
     if not counts.added:
         return storage.product * counts.cast + head if storage.casts(storage.trained) else 0
-    copies = head if storage.casts(storage.frozen) else 0
-    if recomputes:
-        return copies
-    shape, before = first.shape, [name for name in _INPUTS_OF_ATTENTION if name in (first.adapted or {})]
-    if storage.casts(storage.frozen) and storage.quantization is None:
-        copies += storage.product * (counts.cast - counts.added)
-        copies -= storage.product * shape.hidden_size * (shape.query_width + 2 * shape.key_width)
-    if storage.casts(storage.trained):
-        ranks = sum((first.adapted or {})[name] for name in before)
-        copies += storage.product * (counts.added - shape.hidden_size * ranks)
+    copies = storage.product * counts.added if storage.casts(storage.trained) else 0
+    if storage.casts(storage.frozen):
+        copies += head + (0 if recomputes or storage.quantization else storage.product * (counts.cast - counts.added))
     return copies
 
 
@@ -149,7 +141,7 @@ class _Layer:
         """A norm's input, its normed input if the scale is trained and the norm not fused, and its statistics."""
         shape, storage = self.shape, self.storage
         if shape.norm_bias:
-            return storage.residual * width + 2 * FLOAT32
+            return storage.residual * width + 2 * (FLOAT32 if storage.has_fused_norms else storage.residual)
         if storage.has_fused_norms:
             return storage.residual * width + FLOAT32
         return (2 if self.adapted is None else 1) * FLOAT32 * width + FLOAT32

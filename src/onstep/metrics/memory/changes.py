@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from onstep.metrics.memory.estimate import estimate_training_memory
+from onstep.metrics.memory.estimate import MemoryEstimate, estimate_training_memory
 
 Values = dict[str, Any]
+Estimator = Callable[[Any], MemoryEstimate | None]
+"""Estimates the memory of a configuration."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,9 @@ class Change:
         return f"{words} ({self.total / 2**30:,.1f} GiB)"
 
 
-def changes_that_fit(cfg: Any, limit: int, *, ranks: int = 1, most: int = 3) -> list[Change]:
+def changes_that_fit(
+    cfg: Any, limit: int, *, estimate: Estimator = estimate_training_memory, most: int = 3
+) -> list[Change]:
     """At most `most` changes, from cheap to dear, each of which makes the training fit into `limit` bytes.
 
     Cheap is what leaves the result as it is (smaller micro-batches, then recomputation, which costs a third more time);
@@ -39,7 +43,7 @@ def changes_that_fit(cfg: Any, limit: int, *, ranks: int = 1, most: int = 3) -> 
     found: list[Change] = []
     cheaper: list[Values] = []
     for step in _steps(cfg):
-        change = _smallest(cfg, cheaper, step, limit, ranks)
+        change = _smallest(cfg, cheaper, step, limit, estimate)
         if change is not None:
             found.append(change)
             if len(found) == most:
@@ -48,34 +52,34 @@ def changes_that_fit(cfg: Any, limit: int, *, ranks: int = 1, most: int = 3) -> 
     return found
 
 
-def smallest_total(cfg: Any, *, ranks: int = 1) -> Change | None:
+def smallest_total(cfg: Any, *, estimate: Estimator = estimate_training_memory) -> Change | None:
     """All changes together, when none makes the training fit; None if there is nothing to change."""
     values: Values = {}
     for step in _steps(cfg):
         values |= step
-    total = _total(cfg, values, ranks)
+    total = _total(cfg, values, estimate)
     return Change(values, total) if values and total is not None else None
 
 
-def _smallest(cfg: Any, cheaper: list[Values], step: Values, limit: int, ranks: int) -> Change | None:
+def _smallest(cfg: Any, cheaper: list[Values], step: Values, limit: int, estimate: Estimator) -> Change | None:
     """`step` with as few of the cheaper changes as it requires; None if it does not fit with all of them."""
     for count in range(len(cheaper) + 1):
         values: Values = {}
         for one in [*cheaper[:count], step]:
             values |= one
-        total = _total(cfg, values, ranks)
+        total = _total(cfg, values, estimate)
         if total is not None and total <= limit:
             return Change(values, total)
     return None
 
 
-def _total(cfg: Any, values: Values, ranks: int) -> int | None:
+def _total(cfg: Any, values: Values, estimate: Estimator) -> int | None:
     changed = copy.deepcopy(cfg)
     for key, value in values.items():
         section, _, name = key.rpartition(".")
         setattr(getattr(changed, section) if section else changed, name, value)
-    estimate = estimate_training_memory(changed, ranks=ranks)
-    return None if estimate is None else estimate.total
+    found = estimate(changed)
+    return None if found is None else found.total
 
 
 def _steps(cfg: Any) -> Iterator[Values]:
@@ -84,11 +88,21 @@ def _steps(cfg: Any) -> Iterator[Values]:
         yield {"train.micro_batch_size": 1}
     if cfg.model.recompute_granularity != "full":
         yield {"model.recompute_granularity": "full"}
-    is_lora = cfg.peft.peft_scheme is not None
     if cfg.mixed_precision is None:
         yield {"mixed_precision": "bf16_mixed"}
-    if not is_lora and (cfg.checkpoint.finetune or cfg.checkpoint.pretrained_checkpoint is not None):
-        yield {"peft.peft_scheme": "lora"}
+    optimizer, is_lora = cfg.optimizer, cfg.peft.peft_scheme is not None
+    if not is_lora and optimizer.params_dtype == "float32":
+        yield {"optimizer.params_dtype": "bfloat16"}
+    if not is_lora and optimizer.main_params_dtype == "float32":
+        yield {"optimizer.params_dtype": "bfloat16", "optimizer.main_params_dtype": "bfloat16"}
+    if is_lora or cfg.checkpoint.finetune or cfg.checkpoint.pretrained_checkpoint is not None:
+        float32 = {"optimizer.params_dtype": "float32", "optimizer.main_params_dtype": "float32"}
+        lora = {"peft.peft_scheme": "lora"}
+        changed = {key: value for key, value in float32.items() if getattr(optimizer, key[10:]) != value}
+        if not is_lora:
+            yield lora | changed
+        if cfg.peft.base_quantization is None:
+            yield ({} if is_lora else lora | changed) | {"peft.base_quantization": "nf4"}
     length = cfg.model.seq_length
     if cfg.model.position_embedding_type != "learned_absolute" and length >= 512:
         yield {"model.seq_length": length // 2, "dataset.seq_length": length // 2}

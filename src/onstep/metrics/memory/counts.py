@@ -33,7 +33,7 @@ class WeightCounts:
     muon: int
     """Number of weights that Muon optimizes, if all are trained."""
     cast: int
-    """Number of weights in matrices that autocast casts, if all are float32: linear layers and experts, and LoRA's."""
+    """Number of weights that autocast casts, if all are float32: linear layers with biases, experts, and LoRA's."""
     head: Matrix
     """The output matrix, which may be the embedding."""
     ties_head: bool
@@ -71,7 +71,7 @@ class WeightCounts:
             added=added,
             matrices=matrices,
             muon=num_layer_matrix_parameters(shape),
-            cast=plain + experts + shape.joining_matrices + added,
+            cast=plain + _biases(shape) + experts + shape.joining_matrices + added,
             head=(shape.vocab_size, shape.hidden_size),
             ties_head=shape.ties_embeddings,
         )
@@ -87,6 +87,13 @@ class WeightCounts:
         if kind == "int8":
             return sum(rows * columns + 4 * rows for rows, columns in self.matrices)
         return sum(_nf4_bytes(rows * columns) for rows, columns in self.matrices)
+
+
+def _biases(shape: ModelShape) -> int:
+    """Number of biases of the linear layers."""
+    attention = (shape.query_width + 2 * shape.key_width) * shape.qkv_bias + shape.hidden_size * shape.linear_bias
+    block = ((shape.num_projections - 1) * shape.ffn_hidden_size + shape.hidden_size) * shape.linear_bias
+    return shape.all_layers * attention + shape.num_dense_layers * block
 
 
 def _nf4_bytes(weights: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from onstep.metrics.memory.activations import MicroBatch, micro_batch
 from onstep.metrics.memory.counts import WeightCounts
-from onstep.metrics.memory.storage import Storage, optimizer_bytes
+from onstep.metrics.memory.storage import UPDATED_AT_ONCE, Storage, optimizer_bytes
 from onstep.metrics.model_shape import ModelShape
 
 _MIB = 1024**2
@@ -100,7 +100,7 @@ def estimate_of(cfg: Any, counts: WeightCounts, storage: Storage, needs: MicroBa
         storage.frozen_bytes(counts),
         storage.masters * counts.trained,
     )
-    optimizer = optimizer_bytes(cfg.optimizer, counts, storage.moments)
+    optimizer = optimizer_bytes(cfg.optimizer, counts, storage.state)
     return MemoryEstimate(
         num_parameters=counts.total,
         num_trainable=counts.trained,
@@ -133,15 +133,18 @@ def _peak(
     before = gradients if has_earlier else 0
     recomputed = needs.layer if cfg.model.recompute_granularity is not None else 0
     loss = before + needs.copies + needs.activations + needs.logits
+    update = gradients + storage.update * min(counts.trained, UPDATED_AT_ONCE)
     of_layer = needs.copies_of_layer + needs.temporary
     last_layer = before + of_layer + needs.activations + recomputed
     first_layer = of_layer + needs.layer
     if counts.added:
-        return max(loss, last_layer, gradients + first_layer)
+        return max(loss, last_layer, gradients + first_layer, update)
     ends = head if counts.ties_head else 2 * head
     all_later = gradients if has_earlier else (gradients - ends) * (1 - 1 / cfg.model.num_layers) + head
     embedding = head * (has_earlier + counts.ties_head)
-    return int(max(loss, last_layer + (0 if has_earlier else head), all_later + first_layer, gradients + embedding))
+    return int(
+        max(loss, last_layer + (0 if has_earlier else head), all_later + first_layer, gradients + embedding, update)
+    )
 
 
 def accumulates(cfg: Any, ranks: int) -> bool:

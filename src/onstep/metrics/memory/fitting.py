@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from onstep.errors import ConfigError
-from onstep.metrics.memory.changes import changes_that_fit, smallest_total
+from onstep.metrics.memory.changes import Estimator, changes_that_fit, smallest_total
 from onstep.metrics.memory.estimate import MemoryEstimate, estimate_training_memory
 from onstep.metrics.memory.machine import MachineMemory, machine_memory
 
@@ -44,29 +44,38 @@ def check_memory(cfg: Any) -> None:
         check_machine(cfg, estimate, there, f"{sizes}: ")
 
 
-def check_machine(cfg: Any, estimate: MemoryEstimate, there: MachineMemory, sizes: str = "") -> None:
+def check_machine(
+    cfg: Any,
+    estimate: MemoryEstimate,
+    there: MachineMemory,
+    sizes: str = "",
+    *,
+    estimator: Estimator = estimate_training_memory,
+) -> None:
     """Refuse a training on the CPU that requires far more than the machine's memory and swap space.
 
     Raises:
         ConfigError: with changes that would make it fit.
     """
     if estimate.total > _ROUGHLY * there.limit:
-        raise ConfigError(sizes + _refusal(cfg, estimate, there.limit, "this machine has", 1))
+        raise ConfigError(sizes + _refusal(cfg, estimate, there.limit, "this machine has", estimator))
 
 
-def check_gpu(cfg: Any, estimate: MemoryEstimate, there: int, name: str, *, ranks: int = 1) -> None:
+def check_gpu(
+    cfg: Any, estimate: MemoryEstimate, there: int, name: str, *, estimator: Estimator = estimate_training_memory
+) -> None:
     """Refuse a training that requires more than all the memory of a GPU.
 
     Args:
         there: bytes of the GPU, free or not.
         name: of the GPU.
-        ranks: number of data-parallel ranks.
+        estimator: estimates what changes would do.
 
     Raises:
         ConfigError: with changes that would make it fit.
     """
     if estimate.total > UNSURE * there:
-        raise ConfigError(_refusal(cfg, estimate, there, f"{name} has", ranks))
+        raise ConfigError(_refusal(cfg, estimate, there, f"{name} has", estimator))
 
 
 def summary(estimate: MemoryEstimate, has: str) -> str:
@@ -81,12 +90,12 @@ def shown(size: int) -> str:
     return f"{size / unit:,.1f} {name}" if size < 100 * unit else f"{size / unit:,.0f} {name}"
 
 
-def _refusal(cfg: Any, estimate: MemoryEstimate, limit: int, has: str, ranks: int) -> str:
-    changes = changes_that_fit(cfg, limit, ranks=ranks)
+def _refusal(cfg: Any, estimate: MemoryEstimate, limit: int, has: str, estimator: Estimator) -> str:
+    changes = changes_that_fit(cfg, limit, estimate=estimator)
     if changes:
         remedy = "Any of these makes it fit: " + "; ".join(map(str, changes))
     else:
-        least = smallest_total(cfg, ranks=ranks)
+        least = smallest_total(cfg, estimate=estimator)
         remedy = "A smaller model is required" if least is None else f"Even {least} is too much: use a smaller model"
     return (
         f"the training requires about {shown(estimate.total)} with train.micro_batch_size="

@@ -12,7 +12,7 @@ FLOAT32, HALF = 4, 2
 
 @dataclass(frozen=True)
 class Storage:
-    """Bytes of each weight, by what they are for."""
+    """Bytes of each weight and of each result, by what they are for."""
 
     trained: int
     frozen: int
@@ -22,31 +22,42 @@ class Storage:
     masters: int
     """What the optimizer keeps of the values of trained weights, beyond the weights themselves."""
     gradients: int
-    moments: int
-    """Of each value in the optimizer's state that is not quantized."""
+    state: int
+    """Of each value in the optimizer's state."""
+    update: int
+    """Of each weight in the part of them that is updated at once, while it is; 0 where it is updated in place."""
     product: int
     """Of the results of matrix products."""
     residual: int
     """Of the residual stream."""
     casts_inputs: bool
-    """Whether autocast casts the results of norms, once for each product."""
+    """Whether the results of norms are cast, once for each product: by autocast, or by LoRA to its own type."""
     has_fused_norms: bool
     """Whether one kernel computes a norm, as on a GPU."""
 
     @classmethod
     def of(cls, cfg: Any, device: str | None = None) -> Storage:
         """What a `ConfigContainer` implies on a device, by default that of the configuration, else cuda."""
-        is_mixed = cfg.mixed_precision is not None
+        optimizer, peft = cfg.optimizer, cfg.peft
+        is_low, has_masters = (
+            getattr(optimizer, "params_dtype", "") == "bfloat16",
+            getattr(optimizer, "main_params_dtype", "") == "float32",
+        )
+        keeps_remainders = is_low and (has_masters or optimizer.rounding == "kahan")
+        trained = HALF if is_low else FLOAT32
+        frozen = HALF if is_low or cfg.mixed_precision == "bf16_mixed" else FLOAT32
+        product = HALF if is_low or cfg.mixed_precision is not None else FLOAT32
         return cls(
-            trained=FLOAT32,
-            frozen=FLOAT32,
-            quantization=None,
-            masters=0,
-            gradients=FLOAT32,
-            moments=FLOAT32,
-            product=HALF if is_mixed else FLOAT32,
-            residual=FLOAT32,
-            casts_inputs=is_mixed,
+            trained=trained,
+            frozen=frozen,
+            quantization=peft.base_quantization if peft.peft_scheme is not None else None,
+            masters=HALF if keeps_remainders else 0,
+            gradients=trained,
+            state=FLOAT32 if has_masters or not is_low else HALF,
+            update=_update_bytes(optimizer) if is_low else 0,
+            product=product,
+            residual=trained if peft.peft_scheme is None else frozen,
+            casts_inputs=product < trained,
             has_fused_norms=(device or cfg.dist.device or "cuda").startswith("cuda"),
         )
 
@@ -61,15 +72,37 @@ class Storage:
         return weight > self.product
 
 
+UPDATED_AT_ONCE = 3 * 2**20
+"""Number of bfloat16 weights that are updated at once, at most: see `optim/low_precision.py`."""
+
+
+def _update_bytes(optimizer: Any) -> int:
+    """Weight and gradient in float32, the bits that are rounded, and without masters the state in float32."""
+    if optimizer.main_params_dtype == "float32":
+        return 16
+    return {"stochastic": 22, "kahan": 26, "nearest": 16}[optimizer.rounding]
+
+
 def optimizer_bytes(optimizer: Any, counts: WeightCounts, size: int) -> int:
     """Bytes of the optimizer's state, with `size` bytes for each of its values.
 
     Adam has two for each trained weight, SGD one with momentum; Muon one for the matrices of layers (of LoRA's weights,
-    for all), and two as Adam for the rest.
+    for all), and two as Adam for the rest. Optimizers of 8 bits have two values of a byte each, and a scale of 4 bytes
+    for every 256 of either.
     """
-    trained = counts.trained
-    if optimizer.optimizer == "sgd":
+    trained, name = counts.trained, optimizer.optimizer
+    if name == "sgd":
         return size * trained if optimizer.sgd_momentum else 0
-    if optimizer.optimizer == "muon":
+    if name == "muon":
         return size * (2 * trained - (counts.added or counts.muon))
-    return 2 * size * trained
+    if name.startswith("paged_"):
+        return 0  # in memory that the driver moves to the host when the GPU has too little
+    values = 1 if "lion" in name or "rmsprop" in name else 3 if "ademamix" in name else 2
+    if "4bit" in name:
+        return values * trained // 2 + values * FLOAT32 * -(-trained // _BLOCK_4BIT)
+    if "8bit" in name:
+        return values * (trained + FLOAT32 * -(-trained // _BLOCK_8BIT))
+    return values * size * trained
+
+
+_BLOCK_8BIT, _BLOCK_4BIT = 256, 128

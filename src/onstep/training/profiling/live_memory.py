@@ -4,76 +4,72 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, UntypedStorage, nn
+import torch
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_CASTS = frozenset({"aten::_to_copy", "aten::_conj_physical"})
+COPIES, ACTIVATIONS, LOGITS, TEMPORARY = "16-bit copies", "activations", "logits and loss", "temporary"
+OF_WEIGHTS = ("weights, trained", "weights, frozen")
 
 
 class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, counts the storages that operators of this thread create, each by its kind.
+    """While entered, counts the storages that operators create, each by its kind.
 
-    A kind follows from when and how a storage is made: in a forward pass it is one of the activations, with the
-    vocabulary as its last dimension one of the logits, the cast of a weight a 16-bit copy, and anything else temporary.
+    A kind follows from how a storage is made: with the vocabulary as its last dimension it is one of the logits, the
+    cast of a weight is a 16-bit copy, what a forward pass makes is one of the activations, and anything else temporary.
     What is stated with `assign` (weights, gradients, optimizer state) is of that kind whenever it was made.
     """
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.phase = "temporary"
-        """The kind of what is created now; see `during`."""
+        self.is_forward = False
+        """Whether a forward pass is under way; a backward pass is noticed."""
         self.live: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
+        """The most bytes of each kind."""
         self.peak: Counter[str] = Counter()
-        """The bytes by kind when there were most."""
+        """The bytes by kind when there were most in all."""
+        self.kept: Counter[str] = Counter()
+        """The bytes by kind when the last backward pass began."""
+        self._was_forward = False
         self._vocab_size = vocab_size
         self._kinds: dict[int, tuple[str, int]] = {}
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes that lived at once."""
-        return self.peak.total()
-
-    @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """Context in which new storages are of the kind `phase`."""
-        before, self.phase = self.phase, phase
-        try:
-            yield
-        finally:
-            self.phase = before
 
     def assign(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Count the storages of `tensors` as `kind`, whatever they were counted as before."""
         for tensor in tensors:
             self._count(tensor.untyped_storage(), kind)
-        self._note_peak()
+        self._note()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run the operator, and count what it has created."""
+        is_backward = torch._C._current_graph_task_id() != -1
+        if is_backward and self._was_forward:
+            self.kept = Counter(self.live)
+        self._was_forward = not is_backward and self.is_forward
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._kinds:
                     self._count(storage, self._kind_of(tensor, func, args))
-        self._note_peak()
+        self._note()
         return result
 
     def _kind_of(self, tensor: Tensor, func: Any, args: Sequence[Any]) -> str:
-        if func._schema.name in _CASTS and isinstance(args[0], nn.Parameter | Tensor):
+        if func is torch.ops.aten._to_copy.default:
             source = self._kinds.get(args[0].untyped_storage()._cdata)
-            if source is not None and source[0].startswith("weights"):
-                return "16-bit copies"
-        if tensor.ndim > 1 and tensor.shape[-1] == self._vocab_size and self.phase != "optimizer":
-            return "logits"
-        return self.phase
+            if source is not None and source[0] in OF_WEIGHTS:
+                return COPIES
+        if tensor.ndim > 1 and tensor.shape[-1] == self._vocab_size:
+            return LOGITS
+        return ACTIVATIONS if self._was_forward else TEMPORARY
 
     def _count(self, storage: UntypedStorage, kind: str) -> None:
         key = storage._cdata
@@ -90,6 +86,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind, size = self._kinds.pop(key)
         self.live[kind] -= size
 
-    def _note_peak(self) -> None:
+    def _note(self) -> None:
+        self.most |= self.live
         if self.live.total() > self.peak.total():
             self.peak = Counter(self.live)

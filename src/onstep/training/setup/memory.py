@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 
 from onstep.config import ConfigContainer
 from onstep.distributed import World
-from onstep.metrics.memory.estimate import estimate_training_memory
 from onstep.metrics.memory.fitting import check_gpu, check_machine, shown, summary
 from onstep.metrics.memory.machine import machine_memory
+from onstep.training.setup.family_memory import estimate_memory
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +22,11 @@ def check_device_memory(config: ConfigContainer, world: World) -> None:
     Raises:
         ConfigError: if the training cannot fit, with changes that would make it fit.
     """
-    estimate = estimate_training_memory(config, device=world.device.type, ranks=world.size)
-    if estimate is None or config.validation.skip_train:
+    if config.validation.skip_train or (config.model.hf_config is not None and world.device.type == "cpu"):
+        return  # a trace lasts seconds
+    estimator = partial(estimate_memory, device=world.device.type, ranks=world.size)
+    estimate = estimator(config)
+    if estimate is None:
         return
     if world.device.type == "cuda":
         free, there = torch.cuda.mem_get_info(world.device)
@@ -39,6 +43,6 @@ def check_device_memory(config: ConfigContainer, world: World) -> None:
     if not config.run.check_memory:
         return
     if world.device.type == "cuda":
-        check_gpu(config, estimate, there, name, ranks=world.size)
+        check_gpu(config, estimate, there, name, estimator=estimator)
     elif machine is not None:
-        check_machine(config, estimate, machine)
+        check_machine(config, estimate, machine, estimator=estimator)

@@ -1,0 +1,57 @@
+"""`onstep memory`: what would make a training fit a GPU, and the estimate beside a measurement."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from onstep.cli.main import main
+
+SMALL = ("model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=2", "dist.device=cpu")
+EXACT = ("weights, trained", "gradients", "optimizer state", "16-bit copies", "logits and loss")
+
+
+def test_the_changes_that_make_it_fit_are_listed_with_their_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", "qwen25_500m", "train.micro_batch_size=4", "--gpu-gb", "24"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index("To fit 24 GB, from cheap to dear:")
+    assert lines[start + 1].startswith("  train.micro_batch_size=1 (")
+    assert 1 <= len(lines[start + 1 :]) <= 3
+    assert all(line.endswith(" GiB)") for line in lines[start + 1 :])
+
+
+def test_measurement_and_estimate_are_equal_and_nothing_is_left(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["memory", "tiny_gpt", *SMALL, "mixed_precision=bf16_mixed", "--measure"]) == 0
+    out = capsys.readouterr().out
+    table = out[out.index("ESTIMATE") :]
+    ratios = {line[:16].strip(): line.split()[-1] for line in table.splitlines()[1:] if "MiB" in line}
+    assert {name: ratios[name] for name in EXACT} == dict.fromkeys(EXACT, "1.0000")
+    assert float(ratios["activations"]) == pytest.approx(1, abs=1e-3)
+    assert float(ratios["total"]) == pytest.approx(1, abs=0.05)
+    assert "Resident memory of the process: " in table
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_of_any_family_is_built_from_its_config_json_alone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    values = {"model_type": "mistral", "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**values, **sizes}))
+    words = ["--hf-model", str(tmp_path), "dist.device=cpu", "mixed_precision=bf16_mixed", "train.micro_batch_size=2"]
+    assert main(["memory", *words, "--measure"]) == 0
+    out = capsys.readouterr().out
+    table = out[out.index("ESTIMATE") :]
+    ratios = {line[:16].strip(): line.split()[-1] for line in table.splitlines()[1:] if "MiB" in line}
+    for name in (*EXACT, "activations"):
+        assert float(ratios[name]) == pytest.approx(1, abs=2e-3), name
+
+
+def test_a_directory_without_config_json_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["memory", "--hf-model", str(tmp_path)]) == 1
+    assert "has no config.json; pass the directory of a Hugging Face model" in capsys.readouterr().err

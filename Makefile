@@ -81,7 +81,7 @@ bench-peers: $(PEERS)/.ready
 # Unmodified scripts of other libraries under transformers and under onstep run, by turns: differences and times.
 brought: $(BROUGHT)/.ready
 	$(BROUGHT)/bin/python -m tests.brought.compare --turns 3 --kills
-	$(BROUGHT)/bin/python -m pytest -s tests/integrations tests/docs/test_pages_of_libraries.py
+	$(BROUGHT)/bin/python -m pytest -s tests/integrations tests/docs/test_pages_of_libraries.py tests/docs/test_preferences.py
 	$(BROUGHT)/bin/python -m pytest tests/docs/test_examples.py -k lightning.md
 
 # What ten libraries override and use of a Trainer, read in the sources of their wheels, written into its page of docs/.

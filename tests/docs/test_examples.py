@@ -29,8 +29,8 @@ FENCE = re.compile(
 
 NEEDS = {"lightning.md": "lightning"}
 """Packages that the examples of a page import, and that the development environment lacks; `make brought` has them."""
-SCRIPTS = ("trl", "sentence-transformers")
-"""Pages with a script for `onstep run`, which test_pages_of_libraries.py starts."""
+SCRIPTS = ("trl", "sentence-transformers", "dpo", "kto", "reward-models", "grpo")
+"""Pages with a script for TRL or sentence-transformers, which `make brought` starts."""
 GENERATED = re.compile(r"^<!-- generated: .*?^<!-- end of generated part -->$", re.MULTILINE | re.DOTALL)
 """What `docs/generate.py` wrote, such as the loop: shown, not an example."""
 

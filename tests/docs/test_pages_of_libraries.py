@@ -29,6 +29,7 @@ TIMED = (
     "per_sec",
     "total_flos",
     "model_preparation_time",
+    "step_time",
     "grad_norm",
     "train_loss",
     "num_tokens",

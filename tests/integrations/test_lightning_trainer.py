@@ -156,7 +156,7 @@ def test_what_cannot_be_trained_is_refused_by_what_it_is(in_tmp: Path) -> None:
 FORMS = {
     "2 optimizers": lambda a, b: [a, b],
     "NoneType without an optimizer": lambda a, b: None,
-    "LBFGS": lambda a, b: torch.optim.LBFGS([torch.nn.Parameter(torch.ones(1))]),
+    "returned LBFGS": lambda a, b: torch.optim.LBFGS([torch.nn.Parameter(torch.ones(1))]),
     "without a monitor": lambda a, b: ([a], [torch.optim.lr_scheduler.ReduceLROnPlateau(a)]),
     "the keys warmup": lambda a, b: {"optimizer": a, "lr_scheduler": {"scheduler": b, "warmup": 1}},
     "interval='batch'": lambda a, b: configured_with(a, interval="batch"),

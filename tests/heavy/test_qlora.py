@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft.utils.integrations import dequantize_bnb_weight
 from safetensors.torch import load_file
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, MistralConfig, MistralForCausalLM
 
 from onstep import finetune
 from onstep.checkpoint import resolve
@@ -30,6 +30,15 @@ from tests.support.whole_runs import Ranks, check_same
 JOBS = "tests.support.jobs.finetune_jobs"
 RUN = Path("runs/run")
 KINDS = ("nf4", "int8")
+SIZES: dict[str, Any] = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing`:FutureWarning", "ignore:MatMul8bitLt:UserWarning"
@@ -90,11 +99,22 @@ def test_losses_adapter_and_merge_are_those_of_the_module_by_hand(
         )
 
 
-@pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        ("nf4", "mistral"),
+        pytest.param("nf4", "llama", marks=pytest.mark.slow),
+        pytest.param("int8", "llama", marks=pytest.mark.slow),
+        pytest.param("int8", "mistral", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_run_continues_exactly(
-    processes: Processes, tmp_path: Path, corpus: Path, token_cache: Path, kind: str
+    processes: Processes, tmp_path: Path, corpus: Path, token_cache: Path, kind: str, family: str
 ) -> None:
-    llama(tmp_path / "weights", attention_bias=True, mlp_bias=True)
+    if family == "llama":
+        llama(tmp_path / "weights", attention_bias=True, mlp_bias=True)
+    else:
+        MistralForCausalLM(MistralConfig(**SIZES)).save_pretrained(tmp_path / "weights")
     words = [f"peft.base_quantization={kind}", "mixed_precision=bf16_mixed", "optimizer.optimizer=adamw_8bit"]
     common = {"weights": str(tmp_path / "weights"), "corpus": str(corpus), "cache": str(token_cache), "peft": "lora"}
     ranks = Ranks(processes, tmp_path, JOBS, **common, words=words)

@@ -13,7 +13,14 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from onstep import CallbackManager, finetune, pretrain
 from onstep.cli.main import main
@@ -276,23 +283,36 @@ def test_targets_are_judged_by_the_models_shape(words: str, end: str) -> None:
         validate(config)
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_losses_and_adapter_are_those_of_their_trainer(
-    config: ConfigContainer, capsys: pytest.CaptureFixture[str]
+    config: ConfigContainer, precision: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if precision == "bfloat16":  # of the same class: another order of operations rounds to other numbers of bfloat16
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+        torch.manual_seed(0)
+        theirs = MistralConfig(**sizes, num_key_value_heads=1, vocab_size=260, max_position_embeddings=64)
+        MistralForCausalLM(theirs).save_pretrained("weights")
+        config.mixed_precision = "bf16_mixed"
     ours = observed_run(config)
-    losses, adapter = largest_difference(ours, by_their_trainer(base(), ours, 4, weight_decay=0.0))
+    model = base(dtype=getattr(torch, precision))
+    expected = by_their_trainer(model, ours, 4, weight_decay=0.0, bf16=precision == "bfloat16")
+    losses, adapter = largest_difference(ours, expected)
     with capsys.disabled():
-        print(f"\nLoRA: losses within {losses:.1e}, adapter within {adapter:.1e} of peft by transformers' Trainer")
+        print(f"\n{precision}: losses within {losses:.1e}, adapter within {adapter:.1e} of peft by their Trainer")
     assert len(ours.losses) == 6
     assert losses < 1e-5
     assert adapter < 1e-5
+    assert {one.dtype for one in ours.adapter.values()} == {torch.float32}
 
 
 def test_without_bitsandbytes_the_install_line_is_given(config: ConfigContainer) -> None:
     config.peft.base_quantization = "nf4"
     with pytest.raises(MissingExtraError, match=r"base_quantization=nf4 .* pip install 'onstep\[quantization\]'"):
         finetune(config)
-    config.peft.peft_scheme = None
+    config.peft.base_quantization, config.optimizer.optimizer = None, "adamw_8bit"
+    with pytest.raises(ConfigError, match=r"optimizer='adamw_8bit' .* not installed: pip install bitsandbytes"):
+        finetune(config)
+    config.peft.peft_scheme, config.peft.base_quantization = None, "nf4"
     with pytest.raises(ConfigError, match=r"base_quantization=nf4 freezes .* set peft.peft_scheme=lora"):
         finetune(config)
     assert not Path("runs").exists()

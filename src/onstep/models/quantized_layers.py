@@ -43,8 +43,6 @@ def quantized_linear(weight: Tensor, bias: Tensor | None, kind: str, dtype: torc
     sizes = {"input_features": weight.shape[1], "output_features": weight.shape[0], "bias": bias is not None}
     if kind == "nf4":
         layer = layers.Linear4bit(**sizes, compute_dtype=dtype, quant_type="nf4", device="meta")
-        # an evaluation on a CPU would repack the weights, and the next step of training would read them so
-        layer.support_avx512bf16_for_cpu = False
         four_bits = layers.Params4bit(
             weight.to(dtype), requires_grad=False, quant_type="nf4", compress_statistics=True, module=layer
         )
@@ -53,11 +51,47 @@ def quantized_linear(weight: Tensor, bias: Tensor | None, kind: str, dtype: torc
         layer = layers.Linear8bitLt(**sizes, has_fp16_weights=False, threshold=THRESHOLD, device="meta")
         layer.weight = layers.Int8Params(weight.to(dtype), requires_grad=False, has_fp16_weights=False).to("cpu")
     if bias is not None:
-        layer.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
-    layer.register_forward_pre_hook(_CastInput(dtype))
-    prepare_loading(layer)
+        layer.bias = nn.Parameter(bias, requires_grad=False)
+    prepare(layer, dtype)
     linear: nn.Module = layer
     return linear
+
+
+def quantization_config(kind: str, dtype: torch.dtype, kept: list[str]) -> Any:
+    """The same layers for `transformers`' `from_pretrained`.
+
+    Args:
+        kept: the names of linear layers that stay as they are.
+    """
+    config = import_module("transformers").BitsAndBytesConfig
+    if kind == "int8":
+        return config(load_in_8bit=True, llm_int8_threshold=THRESHOLD, llm_int8_skip_modules=kept)
+    return config(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=kept,
+    )
+
+
+def is_quantized(layer: nn.Module) -> bool:
+    """Whether the weights of a linear layer are integers."""
+    return not layer.get_parameter("weight").is_floating_point()
+
+
+def prepare(layer: Any, dtype: torch.dtype) -> None:
+    """Let a layer of `bitsandbytes` compute in `dtype` alone, the same in training and in evaluations, and load states.
+
+    Layers of `bitsandbytes` load a state only as long as they are new.
+    """
+    # an evaluation on a CPU would repack 4 bits, and the next step of training would read them so
+    layer.support_avx512bf16_for_cpu = False
+    if layer.bias is not None:
+        layer.bias.data = layer.bias.data.to(dtype)
+    layer.register_forward_pre_hook(_CastInput(dtype))
+    register: Any = layer.register_load_state_dict_pre_hook
+    register(_load_4bit if hasattr(layer.weight, "quant_type") else _load_8bit)
 
 
 class _CastInput:
@@ -68,13 +102,6 @@ class _CastInput:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (args[0].to(self._dtype), *args[1:])
-
-
-def prepare_loading(layer: nn.Module) -> None:
-    """Let a quantized layer load its own state at any time, which those of `bitsandbytes` do only when they are new."""
-    is_4bit = hasattr(layer.weight, "quant_type")
-    register: Any = layer.register_load_state_dict_pre_hook
-    register(_load_4bit if is_4bit else _load_8bit)
 
 
 def _load_4bit(layer: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from onstep.config import OptimizerConfig
 from onstep.config.hf.optimizers import NATIVE, OPTIMIZERS, parse_options
+from onstep.config.sections.optimizer import OF_PACKAGES
 from onstep.errors import ConfigError
 from onstep.originals import original
 
@@ -79,6 +80,12 @@ def optimizer_class(args: Any, model: nn.Module | None = None) -> tuple[Any, dic
     return cls, keywords
 
 
+def check_configured(config: OptimizerConfig) -> None:
+    """Refuse (ConfigError) an `optimizer.optimizer` of a package that is not installed."""
+    if config.optimizer in OF_PACKAGES:
+        check_installed(SimpleNamespace(optim=config.optimizer), "optimizer.optimizer")
+
+
 def of_package(
     config: OptimizerConfig, modules: list[nn.Module], groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
@@ -95,7 +102,7 @@ def of_package(
         adam_beta2=config.adam_beta2,
         adam_epsilon=config.adam_eps,
     )
-    check_installed(args, "optimizer.optimizer")
+    check_configured(config)
     cls, keywords = optimizer_class(args)
     optimizer: torch.optim.Optimizer = construct(cls, keywords, nn.ModuleList(modules), groups)
     return optimizer

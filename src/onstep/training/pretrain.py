@@ -20,6 +20,7 @@ from onstep.errors import ConfigError
 from onstep.events import CallbackManager, Dispatcher, normalize_callbacks
 from onstep.metrics.memory.fitting import check_memory
 from onstep.models import ModelHook
+from onstep.optim.named_optimizers import check_configured
 from onstep.recipes import RECIPES
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.bridge.housekeeping import _finish_train
@@ -131,6 +132,7 @@ def configured_run(
     if note is not None:
         logger.warning("%s", note)
     config = resolve(fill_from_pretrained(config), world_size_from_environment())
+    check_configured(config.optimizer)
     if config.run.check_memory:
         check_memory(config)
     manager = with_progress(normalize_callbacks(callbacks), config)

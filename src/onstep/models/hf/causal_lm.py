@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from onstep.config import ModelConfig
 from onstep.models.multi_token_prediction import IGNORE_INDEX
+from onstep.models.quantized_layers import num_weights
 from onstep.models.vocabulary_loss import Reduction
 
 
@@ -102,7 +103,7 @@ class CausalLM(nn.Module):
         """
         embedding = id(self.model.get_input_embeddings().weight)
         return sum(
-            parameter.numel()
+            num_weights(parameter)
             for parameter in self.parameters()
             if (parameter.requires_grad or not trainable_only)
             and not (exclude_embeddings and id(parameter) == embedding)

@@ -124,8 +124,13 @@ def build_causal_lm(
     return _for_text(CausalLM(config, model))
 
 
-def load_causal_lm(directory: str | Path, config: ModelConfig, dtype: torch.dtype = torch.float32) -> CausalLM:
+def load_causal_lm(
+    directory: str | Path, config: ModelConfig, dtype: torch.dtype = torch.float32, quantization: Any = None
+) -> CausalLM:
     """The model of a directory with its weights, in `dtype` on the CPU; safetensors only, never pickles.
+
+    Args:
+        quantization: a `quantization_config` of transformers, which quantizes layers as they are read.
 
     Raises:
         ConfigError: as `family_config`.
@@ -134,6 +139,7 @@ def load_causal_lm(directory: str | Path, config: ModelConfig, dtype: torch.dtyp
     from transformers import AutoModelForCausalLM
 
     target, theirs = Path(directory), their_config(config)
+    quantized = {} if quantization is None else {"quantization_config": quantization, "device_map": {"": "cpu"}}
     weight_files(target)  # which refuses a directory without safetensors
     with _quiet(), torch.random.fork_rng(devices=[]):
         try:
@@ -146,6 +152,7 @@ def load_causal_lm(directory: str | Path, config: ModelConfig, dtype: torch.dtyp
                 local_files_only=True,
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
+                **quantized,
             )
         except Exception as error:
             raise OnstepError(

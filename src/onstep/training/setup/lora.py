@@ -20,7 +20,7 @@ from onstep.metrics.model_shape import is_target
 from onstep.models import hf_config_dict
 from onstep.models.hf.any_directory import LanguageModel, empty_model
 from onstep.models.hf.causal_lm import CausalLM
-from onstep.models.quantized_layers import dequantized, num_weights
+from onstep.models.quantized_layers import dequantized, is_quantized, num_weights
 from onstep.training.setup.weight_types import common_type
 
 _FUSED = ("gpt2",)
@@ -105,7 +105,9 @@ def projections(model: nn.Module) -> dict[str, str]:
     return {
         name: name.removeprefix("model.")
         for name, module in linear.items()
-        if module is not output and module.weight.requires_grad and name.rpartition(".")[2] not in _ROUTERS
+        if module is not output
+        and (module.weight.requires_grad or is_quantized(module))
+        and name.rpartition(".")[2] not in _ROUTERS
     }
 
 

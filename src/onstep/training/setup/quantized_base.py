@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 from onstep.checkpoint import CheckpointInfo
 from onstep.checkpoint.loading import read_outline, stored_states
 from onstep.config import ConfigContainer, from_dict
-from onstep.errors import CheckpointError, ConfigError
+from onstep.errors import CheckpointError
 from onstep.models import Transformer
-from onstep.models.hf.any_directory import LanguageModel
+from onstep.models.hf.any_directory import LanguageModel, empty_model
 from onstep.models.hf.by_layer import hf_weights_by_layer, layer_of
-from onstep.models.quantized_layers import quantized_linear
+from onstep.models.hf.family_directory import load_causal_lm
+from onstep.models.quantized_layers import prepare, quantization_config, quantized_linear
 from onstep.training.setup.lora import merged_state_dict, projections
 from onstep.training.setup.weight_types import frozen_type, type_at_first
 
@@ -35,28 +37,24 @@ def quantized_model(
         CheckpointError: if they are not those of the model.
         MissingExtraError: if `bitsandbytes` is not installed.
     """
-    if config.model.hf_config is not None:
-        raise ConfigError(
-            f"peft.base_quantization={config.peft.base_quantization} is not supported yet for models of other "
-            f"families; leave it out."
-        )
-    with torch.device("meta"):
-        model = Transformer(config.model)
-    names = projections(model)
-    missing = dict(model.state_dict())
-    if layers is None:
-        layers = _zeros(dict(missing))
+    is_own = config.model.hf_config is None
+    with torch.device("meta") if is_own else nullcontext():  # that of transformers has buffers with values
+        model = empty_model(config.model, type_at_first(config)) if not is_own else Transformer(config.model)
+    names, missing = projections(model), dict(model.state_dict())
+    layers = _zeros(dict(missing)) if layers is None else layers
     for name in names:
         _put(model, name, nn.Identity())
-    model = model.to(type_at_first(config)).to_empty(device="cpu")
-    own = model.state_dict()
-    dtype = torch.float16 if config.mixed_precision == "fp16_mixed" else frozen_type(config)
-    kind = config.peft.base_quantization
+    if is_own:
+        model = model.to(type_at_first(config)).to_empty(device="cpu")
+    own, kind, dtype = model.state_dict(), config.peft.base_quantization, _computed(config)
     assert kind is not None
     for weights in layers:
         for name, tensor in weights.items():
             expected = missing.pop(name, None)
-            if expected is None or expected.shape != tensor.shape or not tensor.is_floating_point():
+            if expected is None or (expected.shape, expected.is_floating_point()) != (
+                tensor.shape,
+                tensor.is_floating_point(),
+            ):
                 problem = "which the model does not have" if expected is None else f"not {tuple(expected.shape)} floats"
                 raise CheckpointError(
                     f"{where} has {name} of shape {tuple(tensor.shape)} and type {tensor.dtype}, {problem}; use the "
@@ -70,13 +68,32 @@ def quantized_model(
                 _put(model, module, quantized_linear(tensor.float(), bias, kind, dtype))
     if missing:
         raise CheckpointError(f"{where} lacks {next(iter(missing))} and {len(missing) - 1} more weights of the model.")
-    setattr(model, f"is_loaded_in_{4 if kind == 'nf4' else 8}bit", True)  # where peft looks for it
-    return model
+    return _for_peft(model, kind)
 
 
 def quantized_directory(directory: Path, config: ConfigContainer) -> LanguageModel:
-    """The model of `quantized_model` with the weights of a Hugging Face directory. Raises like `load_hf`."""
-    return quantized_model(config, hf_weights_by_layer(directory, config.model), str(directory))
+    """The model of `quantized_model` with the weights of a Hugging Face directory. Raises like `load_directory`."""
+    if config.model.hf_config is None:
+        return quantized_model(config, hf_weights_by_layer(directory, config.model), str(directory))
+    skeleton = empty_model(config.model, type_at_first(config))  # whose memory is never written
+    names, kind, dtype = projections(skeleton), config.peft.base_quantization, _computed(config)
+    assert kind is not None
+    linear = {name for name, module in skeleton.named_modules() if isinstance(module, nn.Linear)}
+    kept = [name.removeprefix("model.") for name in linear - set(names)]
+    model = load_causal_lm(directory, config.model, dtype, quantization_config(kind, dtype, kept))
+    for name in names:
+        prepare(model.get_submodule(name), dtype)
+    return _for_peft(model, kind)
+
+
+def _computed(config: ConfigContainer) -> torch.dtype:
+    """The type that quantized layers compute in."""
+    return torch.float16 if config.mixed_precision == "fp16_mixed" else frozen_type(config)
+
+
+def _for_peft(model: LanguageModel, kind: str) -> LanguageModel:
+    setattr(model, f"is_loaded_in_{4 if kind == 'nf4' else 8}bit", True)  # where peft looks for it
+    return model
 
 
 def weights_by_layer(info: CheckpointInfo) -> Iterator[dict[str, Tensor]]:

@@ -220,6 +220,7 @@ def test_a_trainers_model_of_transformers_comes_with_its_tokenizer(
     rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 4
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.chat_template = "{% for one in messages %}{{ one['content'] }}{% endfor %}"
     for name, processing_class in (("without", None), ("with", tokenizer)):
         arguments = TrainingArguments(output_dir=f"runs/{name}", max_steps=1, save_steps=1, use_cpu=True)
         Trainer(model=model, args=arguments, train_dataset=rows, processing_class=processing_class).train()
@@ -227,6 +228,7 @@ def test_a_trainers_model_of_transformers_comes_with_its_tokenizer(
     theirs = transformers.AutoModelForCausalLM.from_pretrained(".", gguf_file="out.gguf")
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, theirs.state_dict()[name]), name
+    assert fields("out.gguf")[0]["tokenizer.chat_template"] == tokenizer.chat_template
     capsys.readouterr()
     assert main(["checkpoint", "export", "runs/without", "none.gguf"]) == 1
     assert "pass processing_class to the Trainer" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from onstep.data import ByteTokenizer, Tokenizer
+from onstep.data.corpus.tokenizer_files import read_config
 from onstep.errors import DataError
 from onstep.files.bounded_reading import read_json
 
@@ -48,7 +49,7 @@ def gguf_vocabulary(tokenizer: Tokenizer, num_rows: int) -> dict[str, Any]:
             "tokenizer.ggml.merges": merges,
         }
         types = {one["id"]: _CONTROL if one["special"] else _USER_DEFINED for one in added}
-    eos, template = tokenizer.eos_id, getattr(getattr(tokenizer, "library_tokenizer", None), "chat_template", None)
+    eos, template = tokenizer.eos_id, _chat_template(tokenizer)
     if eos is None:
         raise _refused("it has no token that ends a document")
     names = {index: token for token, index in tokens.items()}
@@ -63,6 +64,17 @@ def gguf_vocabulary(tokenizer: Tokenizer, num_rows: int) -> dict[str, Any]:
         "tokenizer.ggml.add_eos_token": False,
         **({"tokenizer.chat_template": template} if isinstance(template, str) else {}),
     }
+
+
+def _chat_template(tokenizer: Tokenizer) -> object:
+    """The chat template of the tokenizer, or of the files beside its `tokenizer.json`; None if there is none."""
+    library, path = getattr(tokenizer, "library_tokenizer", None), getattr(tokenizer, "path", None)
+    if library is not None or path is None:
+        return getattr(library, "chat_template", None)
+    file = Path(path).parent / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    return read_config(file.parent).get("chat_template")
 
 
 def _content(tokenizer: Tokenizer) -> dict[str, Any]:

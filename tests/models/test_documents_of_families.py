@@ -12,7 +12,7 @@ from onstep.errors import ConfigError
 from onstep.models.hf.any_directory import load_directory
 from onstep.models.hf.causal_lm import CausalLM, Separation
 from onstep.models.hf.documents_probe import prepare_for_data
-from tests.support.families import VOCABULARY, family
+from tiny_families import VOCABULARY, family
 
 LENGTHS = (20, 7, 37)
 

@@ -73,7 +73,7 @@ def their_config(config: ModelConfig) -> Any:
         _refuse(content, list(CAUSAL), __version__)
     try:
         return CONFIG_MAPPING[kind].from_dict(content)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
+    except Exception as error:  # transformers validates with errors of its own
         raise ConfigError(
             f"config.json does not describe a model of type {kind}: {one_line(error)}; correct it, or copy it again."
         ) from error
@@ -81,13 +81,13 @@ def their_config(config: ModelConfig) -> Any:
 
 def _refuse(content: Mapping[str, Any], known: list[str], version: str) -> NoReturn:
     kind = content.get("model_type")
-    remedy = "upgrade transformers, or pass the model to onstep.Trainer"
+    remedy = "Upgrade transformers, or pass the model to onstep.Trainer."
     if "AutoModelForCausalLM" in (content.get("auto_map") or {}):
-        remedy = "model.trust_remote_code=true runs the code that is in the directory, if you have read it"
+        remedy = "If you have read the code in the directory, let it run: model.trust_remote_code=true."
     hint = nearest(kind, known) if isinstance(kind, str) else ""
     raise ConfigError(
         f"config.json has model_type {short(kind)}, for which transformers {version} has no causal language "
-        f"model.{hint} {remedy[0].upper()}{remedy[1:]}."
+        f"model.{hint} {remedy}"
     )
 
 
@@ -119,6 +119,8 @@ def build_causal_lm(
             raise ConfigError(
                 f"transformers cannot build the model of config.json: {one_line(error)}; correct its sizes."
             ) from error
+    if is_empty:
+        model.tie_weights()  # which the initialization does otherwise
     if (generation := (config.hf_config or {}).get(GENERATION)) is not None:
         model.generation_config = GenerationConfig.from_dict(generation)
     return _for_text(CausalLM(config, model))

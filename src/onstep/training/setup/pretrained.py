@@ -82,7 +82,10 @@ def fill_model(
     has = "has" if where.endswith(CONFIG_FILE) else "have"
     ours = _filled(config, config.model)
     taken = []
-    for name in (field.name for field in fields(ModelConfig) if field.name not in OF_TRAINING):
+    compared = [field.name for field in fields(ModelConfig) if field.name not in OF_TRAINING]
+    if model.hf_config is not None:  # any other option is refused by the checks
+        compared = ["hf_config", "vocab_size"]
+    for name in compared:
         own, of_weights = getattr(config.model, name), getattr(theirs, name)
         if own == getattr(default, name):
             if own != of_weights:

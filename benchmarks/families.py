@@ -145,7 +145,7 @@ def job_packed(base: str, name: str, packing: bool) -> list[Any]:
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     with torch.no_grad():
         packed = model(tokens, position_ids=positions, document_ids=ids)[0]
-        alone = torch.cat([model(one[None])[0] for one in tokens[0].split(LENGTHS)])
+        alone = torch.cat([model(one[None])[0] for one in torch.split(tokens[0], list(LENGTHS))])
     return [str(model.separation), float((packed - alone).abs().max() / alone.abs().max())]
 
 
@@ -154,7 +154,7 @@ def job_exported(base: str, name: str, packing: bool) -> list[Any]:
     auto: Any = transformers.AutoModelForCausalLM
     theirs = auto.from_pretrained(f"runs/{name}/model", dtype=torch.float32).eval()
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(f"runs/{name}/model")
-    trained = open_trained(name)
+    trained = open_trained(f"runs/{name}")
     ids = tokenizer("All work and no", return_tensors="pt")["input_ids"]
     ours = generate(trained.model, ids, max_new_tokens=12, temperature=0.0)
     text = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)

@@ -73,7 +73,8 @@ def tokenizer(directory: Path) -> None:
             vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False
         ),
     )
-    fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=special[0], pad_token=special[0])
+    make: Any = PreTrainedTokenizerFast
+    fast = make(tokenizer_object=bpe, eos_token=special[0], pad_token=special[0])
     fast.chat_template = TEMPLATE
     fast.save_pretrained(directory)
 
@@ -86,7 +87,8 @@ def family(directory: Path, name: str, *, seed: int = 0, std: float = 0.2, **set
     sizes = {key: value for key, value in {**SIZES, **FAMILIES[name], **settings}.items() if value is not None}
     torch.manual_seed(seed)
     auto: Any = AutoModelForCausalLM
-    model = auto.from_config(CONFIG_MAPPING[name](**sizes, initializer_range=std), dtype=torch.float32).eval()
+    settings_of: Any = CONFIG_MAPPING[name]
+    model = auto.from_config(settings_of(**sizes, initializer_range=std), dtype=torch.float32).eval()
     model.save_pretrained(directory)
     tokenizer(directory)
     return model

@@ -131,7 +131,8 @@ def _language_model(config: ConfigContainer, world: World, state: Run) -> Langua
 
 def packs(data: DatasetConfig) -> bool:
     """Whether sequences hold several documents with attention within each."""
-    return data.packing if data.kind == "chat" else data.reset_attention_mask
+    is_chat = data.kind == "chat" or (data.kind == "stream" and data.stream_of == "chat")
+    return data.packing if is_chat else data.reset_attention_mask
 
 
 def idle_parameters(config: ModelConfig) -> int:

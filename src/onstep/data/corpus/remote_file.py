@@ -11,7 +11,7 @@ from http.client import HTTPException, HTTPResponse
 from typing import cast
 
 _TIMEOUT_SECONDS = 60.0
-_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+_PAUSES_SECONDS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Before each further attempt to read at a place."""
 _WORTH_REPEATING = frozenset({408, 425, 429})
 _SKIPPED_AT_ONCE = 1 << 20

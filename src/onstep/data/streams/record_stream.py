@@ -24,6 +24,10 @@ from onstep.processes.heartbeat import HEARTBEAT
 _REMEDY = " (or leave such records out: dataset.stream_skip_damaged=true)"
 
 
+_CHECKED_FILES = 100
+_CHECKED_BYTES = 1 << 16
+
+
 class WindowTask(NamedTuple):
     """A window to read."""
 
@@ -124,16 +128,18 @@ class RecordStream(Dataset[Window]):
         return [self._records.pack(encoded[share]) for share in shares]
 
     def check(self) -> None:
-        """Read the first record, so that a file that is missing or has other columns is found before training.
+        """Read the first record of the first file and of local ones: a wrong column is found before training.
 
         Raises:
-            DataError: for a stream whose files do not exist, or whose first record cannot be read.
+            DataError: for a stream without files, or with such a record that cannot be read.
         """
         if not self.files:
             raise DataError("the stream is empty: dataset.paths names no files; give parquet or JSON-lines files")
-        with closing(self):
-            first = next((rows[:1] for rows in self._all_rows() if rows), [])
-            deque(self._encoded(first, (0, 1, 2), []), maxlen=0)
+        local = [name for name in self.files if "://" not in name]
+        for name in dict.fromkeys((self.files[0], *local[:_CHECKED_FILES])):
+            with closing(self._reader(name, _CHECKED_BYTES)) as reader:
+                rows, _ = reader.window(0)
+                deque(self._encoded(rows[:1], (0, 1, 2), []), maxlen=0)
 
     def close(self) -> None:
         """Close the open file."""
@@ -156,19 +162,17 @@ class RecordStream(Dataset[Window]):
         """The rows of a window. The place of a file that another process opened belongs to that process."""
         if self._open is None or self._open[:2] != (os.getpid(), file):
             self.close()
-            name = self.files[file]
-            is_parquet = kind_of(name)[0] == ".parquet"
-            opened = (
-                ParquetFile(name, self._window_bytes, self._records.columns)
-                if is_parquet
-                else LineFile(name, self._window_bytes)
-            )
-            self._open = os.getpid(), file, opened
+            self._open = os.getpid(), file, self._reader(self.files[file], self._window_bytes)
         try:
             return self._open[2].window(window)
         except DataError:
             self.close()
             raise
+
+    def _reader(self, name: str, window_bytes: int) -> LineFile | ParquetFile:
+        if kind_of(name)[0] == ".parquet":
+            return ParquetFile(name, window_bytes, self._records.columns)
+        return LineFile(name, window_bytes)
 
     def _encoded(
         self, rows: Sequence[tuple[str, Any]], shares: Sequence[int], damaged: list[str]

@@ -268,6 +268,8 @@ def test_a_key_does_the_same_through_both_doors(case: Case, doors: Doors) -> Non
 
 
 SOURCE_OF_DATA = "pretrain builds the data, Trainer is given it"
+MODEL = "pretrain builds the model, Trainer is given it"
+WEIGHTS = "pretrain decides by it on the type of the weights that it builds, Trainer's are as the user loaded them"
 TOKENIZER = "pretrain makes the tokenizer, Trainer is given a processing class"
 ONE_DOOR = {
     "run.check_memory": "a Trainer has a model of its own, whose memory is not estimated",
@@ -284,6 +286,17 @@ ONE_DOOR = {
             "dataset.cache_dir",
         ),
         SOURCE_OF_DATA,
+    ),
+    **dict.fromkeys(("model.hf_model", "model.hf_config"), MODEL),
+    **dict.fromkeys(
+        (
+            "optimizer.params_dtype",
+            "optimizer.main_params_dtype",
+            "optimizer.rounding",
+            "peft.peft_scheme",
+            "mixed_precision",
+        ),
+        WEIGHTS,
     ),
     "tokenizer.tokenizer_type": TOKENIZER,
     "tokenizer.tokenizer_model": TOKENIZER,
@@ -320,7 +333,10 @@ UNREAD = {
         )
     },
     "tokenizer.vocab_size": "of another tokenizer",
-    **{f"peft.{name}": "a Trainer refuses LoRA" for name in ("dim", "alpha", "dropout", "target_modules")},
+    **{
+        f"peft.{name}": "a Trainer refuses LoRA"
+        for name in ("dim", "alpha", "dropout", "target_modules", "base_quantization")
+    },
     **dict.fromkeys(("train.torch_compile_backend", "train.torch_compile_mode"), "of a compiled model"),
     "train.check_optimizer_step_success": RANKS,
     "train.skip_sync_grad_norm_across_mp": RANKS,

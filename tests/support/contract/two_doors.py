@@ -126,7 +126,15 @@ class Outcome:
 OBSERVED = ("ended", "features", "events", "counters", "logs", "files", "decisions", "surroundings", "printed", "tags")
 
 
-OF_ONE_DOOR = (IDENTITY_FILE, "latest", "trainer_state.json", "training_args.json")
+OF_ONE_DOOR = (
+    IDENTITY_FILE,
+    "README.md",
+    "latest",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "trainer_state.json",
+    "training_args.json",
+)
 """Files of `pretrain` or of Trainer alone."""
 
 

@@ -293,6 +293,7 @@ ONE_DOOR = {
             "optimizer.params_dtype",
             "optimizer.main_params_dtype",
             "optimizer.rounding",
+            "peft.base_quantization",
             "peft.peft_scheme",
             "mixed_precision",
         ),

@@ -334,10 +334,7 @@ UNREAD = {
         )
     },
     "tokenizer.vocab_size": "of another tokenizer",
-    **{
-        f"peft.{name}": "a Trainer refuses LoRA"
-        for name in ("dim", "alpha", "dropout", "target_modules", "base_quantization")
-    },
+    **{f"peft.{name}": "a Trainer refuses LoRA" for name in ("dim", "alpha", "dropout", "target_modules")},
     **dict.fromkeys(("train.torch_compile_backend", "train.torch_compile_mode"), "of a compiled model"),
     "train.check_optimizer_step_success": RANKS,
     "train.skip_sync_grad_norm_across_mp": RANKS,

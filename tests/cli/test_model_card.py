@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from onstep import pretrain
+from onstep import Trainer, TrainingArguments, pretrain
 from onstep.analysis.logs.task_results import TaskResult, append_evaluation
 from onstep.cli.main import main
 from onstep.config import apply_overrides
@@ -77,3 +77,21 @@ def test_the_final_weights_have_a_card(run: Path) -> None:
     hub.ModelCard(text, ignore_metadata_errors=False)
     assert "- step: 4" in text
     assert "## Tasks" not in text  # they were evaluated later
+
+
+def test_the_card_of_a_trainers_checkpoint_claims_nothing_that_the_script_knows_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=9, num_key_value_heads=2, **sizes))
+    arguments = TrainingArguments("out", max_steps=2, save_steps=1, logging_steps=1, learning_rate=0.01, use_cpu=True)
+    Trainer(model, arguments, train_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}] * 4).train()
+    assert main(["checkpoint", "export", "out@1", "published"]) == 0
+    text = hub.ModelCard.load("published/README.md", ignore_metadata_errors=False).text
+    assert "Trained with Onstep." in text
+    assert "- digest of train data: values-" in text
+    assert "- optimizer.lr: 0.01" in text
+    assert "- model." not in text
+    assert "- kind: " not in text

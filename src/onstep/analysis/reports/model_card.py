@@ -25,6 +25,8 @@ _TIMINGS = ("_runtime", "_per_second")
 _MOST_ROWS = 50
 """Evaluations in the table: the last ones."""
 _MOST_SETTINGS = 100
+_OF_PRETRAIN = ("model", "dataset", "tokenizer")
+"""Sections of the configuration that describe nothing of a Trainer's run."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Card:
     versions: Mapping[str, str] = field(default_factory=dict)
     evaluations: Sequence[Evaluation] = ()
     """Results of lm-eval's tasks for these weights."""
+    is_base_known: bool = True
+    """Whether it is known where the weights came from."""
 
 
 def model_card(card: Card, run: Mapping[str, Any] | None = None) -> str:
@@ -92,11 +96,18 @@ def card_of_run(directory: Path, name: str | None = None, step: int | None = Non
         metadata,
         base or (_last_part(pretrained) if isinstance(pretrained, str) else None),
         history=history_of(lines),
-        settings=({} if step is None else {"step": step}) | _settings(config),
+        settings=({} if step is None else {"step": step})
+        | _settings({key: one for key, one in config.items() if not (_is_of_trainer(run) and key in _OF_PRETRAIN)}),
         versions={str(key): str(value) for key, value in _mapping(run.get("versions")).items()},
         evaluations=evaluations,
+        is_base_known=not _is_of_trainer(run),
     )
     return model_card(card, run)
+
+
+def _is_of_trainer(run: Mapping[str, Any]) -> bool:
+    """Whether the model and its data are objects of a script, which the configuration does not describe."""
+    return run.get("layout") == "hugging_face"
 
 
 def _readable(directory: Path) -> list[Evaluation]:
@@ -112,7 +123,8 @@ def _step(line: Mapping[str, Any]) -> int:
 
 
 def _origin(card: Card) -> str:
-    how = f"Fine-tuned from `{card.base}`" if card.base else "Trained from scratch"
+    without = "Trained from scratch" if card.is_base_known else "Trained"
+    how = f"Fine-tuned from `{card.base}`" if card.base else without
     data = f" on {', '.join(card.datasets)}" if card.datasets else ""
     which = f" ({', '.join(card.configurations)})" if card.datasets and card.configurations else ""
     return f"{how}{data}{which} with Onstep.\n"
@@ -123,7 +135,7 @@ def _data_facts(run: Mapping[str, Any]) -> dict[str, str]:
     config = _mapping(run.get("config"))
     dataset, digests = _mapping(config.get("dataset")), _mapping(run.get("identity"))
     paths = [_last_part(path) for path in dataset.get("paths") or () if isinstance(path, str)]
-    found = {"kind": str(dataset["kind"])} if "kind" in dataset and digests else {}
+    found = {"kind": str(dataset["kind"])} if "kind" in dataset and "data" in digests else {}
     found |= {"files": ", ".join(paths)} if paths else {}
     found |= {f"digest of {str(name).replace('_', ' ')}": str(digest) for name, digest in digests.items()}
     tokenizer = _mapping(run.get("tokenizer")).get("fingerprint")

@@ -69,7 +69,8 @@ def load_tasks(settings: TaskSettings) -> tuple[Any, list[Any]]:
             raise ConfigError(f"--include-path {place} is not a directory; name one with the YAML files of tasks.")
     manager, names = _manager_of(lm_eval, settings)
     try:
-        loaded = manager.load(names)
+        with _quiet():
+            loaded = manager.load(names)
     except Exception as error:  # tasks are files and code of others
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(

@@ -141,7 +141,7 @@ def test_runs_recipes_checkpoints_and_files_are_completed(complete: Complete) ->
     "command",
     ["train", "finetune", "generate", "chat", "config show", "memory", "why", "rewind", "checkpoint list",
      "checkpoint export", "logs summary", "logs tail", "logs plot", "logs compare", "logs report", "logs replay",
-     "dashboard", "plot heatmap", "verify-resume"],
+     "dashboard", "evaluate", "plot heatmap", "verify-resume"],
 )  # fmt: skip
 def test_each_command_that_takes_a_run_completes_its_name(command: str, complete: Complete) -> None:
     assert complete(*command.split(), "bet") == ["beta"]

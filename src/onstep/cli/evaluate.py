@@ -16,6 +16,7 @@ import typer
 from onstep.analysis.logs.run_status import run_record
 from onstep.analysis.logs.task_results import append_evaluation, metric_words
 from onstep.analysis.text_tables import printable, table
+from onstep.cli.completed_words import complete_checkpoints
 from onstep.cli.runs import find_named, not_found, run_names
 from onstep.errors import CheckpointError, ConfigError, OnstepError
 from onstep.files.bounded_reading import read_json
@@ -46,6 +47,7 @@ def evaluate(
         str,
         typer.Argument(
             metavar="RUN",
+            autocompletion=complete_checkpoints,
             help="A run (a path, or a name below runs/: its final weights, else its newest checkpoint), a checkpoint "
             "(RUN@STEP, RUN@best), a Hugging Face directory, or a GGUF file.",
         ),

@@ -10,8 +10,10 @@ import torch
 
 from onstep.config import ConfigContainer, ModelConfig
 from onstep.metrics import estimate_training_memory, format_training_memory_estimate
-from onstep.models import Transformer, build_transformer
+from onstep.metrics.memory import activations
+from onstep.models import Transformer, build_transformer, vocabulary_loss
 from onstep.optim import build_optimizer
+from onstep.recipes import get_recipe
 from onstep.training.profiling.live_memory import COPIES, LiveMemory
 from onstep.training.setup.lora import add_lora
 from onstep.training.setup.weight_types import set_weight_types
@@ -191,3 +193,35 @@ def test_the_total_is_near_the_peak_of_a_step(scheme: str | None, options: dict[
     estimate = estimate_training_memory(config, device="cpu")
     assert estimate is not None
     assert estimate.total == pytest.approx(peaks(config, micro_batches), rel=0.05)
+
+
+@pytest.mark.parametrize("scheme", [None, "lora"])
+def test_a_loss_in_chunks_needs_the_logits_of_one(scheme: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("bf16_mixed", vocab_size=3000, chunked_loss=True)
+    config.peft.peft_scheme = scheme
+    for name, size in (("CHUNK_BYTES", 4 * 3000 * 64), ("FROZEN_CHUNK_BYTES", 4 * 3000 * 16)):
+        monkeypatch.setattr(vocabulary_loss, name, size)
+    monkeypatch.setattr(activations, "_CHUNK", 3000 * 64)
+    monkeypatch.setattr(activations, "_FROZEN_CHUNK", 3000 * 16)
+    estimate = estimate_training_memory(config, device="cpu")
+    assert estimate is not None
+    head, hidden = 4 * 3000 * SIZES["hidden_size"], 2 * 2 * SIZES["seq_length"] * SIZES["hidden_size"]
+    assert estimate.logits == (head + 6 * 3000 * 64 if scheme is None else 6 * 3000 * 16) + hidden
+    assert estimate.total == pytest.approx(peaks(config, 1), rel=0.05)
+
+
+def test_the_sizes_of_chunks_are_those_of_the_loss() -> None:
+    assert activations._CHUNK == vocabulary_loss.CHUNK_BYTES // 4
+    assert activations._FROZEN_CHUNK == vocabulary_loss.FROZEN_CHUNK_BYTES // 4
+    assert activations._LARGE_VOCABULARY == vocabulary_loss.LARGE_VOCABULARY
+
+
+def test_lora_of_7b_fits_18_gb_and_qlora_9_gb_at_2048_tokens() -> None:
+    config = get_recipe("qwen25_7b_finetune_lora")()
+    config.model.seq_length, totals = 2048, []
+    for config.peft.base_quantization in (None, "nf4"):
+        estimate = estimate_training_memory(config)
+        assert estimate is not None
+        totals.append(estimate.total)
+    assert totals[0] <= 18e9
+    assert totals[1] <= 9e9

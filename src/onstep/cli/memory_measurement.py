@@ -123,14 +123,15 @@ class _Meter(Callback):
         self.memory = LiveMemory(self.config.model.vocab_size or 0)
         for param in model.parameters():
             if param.requires_grad:
-                param.register_post_accumulate_grad_hook(self._count_gradient)
+                hook: Any = param.register_post_accumulate_grad_hook
+                hook(self._count_gradient)
         self.memory.assign("buffers", model.buffers())
         self._count_weights(model)
         self.resident_building = _peak_resident()
         _restart_peak()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        self.memory.__enter__()
+        self.memory.__enter__()  # type: ignore[no-untyped-call]
 
     def on_forward_backward_start(self, context: Any) -> None:
         """What is made from now on is kept for the backward pass."""
@@ -153,7 +154,7 @@ class _Meter(Callback):
     def on_train_end(self, context: Any) -> None:
         """End the count."""
         assert self.memory is not None
-        self.memory.__exit__(None, None, None)
+        self.memory.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.resident_training = _peak_resident()
 
     def _count_weights(self, model: nn.Module) -> None:

@@ -19,13 +19,16 @@ Reduction = Literal["none", "sum"]
 CHUNK_BYTES = 2**30
 """Size of the float32 logits of a chunk. Smaller chunks cost time: each adds to the gradient of the whole head."""
 
+FROZEN_CHUNK_BYTES = 2**28
+"""The same for a head that is not trained, which has no gradient."""
+
 LARGE_VOCABULARY = 65_536
 """The least vocabulary whose loss is computed in chunks unless it is configured."""
 
 
-def tokens_of_chunk(vocabulary: int) -> int:
-    """Number of tokens of a chunk."""
-    return max(1, CHUNK_BYTES // (4 * vocabulary))
+def tokens_of_chunk(vocabulary: int, *, is_trained: bool = True) -> int:
+    """Number of tokens of a chunk, of a head that is trained or frozen."""
+    return max(1, (CHUNK_BYTES if is_trained else FROZEN_CHUNK_BYTES) // (4 * vocabulary))
 
 
 def linear_cross_entropy(

@@ -12,8 +12,9 @@ from onstep.metrics.memory.counts import WeightCounts
 from onstep.metrics.memory.storage import FLOAT32, Storage
 from onstep.metrics.model_shape import ModelShape, is_target
 
-_CHUNK, _LARGE_VOCABULARY = 2**28, 65_536
-"""Elements of a chunk of logits, and the least vocabulary that is divided by default: see `models/vocabulary_loss`."""
+_CHUNK, _FROZEN_CHUNK, _LARGE_VOCABULARY = 2**28, 2**26, 65_536
+"""Elements of a chunk of logits, if the head is trained and if it is frozen, and the least vocabulary that is divided
+by default: see `models/vocabulary_loss`."""
 _INPUTS_OF_ATTENTION = ("attention.query", "attention.key", "attention.value")
 _INPUTS_OF_BLOCK = ("feed_forward.gate", "feed_forward.up")
 
@@ -51,6 +52,10 @@ def micro_batch(shape: ModelShape, cfg: Any, counts: WeightCounts, storage: Stor
         sizes[0] -= layers[0].norm(shape.hidden_size)
     recomputes = getattr(cfg.model, "recompute_granularity", None) == "full"
     kept = len(sizes) * storage.residual * shape.hidden_size if recomputes else sum(sizes)
+    if storage.quantization == "int8":  # bitsandbytes keeps the inputs of its layers, also those computed again
+        again = shape.query_width if recomputes else 0
+        inputs = 2 * shape.hidden_size + shape.ffn_hidden_size + again
+        kept += storage.product * (len(sizes) * inputs - shape.hidden_size)
     ends, logits = _ends(shape, cfg, counts, storage, tokens)
     copies = _copies(counts, storage, recomputes)
     return MicroBatch(
@@ -59,14 +64,20 @@ def micro_batch(shape: ModelShape, cfg: Any, counts: WeightCounts, storage: Stor
         logits=logits * (1 + shape.mtp_depth),
         copies=copies,
         copies_of_layer=copies // len(sizes),
-        temporary=tokens * layers[0].temporary(),
+        temporary=tokens * layers[0].temporary() + _dequantized(counts, storage),
     )
+
+
+def _dequantized(counts: WeightCounts, storage: Storage) -> int:
+    """Bytes of the largest quantized matrix as it is multiplied."""
+    sizes = [rows * columns for rows, columns in counts.matrices] if storage.quantization is not None else []
+    return storage.product * max(sizes, default=0)
 
 
 def _ends(shape: ModelShape, cfg: Any, counts: WeightCounts, storage: Storage, tokens: int) -> tuple[int, int]:
     """Bytes that are kept of the output's input, and the most that the loss needs."""
     is_trained, (vocabulary, hidden) = not counts.added, counts.head
-    chunk = _chunk(cfg.model, vocabulary, tokens)
+    chunk = _chunk(cfg.model, vocabulary, tokens, _CHUNK if is_trained else _FROZEN_CHUNK)
     if chunk is None:  # logits, their log-softmax and its gradient
         kept = storage.product * hidden if is_trained else 0
         return tokens * kept + 2 * FLOAT32, 3 * FLOAT32 * vocabulary * tokens
@@ -89,9 +100,9 @@ def _copies(counts: WeightCounts, storage: Storage, recomputes: bool) -> int:
     return copies
 
 
-def _chunk(model: Any, vocabulary: int, tokens: int) -> int | None:
+def _chunk(model: Any, vocabulary: int, tokens: int, elements: int) -> int | None:
     """The number of tokens whose logits exist at once; None for all."""
-    option, size = getattr(model, "chunked_loss", None), max(1, _CHUNK // vocabulary)
+    option, size = getattr(model, "chunked_loss", None), max(1, elements // vocabulary)
     is_wanted = vocabulary >= _LARGE_VOCABULARY if option is None else option
     return size if is_wanted and tokens > size else None
 

@@ -57,7 +57,8 @@ def traced_memory(config: ConfigContainer, *, ranks: int = 1) -> MemoryEstimate:
         meter.assign("data", [tokens, *model.buffers()])
         for param in model.parameters():
             if param.requires_grad:
-                param.register_post_accumulate_grad_hook(lambda param: meter.assign("gradients", _gradient(param)))
+                hook: Any = param.register_post_accumulate_grad_hook
+                hook(lambda param: meter.assign("gradients", _gradient(param)))
         with meter:
             meter.is_forward = True
             with _documents_not_sought(), torch.autocast("cpu", dtype, enabled=is_mixed):

@@ -52,6 +52,14 @@ def test_a_copied_directory_keeps_its_ids_here(learned: TokenizersTokenizer, tmp
     assert build_tokenizer(found).encode_text(TEXT) == learned.encode_text(TEXT)
 
 
+def test_a_chat_template_that_is_added_to_our_tokenizer_is_read(learned: TokenizersTokenizer, tmp_path: Path) -> None:
+    learned.save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    found = tokenizer_in_dir(tmp_path)
+    assert found is not None
+    assert (found.tokenizer_type, found.tokenizer_model) == ("huggingface", str(tmp_path))
+
+
 def test_a_directory_of_others_is_read_by_transformers(learned: TokenizersTokenizer, tmp_path: Path) -> None:
     assert tokenizer_in_dir(tmp_path) is None
     learned.save(tmp_path)

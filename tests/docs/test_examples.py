@@ -140,6 +140,7 @@ def test_a_command_names_what_exists(words: list[str], empty_dir: Path) -> None:
             Path(file).write_text("run: {recipe: tiny_gpt}\n", encoding="utf-8")
         recipe = _option(arguments, "--recipe")
         _option(arguments, "--import")
+        _option(arguments, "--hf-model")
         if _option(arguments, "--without-commands-from") is not None:
             arguments = [word for word in arguments if word != "steered"]  # a run that is not there
         arguments = [word for word in arguments if word != "--control"]

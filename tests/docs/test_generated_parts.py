@@ -206,6 +206,10 @@ FOUND_FIRST = {
     "trl": "coming-from/trl/",
     "sentence-transformers": "coming-from/sentence-transformers/",
     "resume": "guide/checkpoints/",
+    "out of memory": "guide/when-things-go-wrong/",
+    "gguf": "guide/after-training/",
+    "push to hub": "coming-from/hugging-face/",
+    "learning rate": "guide/optimizers/",
 }
 """Words that are searched for, and the page that comes first."""
 

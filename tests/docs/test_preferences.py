@@ -16,6 +16,7 @@ from tests.docs.test_pages_of_libraries import finish, numbers, start
 
 pytestmark = [
     pytest.mark.process,
+    pytest.mark.slow,  # make brought starts them
     pytest.mark.skipif(not importlib.util.find_spec("trl"), reason="trl is not installed: make brought"),
 ]
 

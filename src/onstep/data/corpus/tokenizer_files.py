@@ -37,9 +37,13 @@ unless an `auto_map` names code in the directory. There is no such code, but `tr
 def tokenizer_in_dir(directory: Path) -> TokenizerConfig | None:
     """The tokenizer of a Hugging Face directory; None if it has none.
 
-    A `tokenizer.json` written by an Onstep run is read directly, any other by `transformers`.
+    A `tokenizer.json` written by an Onstep run is read directly, any other by `transformers`, and so is one that has
+    been given a chat template since.
     """
-    if read_config(directory).get(OUR_KEY) == "tokenizers" and (directory / "tokenizer.json").is_file():
+    config = read_config(directory)
+    has_template = "chat_template" in config or (directory / "chat_template.jinja").is_file()
+    is_ours = config.get(OUR_KEY) == "tokenizers" and not has_template
+    if is_ours and (directory / "tokenizer.json").is_file():
         return TokenizerConfig(tokenizer_type="tokenizers", tokenizer_model=str(directory / "tokenizer.json"))
     if any((directory / name).is_file() for name in _TOKENIZER_FILES):
         return TokenizerConfig(tokenizer_type="huggingface", tokenizer_model=str(directory))

@@ -29,6 +29,7 @@ from onstep.cli.application import application_at
 from onstep.cli.control.group import VERBS
 from onstep.cli.device_waits import DEVICE_WAITS
 from onstep.cli.main import COMMANDS as CLI
+from onstep.cli.memory import GPU_SIZES, USABLE
 from onstep.cli.why_features import PARTS, Row
 from onstep.commands import COMMANDS, Command, Parameter
 from onstep.config import KEYS, Key, TrainingArguments
@@ -39,6 +40,9 @@ from onstep.control.client import functions
 from onstep.events import EVENTS, Callback, TrainerCallback
 from onstep.events.events import Event
 from onstep.exchange.names import KEPT, NAMES
+from onstep.metrics.flops import num_floating_point_operations
+from onstep.metrics.memory.estimate import estimate_training_memory
+from onstep.recipes import get_recipe
 from onstep.trackers import TRACKERS, tracker_class
 from onstep.trainer.overrides import METHODS
 from onstep.training import loop
@@ -91,6 +95,39 @@ def stale_pages(docs: Path = DOCS, modules: Sequence[Path] = MODULES) -> dict[Pa
     files = [*((page, fill) for page in sorted(docs.rglob("*.md"))), *((module, fill_code) for module in modules)]
     texts = ((file, renew, file.read_text(encoding="utf-8")) for file, renew in files)
     return {file: renewed for file, renew, text in texts if (renewed := renew(text)) != text}
+
+
+_PEAKS = {"H100": (80, 989e12), "RTX 4090": (24, 165e12)}
+"""Memory in GB and dense bfloat16 operations per second. Source: NVIDIA's data sheet of the H100 SXM, and its white
+paper of the Ada architecture (with accumulation in float32)."""
+_UTILIZATION, _TOKENS, _SEQ_LENGTH = 0.35, 10_000_000, 2048
+_SIZES = ("llama32_1b", "qwen25_3b", "qwen25_7b", "llama31_8b", "qwen25_14b", "llama31_70b")
+_METHODS = {"all weights": ("", None), "LoRA": ("_lora", None), "QLoRA": ("_lora", "nf4")}
+
+
+def hours_table() -> str:
+    """Memory and hours of fine-tuning each size, as estimates."""
+    rows = [_hours_row(name, method) for name in _SIZES for method in _METHODS]
+    cards = [f"Hours on {card}" for card in _PEAKS]
+    return _table(("Recipe", "Trained", "Memory, GB", "One GPU of", *cards), rows)
+
+
+def _hours_row(name: str, method: str) -> tuple[str, ...]:
+    form, quantization = _METHODS[method]
+    config = get_recipe(f"{name}_finetune{form}")()
+    config.dataset.seq_length = config.model.seq_length = _SEQ_LENGTH
+    config.model.recompute_granularity, config.peft.base_quantization = "full", quantization
+    estimate = estimate_training_memory(config)
+    assert estimate is not None
+    needed = estimate.total / USABLE / 1024**3
+    size = next((str(size) for size in GPU_SIZES if needed <= size), "none")
+    operations = num_floating_point_operations(config, 1) / _SEQ_LENGTH * _TOKENS
+    hours = [
+        f"{operations / (_UTILIZATION * peak) / 3600:.2g}" if needed <= memory else "does not fit"
+        for memory, peak in _PEAKS.values()
+    ]
+    size = size if size == "none" else f"{size} GB"
+    return (f"`{name}_finetune{form}`", method, f"{estimate.total / 1e9:.1f}", size, *hours)
 
 
 def events_table() -> str:
@@ -355,6 +392,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "called overrides": called_overrides,
     "refused overrides": refused_overrides,
     "events": events_table,
+    "hours": hours_table,
     "loop": loop_source,
     "features": feature_table,
     "waits": wait_table,

@@ -42,6 +42,28 @@ def qwen25(
     return parameters, "Qwen2", {**QWEN, **sizes, **attention, **vocabularies}
 
 
+def llama31(width: int, ffn: int, layers: int, heads: int) -> dict[str, Any]:
+    """The settings of a Llama 3.1."""
+    return {
+        "vocab_size": 128_256,
+        "hidden_size": width,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": False,
+    }
+
+
 QWEN = {"rms_norm_eps": 1e-6, "rope_theta": 1e6}
 PUBLISHED: dict[str, tuple[int, str, dict[str, Any]]] = {
     "gpt2_124m": (124_439_808, "GPT2", {}),  # GPT2Config's defaults are that model
@@ -49,6 +71,23 @@ PUBLISHED: dict[str, tuple[int, str, dict[str, Any]]] = {
     "qwen25_1p5b": qwen25(1_543_714_304, 1536, 8960, layers=28, heads=12, groups=2),
     "qwen25_3b": qwen25(3_085_938_688, 2048, 11008, layers=36, heads=16, groups=2),
     "qwen25_7b": qwen25(7_615_616_512, 3584, 18944, layers=28, heads=28, groups=4, vocabulary=152_064),
+    "qwen25_14b": (
+        14_770_033_664,
+        "Qwen2",
+        {
+            "vocab_size": 152_064,
+            "hidden_size": 5120,
+            "intermediate_size": 13824,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "llama31_8b": (8_030_261_248, "Llama", llama31(4096, 14336, layers=32, heads=32)),
+    "llama31_70b": (70_553_706_496, "Llama", llama31(8192, 28672, layers=80, heads=64)),
     "llama32_1b": (
         1_235_814_400,
         "Llama",

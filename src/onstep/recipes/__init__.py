@@ -12,6 +12,12 @@ from typing import Any
 from onstep.config import ConfigContainer
 from onstep.config.suggestions import nearest, shown
 from onstep.errors import ConfigError
+from onstep.recipes.llama31 import (
+    llama31_8b_finetune_config,
+    llama31_8b_pretrain_config,
+    llama31_70b_finetune_config,
+    llama31_70b_pretrain_config,
+)
 from onstep.recipes.published import (
     any_finetune_config,
     any_pretrain_config,
@@ -29,6 +35,8 @@ from onstep.recipes.qwen import (
     qwen25_3b_pretrain_config,
     qwen25_7b_finetune_config,
     qwen25_7b_pretrain_config,
+    qwen25_14b_finetune_config,
+    qwen25_14b_pretrain_config,
     qwen25_500m_finetune_config,
     qwen25_500m_pretrain_config,
 )
@@ -52,7 +60,10 @@ _PRETRAIN: dict[str, Recipe] = {
     "qwen25_1p5b": qwen25_1p5b_pretrain_config,
     "qwen25_3b": qwen25_3b_pretrain_config,
     "qwen25_7b": qwen25_7b_pretrain_config,
+    "qwen25_14b": qwen25_14b_pretrain_config,
     "llama32_1b": llama32_1b_pretrain_config,
+    "llama31_8b": llama31_8b_pretrain_config,
+    "llama31_70b": llama31_70b_pretrain_config,
     "qwen3_30b_a3b": qwen3_30b_a3b_pretrain_config,
     "any": any_pretrain_config,
 }
@@ -67,7 +78,10 @@ _FINETUNE: dict[str, Callable[..., ConfigContainer]] = {
     "qwen25_1p5b": qwen25_1p5b_finetune_config,
     "qwen25_3b": qwen25_3b_finetune_config,
     "qwen25_7b": qwen25_7b_finetune_config,
+    "qwen25_14b": qwen25_14b_finetune_config,
     "llama32_1b": llama32_1b_finetune_config,
+    "llama31_8b": llama31_8b_finetune_config,
+    "llama31_70b": llama31_70b_finetune_config,
     "qwen3_30b_a3b": qwen3_30b_a3b_finetune_config,
 }
 
@@ -99,6 +113,12 @@ __all__ = [
     "qwen25_500m_pretrain_config",
     "qwen25_7b_finetune_config",
     "qwen25_7b_pretrain_config",
+    "qwen25_14b_finetune_config",
+    "qwen25_14b_pretrain_config",
+    "llama31_8b_finetune_config",
+    "llama31_8b_pretrain_config",
+    "llama31_70b_finetune_config",
+    "llama31_70b_pretrain_config",
     "qwen3_30b_a3b_finetune_config",
     "qwen3_30b_a3b_pretrain_config",
     "summary",

@@ -72,6 +72,22 @@ def qwen25_7b_finetune_config(peft: str | None = None) -> ConfigContainer:
     return finetuned(qwen25_7b_pretrain_config(), peft)
 
 
+def qwen25_14b_pretrain_config() -> ConfigContainer:
+    """Qwen2.5-14B from scratch: 300,000 steps of 128 sequences of 4,096 tokens."""
+    model = _qwen25(48, 5120, 13824, heads=40, groups=8, vocab_size=152_064, tied=False)
+    model.layernorm_epsilon, model.recompute_granularity = 1e-5, "full"
+    return large_run("qwen25_14b", model, lr=1.5e-4, global_batch_size=128)
+
+
+def qwen25_14b_finetune_config(peft: str | None = None) -> ConfigContainer:
+    """Qwen2.5-14B, fine-tuned on conversations.
+
+    Args:
+        peft: `lora` to train low-rank adapters only, None to train all weights.
+    """
+    return finetuned(qwen25_14b_pretrain_config(), peft)
+
+
 def _qwen25(
     layers: int, hidden: int, ffn: int, *, heads: int, groups: int, vocab_size: int = 151_936, tied: bool = True
 ) -> ModelConfig:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import importlib.util
 import re
 import shlex
@@ -123,6 +125,37 @@ def test_every_answer_of_how_do_i_has_an_example() -> None:
     answers = re.split(r"^### ", HOW_DO_I.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
     assert len(answers) >= 40
     assert not [answer.splitlines()[0] for answer in answers if not FENCE.search(answer)]
+
+
+def test_an_answer_of_how_do_i_needs_nothing_of_another_answer() -> None:
+    setup, *answers = re.split(r"^### ", HOW_DO_I.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    known, _ = names(python_of(setup))
+    for answer in answers:
+        own, read = names(python_of(answer))
+        unknown = read - own - known - set(dir(builtins))
+        assert not unknown, f"{answer.splitlines()[0]}: {unknown}"
+        looked_at = set(re.findall(r"^onstep \w+(?: \w+)? runs/([\w-]+)", answer, re.MULTILINE))
+        assert looked_at <= {"mine", "other"}, answer.splitlines()[0]
+
+
+def python_of(text: str) -> str:
+    """The Python blocks of a text, one after the other."""
+    return "\n".join(textwrap.dedent(one["code"]) for one in FENCE.finditer(text) if one["language"] == "python")
+
+
+def names(code: str) -> tuple[set[str], set[str]]:
+    """The names that code binds, anywhere, and those that it reads."""
+    bound, read = set[str](), set[str]()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler):
+            bound.add(str(node.name))
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+    return bound, read
 
 
 def test_pages_that_teach_have_examples() -> None:

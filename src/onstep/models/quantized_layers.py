@@ -28,7 +28,9 @@ def check_installed(kind: str) -> None:
         )
 
 
-def quantized_linear(weight: Tensor, bias: Tensor | None, kind: str, dtype: torch.dtype) -> nn.Module:
+def quantized_linear(
+    weight: Tensor, bias: Tensor | None, kind: str, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
     """A frozen linear layer of `bitsandbytes` with this weight, (out, in) in floating point on the CPU.
 
     `nf4` is `Linear4bit` with quantized scales, as in the paper; `int8` is `Linear8bitLt`.
@@ -38,6 +40,7 @@ def quantized_linear(weight: Tensor, bias: Tensor | None, kind: str, dtype: torc
     Args:
         kind: `nf4` or `int8`.
         dtype: what it computes in, and what 4 bits are expanded to.
+        device: where the weight is quantized and stays.
     """
     layers = import_module("bitsandbytes").nn
     sizes = {"input_features": weight.shape[1], "output_features": weight.shape[0], "bias": bias is not None}
@@ -46,12 +49,12 @@ def quantized_linear(weight: Tensor, bias: Tensor | None, kind: str, dtype: torc
         four_bits = layers.Params4bit(
             weight.to(dtype), requires_grad=False, quant_type="nf4", compress_statistics=True, module=layer
         )
-        layer.weight = four_bits.to("cpu")
+        layer.weight = four_bits.to(device)
     else:
         layer = layers.Linear8bitLt(**sizes, has_fp16_weights=False, threshold=THRESHOLD, device="meta")
-        layer.weight = layers.Int8Params(weight.to(dtype), requires_grad=False, has_fp16_weights=False).to("cpu")
+        layer.weight = layers.Int8Params(weight.to(dtype), requires_grad=False, has_fp16_weights=False).to(device)
     if bias is not None:
-        layer.bias = nn.Parameter(bias, requires_grad=False)
+        layer.bias = nn.Parameter(bias.to(device), requires_grad=False)
     prepare(layer, dtype)
     linear: nn.Module = layer
     return linear

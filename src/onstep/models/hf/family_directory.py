@@ -127,12 +127,17 @@ def build_causal_lm(
 
 
 def load_causal_lm(
-    directory: str | Path, config: ModelConfig, dtype: torch.dtype = torch.float32, quantization: Any = None
+    directory: str | Path,
+    config: ModelConfig,
+    dtype: torch.dtype = torch.float32,
+    quantization: Any = None,
+    device: torch.device | str = "cpu",
 ) -> CausalLM:
     """The model of a directory with its weights, in `dtype` on the CPU; safetensors only, never pickles.
 
     Args:
         quantization: a `quantization_config` of transformers, which quantizes layers as they are read.
+        device: where they are quantized and stay.
 
     Raises:
         ConfigError: as `family_config`.
@@ -141,7 +146,7 @@ def load_causal_lm(
     from transformers import AutoModelForCausalLM
 
     target, theirs = Path(directory), their_config(config)
-    quantized = {} if quantization is None else {"quantization_config": quantization, "device_map": {"": "cpu"}}
+    quantized = {} if quantization is None else {"quantization_config": quantization, "device_map": {"": str(device)}}
     weight_files(target)  # which refuses a directory without safetensors
     with _quiet(), torch.random.fork_rng(devices=[]):
         try:

@@ -113,7 +113,7 @@ def _language_model(config: ConfigContainer, world: World, state: Run) -> Langua
     quantizes = config.peft.base_quantization is not None
     if state.checkpoints is not None and state.checkpoints.start is not None:
         if quantizes:
-            return quantized_model(config)
+            return quantized_model(config, device=world.device)
         return build_language_model(config.model, seed=config.rng.seed, dtype=type_at_first(config))
     source = find_pretrained(config)
     if source is not None:

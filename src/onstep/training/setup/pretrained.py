@@ -278,9 +278,9 @@ def load_pretrained(
 def load_quantized(source: PretrainedSource, config: ConfigContainer, world: World) -> LanguageModel:
     """The same with the layers' weights as `peft.base_quantization` says; see `quantized_model`. Collective."""
     if source.is_hugging_face:
-        return quantized_directory(source.path, config)
+        return quantized_directory(source.path, config, world.device)
     info = _checked(source, world)
-    return quantized_model(config, weights_by_layer(info), str(info.path))
+    return quantized_model(config, weights_by_layer(info), str(info.path), world.device)
 
 
 def _checked(source: PretrainedSource, world: World) -> CheckpointInfo:

@@ -21,17 +21,23 @@ from onstep.models.quantized_layers import prepare, quantization_config, quantiz
 from onstep.training.setup.lora import merged_state_dict, projections
 from onstep.training.setup.weight_types import frozen_type, type_at_first
 
+_CPU = torch.device("cpu")
+
 
 def quantized_model(
-    config: ConfigContainer, layers: Iterable[Mapping[str, Tensor]] | None = None, where: str = ""
+    config: ConfigContainer,
+    layers: Iterable[Mapping[str, Tensor]] | None = None,
+    where: str = "",
+    device: torch.device = _CPU,
 ) -> LanguageModel:
-    """A model on the CPU with the projections of its layers as `peft.base_quantization` says.
+    """A model with the projections of its layers as `peft.base_quantization` says.
 
     No more than the weights of one layer are in floating point at any time.
 
     Args:
         layers: the weights, in parts; None if they will be loaded from a checkpoint of the run: they are 0 until then.
         where: what holds the weights, for messages.
+        device: where weights are quantized and stay; the others are on the CPU.
 
     Raises:
         CheckpointError: if they are not those of the model.
@@ -65,22 +71,22 @@ def quantized_model(
                 own[name].copy_(tensor)
             elif part == "weight":
                 bias = weights.get(f"{module}.bias")
-                _put(model, module, quantized_linear(tensor.float(), bias, kind, dtype))
+                _put(model, module, quantized_linear(tensor.float(), bias, kind, dtype, device))
     if missing:
         raise CheckpointError(f"{where} lacks {next(iter(missing))} and {len(missing) - 1} more weights of the model.")
     return _for_peft(model, kind)
 
 
-def quantized_directory(directory: Path, config: ConfigContainer) -> LanguageModel:
+def quantized_directory(directory: Path, config: ConfigContainer, device: torch.device = _CPU) -> LanguageModel:
     """The model of `quantized_model` with the weights of a Hugging Face directory. Raises like `load_directory`."""
     if config.model.hf_config is None:
-        return quantized_model(config, hf_weights_by_layer(directory, config.model), str(directory))
+        return quantized_model(config, hf_weights_by_layer(directory, config.model), str(directory), device)
     skeleton = empty_model(config.model, type_at_first(config))  # whose memory is never written
     names, kind, dtype = projections(skeleton), config.peft.base_quantization, _computed(config)
     assert kind is not None
     linear = {name for name, module in skeleton.named_modules() if isinstance(module, nn.Linear)}
     kept = [name.removeprefix("model.") for name in linear - set(names)]
-    model = load_causal_lm(directory, config.model, dtype, quantization_config(kind, dtype, kept))
+    model = load_causal_lm(directory, config.model, dtype, quantization_config(kind, dtype, kept), device)
     for name in names:
         prepare(model.get_submodule(name), dtype)
     return _for_peft(model, kind)

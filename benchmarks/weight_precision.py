@@ -1,10 +1,10 @@
 """Loss of the demo's model with its weights in each precision, against float32.
 
-    python benchmarks/weight_precision.py [--steps 200] [--optimizer muon] [--directory DIR]
+    python benchmarks/weight_precision.py [--steps 200] [--optimizer adam] [--directory DIR]
 
 Each run has the same data, seed and first weights. `difference` is that of the mean loss of the last 20 steps from
 float32's, `largest` the largest difference of the running mean of 20 steps at any time. Bytes are those of a trained
-weight with its gradient and the optimizer's state, counted from the tensors (without Muon's missing second moment).
+weight with its gradient and the optimizer's state, counted from the tensors.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--optimizer", choices=("muon", "adam"), default="muon")
+    parser.add_argument("--optimizer", choices=("muon", "adam"), default="adam")
     parser.add_argument("--directory", type=Path, default=None)
     args = parser.parse_args()
     directory = args.directory or Path(tempfile.mkdtemp())

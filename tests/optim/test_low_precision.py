@@ -137,6 +137,30 @@ def test_a_closed_gate_on_a_device_leaves_every_bit(options: dict[str, Any]) -> 
     assert bits([*module.parameters(), inner.state_dict()]) == before
 
 
+def test_losses_are_those_of_float32_but_for_weights_rounded_to_nearest() -> None:
+    def final(**options: Any) -> float:
+        torch.manual_seed(0)
+        x = torch.randn(128, 16)
+        y = torch.tanh(x @ torch.randn(16, 1))
+        module = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
+        optimizer = built(module.bfloat16() if options else module, lr=3e-4, **{"params_dtype": "float32", **options})
+        loss = x.new_zeros(())
+        for _ in range(200):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = (module(x).float() - y).square().mean()
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    low: dict[str, Any] = {"params_dtype": "bfloat16"}
+    exact, nearest = final(), final(**low, **PURE, rounding="nearest")
+    assert final(**low) == pytest.approx(exact, abs=2e-2)
+    assert final(**low, **PURE) == pytest.approx(exact, abs=3e-2)
+    assert final(**low, **PURE, rounding="kahan") == pytest.approx(exact, abs=3e-2)
+    assert nearest > exact + 5e-2
+
+
 def test_types_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="requires a CPU or CUDA, got weights on meta"):
         built(model().to("meta"))

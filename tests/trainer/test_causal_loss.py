@@ -11,8 +11,8 @@ from torch import Tensor
 
 from onstep.config import ModelConfig
 from onstep.models import vocabulary_loss
+from onstep.models.hf.causal_loss import causal_loss_in_chunks
 from onstep.trainer.computing import label_smoothing
-from onstep.trainer.computing.causal_loss import causal_loss_in_chunks
 from onstep.trainer.computing.label_smoothing import LabelSmoother
 from tests.support.live_bytes import LiveBytes
 from tests.support.small_models import VOCABULARY, arguments, causal_rows, losses_of, quiet, qwen
@@ -93,9 +93,10 @@ def test_in_bfloat16_no_float32_copy_of_all_logits_exists(is_training: bool, mon
         model.zero_grad()
         found[chunked] = memory
     assert found[False].largest == logits
-    assert found[None].largest == logits // 2  # the model's own, in bfloat16
+    whole = logits // 2  # the model's own, in bfloat16
+    assert found[None].largest < whole if is_training else found[None].largest == whole
     assert found[False].peak >= (2.9 if is_training else 2) * logits
-    assert found[None].peak <= (1.3 if is_training else 0.8) * logits
+    assert found[None].peak <= 0.8 * logits
 
 
 def run(directory: Path, chunked: bool) -> tuple[list[float], list[float]]:
@@ -111,8 +112,9 @@ def test_a_trainer_trains_and_evaluates_with_it(tmp_path: Path, monkeypatch: pyt
     plain = run(tmp_path / "plain", False)
     monkeypatch.setattr(vocabulary_loss, "CHUNK_BYTES", 4 * ROW)
     calls: list[int] = []
-    real = vocabulary_loss._LogitsCrossEntropy.apply
-    monkeypatch.setattr(vocabulary_loss._LogitsCrossEntropy, "apply", lambda *given: calls.append(1) or real(*given))
+    for kind in (vocabulary_loss._LogitsCrossEntropy, vocabulary_loss._LinearCrossEntropy):
+        real = kind.apply
+        monkeypatch.setattr(kind, "apply", lambda *given, real=real: calls.append(1) or real(*given))
     ours = run(tmp_path / "ours", True)
     assert len(calls) > 4
     for one, other in zip(ours, plain, strict=True):

@@ -22,12 +22,13 @@ from onstep.models.hf.directory import (
     save_hf,
     to_hf_state_dict,
 )
+from onstep.models.initial_weights import init_weights
 from onstep.models.layers.feed_forward import MixtureOfExperts, is_moe_layer
 from onstep.models.layers.router import Router
 from onstep.models.layers.routing_record import is_recomputing
 from onstep.models.layers.sequence_context import KeyValueCache
 from onstep.models.sizes import check_model_config, ffn_hidden_size, head_width, num_query_groups
-from onstep.models.transformer import Transformer, build_transformer, init_weights
+from onstep.models.transformer import Transformer, build_transformer
 from onstep.models.vocabulary_loss import linear_cross_entropy
 
 __all__ = [

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
-from torch.utils.checkpoint import checkpoint
 
 from onstep.config import ModelConfig
 from onstep.errors import ConfigError
+from onstep.models.fused_loss import fused_cross_entropy, is_plain_head
 from onstep.models.heads import LinearForLastLayer
+from onstep.models.initial_weights import init_weights
+from onstep.models.layers.autocast import product_dtype
 from onstep.models.layers.layer import Attention, Layer, build_norm
 from onstep.models.layers.rotary import RotaryTables
 from onstep.models.layers.sequence_context import (
@@ -24,7 +25,9 @@ from onstep.models.layers.sequence_context import (
     sequence_context,
 )
 from onstep.models.multi_token_prediction import IGNORE_INDEX, MultiTokenPrediction, shifted
+from onstep.models.offloading import offloading
 from onstep.models.quantized_layers import num_weights
+from onstep.models.recomputation import is_recomputed, recomputed
 from onstep.models.sizes import check_model_config, head_width, vocabulary_size
 from onstep.models.vocabulary_loss import (
     LARGE_VOCABULARY,
@@ -32,13 +35,6 @@ from onstep.models.vocabulary_loss import (
     cross_entropy_in_chunks,
     linear_cross_entropy,
     tokens_of_chunk,
-)
-
-_RESIDUAL_OUTPUTS = (
-    "attention.output.weight",
-    "feed_forward.down.weight",
-    "experts.down_weight",
-    "shared_experts.down.weight",
 )
 
 
@@ -159,8 +155,9 @@ class Transformer(nn.Module):
 
     def _hidden_states(self, tokens: Tensor, position_ids: Tensor | None, context: SequenceContext) -> Tensor:
         x = self._embedded(tokens, context.cache, position_ids)
-        for layer in self.layers:
-            x = self._run_layer(layer, x, context)
+        with offloading(self, self.config):
+            for index, layer in enumerate(self.layers):
+                x = self._run_layer(layer, x, context, index)
         if context.cache is not None:
             context.cache.advance(tokens.shape[1])
         normed: Tensor = self.final_norm(x)
@@ -187,12 +184,15 @@ class Transformer(nn.Module):
             reduction: `mean`, `sum` or `none`.
         """
         size = self._chunk_of_loss(labels)
-        if size is None:
+        head = self.embedding if self.output is None else self.output
+        if self.config.fused_linear_loss and reduction == "sum" and is_plain_head(head):
+            x = hidden.flatten(0, 1)
+            losses = fused_cross_entropy(x.to(product_dtype(x)), head.weight, labels.flatten())
+        elif size is None:
             scores = self.logits(hidden).float().flatten(0, 1)
             losses = cross_entropy(scores, labels.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
-        elif self.output is None or (type(self.output) is nn.Linear and self.output.bias is None):
-            weight = self.embedding.weight if self.output is None else self.output.weight
-            losses = linear_cross_entropy(hidden, weight, labels, reduction=reduction, chunk=size).float()
+        elif is_plain_head(head):
+            losses = linear_cross_entropy(hidden, head.weight, labels, reduction=reduction, chunk=size).float()
         else:
             x, targets = hidden.flatten(0, 1), labels.flatten()
             losses = cross_entropy_in_chunks(self.logits, x, targets, reduction=reduction, chunk=size)
@@ -239,9 +239,10 @@ class Transformer(nn.Module):
             and not (exclude_embeddings and id(parameter) in embeddings)
         )
 
-    def _run_layer(self, layer: nn.Module, x: Tensor, context: SequenceContext) -> Tensor:
-        keeps = self.config.recompute_granularity is None or context.cache is not None or not torch.is_grad_enabled()
-        out: Tensor = layer(x, context) if keeps else checkpoint(layer, x, context, use_reentrant=False)
+    def _run_layer(self, layer: nn.Module, x: Tensor, context: SequenceContext, index: int = 0) -> Tensor:
+        if is_recomputed(self.config, index) and context.cache is None and torch.is_grad_enabled():
+            return recomputed(layer, self.config, x, context)
+        out: Tensor = layer(x, context)
         return out
 
     def _chunk_of_loss(self, labels: Tensor) -> int | None:
@@ -312,39 +313,3 @@ def build_transformer(config: ModelConfig, seed: int | None = None, dtype: torch
     generator = None if seed is None else torch.Generator(device="cpu").manual_seed(seed)
     init_weights(model, model.config, generator)
     return model
-
-
-@torch.no_grad()
-def init_weights(model: nn.Module, config: ModelConfig, generator: torch.Generator | None = None) -> None:
-    """Initialize all parameters of `model` in place. With `L` layers and `std = init_method_std`:
-
-    - embeddings and projections: normal with mean 0 and standard deviation `std`;
-    - projections of a layer that write to the residual stream (attention output, down projection of feed-forward and
-      experts): `std / sqrt(2 L)`, so that the sum of the `2 L` contributions has the same variance at any depth;
-    - biases 0, norms 1.
-
-    The numbers are drawn in float32 on the CPU and copied, so they depend neither on the device nor on the dtype of
-    the parameters. Parameters on the meta device are left alone.
-
-    Args:
-        generator: a CPU generator; None draws from torch's global RNG.
-        config: the section `model` of a configuration.
-
-    Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), section 2.3; Shoeybi et al.,
-    "Megatron-LM" (2019), section 4.2.
-    """
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            continue
-        if name.endswith("bias"):
-            parameter.zero_()
-        elif name.endswith("norm.weight"):
-            parameter.fill_(1.0)
-        else:
-            into_residual = name.endswith(_RESIDUAL_OUTPUTS)
-            std = config.init_method_std / (math.sqrt(2 * config.num_layers) if into_residual else 1.0)
-            drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-            parameter.copy_(drawn.normal_(0.0, std, generator=generator))
-    for name, buffer in model.named_buffers():
-        if name.endswith("expert_bias") and not buffer.is_meta:
-            buffer.zero_()

@@ -5,7 +5,6 @@
 
 from onstep.optim.build import (
     as_step_optimizer,
-    build_loss_scaler,
     build_optimizer,
     build_scheduler,
     build_torch_optimizer,
@@ -13,7 +12,7 @@ from onstep.optim.build import (
     wrap_optimizer,
 )
 from onstep.optim.finite_gate import DeviceFiniteGate, FiniteGate, HostFiniteGate, finite_gate
-from onstep.optim.loss_scaler import LossScaler
+from onstep.optim.loss_scaler import LossScaler, build_loss_scaler
 from onstep.optim.low_precision import LowPrecisionOptimizer
 from onstep.optim.megatron_optimizer import ForeignOptimizer, MegatronOptimizer
 from onstep.optim.muon import MuonWithAdamW

@@ -101,31 +101,6 @@ def build_torch_optimizer(
     return optimizer_of(for_muon, others, config, config.lr, seed=seed)
 
 
-def build_loss_scaler(config: OptimizerConfig, mixed_precision: str | None) -> LossScaler | None:
-    """The configured loss scaler.
-
-    float16 has a dynamic scale, or a constant one with `loss_scale`; bfloat16 has a scale only with `loss_scale`, and
-    float32 has none, as in Megatron-Core.
-
-    Args:
-        config: the section `optimizer` of a configuration.
-        mixed_precision: the precision of the run; only `fp16_mixed` needs a scale.
-
-    Raises:
-        ConfigError: if the scale starts below its minimum or above 2**96.
-    """
-    if config.loss_scale is not None and mixed_precision in ("fp16_mixed", "bf16_mixed"):
-        return LossScaler.constant(config.loss_scale)
-    if mixed_precision != "fp16_mixed":
-        return None
-    return LossScaler(
-        config.initial_loss_scale,
-        min_scale=config.min_loss_scale,
-        window=config.loss_scale_window,
-        hysteresis=config.hysteresis,
-    )
-
-
 def wrap_optimizer(
     optimizer: Foreign,
     clip_grad: float | None,

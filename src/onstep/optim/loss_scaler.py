@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from onstep.config import OptimizerConfig
 from onstep.errors import CheckpointError, ConfigError
 
 GROWTH = 2.0
@@ -135,3 +136,28 @@ class LossScaler:
         self.scale = max(state_dict["scale"], self.min_scale)
         self.clean_steps = state_dict["clean_steps"]
         self.hysteresis_left = min(state_dict["hysteresis_left"], self.hysteresis)
+
+
+def build_loss_scaler(config: OptimizerConfig, mixed_precision: str | None) -> LossScaler | None:
+    """The configured loss scaler.
+
+    float16 has a dynamic scale, or a constant one with `loss_scale`; bfloat16 has a scale only with `loss_scale`, and
+    float32 has none, as in Megatron-Core.
+
+    Args:
+        config: the section `optimizer` of a configuration.
+        mixed_precision: the precision of the run; only `fp16_mixed` needs a scale.
+
+    Raises:
+        ConfigError: if the scale starts below its minimum or above 2**96.
+    """
+    if config.loss_scale is not None and mixed_precision in ("fp16_mixed", "bf16_mixed"):
+        return LossScaler.constant(config.loss_scale)
+    if mixed_precision != "fp16_mixed":
+        return None
+    return LossScaler(
+        config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        window=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+    )

@@ -17,11 +17,13 @@ from onstep.config.lengths import train_iters
 from onstep.distributed import World, check_ranks, data_parallel, open_world, world_size_from_environment
 from onstep.events import Control, Dispatcher
 from onstep.models import Transformer
+from onstep.models.fused_loss import check_fused_loss
+from onstep.models.hf.causal_loss import causal_loss_in_chunks
+from onstep.models.offloading import check_offloading
 from onstep.trackers.report_to import attach_trackers
 from onstep.trainer.call import Resume, Session
-from onstep.trainer.computing.causal_loss import causal_loss_in_chunks
 from onstep.trainer.computing.forward_precision import autocast_in_forward
-from onstep.trainer.computing.model_options import compiled, model_options, torch_options
+from onstep.trainer.computing.model_options import compiled, memory_options, model_options, torch_options
 from onstep.trainer.computing.random_numbers import draws_each_epoch
 from onstep.trainer.dataloaders import (
     ColumnFilter,
@@ -239,6 +241,8 @@ def _session(
             trainer.model = trainer.call_model_init()
         module = trainer.model
         check_ranks([module], state.world)
+        check_offloading(state.cfg.model, state.world.device)
+        check_fused_loss(state.cfg.model, state.world.device)
         if trains and state.cfg.optimizer.params_dtype != "float32":  # else weights stay as the user loaded them
             set_weight_types([module], state.cfg)
         if trainer.place_model_on_device and trainer.args.place_model_on_device is not False:
@@ -260,6 +264,7 @@ def _session(
             torch_options(trainer.args),
             model_options(trainer, module, trains=trains),
             causal_loss_in_chunks(module, state.cfg.model),
+            memory_options(module, state.cfg.model) if trains else nullcontext(),
             autocast_in_forward(module, state) if casts_in_forward else nullcontext(),
             session.compiled,
             state.features.open((TrainerFeature, LoopMethods), state, state.world),

@@ -6,7 +6,6 @@ from onstep.config.bridge.rules import Either, Rule, neutral, without_effect
 
 _SHARD = "let data parallelism use the ranks; a model too large for one GPU can be sharded by `fully_shard` in a hook"
 OTHER_MODEL = "choose a model of the Llama, Qwen2, Qwen3 or GPT-2 family, or pass a module of your own to `train()`"
-_FULL = "set model.recompute_granularity=full, which recomputes every layer"
 
 PARALLELISM: dict[str, Rule] = {
     **neutral(
@@ -166,8 +165,8 @@ PRECISION: dict[str, Rule] = {
 
 MEMORY_AND_SPEED: dict[str, Rule] = {
     **neutral(
-        "recomputing a part of the layers is not supported",
-        _FULL,
+        "recomputing the first layers, groups of layers or chosen modules is not supported",
+        "set model.recompute_granularity=full, with model.recompute_interval for every n-th layer, or selective",
         {
             "recompute_method": Either.of(None, "uniform"),
             "recompute_num_layers": Either.of(None, 1),
@@ -176,8 +175,8 @@ MEMORY_AND_SPEED: dict[str, Rule] = {
         },
     ),
     **neutral(
-        "offloading activations to the CPU is not supported",
-        _FULL,
+        "Megatron's offloading of layers is not supported",
+        "set model.offload_activations=true, which offloads the activations of all layers",
         {"cpu_offloading": False, "fine_grained_activation_offloading": False},
     ),
     **without_effect(

@@ -34,10 +34,12 @@ _OF_TRAINER = (
 
 _READ_BY_TRAINER = {
     *(f"model.{name}" for name in ("seq_length", "ffn_hidden_size", "num_query_groups", "kv_channels")),
+    *(f"model.{name}" for name in ("recompute_granularity", "recompute_interval", "offload_activations")),
+    *(f"model.{name}" for name in ("chunked_loss", "fused_linear_loss")),
     *(f"dataset.{name}" for name in ("seq_length", "shuffle", "num_workers", "pin_memory", "persistent_workers")),
     *(f"dataset.{name}" for name in ("prefetch_factor", "multiprocessing_context")),
 }
-"""Lengths, with which tokens are counted; sizes that are filled in; and how any dataset is read."""
+"""Lengths, with which tokens are counted; sizes that are filled in; what saves memory; how any dataset is read."""
 
 _GIVEN_TO_TRAINER = tuple(
     key for key in KEYS if key.startswith(("model.", "dataset.", "tokenizer.")) and key not in _READ_BY_TRAINER

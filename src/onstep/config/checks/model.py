@@ -41,7 +41,6 @@ LORA_PROJECTIONS: Mapping[str, str] = {
 def check_trained_model(config: ConfigContainer) -> None:
     """Check a model to be trained, together with its data."""
     model = config.model
-    _check_memory_options(model)
     if model.hf_config is None:
         check_model(model)
         check_expert_options(model)
@@ -75,6 +74,7 @@ _OF_FAMILIES = frozenset(
         "recompute_granularity",
         "recompute_interval",
         "offload_activations",
+        "fused_linear_loss",
     }
 )
 """The options of a model whose class is that of `transformers`; all others are in its `config.json`."""
@@ -90,17 +90,6 @@ def _check_family(model: ModelConfig) -> None:
             f"model.{name}={shown(value)} is an option of Onstep's own model, but the model is transformers' of the "
             f"type {shown(kind)}, which its config.json describes; drop the option, or change config.json."
         )
-
-
-def _check_memory_options(model: ModelConfig) -> None:
-    unsupported = {
-        "recompute_granularity=selective": model.recompute_granularity == "selective",
-        f"recompute_interval={model.recompute_interval}": model.recompute_interval != 1,
-        "offload_activations=true": model.offload_activations,
-    }
-    for text, is_set in unsupported.items():
-        if is_set:
-            raise ConfigError(f"model.{text} is not supported yet; set model.recompute_granularity=full.")
 
 
 def check_model(model: ModelConfig) -> None:

@@ -180,6 +180,12 @@ class ModelConfig(ConfigSection):
         help="Compute the loss in chunks of tokens, so that the logits of a whole micro-batch never exist; None: for a "
         "vocabulary of at least 65,536 tokens.",
     )
+    fused_linear_loss: bool = option(
+        False,
+        SAFE,
+        known_as=("use_liger_kernel", "cross_entropy_loss_fusion"),
+        help="Compute head and loss in one kernel of liger-kernel, in place of chunks; for GPUs.",
+    )
     log_max_attention_logit: bool = option(
         False,
         SAFE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from contextlib import nullcontext
 from enum import StrEnum
 from typing import Any
 
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from onstep.config import ModelConfig
+from onstep.models.hf.deferred_logits import DeferredLogits, deferring
 from onstep.models.multi_token_prediction import IGNORE_INDEX
+from onstep.models.offloading import offloading
 from onstep.models.quantized_layers import num_weights
+from onstep.models.recomputation import recompute_in
 from onstep.models.vocabulary_loss import Reduction
 
 
@@ -43,8 +47,8 @@ class CausalLM(nn.Module):
         self.separation = Separation.POSITIONS
         """How it is called with packed documents."""
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        if config.recompute_granularity == "full":
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if config.recompute_granularity is not None:
+            recompute_in(model, config)
 
     def forward(
         self,
@@ -76,12 +80,18 @@ class CausalLM(nn.Module):
             inputs["position_ids"] = position_ids
         if document_ids is not None and self.separation is not Separation.POSITIONS:
             inputs["attention_mask"] = block_mask(document_ids, is_added=self.separation is Separation.ADDED_MASK)
-        output = self.model(input_ids=tokens, use_cache=False, **inputs)
+        defers = nullcontext() if labels is None else deferring(self.model, self.config)
+        with offloading(self, self.config), defers:
+            output = self.model(input_ids=tokens, use_cache=False, **inputs)
         logits: Tensor = output.logits
         if labels is None:
             return logits
         targets = labels.flatten()
-        losses = cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=IGNORE_INDEX, reduction=reduction)
+        if isinstance(logits, DeferredLogits):
+            losses = logits.cross_entropy(targets, reduction).float()
+        else:
+            scores = logits.float().flatten(0, 1)
+            losses = cross_entropy(scores, targets, ignore_index=IGNORE_INDEX, reduction=reduction)
         of_router = self._loss_of_router(output)
         if of_router is not None:
             counted = targets.ne(IGNORE_INDEX)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onstep.models.hf.deferred_logits import DeferredLogits
 from onstep.training.run import Run
 
 
@@ -43,6 +44,8 @@ def cast_forward(module: nn.Module, precision: Callable[[], AbstractContextManag
 
 def in_float32(outputs: Any) -> Any:
     """Outputs whose tensors of 16 bits are float32, inside of mappings, tuples and lists, too."""
+    if isinstance(outputs, DeferredLogits):
+        return outputs.in_float32()
     if isinstance(outputs, Tensor):
         return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
     if isinstance(outputs, Mapping):

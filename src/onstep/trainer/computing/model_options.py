@@ -12,10 +12,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from onstep.config import TrainingArguments, TrainingConfig
+from onstep.config import ModelConfig, TrainingArguments, TrainingConfig
 from onstep.distributed import world_size_from_environment
 from onstep.errors import ConfigError
 from onstep.models import Transformer
+from onstep.models.hf.causal_lm import CausalLM
+from onstep.models.offloading import offloads_activations
+from onstep.models.recomputation import recompute_in
 from onstep.trainer.loss_convention import inner_module
 from onstep.training.lifecycle.float32 import float32_precision, has_tf32
 
@@ -102,6 +105,32 @@ def model_options(trainer: Configured, module: nn.Module, *, trains: bool) -> It
     finally:
         if noise is not None:
             noise.remove()
+
+
+@contextmanager
+def memory_options(module: nn.Module, config: ModelConfig) -> Iterator[None]:
+    """Context in which a model recomputes and offloads its activations as the section `model` says.
+
+    As with `gradient_checkpointing`, the recomputation stays.
+
+    Raises:
+        ConfigError: for a model that lacks what an option requires.
+    """
+    inner = inner_module(module)
+    if isinstance(inner, Transformer | CausalLM):
+        own, inner = inner.config, inner if isinstance(inner, Transformer) else inner.model
+        if config.recompute_granularity is not None:
+            own.recompute_granularity = config.recompute_granularity
+            own.recompute_interval = config.recompute_interval
+        own.offload_activations = config.offload_activations or own.offload_activations
+        own.fused_linear_loss = config.fused_linear_loss or own.fused_linear_loss
+    if isinstance(inner, Transformer):
+        yield
+        return
+    if config.recompute_granularity is not None:
+        recompute_in(inner, config)
+    with offloads_activations(inner, config):
+        yield
 
 
 class Noise:

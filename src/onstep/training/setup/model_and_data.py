@@ -29,10 +29,12 @@ from onstep.distributed import World, check_weights, data_parallel
 from onstep.errors import ConfigError, DataError, MissingWeightsError
 from onstep.metrics.model_shape import ModelShape, num_active_parameters, num_parameters
 from onstep.models import ModelHook
+from onstep.models.fused_loss import check_fused_loss
 from onstep.models.hf.any_directory import LanguageModel
 from onstep.models.hf.any_directory import build_model as build_language_model
 from onstep.models.hf.causal_lm import CausalLM
 from onstep.models.hf.documents_probe import prepare_for_data
+from onstep.models.offloading import check_offloading
 from onstep.training.run import Run
 from onstep.training.setup.lora import add_lora, statistics
 from onstep.training.setup.pretrained import find_pretrained, load_pretrained, load_quantized
@@ -53,6 +55,8 @@ def build_model(
         MissingWeightsError: for fine-tuning without weights.
         ConfigError: if a hook does not return a list of modules, or one of several.
     """
+    check_offloading(config.model, world.device)
+    check_fused_loss(config.model, world.device)
     language_model = _language_model(config, world, state)
     if isinstance(language_model, CausalLM):
         prepare_for_data(language_model, has_documents=packs(config.dataset), seq_length=config.dataset.seq_length)

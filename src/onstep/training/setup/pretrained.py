@@ -43,6 +43,7 @@ OF_TRAINING = frozenset(
         "recompute_granularity",
         "recompute_interval",
         "offload_activations",
+        "fused_linear_loss",
         "log_max_attention_logit",
         "moe_router_load_balancing_type",
         "moe_aux_loss_coeff",

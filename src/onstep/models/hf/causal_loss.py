@@ -1,10 +1,10 @@
-"""Lets causal models of `transformers` compute the loss of a large vocabulary without float32 copies of all logits."""
+"""Lets causal models of `transformers` compute the loss of a large vocabulary without all of its logits at once."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,26 +12,32 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from onstep.config import ModelConfig
+from onstep.models.hf.deferred_logits import DeferredLogits, deferring
+from onstep.models.multi_token_prediction import IGNORE_INDEX
 from onstep.models.vocabulary_loss import LARGE_VOCABULARY, logits_cross_entropy, tokens_of_chunk
-from onstep.training.compute.losses import IGNORE_INDEX
 
 
 @contextmanager
 def causal_loss_in_chunks(module: nn.Module, config: ModelConfig) -> Iterator[None]:
-    """Context in which the models of a module that use the causal loss of `transformers` convert logits in chunks.
+    """Context in which the models of a module that use the causal loss of `transformers` compute it in chunks.
 
-    The model computes its logits as before, all of them in its own dtype; their float32 copy, its normalization and
-    its gradient exist for one chunk of tokens at a time. A loss function that the user has set stays, and so does that
-    of a small vocabulary. `model.chunked_loss=false` changes nothing, and true includes small vocabularies.
+    In training, the logits of a plain linear head exist for one chunk of tokens at a time (`DeferredLogits`), unless
+    something else uses them. Where a model needs its logits, for example to cap them, it computes them as before, all
+    of them in its own dtype; their float32 copy, its normalization and its gradient exist for one chunk at a time. A
+    loss function that the user has set stays, and so does that of a small vocabulary. `model.chunked_loss=false`
+    changes nothing, and true includes small vocabularies.
     """
     models = _causal_models(module)
-    wanted = config.chunked_loss if models else False
+    wanted = (config.fused_linear_loss or config.chunked_loss) if models else False
     changed = [] if wanted is False else models
     for model in changed:
         least = 0 if wanted else LARGE_VOCABULARY
         model.loss_function = _ChunkedLoss(model.loss_function, least)
     try:
-        yield
+        with ExitStack() as stack:
+            for model in changed:
+                stack.enter_context(deferring(model, config))
+            yield
     finally:
         for model in changed:
             if isinstance(vars(model).get("_loss_function"), _ChunkedLoss):
@@ -63,12 +69,16 @@ class _ChunkedLoss:
         **further: Any,
     ) -> Tensor:
         chunk = tokens_of_chunk(vocab_size)
-        if vocab_size < self._least or logits.numel() <= chunk * vocab_size or ignore_index != IGNORE_INDEX:
+        is_small = vocab_size < self._least or logits.numel() <= chunk * vocab_size
+        if ignore_index != IGNORE_INDEX or (is_small and not isinstance(logits, DeferredLogits)):
             return self._own(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **further)
         if shift_labels is None:
             shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.reshape(-1).to(logits.device)
-        total = logits_cross_entropy(logits.reshape(-1, vocab_size), targets, chunk=chunk)
+        if isinstance(logits, DeferredLogits):
+            total = logits.cross_entropy(targets, "sum")
+        else:
+            total = logits_cross_entropy(logits.reshape(-1, vocab_size), targets, chunk=chunk)
         if num_items_in_batch is not None:
             items = num_items_in_batch
             return total / (items.to(total.device) if isinstance(items, Tensor) else items)

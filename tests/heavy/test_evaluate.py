@@ -35,6 +35,7 @@ doc_to_target: answer
 metric_list:
   - metric: acc
   - metric: acc_norm
+  - metric: brier_score
 metadata:
   version: 2.0
 """
@@ -89,7 +90,7 @@ def lm_evals(directory: str | Path, *words: str) -> dict[str, dict[str, float]]:
     results = json.loads(file.read_text())["results"]
     file.unlink()
     return {
-        name: {key.removesuffix(",none"): one for key, one in values.items() if key.endswith(",none")}
+        name: {key.removesuffix(",none"): one for key, one in values.items() if key.endswith(",none") and one != "N/A"}
         for name, values in results.items()
     }
 

@@ -203,11 +203,15 @@ def test_rope_scaling_is_that_of_llama3_with_its_factor_in_any_order() -> None:
 
 
 def test_the_models_type_of_weights_holds_over_the_optimizers() -> None:
-    recipe = nested({"model.params_dtype": "torch.bfloat16", "optimizer.params_dtype": "torch.float32"})
+    run = {"train.train_iters": 1, "train.micro_batch_size": 1, "train.global_batch_size": 1, "optimizer.lr": 0.1}
+    recipe = nested({"model.params_dtype": "torch.bfloat16", "optimizer.params_dtype": "torch.float32", **run})
     assert resolve(from_dict(recipe)).optimizer.params_dtype == "bfloat16"
     precision = ConfigContainer(mixed_precision=MixedPrecisionConfig(bf16=True, params_dtype=torch.bfloat16))  # type: ignore[arg-type]
+    apply_overrides(precision, [f"{key}={value}" for key, value in run.items()])
     assert resolve(precision).optimizer.params_dtype == "bfloat16"
-    assert resolve(from_dict(nested({"model.params_dtype": "torch.float16"}))).optimizer.params_dtype == "float32"
+    assert (
+        resolve(from_dict(nested({"model.params_dtype": "torch.float16", **run}))).optimizer.params_dtype == "float32"
+    )
 
 
 def test_muons_keys_act_with_muon_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TypeGuard
 
@@ -41,9 +42,8 @@ def fused_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tenso
         weight: (vocabulary, hidden).
         labels: (tokens,), int64; -100 is ignored.
     """
-    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
-
-    loss: Tensor = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE_INDEX, reduction="sum")(
+    liger = import_module("liger_kernel.transformers.fused_linear_cross_entropy")
+    loss: Tensor = liger.LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE_INDEX, reduction="sum")(
         weight.to(hidden.dtype), hidden, labels
     )
     return loss.float()

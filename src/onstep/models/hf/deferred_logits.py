@@ -52,9 +52,7 @@ class DeferredLogits(Tensor):
         """
         products = product_dtype(hidden)
         shape = (*hidden.shape[:-1], weight.shape[0])
-        made: DeferredLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=dtype or products, device=hidden.device
-        )
+        made: DeferredLogits = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype or products, device=hidden.device)
         made._hidden, made._weight, made._products, made._is_fused = hidden, weight, products, is_fused
         return made
 
@@ -67,7 +65,9 @@ class DeferredLogits(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise AssertionError("logits are computed before an operator sees them")
 
     def computed(self) -> Tensor:
@@ -104,7 +104,7 @@ def deferring(model: Any, config: ModelConfig) -> Iterator[None]:
     It is worth it for as many logits as `model.chunked_loss` says, and for any with `model.fused_linear_loss`.
     """
     chunked, is_fused = config.chunked_loss, config.fused_linear_loss
-    head = model.get_output_embeddings() if callable(getattr(model, "get_output_embeddings", None)) else None
+    head: Any = model.get_output_embeddings() if callable(getattr(model, "get_output_embeddings", None)) else None
     is_unwanted = chunked is False or (chunked is None and getattr(head, "out_features", 0) < LARGE_VOCABULARY)
     if not _is_plain(head) or (is_unwanted and not is_fused):
         yield

@@ -50,8 +50,16 @@ def micro_batch(shape: ModelShape, cfg: Any, counts: WeightCounts, storage: Stor
     sizes = [layer.kept(bool(shape.moe_layers) and shape.moe_layers[index]) for index, layer in enumerate(layers)]
     if counts.added:  # nothing before the first adapter has a gradient
         sizes[0] -= layers[0].norm(shape.hidden_size)
-    recomputes = getattr(cfg.model, "recompute_granularity", None) == "full"
-    kept = len(sizes) * storage.residual * shape.hidden_size if recomputes else sum(sizes)
+    granularity, interval = (
+        getattr(cfg.model, "recompute_granularity", None),
+        getattr(cfg.model, "recompute_interval", 1),
+    )
+    recomputes = granularity == "full" and interval == 1
+    of_recomputed = storage.residual * shape.hidden_size + (layers[0].products() if granularity == "selective" else 0)
+    kept = sum(
+        size if granularity is None or index % interval else min(size, of_recomputed)
+        for index, size in enumerate(sizes)
+    )
     if storage.quantization == "int8":  # bitsandbytes keeps the inputs of its layers, also those computed again
         again = shape.query_width if recomputes else 0
         inputs = 2 * shape.hidden_size + shape.ffn_hidden_size + again
@@ -147,6 +155,13 @@ class _Layer:
         keeps_inner = self.adapted is None or "feed_forward.down" in self.adapted
         size += product * shape.ffn_hidden_size if keeps_inner else 0
         return size + self._ranks("feed_forward.down")
+
+    def products(self) -> int:
+        """The results of matrix products and of attention, which selective recomputation keeps."""
+        shape, product = self.shape, self.storage.product
+        widths = 2 * shape.query_width + 2 * shape.key_width + 2 * shape.hidden_size
+        widths += (shape.num_projections - 1) * shape.ffn_hidden_size
+        return product * widths + FLOAT32 * shape.num_attention_heads + self._ranks(*(self.adapted or {}))
 
     def norm(self, width: int) -> int:
         """A norm's input, its normed input if the scale is trained and the norm not fused, and its statistics."""

@@ -85,6 +85,19 @@ def test_a_remainder_is_the_other_half_of_the_bits() -> None:
     assert torch.equal(rounded, values)
 
 
+def test_each_step_rounds_other_weights_up() -> None:
+    weight = nn.Linear(100, 100, bias=False).bfloat16()
+    optimizer = built(weight, optimizer="sgd", sgd_momentum=0.0, lr=2**-10, weight_decay=0.0, **PURE)
+    rounded = []
+    for _ in range(2):
+        nn.init.ones_(weight.weight)
+        weight.weight.grad = torch.ones_like(weight.weight)
+        optimizer.step()
+        rounded.append(weight.weight.detach().float() < 1)
+    assert all(0.2 < float(one.float().mean()) < 0.3 for one in rounded)
+    assert float((rounded[0] & rounded[1]).float().mean()) == pytest.approx(1 / 16, abs=0.02)
+
+
 def test_small_updates_are_kept_but_for_those_rounded_to_nearest() -> None:
     moved = {}
     for rounding in ("stochastic", "kahan", "nearest"):

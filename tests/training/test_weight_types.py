@@ -56,7 +56,10 @@ class Types(Callback):
         self.frozen = {one.dtype for one in params if not one.requires_grad}
 
 
-@pytest.mark.parametrize("words", [MASTERS, STOCHASTIC, KAHAN])
+@pytest.mark.parametrize(
+    "words",
+    [MASTERS, pytest.param(STOCHASTIC, marks=pytest.mark.slow), pytest.param(KAHAN, marks=pytest.mark.slow)],
+)
 def test_a_run_that_dies_ends_as_the_one_that_nobody_touched(make: Any, words: str) -> None:
     compare(lambda name: make(name, words), [("on_step_end", 3)])
 

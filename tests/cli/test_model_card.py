@@ -9,6 +9,7 @@ import pytest
 
 from onstep import Trainer, TrainingArguments, pretrain
 from onstep.analysis.logs.task_results import TaskResult, append_evaluation
+from onstep.analysis.reports.model_card import card_of_run
 from onstep.cli.main import main
 from onstep.config import apply_overrides
 from tests.support.small_configs import small_pretrain_config
@@ -70,6 +71,32 @@ def test_the_card_of_a_checkpoint_says_nothing_of_later_steps(run: Path) -> None
     assert "acc 0.5000" not in text
     assert "\n| 2 | " in text
     assert "\n| 4 | " not in text
+
+
+def test_the_card_shows_no_way_to_the_data_and_takes_no_dataset_for_the_base(run: Path) -> None:
+    content = json.loads((run / "run.json").read_text())
+    secret = "https://me:password@host/inner/part-{0..3}.jsonl.gz?signature=secret"
+    content["config"]["dataset"]["paths"] = [secret, "inner/project/own.jsonl", "owner/texts"]
+    content["hub_revisions"] = {"datasets/owner/texts": "a" * 40}
+    (run / "run.json").write_text(json.dumps(content))
+    text = card_of_run(run)
+    assert "- files: part-{0..3}.jsonl.gz, own.jsonl, owner/texts\n" in text
+    assert not [word for word in ("password", "secret", "inner", "base_model", "Fine-tuned") if word in text]
+    content["hub_revisions"] |= {"owner/model": "b" * 40}
+    (run / "run.json").write_text(json.dumps(content))
+    text = card_of_run(run)
+    assert "base_model: owner/model\n" in text
+    assert "Fine-tuned from `owner/model` with" in text
+
+
+def test_results_of_a_part_of_the_questions_are_not_in_the_head(run: Path) -> None:
+    quick = TaskResult({"acc": 1.0}, 2, 0, 1.0, 2, "0.4.13")
+    append_evaluation(run, 4, "model", {"facts": quick, "others": quick})
+    card = hub.ModelCard(card_of_run(run, step=4), ignore_metadata_errors=False)
+    assert {one.dataset_type: one.metric_value for one in card.data.eval_results if one.metric_type == "acc"} == {
+        "facts": 0.5
+    }
+    assert "| others | 0 | 2 |" in card.text
 
 
 def test_the_final_weights_have_a_card(run: Path) -> None:

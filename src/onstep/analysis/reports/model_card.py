@@ -21,6 +21,8 @@ from onstep.record.kinds import Metrics
 
 CARD_FILE = "README.md"
 _OF_TRAINING = ("first_loss", "last_loss", "train_loss", "train_runtime", "total_tokens", "total_flos")
+_OF_DATASETS = "datasets/"
+"""Begins the names of datasets among a run's revisions of the Hub."""
 _TIMINGS = ("_runtime", "_per_second")
 _MOST_ROWS = 50
 """Evaluations in the table: the last ones."""
@@ -83,7 +85,7 @@ def card_of_run(directory: Path, name: str | None = None, step: int | None = Non
     lines = [one for one in objects_in(directory / RECORD) if step is None or _step(one) <= step]
     revisions = _mapping(run.get("hub_revisions"))
     pretrained = _mapping(config.get("checkpoint")).get("pretrained_checkpoint")
-    base = next(iter(revisions), None)
+    base = next((name for name in revisions if not name.startswith(_OF_DATASETS)), None)
     peft = _mapping(config.get("peft")).get("peft_scheme")
     metadata = {
         "library_name": "transformers",
@@ -157,7 +159,13 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _last_part(path: str) -> str:
-    return Path(path).name if path.startswith(("/", "~", ".")) else path
+    """The name of a file, without the directories or the host, the password and the query that lead to it.
+
+    A name of the Hub, such as `owner/name`, is left as it is.
+    """
+    if "://" in path:
+        return path.partition("?")[0].rstrip("/").rpartition("/")[2]
+    return Path(path).name if path.startswith(("/", "~", ".")) or path.rstrip("/").count("/") > 1 else path
 
 
 def _results(history: Sequence[Metrics]) -> str:
@@ -184,8 +192,8 @@ def _tasks(evaluations: Sequence[Evaluation]) -> str:
 
 
 def _model_index(card: Card) -> list[dict[str, Any]]:
-    """The results of tasks in the form of model hubs."""
-    newest = {name: result for one in card.evaluations for name, result in one.tasks.items()}
+    """The results of tasks in the form of model hubs, without those of a part of the questions."""
+    newest = {name: result for one in card.evaluations for name, result in one.tasks.items() if result.limit is None}
     results = [
         {
             "task": {"type": "text-generation"},

@@ -57,7 +57,7 @@ def test_a_run_whose_stream_is_damaged_is_saved_and_continues_there(tmp_path: Pa
     path.write_bytes(whole[: len(whole) // 2 + 9])
     config = run_config(str(path), tmp_path, RECORDS // BATCH)
     config.checkpoint.save_interval = None
-    with pytest.raises(DataError, match=r"a\.jsonl, byte .* is not valid JSON.*stream_skip_damaged=true"):
+    with pytest.raises(DataError, match=r"a\.jsonl, byte .* is not valid JSON.*'text' \(or leave .*skip_damaged=true"):
         pretrain(config, callbacks=[Notes(tmp_path / "before", 0)])
     [saved] = [one.name for one in (tmp_path / "x" / "checkpoints").glob("checkpoint-*")]
     path.write_bytes(whole)

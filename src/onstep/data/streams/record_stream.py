@@ -187,7 +187,7 @@ class RecordStream(Dataset[Window]):
                     yield share, self._records.encode(content, place)
             except DataError as error:
                 if not self._skips_damaged:
-                    raise DataError(f"{error}{_REMEDY}") from error
+                    raise DataError(str(error).removesuffix(".") + _REMEDY) from error
                 damaged.append(str(error))
 
     def _share_of(self, content: Any) -> int:

@@ -17,7 +17,7 @@ def rows(page: str) -> list[tuple[set[str], str]]:
     """The extras of each row of the page's table, and its second column."""
     table = (ROOT / page).read_text(encoding="utf-8").partition("| Extra |")[2].partition("\n\n")[0]
     found = re.findall(r"^\| (`[^|]*) \|([^|]*)\|", table, re.MULTILINE)
-    return [(set(re.findall(r"`([a-z]+)`", names)), second.strip()) for names, second in found]
+    return [(set(re.findall(r"`([a-z-]+)`", names)), second.strip()) for names, second in found]
 
 
 def test_both_tables_have_every_extra_and_no_other() -> None:
@@ -39,3 +39,10 @@ def test_the_page_of_the_installation_names_what_an_extra_installs() -> None:
         for name in names - FOR_DEVELOPERS - set(TRACKERS):
             packages = [re.split(r"[>=\[]", requirement)[0] for requirement in EXTRAS[name]]
             assert installed.split(", ") == packages, name
+
+
+def test_the_page_on_one_card_installs_what_its_commands_need() -> None:
+    page = (ROOT / "docs" / "guide" / "one-card.md").read_text(encoding="utf-8")
+    named = re.search(r'pip install "onstep\[(.*)\]"', page)
+    assert named
+    assert {"hf", "peft", "quantization", "lm-eval", "gguf"} <= set(named[1].split(","))

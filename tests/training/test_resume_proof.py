@@ -30,6 +30,8 @@ def test_equal_runs_have_none_whatever_the_clock_says(tmp_path: Path) -> None:
         made(tmp_path / name, [step(1)], [step(1)], metrics_log=[{"timestamp": time, "loss": float("nan")}])
         for name, time in (("left", 1.0), ("right", 2.0))
     ]
+    for seconds, run in enumerate(runs):
+        (run / "model" / "README.md").write_text(f"- train_runtime: {seconds}")
     assert first_difference(*runs) is None
 
 

@@ -34,6 +34,8 @@ ITEMS = ("samples", "rng", "learning_rate", "loss", "weights")
 """Fields of a step's record besides its number and the chain, in the order in which differences are searched."""
 ABSENT = "nothing"
 _NO_RECORD: Record = {}
+_MODEL_CARD = "README.md"
+"""Describes a run beside its weights, also by seconds, which differ between equal runs."""
 
 _AS_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MODULUS = 2**31 - 1
@@ -206,8 +208,8 @@ class Difference:
 def first_difference(left: Path, right: Path) -> Difference | None:
     """The first difference between the runs in two directories, both run with `checkpoint.certify`; None if equal.
 
-    Compares the trajectory hashes of all ranks (earliest step first, then by rank), the final weights, and the metrics
-    logs without their wall-clock fields.
+    Compares the trajectory hashes of all ranks (earliest step first, then by rank), the final weights (not their
+    model card, which tells seconds), and the metrics logs without their wall-clock fields.
 
     Raises:
         FileNotFoundError: if the first directory has no trajectory hash.
@@ -264,7 +266,7 @@ def _weights_difference(left: Path, right: Path) -> Difference | None:
 
 
 def _digests(directory: Path) -> dict[str, str]:
-    files = sorted(path for path in directory.glob("*") if path.is_file())
+    files = sorted(path for path in directory.glob("*") if path.is_file() and path.name != _MODEL_CARD)
     return {path.name: blake3(path.read_bytes()).hexdigest(length=16) for path in files}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,15 @@ def test_results_of_a_part_of_the_questions_are_not_in_the_head(run: Path) -> No
         "facts": 0.5
     }
     assert "| others | 0 | 2 |" in card.text
+
+
+def test_results_of_weights_that_were_trained_again_are_not_claimed(run: Path) -> None:
+    record = run / "record.jsonl"
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    again = [line | {"timestamp": time.time() + 60} if line["global_step"] >= 3 else line for line in lines]
+    record.write_text("".join(f"{json.dumps(line)}\n" for line in again))
+    assert "acc 0.2500" in card_of_run(run, step=2)
+    assert "acc 0.5000" not in card_of_run(run, step=4)
 
 
 def test_the_final_weights_have_a_card(run: Path) -> None:

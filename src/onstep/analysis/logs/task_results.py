@@ -77,14 +77,29 @@ def append_evaluation(directory: Path, step: int | None, weights: str, tasks: Ma
 def evaluations_of_run(directory: Path) -> list[Evaluation]:
     """The evaluations in the directory of a run, in order: by `onstep evaluate`, and during the training.
 
-    Damaged and foreign lines are skipped.
+    Damaged and foreign lines are skipped, and what `onstep evaluate` found before the steps behind the weights were
+    trained again, after a new start or a rollback: it is of other weights.
 
     Raises:
         OSError: if a file exists and cannot be read.
     """
-    during = (_during_training(line) for line in objects_in(directory / RECORD) if line.get("kind") == "evaluation")
-    later = map(_evaluation, objects_in(directory / FILE_NAME))
-    return sorted(filter(None, [*during, *later]), key=lambda one: one.timestamp)
+    during: list[Evaluation | None] = []
+    trained: list[tuple[float, float]] = []
+    for line in objects_in(directory / RECORD):
+        if line.get("kind") == "evaluation":
+            during.append(_during_training(line))
+        elif line.get("kind") == "log" and "loss" in line:
+            step, timestamp = line.get("global_step"), line.get("timestamp")
+            if _is_number(step) and _is_number(timestamp):
+                trained.append((step, timestamp))  # type: ignore[arg-type]
+    later = filter(None, map(_evaluation, objects_in(directory / FILE_NAME)))
+    of_weights = [one for one in later if not any(_is_replaced(one, *step) for step in trained)]
+    return sorted(filter(None, [*during, *of_weights]), key=lambda one: one.timestamp)
+
+
+def _is_replaced(evaluation: Evaluation, step: float, trained_at: float) -> bool:
+    """Whether a step that the evaluated weights had behind them was trained after the evaluation."""
+    return trained_at > evaluation.timestamp and (evaluation.step is None or step <= evaluation.step)
 
 
 def evaluation_lines(tasks: Mapping[str, TaskResult]) -> list[str]:

@@ -17,7 +17,7 @@ def test_the_defaults_are_the_common_keys_with_help_as_yaml_that_is_read_back(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = printed(capsys, "defaults")
-    assert text.startswith(f"# The 44 keys that most runs set, of {len(KEYS)}; all of them: onstep config ")
+    assert text.startswith(f"# The 46 keys that most runs set, of {len(KEYS)}; all of them: onstep config ")
     assert "  # Peak learning rate.\n  lr: null\n" in text
     assert "adam_beta2" not in text
     assert from_dict(parse_yaml(text)) == ConfigContainer()

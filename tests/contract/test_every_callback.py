@@ -37,10 +37,12 @@ SAME_ON_ALL_RANKS = (
 
 TRACERS = ("ProfilerCallback", "TraceMalloc")
 """Callbacks that slow down whatever runs beside them."""
-TOGETHER = tuple(name for name in NAMES if name not in TRACERS)
+RUN = [name for name in NAMES if name != "LmEvalCallback"]
+"""Without the one that requires lm-eval, of which tests/heavy holds the same."""
+TOGETHER = tuple(name for name in RUN if name not in TRACERS)
 ALONE_OR_TOGETHER = [
     TOGETHER,
-    *(pytest.param((name,), marks=[] if name in TRACERS else pytest.mark.slow) for name in NAMES),
+    *(pytest.param((name,), marks=[] if name in TRACERS else pytest.mark.slow) for name in RUN),
 ]
 """All callbacks in one run, and in the long sweeps each by itself, which says whose fault it is."""
 
@@ -139,7 +141,7 @@ def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if not is_of_one_rank(name)])
+@pytest.mark.parametrize("name", [name for name in RUN if not is_of_one_rank(name)])
 def test_so_does_each_alone_on_two_ranks(name: str, ranks: Ranks, plain: dict[int, dict[str, Any]]) -> None:
     expected = ranks.finish(f"{name}-two", "run", ranks=2, names=[name])
     check_learned(expected, plain[2], name)

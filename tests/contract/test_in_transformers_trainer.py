@@ -35,6 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 REFUSED = {
     "DefaultMetrics": "only Onstep's loop counts",
     "EMA": "evaluate=False",
+    "LmEvalCallback": "on_<event>",
     "RouterMonitor": "on_<event>",
     "ThroughputMonitor": "on_<event>",
     "TrackersCallback": "on_<event>",

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from onstep.data import StepBatches
-from onstep.errors import DataError
 from onstep.training.compute.loss_sums import reduce_step
 from onstep.training.compute.step import LastStep, MicroBatches, Step, mean_loss
 from onstep.training.stages import actions
 from onstep.training.stages import data_position as position
 from onstep.training.stages import forward_backward as compute
 from onstep.training.stages.agreement import agree
-from onstep.training.stages.ending import Leave, conclude, leave_early, save_without_data
+from onstep.training.stages.ending import conclude, early_end
 from onstep.training.stages.job import Job
 
 
@@ -40,17 +39,12 @@ class Loop:
         position.go_to(job)
         on.begin()
         on.ready()
-        try:
+        with early_end(job):
             if not run.is_over or run.has_unfinished_end:
                 self.start_or_pick_up()
             actions.restart_interval(job)
             while not run.is_over:
                 self.train_epoch()
-        except Leave as leave:  # decided identically on all ranks, so it may still save
-            leave_early(job, leave)
-        except DataError:
-            save_without_data(job)
-            raise
         conclude(job)
         on.end()
         run.ending.training = "after"

@@ -44,6 +44,7 @@ MAKE: dict[str, Callable[[Path], list[Any]]] = {
     "EMA": lambda directory: [onstep.callbacks.EMA(decay=0.5, apply_at_end=False)],
     "WeightAverage": lambda directory: [onstep.callbacks.WeightAverage(apply_at_end=False)],
     "JsonLogger": lambda directory: [onstep.callbacks.JsonLogger(note="contract")],
+    "LmEvalCallback": lambda directory: [onstep.callbacks.LmEvalCallback("facts", every=2)],
     "ProgressCallback": lambda directory: [onstep.callbacks.ProgressCallback(use_tqdm=False)],
     "TraceMalloc": lambda directory: [onstep.callbacks.TraceMalloc(top_k=2, comprehensive_mode=False)],
 }

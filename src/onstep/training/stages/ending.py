@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
 from onstep.data import StepSource
+from onstep.errors import DataError
 from onstep.events import Request
 from onstep.training.protocols import StateDict
 from onstep.training.run import Run
@@ -49,6 +52,18 @@ def leave_early(job: Job, leave: Leave) -> None:
     leave.decision.details["checkpoint"] = leave.position is not None and checkpoints is not None
     write_decision(run, leave.decision, run.train_state.step + 1)
     raise leave
+
+
+@contextmanager
+def early_end(job: Job) -> Iterator[None]:
+    """Save what is finished where training leaves early, or where the data of a step cannot be read."""
+    try:
+        yield
+    except Leave as leave:  # decided identically on all ranks, so it may still save
+        leave_early(job, leave)
+    except DataError:
+        save_without_data(job)
+        raise
 
 
 def save_without_data(job: Job) -> None:

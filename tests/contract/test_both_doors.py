@@ -289,6 +289,11 @@ ONE_DOOR = {
     ),
     **dict.fromkeys(("model.hf_model", "model.hf_config"), MODEL),
     **dict.fromkeys(
+        ("model.recompute_granularity", "model.offload_activations", "model.fused_linear_loss"),
+        "a Trainer sets it in models of transformers too, pretrain builds them with it",
+    ),
+    "optimizer.optimizer": "pretrain looks for the package of an optimizer before it builds the model",
+    **dict.fromkeys(
         (
             "optimizer.params_dtype",
             "optimizer.main_params_dtype",

@@ -16,6 +16,7 @@ from tests.docs.test_examples import ROOT, blocks
 GUIDE = ROOT / "docs/guide"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
 def test_the_page_works_from_top_to_bottom(
     tmp_path: Path, corpus: Path, token_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

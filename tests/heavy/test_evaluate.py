@@ -141,6 +141,7 @@ def test_groups_patterns_and_files_are_evaluated_and_a_resume_keeps_the_results(
     assert len(evaluations_of_run(directory)) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads it
 def test_a_trainers_model_and_its_adapter_are_evaluated(corpus: Path, token_cache: Path, capsys: Capture) -> None:
     peft = pytest.importorskip("peft")

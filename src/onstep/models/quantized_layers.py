@@ -54,7 +54,8 @@ def quantized_linear(
         layer = layers.Linear8bitLt(**sizes, has_fp16_weights=False, threshold=THRESHOLD, device="meta")
         layer.weight = layers.Int8Params(weight.to(dtype), requires_grad=False, has_fp16_weights=False).to(device)
     if bias is not None:
-        layer.bias = nn.Parameter(bias.to(device), requires_grad=False)
+        # a copy: a view would keep the whole file of weights mapped
+        layer.bias = nn.Parameter(bias.to(device, copy=True), requires_grad=False)
     prepare(layer, dtype)
     linear: nn.Module = layer
     return linear

@@ -164,6 +164,11 @@ def test_a_trainers_model_and_its_adapter_are_evaluated(corpus: Path, token_cach
 BAD = (
     (("mine", "--tasks", "firts"), "there is no task 'firts' in lm-eval or below own. Did you mean 'first'?"),
     (("mine", "--tasks", "broken"), "the tasks broken cannot be loaded"),
+    (
+        ("mine", "--tasks", "damaged"),
+        "the tasks own/damaged.yaml cannot be loaded (ParserError: while parsing a flow sequence in",
+    ),
+    (("mine", "--tasks", "unnamed"), "the tasks own/deep/unnamed.yaml cannot be loaded (ParserError: "),
     (("mine", "--tasks", ","), "no task is named"),
     (("mine", "--tasks", "first", "--include-path", "none"), "--include-path none is not a directory"),
     (("mine", "--tasks", "first", "--limit", "0"), "--limit must be > 0, got 0"),
@@ -181,6 +186,10 @@ def test_bad_input_is_refused_in_one_line(
 ) -> None:
     run(corpus, token_cache)
     Path("own/broken.yaml").write_text(CHOICE.format(name="broken").replace("questions.jsonl", "absent.jsonl"))
+    damaged = CHOICE.format(name="damaged").replace("dataset_path: json", "dataset_path: [")
+    Path("own/damaged.yaml").write_text(damaged)
+    Path("own/deep").mkdir()
+    Path("own/deep/unnamed.yaml").write_text(damaged.replace("task: damaged", ""))
     Path("bad.gguf").write_bytes(b"GGUF")
     Path("bare").mkdir()
     Path("bare/config.json").write_text("{}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,13 @@ class Fails(Callback):
             raise RuntimeError("killed")
 
 
-def run(corpus: Path, cache: Path, name: str, *callbacks: Any) -> Path:
+def run(corpus: Path, cache: Path, name: str, *callbacks: Any, words: Sequence[str] = ()) -> Path:
     """Four steps with dropout and a checkpoint at each second one."""
     config = small_pretrain_config(corpus, cache)
     config.run.name, config.run.output_dir = name, "runs"
     config.train.train_iters, config.train.global_batch_size, config.train.micro_batch_size = 4, 2, 2
-    words = ["checkpoint.save_interval=2", "logger.log_interval=1", "optimizer.lr=0.05", "model.hidden_dropout=0.2"]
-    apply_overrides(config, [*words, "validation.eval_interval=null", "scheduler.lr_warmup_iters=0"])
+    own = ["checkpoint.save_interval=2", "logger.log_interval=1", "optimizer.lr=0.05", "model.hidden_dropout=0.2"]
+    apply_overrides(config, [*own, "validation.eval_interval=null", "scheduler.lr_warmup_iters=0", *words])
     pretrain(config, callbacks=list(callbacks))
     return Path("runs", name)
 
@@ -89,6 +90,23 @@ def test_training_is_the_same_and_a_resumed_run_has_each_evaluation_once(
         assert metrics == {f"eval_first_{name}": value for name, value in of_checkpoint.items()}
     assert main(["why", "evaluated"]) == 0
     assert "step 2: tasks evaluated while it trained" in capsys.readouterr().out
+
+
+def test_the_matrices_of_lora_are_merged_for_an_evaluation_and_git_is_not_asked(
+    corpus: Path, token_cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = run(corpus, token_cache, "source")
+    words = ["peft.peft_scheme=lora", f"checkpoint.pretrained_checkpoint={source / 'model'}", "optimizer.lr=1.0"]
+    directory = run(corpus, token_cache, "adapted", tasks(), words=words)
+    found = dict(kept(directory))
+    assert found[2] != found[4]
+    capfd.readouterr()
+    shown = ["adapted@4", "--tasks", "first", "--include-path", "own", "--device", "cpu", "--json"]
+    assert main(["evaluate", *shown]) == 0
+    out, err = capfd.readouterr()
+    metrics = json.loads(out)["tasks"]["first"]["metrics"]
+    assert found[4] == {f"eval_first_{name}": value for name, value in metrics.items()}
+    assert "fatal" not in err
 
 
 def test_a_trainers_model_is_evaluated_as_it_is_without_an_effect(corpus: Path, token_cache: Path) -> None:

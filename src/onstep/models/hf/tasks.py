@@ -5,17 +5,22 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from onstep.analysis.logs.task_results import TaskResult
 from onstep.config.suggestions import nearest
-from onstep.errors import ConfigError, MissingExtraError, OnstepError
+from onstep.errors import ConfigError, MissingExtraError, OnstepError, named_text
 
 _QUIET = ("lm_eval", "httpx", "datasets")
+_NAMED = re.compile(r"^(?:task|group):[ \t]*['\"]?([^'\"#\n]+)", re.MULTILINE)
+"""The name in a task file, which may be damaged."""
+_LONGEST_REASON = 400
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ def import_lm_eval() -> Any:
     """
     try:
         import lm_eval
+        import lm_eval.evaluator
         import lm_eval.models.huggingface
         import lm_eval.tasks
     except ImportError as error:
@@ -72,9 +78,9 @@ def load_tasks(settings: TaskSettings) -> tuple[Any, list[Any]]:
         with _quiet():
             loaded = manager.load(names)
     except Exception as error:  # tasks are files and code of others
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        reason = shorten(named_text(error), _LONGEST_REASON, placeholder=" ...")  # YAML's place is in a later line
         raise ConfigError(
-            f"the tasks {', '.join(names)} cannot be loaded ({type(error).__name__}: {reason}); correct their files or "
+            f"the tasks {', '.join(names)} cannot be loaded ({reason}); correct their files or "
             "the paths of their data, which are relative to the working directory."
         ) from error
     groups = loaded.get("groups") or {}
@@ -93,6 +99,7 @@ def _manager_of(lm_eval: Any, settings: TaskSettings) -> tuple[Any, list[str]]:
         found: list[str] = []
         for name in settings.tasks:
             matches = [name] if Path(name).is_file() else sorted(manager.match_tasks([name]))
+            matches = matches or _unread(name, settings, by_file_name=has_defaults)
             if not matches:
                 unknown, known = name, manager.all_tasks
                 break
@@ -104,6 +111,23 @@ def _manager_of(lm_eval: Any, settings: TaskSettings) -> tuple[Any, list[str]]:
         f"there is no task {unknown!r} in lm-eval{own}.{nearest(unknown, known)} `lm-eval ls tasks` lists them; pass "
         "--include-path DIR for task files of your own."
     )
+
+
+def _unread(name: str, settings: TaskSettings, *, by_file_name: bool) -> list[str]:
+    """The path of a file of your own that has a task, but that lm-eval left out; loading it tells why.
+
+    Args:
+        name: the name of the task.
+        by_file_name: whether a file of that name that names no task is meant.
+    """
+    for file in (file for place in settings.include_path for file in sorted(Path(place).rglob("*.yaml"))):
+        text = ""
+        with suppress(OSError):  # of a file that may be another task's
+            text = file.read_text(encoding="utf-8", errors="replace")
+        named = [one.strip() for one in _NAMED.findall(text)]
+        if name in named or (by_file_name and not named and name == file.stem):
+            return [str(file)]
+    return []
 
 
 def evaluate_tasks(settings: TaskSettings, model: Any, **arguments: Any) -> dict[str, TaskResult]:
@@ -122,7 +146,7 @@ def evaluate_tasks(settings: TaskSettings, model: Any, **arguments: Any) -> dict
         OnstepError: if the evaluation fails, with lm-eval's reason.
     """
     lm_eval = import_lm_eval()
-    with _quiet():
+    with _quiet(), _without_git(lm_eval.evaluator):
         manager, tasks = load_tasks(settings)
         if "tokenizer" in arguments and not isinstance(arguments["tokenizer"], str):
             arguments["tokenizer"] = copy.deepcopy(arguments["tokenizer"])  # it is given a padding token
@@ -184,3 +208,15 @@ def _quiet() -> Iterator[None]:
     finally:
         for one, level in zip(loggers, levels, strict=True):
             one.setLevel(level)
+
+
+@contextmanager
+def _without_git(evaluator: Any) -> Iterator[None]:
+    """Leave out lm-eval's call of git, which prints an error outside of a repository; nothing here reads its result."""
+    name = "get_git_commit_hash"
+    original = getattr(evaluator, name)
+    setattr(evaluator, name, lambda: None)
+    try:
+        yield
+    finally:
+        setattr(evaluator, name, original)

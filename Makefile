@@ -7,6 +7,9 @@ PEERS := .venv-peers
 BROUGHT := .venv-brought
 HEAVY := .venv-heavy
 
+# Compiled modules are kept whatever the environment says: the tests start hundreds of processes that import the package.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-all test-heavy test-slow faults faults-diloco promises release-check check lint bench bench-peers brought walk gpu-check browser docs docs-serve docs-tables clean
 
 demo: $(READY)

@@ -22,6 +22,7 @@ ENVIRONMENT = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": "",  # transformers was compiled when it was installed, and so is a package of ours
     "PYTHONHASHSEED": "0",  # GLiNER draws from sets of words
 }
 

@@ -37,7 +37,7 @@ from onstep.checkpoint.storage.memory_copies import WarmBuffers, storage_of
 from onstep.checkpoint.storage.store import FileStore
 from onstep.checkpoint.storage.transaction import SaveTransaction, sweep
 from onstep.distributed import World
-from onstep.distributed.world import attempt, together
+from onstep.distributed.outcomes import attempt, together
 from onstep.errors import CheckpointError, ConfigError
 
 T = TypeVar("T")

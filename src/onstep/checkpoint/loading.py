@@ -21,7 +21,7 @@ from onstep.checkpoint.format.tensor_header import TensorInfo
 from onstep.checkpoint.saving import check_keys
 from onstep.checkpoint.storage.manifest import Manifest
 from onstep.distributed import World
-from onstep.distributed.world import attempt, raise_together, together
+from onstep.distributed.outcomes import attempt, raise_together, together
 from onstep.errors import CheckpointError
 from onstep.files.bounded_reading import read_bytes
 

@@ -14,7 +14,7 @@ from onstep.checkpoint.components import StateComponent
 from onstep.checkpoint.format.codec import encode_state
 from onstep.checkpoint.format.tensor_file import bytes_of
 from onstep.distributed import World
-from onstep.distributed.world import together
+from onstep.distributed.outcomes import together
 from onstep.errors import CheckpointError
 
 Fingerprints = list[tuple[str, str]]

@@ -1,5 +1,6 @@
 """The ranks of a run: the world, what ranks agree on, and data parallelism."""
 
+from onstep.config.parallel_sizes import ParallelSizes
 from onstep.distributed.data_parallel import (
     check_ranks,
     check_weights,
@@ -8,17 +9,14 @@ from onstep.distributed.data_parallel import (
     is_bare,
     no_sync,
 )
-from onstep.distributed.world import (
-    World,
-    attempt,
-    existing_world,
-    on_main,
-    open_world,
-    raise_together,
-    world_size_from_environment,
-)
+from onstep.distributed.data_ranks import DataRanks
+from onstep.distributed.opening import existing_world, open_world, world_size_from_environment
+from onstep.distributed.outcomes import attempt, on_main, raise_together
+from onstep.distributed.world import World
 
 __all__ = [
+    "DataRanks",
+    "ParallelSizes",
     "World",
     "attempt",
     "check_ranks",

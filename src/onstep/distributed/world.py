@@ -1,4 +1,4 @@
-"""Joins the ranks of a run, picks each one's device, and lets ranks agree on decisions, values and errors.
+"""The ranks of a run: what they agree on, which of them have different samples, and the axes along which they lie.
 
 A world of one follows the same path as a world of many: it has a process group too (callbacks may call
 `torch.distributed.get_rank()`), and communication is skipped in this package, nowhere else.
@@ -11,21 +11,29 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from onstep.config import DistributedInitConfig
-from onstep.distributed.process_group import control_group, is_timeout, join_group, timeout_of
-from onstep.errors import CheckpointError, CollectiveAfterErrorError, ConfigError
-from onstep.files.bounded_reading import integer_from_environment
+from onstep.config.parallel_sizes import ParallelSizes
+from onstep.distributed.data_ranks import DataRanks
+from onstep.distributed.mesh import AXES, EXPERT_AXES, RankGroups, check_sizes, grid_of
+from onstep.distributed.process_group import is_timeout
+from onstep.errors import CollectiveAfterErrorError
 
 
 @dataclass
 class World:
-    """The process group of a run. Methods marked collective must be reached by every rank."""
+    """The process group of a run. Methods marked collective must be reached by every rank.
+
+    A rank is a process here: what locks, writes, measures or agrees asks `rank`, `size` and `is_main`. What counts
+    samples asks `data`, what divides a model asks `mesh`.
+    """
 
     rank: int = 0
     """This rank, from 0."""
@@ -43,6 +51,11 @@ class World:
     """`dist.distributed_timeout_minutes` of the group that `open_world` made; None for a group of the caller."""
     is_assumed: bool = False
     """Nobody has chosen this world: it is of one rank because there was no process group."""
+    sizes: ParallelSizes = field(default_factory=ParallelSizes)
+    """The number of ranks along each axis of `mesh`; by default every rank is a replica with samples of its own."""
+
+    data: DataRanks = field(init=False, repr=False, compare=False)
+    """The ranks with different samples."""
 
     _hooks: tuple[Any, Any] | None = field(default=None, init=False, repr=False, compare=False)
     """`sys.excepthook` before torch replaced it for this group, and torch's, which puts the rank before each line."""
@@ -50,6 +63,50 @@ class World:
     """The identity of an error that was already being handled, such as that of a run which this one repeats."""
     _error: str | None = field(default=None, init=False, repr=False, compare=False)
     """The name of the error after which no collective may start."""
+    _groups: RankGroups = field(init=False, repr=False, compare=False)
+    """The process groups along the axes of `mesh`."""
+
+    def __post_init__(self) -> None:
+        if self.sizes == ParallelSizes():
+            self.sizes = ParallelSizes(dp_replicate=self.size)
+        check_sizes(self.sizes, self.size)
+        timeout = None if self.timeout_minutes is None else timedelta(minutes=self.timeout_minutes)
+        self._groups = RankGroups(self.sizes, self.rank, self.device, timeout)
+        self.data = DataRanks(
+            self.sizes, self.rank, reduce=self.reduce, gather=self.gather, gather_numbers=self.gather_numbers
+        )
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of all ranks, with the axes pp, dp_replicate, dp_shard, cp and tp. Collective the first time."""
+        return self._groups.mesh(AXES)
+
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """The ranks as the experts of a layer see them: pp, expt_dp, ep, expt_tp. Collective the first time."""
+        return self._groups.mesh(EXPERT_AXES)
+
+    def group(self, *axes: str) -> ProcessGroup:
+        """The process group of the ranks that differ from this one on these axes only. Collective the first time.
+
+        Args:
+            axes: of `mesh`, or of `expert_mesh`; none for this rank alone.
+        """
+        return self._groups.over(axes)
+
+    def place(self, rank: int | None = None) -> str:
+        """A rank and its coordinates on axes of several ranks, such as `rank 5, tp 1, dp_replicate 2`.
+
+        Args:
+            rank: None for this rank. With data parallelism as the only axis, its number says it all.
+        """
+        rank = self.rank if rank is None else rank
+        grid = grid_of(self.sizes)
+        several = [axis for axis, size in zip(AXES, grid.shape, strict=True) if size > 1]
+        if several in ([], ["dp_replicate"]):
+            return f"rank {rank}"
+        at = grid.coordinates(rank)
+        return ", ".join([f"rank {rank}", *(f"{axis} {at[axis]}" for axis in reversed(several))])
 
     @property
     def is_main(self) -> bool:
@@ -126,9 +183,7 @@ class World:
         Args:
             tensor: a tensor of the same shape on each rank.
         """
-        if self._communicates("sum"):
-            self._run("sum", lambda: dist.all_reduce(tensor, op=dist.ReduceOp.SUM))
-        return tensor
+        return self.reduce(tensor, dist.ReduceOp.SUM, "sum")
 
     def max(self, tensor: Tensor) -> Tensor:
         """The maximum over all ranks, in place. Collective, on the tensor's device.
@@ -136,8 +191,22 @@ class World:
         Args:
             tensor: a tensor of the same shape on each rank.
         """
-        if self._communicates("max"):
-            self._run("max", lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX))
+        return self.reduce(tensor, dist.ReduceOp.MAX, "max")
+
+    def reduce(
+        self, tensor: Tensor, operation: dist.ReduceOp.RedOpType, name: str = "reduce", axes: tuple[str, ...] = ()
+    ) -> Tensor:
+        """What `operation` makes of the tensors of several ranks, in place. Collective, on the tensor's device.
+
+        Args:
+            tensor: a tensor of the same shape on each rank.
+            operation: such as `torch.distributed.ReduceOp.SUM`.
+            name: what errors call it.
+            axes: the axes of `mesh` along which the ranks lie; none for all ranks.
+        """
+        if self._communicates(name):
+            group = self.group(*axes) if axes and self.sizes.data < self.size else None
+            self._run(name, lambda: dist.all_reduce(tensor, op=operation, group=group))
         return tensor
 
     def share(self, item: Any, source: int = 0) -> Any:
@@ -187,12 +256,13 @@ class World:
         After an exception, also one that ended the script, communicators are aborted: destroying those of NCCL waits
         for what the other ranks no longer do, before Python prints the traceback.
         """
-        if self.owns_group and dist.is_initialized():
-            if self.size > 1:  # a data-parallel wrapper in a cycle would keep gloo's threads alive past their group
-                gc.collect()
-            if self._is_failing():
+        if dist.is_initialized():
+            if self.owns_group and self.size > 1:
+                gc.collect()  # a data-parallel wrapper in a cycle would keep gloo's threads alive past their group
+            self._groups.close(waits=not self._is_failing())
+            if self.owns_group and self._is_failing():
                 self.abandon()
-            else:
+            elif self.owns_group:
                 dist.destroy_process_group()
         self.owns_group = False
         if self._hooks is not None and sys.excepthook is self._hooks[1] and sys.exc_info()[1] is None:
@@ -212,7 +282,7 @@ class World:
         if dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
 
-    def _keep_excepthook(self, before: Any) -> None:
+    def keep_excepthook(self, before: Any) -> None:
         """Let torch's hook name the rank if there are several; once, if an earlier group's is still there."""
         if self.size == 1 or getattr(before, "__module__", "") == dist.distributed_c10d.__name__:
             sys.excepthook = before
@@ -220,136 +290,6 @@ class World:
             self._hooks = before, sys.excepthook
 
 
-def open_world(config: DistributedInitConfig) -> World:
-    """Join the process group that `torchrun`'s environment describes, or create one for a single process.
-
-    An existing process group is used as is, and not destroyed by `World.close`.
-
-    Args:
-        config: the configuration of the run.
-
-    Raises:
-        ConfigError: for a device that this machine does not have, or an invalid environment.
-    """
-    size, rank = integer_from_environment("WORLD_SIZE", 1), integer_from_environment("RANK", 0)
-    local_rank = integer_from_environment("LOCAL_RANK", 0)
-    if dist.is_initialized():
-        rank, size = dist.get_rank(), dist.get_world_size()
-    if not 0 <= rank < size:
-        raise ConfigError(
-            f"$RANK must be at least 0 and below $WORLD_SIZE, got rank {rank} of {size}; start the ranks with torchrun."
-        )
-    device = _device(config.device, local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    owns_group, hook = not dist.is_initialized(), sys.excepthook
-    if owns_group:
-        join_group(config, size, rank, device)
-    world = World(rank, size, local_rank, device, owns_group, control_group(timeout_of(config)))
-    if owns_group:
-        world.timeout_minutes = config.distributed_timeout_minutes
-        world._keep_excepthook(hook)
-    return world
-
-
-def existing_world() -> World:
-    """The ranks of the existing process group; one rank without a group. Collective with a backend other than gloo."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return World(is_assumed=True)
-    if dist.get_world_size() == 1:
-        return World()
-    on_cuda = dist.get_backend() != "gloo" and torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-    local_rank = integer_from_environment("LOCAL_RANK", 0)
-    return World(dist.get_rank(), dist.get_world_size(), local_rank, device, control_group=control_group())
-
-
-def world_size_from_environment() -> int:
-    """The number of ranks that `torchrun` started; 1 without it."""
-    return dist.get_world_size() if dist.is_initialized() else integer_from_environment("WORLD_SIZE", 1)
-
-
-def _device(wanted: str | None, local_rank: int) -> torch.device:
-    if wanted is None:
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(wanted)
-    if device.type != "cuda":
-        return device
-    if not torch.cuda.is_available():
-        raise ConfigError(f"dist.device={wanted} requires a CUDA GPU, but torch sees none; use dist.device=cpu.")
-    index = local_rank if device.index is None else device.index
-    if index >= torch.cuda.device_count():
-        raise ConfigError(
-            f"dist.device={wanted} of local rank {local_rank} is GPU {index}, but torch sees "
-            f"{torch.cuda.device_count()}; start fewer ranks on this machine, or use dist.device=cpu."
-        )
-    return torch.device("cuda", index)
-
-
 def _current_error() -> BaseException | None:
     """The error that is being handled, or that has ended the script."""
     return sys.exc_info()[1] or getattr(sys, "last_value", None)
-
-
-T = TypeVar("T")
-
-
-def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """The result of the work, or the error it raised: for work whose outcome must be known to all ranks.
-
-    Args:
-        work: what is called, without arguments.
-    """
-    try:
-        return work(), None
-    except Exception as error:  # noqa: BLE001 - the caller raises it on every rank with `raise_together`
-        return None, error
-
-
-def raise_together(world: World, error: Exception | None, doing: str) -> None:
-    """Raise on all ranks if there is an error on any rank. Collective.
-
-    Args:
-        world: the ranks of the run.
-        error: the error of this rank; None if it has none.
-        doing: what was done, for the errors of the other ranks.
-
-    Raises:
-        CheckpointError: naming each rank that failed and why; on a failed rank, with the error as its cause.
-        ConfigError: likewise, if the first failed rank raised one.
-    """
-    notes = world.gather(None if error is None else (isinstance(error, ConfigError), _described(error)))
-    failed = [(rank, note) for rank, note in enumerate(notes) if note is not None]
-    if not failed:
-        return
-    kind = ConfigError if failed[0][1][0] else CheckpointError
-    texts = [(rank, text.rstrip(".")) for rank, (_, text) in failed]
-    causes = "; ".join(f"rank {rank}: {text}" if world.size > 1 else text for rank, text in texts)
-    raise kind(f"{doing} failed: {causes}.") from error
-
-
-def together(world: World, work: Callable[[], T], doing: str) -> T:
-    """This rank's result of the work, once it has succeeded on all ranks; else as `raise_together`. Collective."""
-    result, error = attempt(work)
-    raise_together(world, error, doing)
-    return cast(T, result)
-
-
-def on_main(world: World, work: Callable[[], T]) -> T:
-    """What the work gives on rank 0, on all ranks; its error is raised on all of them. Collective.
-
-    Args:
-        world: the ranks of the run.
-        work: what rank 0 calls, without arguments.
-    """
-    result, error = attempt(work) if world.is_main else (None, None)
-    result, error = world.share((result, error))
-    if error is not None:
-        raise error
-    return cast(T, result)
-
-
-def _described(error: Exception) -> str:
-    kind = "" if isinstance(error, (CheckpointError, ConfigError)) else f"{type(error).__name__}: "
-    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    return f"{kind}{error}{notes}"

@@ -1,0 +1,33 @@
+"""Counts the ranks that work together along each axis of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """The number of ranks along each axis of a run; `tp` ranks are neighbors, `pp` ranks are farthest apart."""
+
+    pp: int = 1
+    """Stages of a pipeline."""
+    dp_replicate: int = 1
+    """Replicas of the model, each of `dp_shard` ranks."""
+    dp_shard: int = 1
+    """Ranks that hold one replica in shards; like replicas, each has samples of its own."""
+    cp: int = 1
+    """Ranks that divide the sequences of one micro-batch."""
+    tp: int = 1
+    """Ranks that divide the tensors of a layer."""
+    ep: int = 1
+    """Ranks that divide the experts of a layer: some of those that `dp_replicate`, `dp_shard` and `cp` count."""
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks in all."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def data(self) -> int:
+        """The number of ranks with different samples."""
+        return self.dp_replicate * self.dp_shard

@@ -191,6 +191,20 @@ def test_a_name_on_the_hub_without_a_network_says_so(tmp_path: Path) -> None:
         build(config_of(tmp_path, "nobody/nothing"))
 
 
+def test_a_hub_that_does_not_answer_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asks = []
+
+    def load_dataset(*_: object, **__: object) -> None:
+        asks.append(not datasets.config.HF_HUB_OFFLINE)
+        raise ConnectionError
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(DataError, match=r"'nobody/nothing'.*not in the cache.*the Hub does not answer"):
+        build(config_of(tmp_path, "nobody/nothing"))
+    assert (asks, datasets.config.HF_HUB_OFFLINE) == ([False], False)
+
+
 def test_a_missing_library_gives_the_line_that_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'onstep\[datasets\]'"):

@@ -110,6 +110,9 @@ def test_a_run_continues_on_the_commit_that_it_started_on(tmp_path: Path) -> Non
         assert (code, "cannot find revision 'v2' of the dataset 'me/rows'" in said) == (1, True), said
         assert one.train("me/rows@v1", "paused", "train.exit_interval=2")[0] == 0
         hub.is_down = True
+        for number, path in enumerate(("me/rows", "me/rows@main", f"me/rows@{old}")):
+            code, said = one.train(path, f"unread-{number}", kind="stream")
+            assert (code, "the Hub does not answer" in said) == (1, True), said
         for commit in (new, old):  # of which one is not the newest in the cache
             code, said = one.train(f"me/rows@{commit}", f"down-{commit}")
             assert code == 0, said

@@ -17,6 +17,7 @@ import torch
 
 from onstep.config import DatasetConfig
 from onstep.data import ByteTokenizer, StreamLoader, build_datasets
+from onstep.data.corpus.input_files import check_first_files
 from onstep.data.corpus.remote_file import RemoteFile
 from onstep.errors import DataError
 from tests.support.file_server import file_server
@@ -314,9 +315,22 @@ def test_rows_that_cannot_be_trained_on(tmp_path: Path, caplog: pytest.LogCaptur
         loader_of(config_of(rows, text_key="x"))
 
 
+def test_a_directory_that_does_not_exist_is_named_without_asking_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data" / "pile").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for path in ("data/pyle", "./data/pyle", str(tmp_path / "data" / "pyle")):
+        for use in (loader_of, check_first_files):
+            with pytest.raises(DataError, match=r"does not exist .* Did you mean '(\S*/)?data/pile'\?"):
+                use(DatasetConfig(kind="stream", paths=[path], seq_length=LENGTH))
+    for path in ("data/pyle@main", "pyle"):
+        check_first_files(DatasetConfig(kind="stream", paths=[path], seq_length=LENGTH))
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("a.csv", "a stream cannot read .*a.csv"), ("none.jsonl", "matches no file"), ("*.parquet", "matches no file")],
+    [("a.csv", "a stream cannot read .*a.csv"), ("none.jsonl", "does not exist"), ("*.parquet", "matches no file")],
 )
 def test_paths_that_are_no_stream(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "a.csv").write_text("text\na\n")

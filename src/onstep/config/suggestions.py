@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from onstep.errors import ConfigError
@@ -28,6 +30,20 @@ def nearest(name: str, known: list[str], cutoff: float = 0.5) -> str:
         return ""
     matches = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+def nearest_path(path: str) -> str:
+    """' Did you mean 'data/pile'?' for the existing path that differs from a missing one in one name, or ''."""
+    given = Path(os.path.expanduser(path))
+    missing = next((one for one in (given, *given.parents) if one.parent.is_dir()), given)
+    try:
+        names = os.listdir(missing.parent)
+    except OSError:  # it cannot be listed
+        return ""
+    rest = given.relative_to(missing)
+    near = [name for name in names if not name.startswith(".") and (missing.parent / name / rest).exists()]
+    matches = difflib.get_close_matches(missing.name, near, n=1, cutoff=0.6)
+    return f" Did you mean {str(missing.parent / matches[0] / rest)!r}?" if matches else ""
 
 
 def listed(names: Sequence[str], most: int) -> str:

@@ -8,10 +8,20 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from onstep.data.corpus.documents import Document
+from onstep.data.corpus.hub_names import (
+    COMMIT,
+    HubUnreachableError,
+    check_exists,
+    check_subset,
+    commit_of,
+    hub_commits,
+    hub_name,
+    pinned,
+)
 from onstep.data.corpus.reading_bar import reading_bar
 from onstep.data.corpus.text_files import JSONL_SUFFIXES, is_visible
 from onstep.data.corpus.tokenizer_library import Explained
@@ -35,9 +45,6 @@ _SPLIT_WORDS = {
     **dict.fromkeys(_VALIDATION, "validation"),
     **dict.fromkeys((*_TEST, "testing", "eval", "evaluation"), "test"),
 }
-_HUB_NAME = re.compile(r"([\w-][\w.-]*(?:/[\w-][\w.-]*)?)(?:@([\w./-]+))?")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_HUB_SECONDS = 30
 _ROWS_AT_ONCE = 256
 
 
@@ -136,7 +143,7 @@ def load_own_splits(
     """
     with extra("datasets", "this data requires the library 'datasets'"):
         import datasets
-    _check_subset(paths, subset)
+    check_subset(paths, subset)
     with _bars(datasets, show_progress):
         loaded = [_load(datasets, path, subset) for path in paths]
     valid_name, test_name = (
@@ -168,48 +175,6 @@ def is_rows(path: str) -> bool:
     return hub_name(path) is not None
 
 
-def hub_name(path: str) -> tuple[str, str | None] | None:
-    """The name and revision of a dataset on the Hub; None for what is or must be a local path."""
-    named = _HUB_NAME.fullmatch(path)
-    if named is None or Path(path).exists() or PurePath(named[1]).suffix in _READERS:
-        return None
-    return named[1], named[2]
-
-
-def pinned(path: str) -> str:
-    """A dataset on the Hub as NAME@COMMIT, with the commit that its revision is now; any other path as it is.
-
-    A name without a revision, the default branch, remains as it is where the Hub does not tell its commit.
-
-    Raises:
-        DataError: for a branch or tag that the Hub does not have, or if it cannot be reached.
-    """
-    name, revision = hub_name(path) or (None, None)
-    if name is None or _COMMIT.fullmatch(revision or ""):
-        return path
-    try:
-        from huggingface_hub import HfApi
-
-        return f"{name}@{HfApi().dataset_info(name, revision=revision, timeout=_HUB_SECONDS).sha}"
-    except Exception as error:  # the errors of connections have no base class in common
-        if revision is None:
-            return path
-        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        raise DataError(
-            f"cannot find revision {revision!r} of the dataset {name!r} on the Hub ({reason}); check both, or name a "
-            "commit by its 40 digits"
-        ) from error
-
-
-def hub_commits(dataset: Any) -> dict[str, str]:
-    """The commits on the Hub that a dataset was loaded from, by name; the library keeps them only in its cache's paths.
-
-    The name is that of the directory in the cache: `me/my_rows` for `me/MyRows`.
-    """
-    places = [PurePath(file["filename"]).parts for file in dataset.cache_files]  # .../me___rows/default/0.0.0/COMMIT/x
-    return {at[-5].replace("___", "/"): at[-2] for at in places if len(at) > 4 and _COMMIT.fullmatch(at[-2])}
-
-
 def _joined(datasets: Any, parts: Sequence[Any], columns: Sequence[str]) -> Any:
     """The concatenated datasets, reduced to the given columns; None for no datasets.
 
@@ -234,10 +199,7 @@ def _load(datasets: Any, path: str, subset: str | None) -> dict[str, Any]:
             return dict(saved) if isinstance(saved, datasets.DatasetDict) else {"train": saved}
         if given.exists() or glob.has_magic(path):
             return _load_files(datasets, path)
-        if hub_name(path) is None:
-            raise DataError(
-                f"the dataset {path!r} does not exist (working directory: {Path.cwd()}); check dataset.paths"
-            )
+        check_exists(path)
         return _load_from_hub(datasets, path, subset)
     except DataError:
         raise
@@ -250,7 +212,8 @@ def _load(datasets: Any, path: str, subset: str | None) -> dict[str, Any]:
 def _load_from_hub(datasets: Any, path: str, subset: str | None) -> dict[str, Any]:
     named = hub_name(path if "@" not in path else pinned(path))
     assert named is not None
-    found = dict(datasets.load_dataset(named[0], subset, revision=named[1]))
+    with _from_cache_unless_reached(datasets, *named):
+        found = dict(datasets.load_dataset(named[0], subset, revision=named[1]))
     commits = {commit for split in found.values() for commit in hub_commits(split).values()}
     if named[1] is not None and commits - {named[1]}:  # without the Hub, the library reads the newest in its cache
         place = Path(next(split.cache_files[0]["filename"] for split in found.values()))
@@ -258,11 +221,34 @@ def _load_from_hub(datasets: Any, path: str, subset: str | None) -> dict[str, An
     return found
 
 
+@contextmanager
+def _from_cache_unless_reached(datasets: Any, name: str, revision: str | None) -> Iterator[None]:
+    """A context in which the library reads its cache at once if the Hub, which is asked once, does not answer."""
+    was_offline = datasets.config.HF_HUB_OFFLINE
+    unreached: HubUnreachableError | None = None
+    try:
+        commit_of(name, revision)
+    except HubUnreachableError as error:
+        datasets.config.HF_HUB_OFFLINE, unreached = True, error
+    except DataError:
+        pass  # the library names it itself
+    try:
+        yield
+    except Exception as error:
+        if unreached is None:
+            raise
+        raise DataError(
+            f"cannot load the dataset {name!r}, which is not in the cache of `datasets`; {unreached}"
+        ) from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = was_offline
+
+
 def _load_from_cache(path: str, name: str, commit: str, subset: str | None, cache: Path) -> dict[str, Any]:
     """The splits of a commit in the library's cache, whose directories are CONFIGURATION/VERSION/COMMIT."""
     from datasets.packaged_modules.cache.cache import Cache
 
-    places = [(*place.parts[-3:-1], place.name) for place in cache.glob("*/*/*") if _COMMIT.fullmatch(place.name)]
+    places = [(*place.parts[-3:-1], place.name) for place in cache.glob("*/*/*") if COMMIT.fullmatch(place.name)]
     chosen = [one for one in places if one[2] == commit and subset in (None, one[0])]
     if len(chosen) != 1:
         having = ", ".join(f"{each} ({config})" for config, _, each in sorted(places))
@@ -275,15 +261,6 @@ def _load_from_cache(path: str, name: str, commit: str, subset: str | None, cach
     config, version, _ = chosen[0]
     builder = Cache(repo_id=name, dataset_name=name.split("/")[-1], config_name=config, version=version, hash=commit)
     return dict(builder.as_dataset())
-
-
-def _check_subset(paths: Sequence[str], subset: str | None) -> None:
-    """Refuse a configuration of a dataset on the Hub if there is none."""
-    if subset is not None and all(Path(os.path.expanduser(path)).exists() or glob.has_magic(path) for path in paths):
-        raise DataError(
-            f"dataset.hf_subset={subset!r} is a configuration of a dataset on the Hub, but dataset.paths={list(paths)} "
-            "are local; drop it"
-        )
 
 
 def _load_files(datasets: Any, path: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from onstep.config import DatasetConfig, TokenizerConfig
 from onstep.data.corpus.documents import FileSource, no_text
 from onstep.data.corpus.file_digests import content_digest, sampled_digest
 from onstep.data.corpus.hf_datasets import files_of, is_rows
+from onstep.data.corpus.hub_names import check_exists
 from onstep.data.corpus.indexed_file import paths_of
 from onstep.data.corpus.not_text import has_content
 from onstep.data.corpus.stream_files import find_stream
@@ -62,11 +63,14 @@ def dataset_files(config: DatasetConfig) -> InputFiles | None:
 
 
 def check_first_files(config: DatasetConfig) -> None:
-    """Refuse texts and conversations that cannot be trained on, after a look at the first of them, which is quick.
+    """Refuse paths that do not exist, and texts and conversations that cannot be trained on, after a quick look.
 
     Raises:
-        DataError: as `find_files`, and for texts that are all empty.
+        DataError: as `find_files` and `check_exists`, and for texts that are all empty.
     """
+    if config.kind in ("stream", "huggingface"):
+        for path in (*config.paths, *config.stream_validation_paths):
+            check_exists(path)
     if config.kind not in ("text", "chat") or not config.paths:
         return
     try:

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import IO, Any, cast
 
-from onstep.data.corpus.hf_datasets import OwnSplits, hub_name, pinned
+from onstep.data.corpus.hf_datasets import OwnSplits
+from onstep.data.corpus.hub_names import check_exists, commit_of, hub_name
 from onstep.data.corpus.remote_file import RemoteFile
 from onstep.errors import DataError, OnstepError, extra, text_of
 from onstep.files.bounded_reading import open_file
@@ -173,14 +174,12 @@ def _files_of(path: str, subset: str | None, split: str) -> dict[str, list[str]]
         return {split: _behind(path)}
     if given.is_file():
         return {split: [str(given)]}
+    check_exists(path)
     if given.is_dir() or (hub_name(path) is not None and not glob.has_magic(path)):
         return _laid_out(path, str(given) if given.is_dir() else None, subset, split)
     files = sorted(match for match in glob.glob(str(given), recursive=True) if os.path.isfile(match))
     if not files:
-        raise DataError(
-            f"dataset.paths: {path!r} matches no file (working directory: {Path.cwd()}); check the path, or give a URL "
-            "or the name of a dataset on the Hub"
-        )
+        raise DataError(f"dataset.paths: {path!r} matches no file (working directory: {Path.cwd()}); check the pattern")
     return {split: files}
 
 
@@ -210,11 +209,13 @@ def _laid_out(path: str, directory: str | None, subset: str | None, split: str) 
     """The files of a directory or of a dataset on the Hub by split, as its layout or its README says."""
     with extra("datasets", f"dataset.paths={path} requires the library 'datasets'"):
         import datasets
-    name, revision = (directory, None) if directory is not None else hub_name(pinned(path)) or (path, None)
+    name, revision = (directory, None) if directory is not None else hub_name(path) or (path, None)
+    if directory is None:
+        revision = commit_of(name, revision)  # which says at once that it cannot be reached, as the library does not
     try:
         files = datasets.load_dataset_builder(name, subset, revision=revision).config.data_files
     except Exception as error:  # a directory or README that is not understood makes the library raise anything
-        remedy = "name its files instead" if directory else "the Hub requires network access, a local path does not"
+        remedy = "name its files instead"
         reason = " ".join(text_of(error).split())
         raise DataError(f"dataset.paths: cannot find the files of {path!r} ({reason}); {remedy}") from error
     by_split = {str(key): [str(file) for file in found] for key, found in (files or {}).items()}

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from onstep.config.suggestions import nearest_path
 from onstep.data.corpus.not_text import check_prose, check_texts
 from onstep.errors import DataError
 
@@ -133,7 +134,8 @@ def _files_of(given: str, at_most: int | None) -> list[Path]:
         rule = f"the corpus glob {given!r} matches no files; check the pattern and the working directory"
     else:
         raise DataError(
-            f"the corpus path {given!r} does not exist (working directory: {Path.cwd()}); check dataset.paths"
+            f"the corpus path {given!r} does not exist (working directory: {Path.cwd()}); check dataset.paths."
+            f"{nearest_path(given)}"
         )
     files = [match for match in matches if not match.is_dir()]
     for special in (file for file in files if not file.is_file()):

@@ -19,7 +19,7 @@ from onstep.config.differences import Change, changes, decide
 from onstep.config.hf.argument import argument_of
 from onstep.config.keys import typed_copy
 from onstep.config.suggestions import listed, shown
-from onstep.data.corpus.hf_datasets import hub_commits
+from onstep.data.corpus.hub_names import hub_commits
 from onstep.distributed import World
 from onstep.errors import CheckpointError, ConfigError
 from onstep.files.bounded_reading import integer_from_environment

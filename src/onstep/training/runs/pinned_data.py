@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onstep.config import ConfigContainer
-from onstep.data.corpus.hf_datasets import hub_name, pinned
+from onstep.data.corpus.hub_names import hub_name, pinned
 from onstep.distributed import World, on_main
 from onstep.training.runs.claims import may_be_replaced, named_dir
 from onstep.training.runs.hub import recorded_revisions
@@ -23,10 +23,14 @@ def pin_datasets(config: ConfigContainer, world: World) -> dict[str, str]:
 
 
 def _commits(config: ConfigContainer) -> dict[str, str]:
-    reads_rows = config.dataset.kind in ("huggingface", "chat", "stream")
+    kind = config.dataset.kind
+    reads_rows = kind in ("huggingface", "chat", "stream")
     paths = [path for path in config.dataset.paths if hub_name(path) is not None] if reads_rows else []
     directory = named_dir(config) if paths and config.run.name is not None else None
     is_continued = directory is not None and directory.run_json.exists() and not may_be_replaced(directory)
     recorded = recorded_revisions(directory) if directory is not None and is_continued else {}
-    found = {path: recorded.get(f"datasets/{path}") or pinned(path).partition("@")[2] for path in paths}
+    found = {
+        path: recorded.get(f"datasets/{path}") or pinned(path, requires_hub=kind == "stream").partition("@")[2]
+        for path in paths
+    }
     return {path: commit for path, commit in found.items() if commit}

@@ -24,6 +24,7 @@ from onstep.config import (
     to_flat,
     validate,
 )
+from onstep.config.bridge import effects
 from onstep.config.bridge.rules import Rule
 from onstep.config.bridge_outcomes import outcome, rules
 from onstep.config.keys import typed_copy
@@ -212,6 +213,27 @@ def test_the_models_type_of_weights_holds_over_the_optimizers() -> None:
     assert (
         resolve(from_dict(nested({"model.params_dtype": "torch.float16", **run}))).optimizer.params_dtype == "float32"
     )
+
+
+def test_an_object_for_the_precision_says_how_gradients_are_summed() -> None:
+    for given, in_bf16, summed in ((True, False, True), (False, False, False), (True, True, False)):
+        config = ConfigContainer(mixed_precision=MixedPrecisionConfig(bf16=True, grad_reduce_in_fp32=given))  # type: ignore[arg-type]
+        config.ddp.grad_reduce_in_bf16 = in_bf16
+        assert resolve_small(config).ddp.grad_reduce_in_fp32 is summed
+
+
+@pytest.mark.parametrize("flag", ["use_distributed_optimizer", "overlap_param_gather"])
+@pytest.mark.parametrize("section", ["ddp", "optimizer"])
+def test_a_flag_of_two_sections_is_enabled_in_both_with_a_warning_on_rank_0(
+    section: str, flag: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank, warned in (("1", 0), ("0", 1)):
+        monkeypatch.setattr(effects, "_warned", set())
+        monkeypatch.setenv("RANK", rank)
+        config = from_dict({section: {flag: True}})
+        assert [getattr(config.ddp, flag), getattr(config.optimizer, flag)] == [True, True]
+        resolve_small(config)
+        assert caplog.text.count(f"ddp.{flag}={'true' if section == 'ddp' else 'false'}, optimizer.{flag}=") == warned
 
 
 def test_muons_keys_act_with_muon_alone() -> None:

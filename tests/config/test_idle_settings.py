@@ -36,6 +36,7 @@ def config_with(words: str = "") -> ConfigContainer:
         ("optimizer.adam_beta2=0.95 optimizer.optimizer=sgd", "other than sgd", "optimizer.optimizer=adam"),
         ("optimizer.sgd_momentum=0.5", "optimizer.optimizer=sgd", "optimizer.optimizer=sgd"),
         ("optimizer.loss_scale=8", "mixed_precision", "mixed_precision=bf16_mixed"),
+        ("ddp.check_for_nan_in_grad=true mixed_precision=fp16_mixed", "loss_scale", "optimizer.loss_scale=8"),
         ("optimizer.hysteresis=3 mixed_precision=bf16_mixed", "fp16_mixed", "mixed_precision=fp16_mixed"),
         ("optimizer.min_lr=1e-5 scheduler.lr_decay_style=constant", "constant", "scheduler.lr_decay_style=linear"),
         ("scheduler.lr_wsd_decay_iters=5", "WSD", "scheduler.lr_decay_style=WSD"),

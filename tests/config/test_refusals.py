@@ -319,6 +319,7 @@ CHECKPOINTS = [
 ]
 
 MACHINE = [
+    ("ddp.grad_reduce_in_bf16=true & ddp.grad_reduce_in_fp32=true", "ddp.grad_reduce_in_bf16 … summed in one type"),
     ("ddp.bucket_cap_mb=1e20", "ddp.bucket_cap_mb=1e+20 … at most 1,000,000"),
     ("dist.device=gpu", "dist.device='gpu' must be cpu, cuda"),
     ("dist.device=cpu & dist.distributed_backend=nccl", "nccl … requires GPUs … use gloo"),

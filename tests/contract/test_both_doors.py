@@ -352,6 +352,7 @@ UNREAD = {
             "gradient_as_bucket_view",
             "static_graph",
             "grad_reduce_in_bf16",
+            "grad_reduce_in_fp32",
         )
     },
     **{f"straggler.{name}": RANKS for name in ("threshold", "stop_if_detected")},

@@ -10,12 +10,12 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from onstep.config import DistributedDataParallelConfig
+from onstep.distributed.gradient_exchange import BucketHook, LocalGradients, hook_of, notes_of
 from onstep.distributed.shards import as_dtensor, world_size
 from onstep.distributed.world import World
 from onstep.errors import ConfigError, ShardingError
@@ -39,14 +39,14 @@ def data_parallel(chunks: list[nn.Module], world: World, config: DistributedData
         config: the configuration of the run.
 
     Raises:
-        ConfigError: for sparse gradients that are to be exchanged in bfloat16.
+        ConfigError: for sparse gradients that are to be converted or checked.
         ShardingError: for a parameter that is sharded over ranks.
     """
     if world.size == 1:
         return chunks
     check_ranks(chunks, world)
-    if config.grad_reduce_in_bf16:
-        check_dense(chunks)
+    notes = notes_of(config)
+    hooks = [hook_of(config, chunk, world.size, notes) for chunk in chunks]
     for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
         dtensor = as_dtensor(parameter)
         if dtensor is not None:
@@ -69,38 +69,16 @@ def data_parallel(chunks: list[nn.Module], world: World, config: DistributedData
         )
         for chunk in chunks
     ]
-    if config.grad_reduce_in_bf16:
-        for chunk in wrapped:
-            # torch reads the annotations of a hook, and wants no strings there
-            chunk.register_comm_hook(None, lambda state, bucket: average_in_bfloat16(bucket))
+    for chunk, hook in zip(wrapped, hooks, strict=True):
+        if hook is not None:
+            _exchange_by(hook, chunk)
+            chunk.notes = notes
     return list(wrapped)
 
 
-def average_in_bfloat16(bucket: Any) -> torch.futures.Future[Tensor]:
-    """The average over the ranks of the gradients of a bucket, exchanged in bfloat16 over any backend.
-
-    torch's hook `bf16_compress_hook` does the same, and is refused without NCCL.
-
-    Args:
-        bucket: a `torch.distributed.GradBucket`, which type checkers do not find.
-    """
-    buffer = bucket.buffer()
-    sent = buffer.to(torch.bfloat16).div_(dist.get_world_size())
-    work = dist.all_reduce(sent, async_op=True)
-    assert work is not None
-    reduced: torch.futures.Future[list[Tensor]] = work.get_future()
-    return reduced.then(lambda done: buffer.copy_(done.value()[0]))
-
-
-def check_dense(chunks: Sequence[nn.Module]) -> None:
-    """Refuse (ConfigError) sparse gradients, which have no buckets that a hook could convert."""
-    for chunk in chunks:
-        for name, module in chunk.named_modules():
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-                raise ConfigError(
-                    f"ddp.grad_reduce_in_bf16=true exchanges gradients in bfloat16, but {name or 'the model'} is an "
-                    f"embedding whose gradients are sparse; make it with sparse=False, or set the key to false."
-                )
+def _exchange_by(hook: BucketHook, chunk: DistributedDataParallel) -> None:
+    # torch reads the annotations of a hook, and wants no strings there
+    chunk.register_comm_hook(None, lambda state, bucket: hook(bucket))
 
 
 class FixedBuckets(DistributedDataParallel):
@@ -112,6 +90,9 @@ class FixedBuckets(DistributedDataParallel):
     Here the buckets are formed before the first backward pass, from the last registered parameter to the first, about
     the order in which gradients are ready.
     """
+
+    notes: LocalGradients | None = None
+    """What this rank's gradients were before they were exchanged, if the configuration checks them."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._would_rebuild = bool(options.get("static_graph")) or not options.get("find_unused_parameters")

@@ -9,6 +9,7 @@ from typing import Any
 
 from onstep.training.anomalies.finite_weights import FiniteWeights
 from onstep.training.anomalies.gate import AnomalyGate
+from onstep.training.anomalies.gradient_checks import GradientChecks
 from onstep.training.experts.experts import Experts
 from onstep.training.fault_tolerance.sections import FaultToleranceSections
 from onstep.training.feature import Feature
@@ -69,6 +70,7 @@ TRAINING: tuple[type[Feature[Job]], ...] = (
     ForwardPreHooks,  # off around everything that reads weights
     SaveCopies,  # before all that may change weights
     AnomalyGate,  # keeps the buffers once, before the first of several runs of a step
+    GradientChecks,  # inside it: every step that is about to be applied
     FiniteWeights,  # reads weights: after what brings them up to date
     RerunMachine,  # inside it: may recompute the step, or exit
     Experts,  # inside it: every run of the step restarts the counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,9 @@ from onstep.config.bridge.rules import Either, Rule
 from onstep.config.bridge.values import comparable
 from onstep.config.suggestions import shown
 from onstep.errors import ConfigError
+from onstep.files.bounded_reading import integer_from_environment
+
+logger = logging.getLogger(__name__)
 
 _BYTES_PER_MIB = 2**20
 _ADJUST = "optimizer.muon_adjust_lr_fn"
@@ -193,7 +197,7 @@ _BFLOAT16 = ("torch.bfloat16", "bfloat16")
 
 
 def settle(config: Any) -> None:
-    """Set what depends on several keys: Muon's, and the vocabulary of Bridge's NullTokenizer.
+    """Set what depends on several keys: Muon's, the vocabulary of Bridge's NullTokenizer, flags of two sections.
 
     Raises:
         ConfigError: for a scale of Muon's updates that torch's Muon does not have.
@@ -217,9 +221,32 @@ def settle(config: Any) -> None:
         tokenizer.vocab_size = None
     if comparable(config.model.given_of_bridge.get("params_dtype")) in _BFLOAT16:
         optimizer.params_dtype = "bfloat16"
+    _enable_together(config)
     if isinstance(config.mixed_precision, MixedPrecisionConfig):
+        if not config.ddp.grad_reduce_in_bf16:  # which Bridge does not have
+            config.ddp.grad_reduce_in_fp32 = config.mixed_precision.grad_reduce_in_fp32
         if config.mixed_precision.params_dtype is not None:
             optimizer.params_dtype = config.mixed_precision.params_dtype
         for name, value in loss_scaling(config.mixed_precision).items():
             setattr(optimizer, name, value)
         config.mixed_precision = config.mixed_precision.name
+
+
+_OF_BOTH = ("use_distributed_optimizer", "overlap_param_gather")
+"""Flags that `ddp` and `optimizer` share."""
+_warned: set[str] = set()
+"""The flags that were warned of: a run copies its configuration more than once."""
+
+
+def _enable_together(config: Any) -> None:
+    """As in Bridge, a flag that one of the sections enables is enabled in both, with a warning on rank 0."""
+    for name in _OF_BOTH:
+        values = {section: bool(getattr(getattr(config, section), name)) for section in ("ddp", "optimizer")}
+        if len({*values.values()}) == 1:
+            continue
+        for section in values:
+            setattr(getattr(config, section), name, True)
+        if name not in _warned and integer_from_environment("RANK", 0) == 0:
+            _warned.add(name)
+            said = ", ".join(f"{section}.{name}={str(value).lower()}" for section, value in values.items())
+            logger.warning("%s differ, so both are true; set both to the same value", said)

@@ -18,8 +18,8 @@ class MixedPrecisionConfig:
     """Which precision a step computes in: `bf16=True`, `fp16=True`, or neither (float32).
 
     `params_dtype` is `optimizer.params_dtype` if it is set, else weights are float32. Gradients have the type of the
-    weights, so that types of gradients that are reduced and of pipelines change nothing. The values of the loss scale
-    are those of the section `optimizer`.
+    weights, and `grad_reduce_in_fp32` is that of the section `ddp`, unless that has `grad_reduce_in_bf16`. The type of
+    pipelines changes nothing. The values of the loss scale are those of the section `optimizer`.
     """
 
     fp32: bool = False

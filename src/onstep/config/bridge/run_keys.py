@@ -82,11 +82,6 @@ DDP = {
         "set mixed_precision=bf16_mixed",
         {"fp8_param_gather": False, "reuse_grad_buf_for_mxfp8_param_ag": False},
     ),
-    **neutral(
-        "a large gradient is not an error by itself",
-        "set optimizer.grad_norm_skip_threshold or anomaly.on_spike",
-        {"check_for_large_grads": False},
-    ),
     **without_effect(
         _OVERLAP,
         {
@@ -103,11 +98,9 @@ DDP = {
         "every rank keeps the whole state of the optimizer; the updates are the same",
         {"use_distributed_optimizer": False},
     ),
-    **without_effect("a step with a NaN is never applied, whatever it says", {"check_for_nan_in_grad": False}),
     **without_effect(
-        "gradients are averaged exactly, in the type of the weights (optimizer.params_dtype)",
+        "gradients are averaged exactly, in the type that ddp.grad_reduce_in_fp32 and grad_reduce_in_bf16 say",
         {
-            "grad_reduce_in_fp32": False,
             "average_in_collective": False,
             "reduce_scatter_with_fp32_accumulation": False,
             "gradient_reduce_div_fusion": True,

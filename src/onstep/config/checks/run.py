@@ -43,6 +43,11 @@ def check_run(config: ConfigContainer) -> None:
             raise ConfigError(
                 f"env_vars has the name {shown(name)}; a variable's name must not be empty or contain '='."
             )
+    if config.ddp.grad_reduce_in_bf16 and config.ddp.grad_reduce_in_fp32:
+        raise ConfigError(
+            "ddp.grad_reduce_in_bf16 and ddp.grad_reduce_in_fp32 are both true, but gradients are summed in one type; "
+            "set one of them to false."
+        )
     if config.dist.distributed_backend == "nccl" and config.dist.device == "cpu":
         raise ConfigError("dist.distributed_backend=nccl requires GPUs, got dist.device=cpu; use gloo.")
 

@@ -13,6 +13,10 @@ _DEVICE = Bound(
 )
 
 
+WITHOUT_DYNAMIC_SCALE = "mixed_precision other than fp16_mixed or optimizer.loss_scale"
+"""A loss scale that adapts lets float16 gradients overflow on purpose."""
+
+
 @dataclass
 class RunConfig(ConfigSection):
     """The name of a run and the place of its files."""
@@ -107,4 +111,26 @@ class DistributedDataParallelConfig(ConfigSection):
         known_as=("bf16_compress_hook", "reduce_dtype"),
         help="Sum gradients over the ranks in bfloat16, in half the bytes of float32; false sums them in the dtype of "
         "the weights.",
+    )
+    grad_reduce_in_fp32: bool = option(
+        False,
+        TRAJECTORY,
+        effect="gradients are summed over the ranks in another precision from here on",
+        help="Sum gradients of bfloat16 or float16 over the ranks in float32, which rounds once, in twice the bytes; "
+        "false sums them in the dtype of the weights. Other gradients are summed as they are.",
+    )
+    check_for_nan_in_grad: bool = option(
+        False,
+        SAFE,
+        needs=WITHOUT_DYNAMIC_SCALE,
+        help="End the run before the update if a gradient of this rank is NaN or infinite before the ranks exchange "
+        "it, naming the parameter and the rank; costs one small collective a step. false leaves it to "
+        "`train.on_nonfinite`.",
+    )
+    check_for_large_grads: bool = option(
+        False,
+        SAFE,
+        help="End the run before the update if the norm of this rank's gradients, before the ranks exchange them, is "
+        "more than 10 times the largest of its first 100 steps, naming the parameter and the rank; costs one small "
+        "collective a step.",
     )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from onstep.config import RerunStateMachineConfig
 from onstep.distributed import World
+from onstep.training.compute.largest_results import LargestResults
 from onstep.training.protocols import StateDict
 from onstep.training.rerun.rejections import (
     EXIT_CODE_FAILED_ON_RESULT_VALIDATION,
@@ -99,7 +100,7 @@ class RerunStateMachine:
         """For `report_determinism_stats`: differences on this rank, by the validation's message."""
         self._rejections: list[Rejection] = []
         """Of this rank while a step runs; of all ranks once a rerun is decided."""
-        self._largest: dict[str, dict[str, float]] = {}
+        self._largest = LargestResults()
         self._is_in_step = False
         self._is_resumed = False
         self._call = 0
@@ -220,15 +221,8 @@ class RerunStateMachine:
 
         The first results of each `context` are only recorded. `resample` starts recording again. Reads the device.
         """
-        value = abs(float(result))
-        known = self._largest.setdefault(context, {"num_samples": 0, "largest": 0.0})
-        if resample:
-            known.update(num_samples=0, largest=0.0)
-        if known["num_samples"] >= num_samples:
-            return value > threshold * known["largest"]
-        if math.isfinite(value) and self.state in (RerunState.INITIAL_RUN, RerunState.NOT_RUNNING_YET):
-            known.update(num_samples=known["num_samples"] + 1, largest=max(known["largest"], value))
-        return False
+        records = self.state in (RerunState.INITIAL_RUN, RerunState.NOT_RUNNING_YET)
+        return self._largest.is_exceeded(result, threshold, context, num_samples, resample=resample, records=records)
 
     def should_checkpoint_and_exit(self) -> tuple[bool, bool, int]:
         """Decide after a step: (save a checkpoint first, exit without an update, exit code).
@@ -254,7 +248,7 @@ class RerunStateMachine:
             "current_iteration": self.current_iteration,
             "world_size": self._world.size,
             "rejections": [asdict(one) for one in self._rejections] if pending else [],
-            "largest": {context: dict(known) for context, known in self._largest.items()},
+            "largest": self._largest.state_dict(),
             "error_injector": self.error_injector.state_dict(),
             "iterators": iterators,
         }
@@ -265,7 +259,7 @@ class RerunStateMachine:
         It is not recomputed if reruns are disabled now or the number of ranks has changed: nothing is then comparable.
         """
         self.current_iteration = int(state_dict["current_iteration"])
-        self._largest = {context: dict(known) for context, known in state_dict["largest"].items()}
+        self._largest.load_state_dict(state_dict["largest"])
         self.error_injector.load_state_dict(state_dict["error_injector"])
         self._is_resumed = state_dict["state"] == RerunState.WILL_RERUN_FROM_CHECKPOINT.value
         self._rejections = [Rejection.from_dict(one) for one in state_dict["rejections"]]

@@ -129,6 +129,24 @@ def test_what_is_missing_is_reported(capsys: pytest.CaptureFixture[str]) -> None
     assert not Path("runs").exists()
 
 
+def test_a_run_or_directory_without_weights_is_named_with_what_starts_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, record in (("begun", "{}"), ("scripted", '{"layout": "hugging_face"}'), ("empty", None)):
+        Path("runs", name).mkdir(parents=True)
+        if record is not None:
+            Path("runs", name, "run.json").write_text(record)
+    Path("runs/full/checkpoints/checkpoint-2").mkdir(parents=True)
+    for name, words in (
+        ("begun", "runs/begun has no checkpoint and no weights that could be fine-tuned yet"),
+        ("begun", "with onstep train begun"),
+        ("scripted", "with its script"),
+        ("empty", "no run has started (it has no run.json) and no model is; start a run of that name: onstep finetune"),
+        ("full", "to fine-tune its weights, write checkpoint.pretrained_checkpoint=full"),
+        ("mine", "no run 'runs/mine', which is stored once it has started"),
+    ):
+        assert main(["finetune", name]) == 1
+        assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [

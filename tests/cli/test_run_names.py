@@ -38,6 +38,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: P
         ["logs", "tail", "NAME"],
         ["config", "show", "NAME"],
         ["memory", "NAME"],
+        ["recipes", "show", "NAME"],
         ["plot", "heatmap", "NAME", "-o", "heat.png"],
     ],
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -54,13 +53,13 @@ def complete_runs(incomplete: str) -> list[Offer]:
 
 def complete_checkpoints(incomplete: str) -> list[Offer]:
     """For `RUN` or `RUN@STEP`: the names of the runs and, once `@` is typed, the steps of their checkpoints."""
-    from onstep.cli.runs import find_named
+    from onstep.cli.runs import checkpoint_steps, find_named
 
     name, has_step, _ = incomplete.rpartition("@")
     if not has_step:
         return complete_runs(incomplete)
     run = find_named(name)
-    return [] if run is None else [(f"{name}@{step}", "checkpoint") for step in _steps(run)]
+    return [] if run is None else [(f"{name}@{step}", "checkpoint") for step in checkpoint_steps(run)]
 
 
 def complete_forks(incomplete: str) -> list[Offer]:
@@ -116,9 +115,3 @@ def _files(incomplete: str) -> list[Offer]:
     files = [(f"{place}{one.name}", "file") for one in entries if one.name.endswith((".yaml", ".yml"))]
     directories = [(f"{place}{one.name}/", "directory") for one in entries if incomplete and one.is_dir()]
     return files + directories
-
-
-def _steps(run: Path) -> list[int]:
-    """The steps of a run's checkpoints, the newest first."""
-    names = (path.name for pattern in ("checkpoint-*", "*/checkpoint-*") for path in run.glob(pattern))
-    return sorted({int(step) for name in names if (step := name.partition("-")[2]).isdigit()}, reverse=True)

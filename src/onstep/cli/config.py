@@ -50,7 +50,7 @@ def configuration_and_keys(words: list[str], recipe: str | None) -> tuple[Config
     pairs = [word for word in words if "=" in word and not word.startswith("callbacks=")]
     if len(files) > 1:
         raise ConfigError(f"At most one configuration file, got {', '.join(files)}; write values as key=value.")
-    if files and _is_recipe(files[0]):
+    if files and is_recipe(files[0]) and not is_file(files[0]) and run_directory(files[0]) is None:
         if recipe is not None:
             raise ConfigError(f"--recipe {recipe} and {files[0]} both name a recipe; drop one of them.")
         recipe = files.pop()
@@ -188,10 +188,9 @@ def _read(path: str) -> dict[str, Any]:
     )
 
 
-def _is_recipe(word: str) -> bool:
-    """Whether a word in the place of a file is the name of a recipe, and no file or run has that name."""
-    short = word.removesuffix("_pretrain_config").removesuffix("_config")
-    return short in RECIPES and not is_file(word) and run_directory(word) is None
+def is_recipe(word: str) -> bool:
+    """Whether a word is the name of a recipe."""
+    return word.removesuffix("_pretrain_config").removesuffix("_config") in RECIPES
 
 
 def _nearest_name(word: str) -> str:

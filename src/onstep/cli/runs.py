@@ -40,6 +40,18 @@ def names_beside(words: str) -> list[str]:
     return names
 
 
+def checkpoint_steps(run: Path) -> list[int]:
+    """The steps of a run's checkpoints, the newest first."""
+    names = (path.name for pattern in ("checkpoint-*", "*/checkpoint-*") for path in run.glob(pattern))
+    return sorted({int(step) for name in names if (step := name.partition("-")[2]).isdigit()}, reverse=True)
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether a run, a directory of checkpoints or a Hugging Face directory has weights to start from."""
+    is_hf = any((directory / place / "config.json").is_file() for place in (".", "model"))
+    return is_hf or bool(checkpoint_steps(directory)) or "checkpoint-" in directory.name
+
+
 def near(path: Path) -> Path:
     """A path as it is typed here: relative to the working directory if it is below it."""
     here = Path.cwd()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,17 +24,17 @@ from onstep.cli.config import (
 from onstep.cli.exit_codes import ERROR, PREEMPTED
 from onstep.cli.first_checks import check_start, is_main
 from onstep.cli.hub import hf_directory, start_from
-from onstep.cli.runs import RUNS, find_named, not_found, run_names
+from onstep.cli.runs import RUNS, find_named, has_weights, not_found, run_names
 from onstep.cli.streams import outliving_readers
 from onstep.cli.train_ending import say_where, suggest
 from onstep.config import ConfigContainer, apply_overrides
-from onstep.config.suggestions import shown
+from onstep.config.suggestions import nearest, shown
 from onstep.console.level import Level
 from onstep.console.messages import show_messages
 from onstep.console.style import in_words
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager
-from onstep.recipes import RECIPES, get_recipe
+from onstep.recipes import RECIPES
 from onstep.recipes.finetuning import LORA_LR
 
 if TYPE_CHECKING:
@@ -201,15 +202,9 @@ def _finetuned_recipe(words: list[str], lora: bool) -> tuple[str | None, list[st
     form = name if "_finetune" in name else f"{name}_finetune"
     form += "_lora" if lora and form.endswith("_finetune") else ""
     if form not in RECIPES:
-        if find_named(named[0]) is not None:
-            raise ConfigError(
-                f"{named[0]!r} is not a recipe; to fine-tune its weights, write "
-                f"checkpoint.pretrained_checkpoint={named[0]}."
-            )
-        try:
-            get_recipe(name)  # raises, listing the known recipes
-        except ConfigError as error:
-            raise ConfigError(f"{error} {_nothing_named(named[0])}") from None
+        if (found := find_named(named[0])) is not None:
+            raise ConfigError(_no_fine_tuning(named[0], found))
+        raise ConfigError(_nothing_named(named[0], name))
     return form, [word for word in words if "=" in word]
 
 
@@ -221,12 +216,32 @@ def _was_finetuned(word: str) -> bool:
     return isinstance(checkpoint, dict) and checkpoint.get("finetune") is True
 
 
-def _nothing_named(word: str) -> str:
-    """The end of an error: where a file and a run of that name were looked for, and how weights are named."""
-    there = not_found(word, run_names(), "")
+def _no_fine_tuning(word: str, found: Path) -> str:
+    """The error about a word that names something other than a recipe or a run of `onstep finetune`."""
+    run = run_directory(word)
+    if has_weights(found):
+        return f"{word!r} is not a recipe; to fine-tune its weights, write checkpoint.pretrained_checkpoint={word}."
+    if run is None:
+        name = shlex.quote(found.resolve().name)
+        return (
+            f"{found} is a directory in which no run has started (it has no run.json) and no model is; start a run of "
+            f"that name: onstep finetune run.name={name} checkpoint.pretrained_checkpoint=DIR 'dataset.paths=[FILE]'."
+        )
+    how = "its script" if run_record(run).get("layout") == "hugging_face" else f"onstep train {shlex.quote(word)}"
     return (
-        f"There is no configuration file {shown(word)} and no run {shown(str(RUNS / word))} either.{there} Weights to "
-        "start from are given as checkpoint.pretrained_checkpoint=NAME."
+        f"the run {run} has no checkpoint and no weights that could be fine-tuned yet; it was not started by onstep "
+        f"finetune. Start it again with {how}."
+    )
+
+
+def _nothing_named(word: str, recipe: str) -> str:
+    """The error about a word that names nothing: the nearest recipe or the runs that there are, and what to write."""
+    hint = nearest(recipe, list(RECIPES), cutoff=0.6)
+    there = f"unknown recipe {shown(word)}.{hint} There is" if hint else "there is no recipe (onstep recipes list),"
+    return (
+        f"{there} no configuration file {shown(word)} and no run {shown(str(RUNS / word))}, which is stored once it "
+        f"has started.{not_found(word, run_names(), '')} Weights to start from are given as "
+        "checkpoint.pretrained_checkpoint=NAME, and the name of a new run as run.name=NAME."
     )
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import MistralConfig, MistralForCausalLM
 
 from onstep.cli.main import main
 
@@ -49,6 +50,21 @@ def test_a_model_of_any_family_is_built_from_its_config_json_alone(
     table = out[out.index("ESTIMATE") :]
     ratios = {line[:16].strip(): line.split()[-1] for line in table.splitlines()[1:] if "MiB" in line}
     for name in (*EXACT, "activations"):
+        assert float(ratios[name]) == pytest.approx(1, abs=2e-3), name
+
+
+def test_lora_of_any_family_is_estimated_before_its_weights_are_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    MistralForCausalLM(MistralConfig(num_key_value_heads=2, vocab_size=300, **sizes)).save_pretrained(tmp_path)
+    lengths = ("model.seq_length=64", "dataset.seq_length=64", "train.micro_batch_size=2")
+    words = ["--hf-model", str(tmp_path), "dist.device=cpu", "mixed_precision=bf16_mixed", *lengths]
+    assert main(["memory", *words, "peft.peft_scheme=lora", "--measure"]) == 0
+    out = capsys.readouterr().out
+    table = out[out.index("ESTIMATE") :]
+    ratios = {line[:16].strip(): line.split()[-1] for line in table.splitlines()[1:] if "MiB" in line}
+    for name in (*EXACT, "weights, frozen", "activations"):
         assert float(ratios[name]) == pytest.approx(1, abs=2e-3), name
 
 

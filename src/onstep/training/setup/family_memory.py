@@ -42,7 +42,7 @@ def traced_memory(config: ConfigContainer, *, ranks: int = 1) -> MemoryEstimate:
     is_mixed = config.mixed_precision is not None
     dtype = torch.float16 if config.mixed_precision == "fp16_mixed" else torch.bfloat16
     shape = (config.train.micro_batch_size or 1, config.model.seq_length)
-    with FakeTensorMode(), torch.random.fork_rng(devices=[]):
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
         model = empty_model(config.model)
         matrices = [one for one in model.modules() if isinstance(one, nn.Linear)]
         base = list(model.parameters())
@@ -50,6 +50,8 @@ def traced_memory(config: ConfigContainer, *, ranks: int = 1) -> MemoryEstimate:
             add_lora(model, config.peft, config.rng.seed)
         set_weight_types([model], config)
         counts, storage = _counts(model, base, matrices), Storage.of(config)
+    with FakeTensorMode():
+        _place_on_cpu(model)
         meter = LiveMemory(config.model.vocab_size or 0)
         for kind, is_trained in zip(OF_WEIGHTS, (True, False), strict=True):
             meter.assign(kind, [one.data for one in model.parameters() if one.requires_grad is is_trained])
@@ -87,6 +89,21 @@ def _documents_not_sought() -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = found
+
+
+def _place_on_cpu(model: nn.Module) -> None:
+    """Replace tensors on the meta device by tensors of the CPU without content; shared ones stay shared."""
+    placed: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                if id(param) not in placed:
+                    empty = torch.empty(param.shape, dtype=param.dtype)
+                    placed[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
+                module._parameters[name] = placed[id(param)]  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                placed[id(buffer)] = module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
 def _gradient(param: torch.Tensor) -> list[torch.Tensor]:

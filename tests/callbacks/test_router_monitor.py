@@ -5,11 +5,12 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from onstep import CallbackManager, pretrain
 from onstep.callbacks import RouterMonitor
 from onstep.config import apply_overrides
+from onstep.distributed import World
 from onstep.errors import ConfigError
 from onstep.events import Callback
 from onstep.metrics.moe_losses import collapse, router_load
@@ -154,13 +155,6 @@ class OwnRouter(nn.Module):
 
     def routing_totals(self):
         return {"load": self.load}
-
-
-class World:
-    size, rank = 1, 0
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        return tensor
 
 
 @dataclasses.dataclass

@@ -109,3 +109,9 @@ def test_axes_have_the_groups_of_their_ranks_until_the_world_closes(processes: P
     [first, _] = processes.results(JOBS, "axes", tmp_path / "dp", {"sizes": {"dp_replicate": 2}})
     assert first["along"]["dp_replicate"] == [0, 1]
     assert first["groups"] == [1, 2, 1]
+
+
+@pytest.mark.distributed
+def test_a_later_world_of_the_same_processes_finds_its_own_groups(processes: Processes, tmp_path: Path) -> None:
+    sums = processes.results(JOBS, "reopened", tmp_path, {"sizes": {"dp_shard": 2, "tp": 2}}, ranks=4)
+    assert sums == [[4, 4, 4], [6, 6, 6], [4, 4, 4], [6, 6, 6]]

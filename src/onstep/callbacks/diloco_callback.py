@@ -20,7 +20,6 @@ from onstep.diloco.worker.defaults import (
 )
 from onstep.diloco.worker.first_contact import check_servers, seconds_of_retries
 from onstep.diloco.worker.schedules import Schedule, advance
-from onstep.distributed.shards import world_size
 from onstep.events import Control, RunState, TrainerCallback
 from onstep.record.kinds import Metrics
 from onstep.train_state import StateDict
@@ -360,4 +359,4 @@ def _saved_place(loaded: StateDict | None) -> tuple[int, int, list[int] | None]:
 
 
 def _samples_of_a_step(args: TrainingArguments) -> int:
-    return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size())
+    return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size)

@@ -14,6 +14,7 @@ import torch
 from onstep.config import TrainingArguments
 from onstep.config.field_types import is_integer_from
 from onstep.console.formats import format_gib
+from onstep.distributed.shards import world_size
 from onstep.errors import extra, require
 from onstep.events import RunState, TrainerCallback
 from onstep.files.bounded_reading import integer_from_environment
@@ -97,7 +98,7 @@ class PeakMemory(TrainerCallback):
         """Reset the maximum, and start recording allocations if a snapshot is requested."""
         self._stop_history()
         self.rank = getattr(state, "rank", self.rank)
-        self.world_size = getattr(state, "num_processes", self.world_size)
+        self.world_size = max(getattr(state, "num_processes", 1), world_size())
         self.max_allocated = 0
         device = getattr(args, "device", "cuda")
         self.enabled = self.memory.is_available() and str(device).startswith("cuda")

@@ -166,7 +166,7 @@ class RouterMonitor(Callback):
         if not counted:
             return {}
         sizes = [one.numel() for one in counted.values()]
-        numbers = iter(world.sum(torch.cat(list(counted.values()))).tolist())
+        numbers = iter(world.data.sum_losses(torch.cat(list(counted.values()))).tolist())
         loads = {}
         for label, size in zip(counted, sizes, strict=True):
             values = [next(numbers) for _ in range(size)]

@@ -91,7 +91,7 @@ def verify_resume(
     too.
     """
     config, callbacks = configuration(words or [], recipe)
-    planned = train_iters(resolve(config, ranks), world_size=ranks)
+    planned = train_iters(resolve(config, ranks), world_size=config.parallel_sizes(ranks).data)
     where, is_temporary = _work_dir(directory, Path(config.run.output_dir))
     more = [word for path in imports or [] for word in ("--import", path)] + (["--recipe", recipe] if recipe else [])
     if not _saves(config):  # saves that we add must not trigger evaluations that `whole` does not have

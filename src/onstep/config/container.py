@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onstep.config.bridge.effects import settle
+from onstep.config.parallel_sizes import ParallelSizes
 from onstep.config.section import INCOMPATIBLE, SAFE, TRAJECTORY, ConfigSection, option
 from onstep.config.sections.anomaly import AnomalyConfig, RerunStateMachineConfig
 from onstep.config.sections.checkpoint import CheckpointConfig
@@ -116,6 +117,14 @@ class ConfigContainer(ConfigSection):
         """
         self.join_sections()
         settle(self)
+
+    def parallel_sizes(self, num_ranks: int) -> ParallelSizes:
+        """How many of a run's ranks work together along each axis.
+
+        Args:
+            num_ranks: the number of ranks in all.
+        """
+        return ParallelSizes(dp_replicate=num_ranks)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dictionaries, as they go to YAML."""

@@ -150,7 +150,7 @@ def decide(found: Sequence[Change], current: ConfigContainer, policy: str, world
         found: the changes.
         current: the configuration that continues.
         policy: `checkpoint.on_config_change`: what is done with changes.
-        world_size: the number of data-parallel ranks.
+        world_size: the number of ranks.
 
     Raises:
         ConfigError: for an incompatible change, and under `error` for one that changes the trajectory; it names the

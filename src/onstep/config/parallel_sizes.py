@@ -31,3 +31,7 @@ class ParallelSizes:
     def data(self) -> int:
         """The number of ranks with different samples."""
         return self.dp_replicate * self.dp_shard
+
+    def data_rank(self, rank: int) -> int:
+        """Which of the `data` shares of the samples a rank has; ranks along `tp`, `cp` and `pp` have the same."""
+        return rank // (self.tp * self.cp) % self.data

@@ -16,7 +16,6 @@ from torch.nn.parameter import is_lazy
 
 from onstep.config import DistributedDataParallelConfig
 from onstep.distributed.gradient_exchange import BucketHook, LocalGradients, hook_of, notes_of
-from onstep.distributed.refusals import check_version, check_world, exchanges
 from onstep.distributed.shards import as_dtensor, world_size
 from onstep.distributed.world import World
 from onstep.errors import ConfigError, ShardingError
@@ -30,9 +29,9 @@ _SYNC_BUFFERS = "forward_sync_buffers" if _RENAMED else "broadcast_buffers"
 
 
 def data_parallel(chunks: list[nn.Module], world: World, config: DistributedDataParallelConfig) -> list[nn.Module]:
-    """Wrap the chunks so that the backward pass averages gradients over the ranks; a world of one stays as it is.
+    """Wrap the chunks so that the backward pass averages gradients over the ranks with different samples, if any.
 
-    Collective: weights are broadcast from rank 0.
+    Collective: weights are broadcast from the first of these ranks.
 
     Args:
         chunks: the model chunks; one unless the model is split into several.
@@ -45,11 +44,11 @@ def data_parallel(chunks: list[nn.Module], world: World, config: DistributedData
     """
     if world.size == 1:
         return chunks
-    notes = notes_of(config)
-    hooks = [hook_of(config, chunk, world.size, notes) for chunk in chunks]
     check_ranks(chunks, world)
-    for chunk in chunks:
-        check_version(chunk)
+    if world.data.size == 1:
+        return chunks
+    notes, group = notes_of(config), world.data.group()
+    hooks = [hook_of(config, chunk, world.data.size, notes, group) for chunk in chunks]
     for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
         dtensor = as_dtensor(parameter)
         if dtensor is not None:
@@ -64,6 +63,7 @@ def data_parallel(chunks: list[nn.Module], world: World, config: DistributedData
         FixedBuckets(
             chunk,
             device_ids=device_ids,
+            process_group=group,
             bucket_cap_mb=config.bucket_cap_mb,
             find_unused_parameters=config.find_unused_parameters,
             **sync_buffers,
@@ -146,21 +146,26 @@ def check_ranks(chunks: Sequence[nn.Module], world: World) -> None:
         chunks: the model chunks; one unless the model is split into several.
 
     Raises:
-        ConfigError: for a world that is not the process group; for a model in DistributedDataParallel over other ranks
-            than those of `world`; for weights on the device `meta`.
+        ConfigError: for a world of one rank that was assumed before there was a process group of several; for a model
+            in DistributedDataParallel over other ranks than those of `world`; for weights on the device `meta`.
         ShardingError: for a parameter that is sharded over ranks that must get the same samples (tensor parallelism),
             or over some of the ranks only.
     """
     check_weights(chunks)
-    check_world(world)
+    if world.is_assumed and world_size() > 1:
+        raise ConfigError(
+            f"the state was made before the process group of {world_size()} ranks, so its world is this rank alone; "
+            f"make GlobalState after the group, or pass world=World() if each rank is to train by itself."
+        )
     if world_size() == 1:
         return
     for module in (module for chunk in chunks for module in chunk.modules()):
-        if isinstance(module, DistributedDataParallel) and (ranks := module.process_group.size()) != world.size:
+        if isinstance(module, DistributedDataParallel) and (ranks := module.process_group.size()) != world.data.size:
             raise ConfigError(
                 f"the model averages gradients over {ranks} ranks, those of the group of its DistributedDataParallel, "
-                f"but is trained as one of {world.size}: losses and norms would be wrong. Wrap it over the same ranks, "
-                f"with onstep.distributed.data_parallel, or pass it without a wrapper if each rank trains by itself."
+                f"but is trained as one of {world.data.size}: losses and norms would be wrong. Wrap it over the same "
+                f"ranks, with onstep.distributed.data_parallel, or pass it without a wrapper if each rank trains by "
+                f"itself."
             )
     meshes = {place: mesh for chunk in chunks for place, mesh in _data_meshes(chunk)}
     for chunk in chunks:
@@ -168,15 +173,15 @@ def check_ranks(chunks: Sequence[nn.Module], world: World) -> None:
             for name, parameter in module.named_parameters(recurse=False):
                 dtensor, mesh = as_dtensor(parameter), meshes.get((id(module), name))
                 if dtensor is None or (
-                    mesh is not None and mesh.size() == world.size and dtensor.device_mesh.size() == world.size
+                    mesh is not None and mesh.ndim == dtensor.device_mesh.ndim and mesh.size() == world.size
                 ):
                     continue
                 raise ShardingError(
                     f"{f'{prefix}.{name}'.removeprefix('module.').removeprefix('.')} is a DTensor on "
-                    f"{dtensor.device_mesh} with placements {dtensor.placements}, which is not data parallelism over "
-                    f"all {world.size} ranks: each rank is trained on samples of its own, but ranks that are "
-                    f"tensor-parallel must have the same. Onstep trains models that are whole on every rank, or "
-                    f"sharded by fully_shard over all of them; load the model without tp_plan or parallelize_module."
+                    f"{dtensor.device_mesh}, which is not data parallelism over all {world.size} ranks: each rank is "
+                    f"trained on samples of its own, but ranks that are tensor-parallel must have the same. Onstep "
+                    f"trains models that are whole on every rank, or sharded by fully_shard over all of them; load the "
+                    f"model without tp_plan or parallelize_module."
                 )
 
 
@@ -215,7 +220,8 @@ def is_bare(chunk: nn.Module) -> bool:
     Args:
         chunk: a model chunk.
     """
-    return not any(map(exchanges, chunk.modules()))
+    marks = ("no_sync", "set_requires_gradient_sync", "zero_grad_buffer")
+    return not any(hasattr(type(module), mark) for module in chunk.modules() for mark in marks)
 
 
 def no_sync(chunks: list[nn.Module]) -> AbstractContextManager[object]:

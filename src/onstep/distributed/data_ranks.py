@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from onstep.config.parallel_sizes import ParallelSizes
 from onstep.distributed.mesh import grid_of
@@ -17,10 +18,10 @@ _DATA = ("dp_replicate", "dp_shard")
 
 
 class Reduce(Protocol):
-    """Reduces a tensor over the ranks along some axes, in place."""
+    """Reduces a tensor over the ranks of a group, in place."""
 
     def __call__(
-        self, tensor: Tensor, operation: dist.ReduceOp.RedOpType, name: str, axes: tuple[str, ...], /
+        self, tensor: Tensor, operation: dist.ReduceOp.RedOpType, name: str, group: ProcessGroup | None, /
     ) -> Tensor: ...
 
 
@@ -35,6 +36,7 @@ class DataRanks:
         reduce: `World.reduce`.
         gather: `World.gather`.
         gather_numbers: `World.gather_numbers`.
+        group: `World.group`.
     """
 
     def __init__(
@@ -45,14 +47,27 @@ class DataRanks:
         reduce: Reduce,
         gather: Callable[[Any], list[Any]],
         gather_numbers: Callable[[list[float]], list[list[float]]],
+        group: Callable[..., ProcessGroup],
     ) -> None:
-        self._grid, self._num_parts = grid_of(sizes), sizes.data * sizes.cp
-        at = self._grid.coordinates(rank)
-        self.rank: int = at["dp_replicate"] * sizes.dp_shard + at["dp_shard"]
+        self._grid = grid_of(sizes)
+        self.rank: int = sizes.data_rank(rank)
         """The number of this rank's share of the samples, from 0."""
         self.size: int = sizes.data
         """The number of ranks with different samples."""
-        self._reduce, self._gather, self._gather_numbers = reduce, gather, gather_numbers
+        self.num_parts: int = sizes.data * sizes.cp
+        """The number of ranks with different losses: along `cp`, each has those of a part of every sequence."""
+        self._sizes, self._reduce, self._gather, self._gather_numbers = sizes, reduce, gather, gather_numbers
+        self._group = group
+
+    def group(self, *, with_parts: bool = False) -> ProcessGroup | None:
+        """Their process group; None for the default group, which it is with data parallelism alone. Collective once.
+
+        Args:
+            with_parts: whether it is that of the `num_parts` ranks.
+        """
+        if (self.num_parts if with_parts else self.size) == self._sizes.ranks:
+            return None
+        return self._group(*_DATA, "cp") if with_parts else self._group(*_DATA)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks with different samples, in place. Collective, on the tensor's device.
@@ -60,17 +75,17 @@ class DataRanks:
         Args:
             tensor: a tensor of the same shape on each rank.
         """
-        return self._reduce(tensor, dist.ReduceOp.SUM, "data.sum", _DATA) if self.size > 1 else tensor
+        return self._reduce(tensor, dist.ReduceOp.SUM, "data.sum", self.group()) if self.size > 1 else tensor
 
     def sum_losses(self, tensor: Tensor) -> Tensor:
-        """Like `sum`, but also over the ranks of `cp`, each of which has the losses of a part of every sequence.
+        """The sum of losses or token counts over the `num_parts` ranks that have different ones, in place. Collective.
 
         Args:
             tensor: a tensor of the same shape on each rank.
         """
-        if self._num_parts == 1:
+        if self.num_parts == 1:
             return tensor
-        return self._reduce(tensor, dist.ReduceOp.SUM, "data.sum_losses", (*_DATA, "cp"))
+        return self._reduce(tensor, dist.ReduceOp.SUM, "data.sum_losses", self.group(with_parts=True))
 
     def max(self, tensor: Tensor) -> Tensor:
         """The maximum over the ranks with different samples, in place. Collective, on the tensor's device.
@@ -78,7 +93,7 @@ class DataRanks:
         Args:
             tensor: a tensor of the same shape on each rank.
         """
-        return self._reduce(tensor, dist.ReduceOp.MAX, "data.max", _DATA) if self.size > 1 else tensor
+        return self._reduce(tensor, dist.ReduceOp.MAX, "data.max", self.group()) if self.size > 1 else tensor
 
     def gather(self, item: Any) -> list[Any]:
         """One item for each share of the samples, in their order, on every rank. Collective over all ranks.
@@ -88,7 +103,7 @@ class DataRanks:
         Args:
             item: a picklable object of this rank.
         """
-        return self._one_of_each(self._gather(item))
+        return self.one_of_each(self._gather(item))
 
     def gather_numbers(self, numbers: list[float]) -> list[list[float]]:
         """Numbers for each share of the samples, in their order, on every rank. Collective over all ranks, on the CPU.
@@ -96,9 +111,14 @@ class DataRanks:
         Args:
             numbers: as many numbers on each rank.
         """
-        return self._one_of_each(self._gather_numbers(numbers))
+        return self.one_of_each(self._gather_numbers(numbers))
 
-    def _one_of_each(self, items: list[T]) -> list[T]:
+    def one_of_each(self, items: list[T]) -> list[T]:
+        """Of one item for each rank of the world, in their order, one for each share of the samples; no communication.
+
+        Args:
+            items: what `World.gather` returns.
+        """
         if self.size == len(items):
             return items
         places = [self._grid.coordinates(rank) for rank in range(len(items))]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from onstep.config import DistributedDataParallelConfig
 from onstep.errors import ConfigError
@@ -76,7 +77,11 @@ def notes_of(config: DistributedDataParallelConfig) -> LocalGradients | None:
 
 
 def hook_of(
-    config: DistributedDataParallelConfig, chunk: nn.Module, size: int, notes: LocalGradients | None
+    config: DistributedDataParallelConfig,
+    chunk: nn.Module,
+    size: int,
+    notes: LocalGradients | None,
+    group: ProcessGroup | None = None,
 ) -> BucketHook | None:
     """The communication hook that a configuration asks for; None where torch's own exchange does the same.
 
@@ -85,6 +90,7 @@ def hook_of(
         chunk: the model chunk.
         size: the number of ranks whose gradients are averaged.
         notes: where to note this rank's gradients; None notes nothing.
+        group: these ranks; None for all.
 
     Raises:
         ConfigError: for sparse gradients, which have no buckets.
@@ -106,14 +112,16 @@ def hook_of(
         if notes is not None:
             notes.add(bucket.parameters(), bucket.gradients())
         if config.grad_reduce_in_bf16:
-            return average_in(torch.bfloat16, bucket.buffer(), size)
+            return average_in(torch.bfloat16, bucket.buffer(), size, group)
         is_low = bucket.buffer().dtype in _LOW_PRECISION
-        return average_in(torch.float32 if sums_low_in_float32 and is_low else None, bucket.buffer(), size)
+        return average_in(torch.float32 if sums_low_in_float32 and is_low else None, bucket.buffer(), size, group)
 
     return averaged
 
 
-def average_in(dtype: torch.dtype | None, buffer: Tensor, size: int) -> torch.futures.Future[Tensor]:
+def average_in(
+    dtype: torch.dtype | None, buffer: Tensor, size: int, group: ProcessGroup | None = None
+) -> torch.futures.Future[Tensor]:
     """The average over the ranks of a buffer, in place, summed in another type; over any backend.
 
     With None the result has the bits of torch's own exchange. torch's hook `bf16_compress_hook` requires NCCL.
@@ -122,10 +130,11 @@ def average_in(dtype: torch.dtype | None, buffer: Tensor, size: int) -> torch.fu
         dtype: the type of what is sent and summed; None is that of the buffer.
         buffer: gradients of this rank.
         size: the number of ranks.
+        group: these ranks; None for all.
     """
     sent = buffer if dtype is None else buffer.to(dtype)
     sent = sent.div_(size) if dtype is torch.bfloat16 else sent.mul_(1.0 / size)
-    work = dist.all_reduce(sent, async_op=True)
+    work = dist.all_reduce(sent, group=group, async_op=True)
     assert work is not None
     reduced: torch.futures.Future[list[Tensor]] = work.get_future()
     return reduced.then(lambda done: done.value()[0] if dtype is None else buffer.copy_(done.value()[0]))

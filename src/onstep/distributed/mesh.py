@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -36,12 +37,16 @@ class Grid:
             rank, place[axis] = divmod(rank, size)
         return {axis: place[axis] for axis in self.axes}
 
-    def along(self, axes: tuple[str, ...], rank: int) -> list[int]:
-        """The ranks, ascending, that differ from a rank on these axes only; the rank itself is among them."""
-        own = self.coordinates(rank)
-        fixed = [axis for axis in self.axes if axis not in axes]
-        everyone = ((other, self.coordinates(other)) for other in range(math.prod(self.shape)))
-        return [other for other, place in everyone if all(place[axis] == own[axis] for axis in fixed)]
+    def ranks(self) -> Tensor:
+        """The ranks, by their places: a tensor of `shape`."""
+        return torch.arange(math.prod(self.shape), dtype=torch.int).view(self.shape)
+
+    def parts(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """All ranks, divided into those that differ on these axes only."""
+        fixed = [number for number, axis in enumerate(self.axes) if axis not in axes]
+        along = [number for number, axis in enumerate(self.axes) if axis in axes]
+        size = math.prod(self.shape[number] for number in along)
+        return [tuple(part) for part in self.ranks().permute(*fixed, *along).reshape(-1, size).tolist()]
 
 
 def grid_of(sizes: ParallelSizes) -> Grid:
@@ -87,7 +92,7 @@ class RankGroups:
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
 
     def over(self, axes: tuple[str, ...]) -> ProcessGroup:
-        """The group of the ranks that differ from this one on these axes only; collective among them, the first time.
+        """The group of the ranks that differ from this one on these axes only. Collective over all ranks, once.
 
         The default group if these are all ranks.
 
@@ -107,26 +112,33 @@ class RankGroups:
                 f"a mesh is one of all ranks of the process group, which has {there}, but this world has {ranks}; use "
                 f"the world that open_world returns."
             )
-        members = grid.along(axes, self._rank)
-        if len(members) == ranks:
+        parts = grid.parts(axes)
+        if len(parts) == 1:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
-        if tuple(members) not in self._made:
-            # the ranks outside need not know: groups of one are made for each rank by itself
-            made = dist.new_group(
-                members, timeout=self._timeout, use_local_synchronization=True, group_desc="_".join(axes) or "self"
-            )
-            assert isinstance(made, ProcessGroup)
-            self._made[tuple(members)] = made
-        return self._made[tuple(members)]
+        own = next(part for part in parts if self._rank in part)
+        if own not in self._made:
+            # all ranks make all groups, in the same order: names that torch derives from the ranks alone would let a
+            # later world find the addresses of an earlier one's group. Alone, a rank has nobody to find
+            alone = len(own) == 1
+            name = "_".join(axes) or "self"
+            for part in [own] if alone else parts:
+                made = dist.new_group(
+                    list(part), timeout=self._timeout, use_local_synchronization=alone, group_desc=name
+                )
+                if part == own:
+                    assert isinstance(made, ProcessGroup)
+                    self._made[own] = made
+        return self._made[own]
 
     def mesh(self, axes: tuple[str, ...]) -> DeviceMesh:
         """The mesh of all ranks with `AXES` or `EXPERT_AXES`; collective the first time."""
         if axes not in self._meshes:
             grid = next(one for one in self._grids if one.axes == axes)
-            ranks = torch.arange(math.prod(grid.shape), dtype=torch.int).view(grid.shape)
             groups = [self.over((axis,)) for axis in axes]
-            self._meshes[axes] = DeviceMesh.from_group(groups, self._device.type, mesh=ranks, mesh_dim_names=axes)
+            self._meshes[axes] = DeviceMesh.from_group(
+                groups, self._device.type, mesh=grid.ranks(), mesh_dim_names=axes
+            )
         return self._meshes[axes]
 
     def close(self, *, waits: bool) -> None:

@@ -73,7 +73,12 @@ class World:
         timeout = None if self.timeout_minutes is None else timedelta(minutes=self.timeout_minutes)
         self._groups = RankGroups(self.sizes, self.rank, self.device, timeout)
         self.data = DataRanks(
-            self.sizes, self.rank, reduce=self.reduce, gather=self.gather, gather_numbers=self.gather_numbers
+            self.sizes,
+            self.rank,
+            reduce=self.reduce,
+            gather=self.gather,
+            gather_numbers=self.gather_numbers,
+            group=self.group,
         )
 
     @property
@@ -194,18 +199,21 @@ class World:
         return self.reduce(tensor, dist.ReduceOp.MAX, "max")
 
     def reduce(
-        self, tensor: Tensor, operation: dist.ReduceOp.RedOpType, name: str = "reduce", axes: tuple[str, ...] = ()
+        self,
+        tensor: Tensor,
+        operation: dist.ReduceOp.RedOpType,
+        name: str = "reduce",
+        group: ProcessGroup | None = None,
     ) -> Tensor:
-        """What `operation` makes of the tensors of several ranks, in place. Collective, on the tensor's device.
+        """What `operation` makes of the tensors of the ranks of a group, in place. Collective, on the tensor's device.
 
         Args:
             tensor: a tensor of the same shape on each rank.
             operation: such as `torch.distributed.ReduceOp.SUM`.
             name: what errors call it.
-            axes: the axes of `mesh` along which the ranks lie; none for all ranks.
+            group: None for all ranks.
         """
         if self._communicates(name):
-            group = self.group(*axes) if axes and self.sizes.data < self.size else None
             self._run(name, lambda: dist.all_reduce(tensor, op=operation, group=group))
         return tensor
 

@@ -55,7 +55,7 @@ class RunInfo:
     max_eval_steps: int = -1
     """The greatest number of batches of an evaluation; -1 for all."""
     num_processes: int = 1
-    """The number of ranks."""
+    """The number of ranks with samples of their own: all, unless some divide the model among them."""
     rank: int = 0
     """This rank, from 0."""
     local_rank: int = 0

@@ -20,6 +20,36 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 
+class DataView(Protocol):
+    """The ranks of the run with samples of their own: all, unless some divide the model among them."""
+
+    rank: int
+    """The number of this rank's share of the samples, from 0."""
+    size: int
+    """Number of ranks with samples of their own."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over these ranks, in place. Collective, on the tensor's device.
+
+        Args:
+            tensor: a tensor of the same shape on each rank.
+        """
+
+    def sum_losses(self, tensor: Tensor) -> Tensor:
+        """The sum of losses or token counts, in place; like `sum` unless ranks divide sequences. Collective.
+
+        Args:
+            tensor: a tensor of the same shape on each rank.
+        """
+
+    def gather(self, item: Item) -> list[Item]:
+        """The item of each of these ranks, in order, on every rank. Collective; for small Python objects.
+
+        Args:
+            item: a small picklable object of this rank.
+        """
+
+
 class WorldView(Protocol):
     """The ranks of the run."""
 
@@ -29,6 +59,10 @@ class WorldView(Protocol):
     """Number of ranks."""
     device: torch.device
     """The device this rank trains on."""
+
+    @property
+    def data(self) -> DataView:
+        """The ranks with samples of their own: for whatever counts samples, tokens or losses."""
 
     @property
     def is_main(self) -> bool:

@@ -88,8 +88,8 @@ def drop_each(past: Past, horizon: int) -> Blame:
         steps.append((past.current.batches, past.random_state))
         happened.append(past.loss)
     past.release()
-    batches, loop, rank = steps[0][0], Loop(job), job.run.world.rank
-    by_rank = job.run.world.gather(_places(batches))
+    batches, loop, rank = steps[0][0], Loop(job), job.run.world.data.rank
+    by_rank = job.run.world.data.gather(_places(batches))
     if sum(map(len, by_rank)) < 2:
         raise ConfigError(f"step {number} has a single sample, so it cannot be dropped.")
     repeated, dropped = _trained(loop, state, number, steps), []

@@ -190,7 +190,7 @@ class Past:
         with undisturbed(job):
             for sample in found:
                 sample.fields |= fields_of_item(self.dataset, sample.index)
-        samples = [sample for rank in job.run.world.gather(found) for sample in rank]
+        samples = [sample for rank in job.run.world.data.gather(found) for sample in rank]
         mark_measures(samples)
         return samples
 

@@ -121,7 +121,7 @@ class SampleLosses:
                 micro, losses = self._forward(part)
                 own_grads = [one.grad for one in self._parameters]
             if with_gradients and own_grads:
-                norm, grad_share = self._compared(own_grads, step_grads, self._scale * self._job.run.world.size)
+                norm, grad_share = self._compared(own_grads, step_grads, self._scale * self._job.run.world.data.size)
         else:
             with torch.set_grad_enabled(with_gradients):
                 micro, losses = self._forward(part)

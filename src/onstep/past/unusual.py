@@ -76,7 +76,7 @@ class Seen:
         current.settle()
         merged = Seen()
         merged.num_steps = self.num_steps
-        for seen, now in world.gather((self, current)):
+        for seen, now in world.data.gather((self, current)):
             size = max(merged._tokens.size, seen._tokens.size)
             masks = [np.pad(one._tokens, (0, size - one._tokens.size)) for one in (merged, seen)]
             merged._tokens = masks[0] | masks[1]

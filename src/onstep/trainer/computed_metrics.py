@@ -41,9 +41,9 @@ class BatchMetrics:
         """Add a micro-batch. Collective."""
         losses = None if loss is None else loss.detach().repeat(count_samples(inputs) or 1)
         row = Collected(logits, labels, inputs if "inputs" in self._wanted else None, losses)
-        if self._world.size > 1:
+        if self._world.data.size > 1:
             own = None if is_filler else Collected(*map(to_numpy, row))
-            rows = [one for one in self._world.gather(own) if one is not None]
+            rows = [one for one in self._world.data.gather(own) if one is not None]
             row = Collected(*(to_tensors(part, self._world.device) for part in join_rows(rows)))
         if row.predictions is None or row.label_ids is None:
             return

@@ -53,14 +53,14 @@ def train_loader(dataset: Any, collate: Collate, config: ConfigContainer, world:
     seed = config.rng.seed if config.rng.data_seed is None else config.rng.data_seed
     common: dict[str, Any] = {
         "micro_batch_size": train.micro_batch_size,
-        "global_batch_size": sizes_of(config, world.size).last,
+        "global_batch_size": sizes_of(config, world.data.size).last,
         "seed": seed,
         "drop_last": train.drop_last,
         **_reading(collate, config, world),
     }
     if not is_map_style(dataset):
-        check_split(dataset, world.rank, world.size)
-        if world.size > 1 and node_split(dataset) is not None:
+        check_split(dataset, world.data.rank, world.data.size)
+        if world.data.size > 1 and node_split(dataset) is not None:
             return _split_stream(dataset, world, common)
         check_lengths(num_samples_of(dataset), config, world)
         return IterableLoader(dataset, already_batched=isinstance(dataset, DataLoader), **common)
@@ -71,7 +71,7 @@ def train_loader(dataset: Any, collate: Collate, config: ConfigContainer, world:
 def _split_stream(dataset: Any, world: World, options: dict[str, Any]) -> Loader:
     alone = {**options, "rank": 0, "world_size": 1, "global_batch_size": None, "drop_last": False}
     least = options["micro_batch_size"] if options["drop_last"] else 1
-    rows = SplitRows(IterableLoader(dataset, **alone), world.gather_numbers, least)
+    rows = SplitRows(IterableLoader(dataset, **alone), world.data.gather_numbers, least)
     return Loader(rows, drop_last=options["drop_last"])
 
 
@@ -91,7 +91,7 @@ def eval_loader(
     micro, batch = config.validation.eval_micro_batch_size, config.validation.eval_global_batch_size
     assert micro is not None
     assert batch is not None
-    if world.size > 1 and node_split(dataset) is not None:
+    if world.data.size > 1 and node_split(dataset) is not None:
         raise DataError(
             "an evaluation stream must not be split by split_dataset_by_node: pass the whole, of which each rank reads "
             "its share"
@@ -100,7 +100,7 @@ def eval_loader(
     return kind(
         dataset,
         micro_batch_size=micro,
-        num_microbatches=batch // (micro * world.size),
+        num_microbatches=batch // (micro * world.data.size),
         **{"already_batched": isinstance(dataset, DataLoader), **_reading(collate, config, world), **options},
     )
 
@@ -203,8 +203,8 @@ def column_filter(trainer: BaseTrainer, collate: Collate) -> Collate:
 
 def _reading(collate: Collate | None, config: ConfigContainer, world: World) -> dict[str, Any]:
     return {
-        "rank": world.rank,
-        "world_size": world.size,
+        "rank": world.data.rank,
+        "world_size": world.data.size,
         "collate_fn": collate,
         "num_workers": config.dataset.num_workers,
         "pin_memory": config.dataset.pin_memory and world.device.type == "cuda",

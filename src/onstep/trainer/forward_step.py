@@ -46,7 +46,7 @@ def forward_step_of(trainer: BaseTrainer, module: nn.Module, labels: Labels, sta
         "convention": convention,
         "weighting": weighting,
         "world": state.world,
-        "num_averaged_ranks": state.world.size if averages else 1,
+        "num_averaged_ranks": state.world.data.size if averages else 1,
         "evaluation_weighting": trainer._evaluation_weighting if trainer.follows_transformers else "labels",
     }
     if is_own:

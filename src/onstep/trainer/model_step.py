@@ -141,7 +141,7 @@ class ModelStep:
             return num_labels
         items = data_iterator.items
         if NUM_ITEMS not in items:
-            is_whole_step = len(data_iterator) == 1 and self._world.size == 1 and not data_iterator.is_filler()
+            is_whole_step = len(data_iterator) == 1 and self._world.data.size == 1 and not data_iterator.is_filler()
             items[NUM_ITEMS] = num_labels.clamp(min=1) if is_whole_step else self._count_step(data_iterator)
         counted: Tensor = items[NUM_ITEMS]
         return counted
@@ -159,7 +159,7 @@ class ModelStep:
         counts = [count for count in map(self._labels.items, batches) if count is not None]
         total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
         moved: Tensor = to_device(total, self._world.device)
-        return (self._world.sum(moved.clone()) if over_ranks else moved).clamp(min=1)
+        return (self._world.data.sum(moved.clone()) if over_ranks else moved).clamp(min=1)
 
 
 def counted_micro_batches(micro_batches: MicroBatches) -> list[Batch]:

@@ -14,7 +14,6 @@ from torch import nn
 from onstep.config import ConfigContainer
 from onstep.config.hf.argument import STYLES
 from onstep.config.hf.schedules import is_expressed
-from onstep.distributed import world_size_from_environment
 from onstep.errors import ConfigError, text_of
 from onstep.events import TrainerCallback
 from onstep.optim import (
@@ -218,7 +217,7 @@ def _config(trainer: BaseTrainer) -> ConfigContainer:
     if trainer.session is not None:
         config: ConfigContainer = trainer.session.state.cfg
         return config
-    return config_of(trainer.args, num_samples=None, world_size=world_size_from_environment(), for_training=False)
+    return config_of(trainer.args, num_samples=None, world_size=trainer.args.world_size, for_training=False)
 
 
 def _create_optimizer(trainer: BaseTrainer, iters: int | None) -> None:

@@ -64,13 +64,13 @@ def config_of(
     """
     if for_training:
         config = args_to_config(args, num_samples_per_epoch=num_samples, world_size=world_size)
-        return _only_trained(resolve(config, world_size))
+        return _only_trained(resolve(config, args.parallel_sizes.ranks))
     args = copy.copy(args)
     args.logging_strategy = args.eval_strategy = args.save_strategy = "no"
     config = args_to_config(args, num_samples_per_epoch=num_samples, world_size=world_size)
     config.checkpoint, config.anomaly = CheckpointConfig(), AnomalyConfig()
     config.train.on_nonfinite, config.validation.eval_on_save = TrainingConfig().on_nonfinite, False
-    return resolve(config, world_size)
+    return resolve(config, args.parallel_sizes.ranks)
 
 
 def _only_trained(config: ConfigContainer) -> ConfigContainer:

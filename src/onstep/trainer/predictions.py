@@ -120,7 +120,7 @@ class PredictionCollector:
 
     def gather(self, world: World) -> Collected:
         """The data of the whole set, on every rank. Collective."""
-        by_rank = world.gather(self._rows)
+        by_rank = world.data.gather(self._rows)
         batches = [[row for row in batch if row is not None] for batch in zip(*by_rank, strict=True)]
         if self.joins_batches and not self.joins_lists:
             rows = [row for batch in batches for row in batch]

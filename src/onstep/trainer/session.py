@@ -109,7 +109,7 @@ def training_session(
     repeated: Repeated | None = None,
 ) -> Iterator[Session]:
     """Set up the ranks, the run's directory, the model, optimizer, scheduler and data. Collective."""
-    size = world_size_from_environment()
+    size = trainer.args.world_size
     if trainer.model is not None:
         trainer.start_of_training.remember()
     data = _users_data(trainer, size)
@@ -178,8 +178,7 @@ def evaluation_session(trainer: TrainerMethods) -> Iterator[Session]:
     if trainer.session is not None:
         yield trainer.session
         return
-    size = world_size_from_environment()
-    config = config_of(trainer.args, num_samples=None, world_size=size, for_training=False)
+    config = config_of(trainer.args, num_samples=None, world_size=trainer.args.world_size, for_training=False)
     attach_trackers(trainer.callback_manager, config)
     before = trainer.global_state
     directory = None if before is None else before.run_dir
@@ -212,7 +211,7 @@ def evaluation_session(trainer: TrainerMethods) -> Iterator[Session]:
 @contextmanager
 def _world(config: ConfigContainer) -> Iterator[World]:
     """The ranks. A group of one is closed at once; one of several is kept for the next call, until the process ends."""
-    world = open_world(config.dist)
+    world = open_world(config.dist, config.parallel_sizes(world_size_from_environment()))
     if world.size > 1 and world.owns_group:
         atexit.register(world.close)
     try:
@@ -224,7 +223,7 @@ def _world(config: ConfigContainer) -> Iterator[World]:
             atexit.register(world.abandon)
         raise
     finally:
-        if world.size == 1:
+        if world.size == 1 or not world.owns_group:
             world.close()
 
 
@@ -301,8 +300,8 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
     with state.timers(MODEL_TIMER).measure(barrier=True):
         session.model = notify.model = [_wrapped(trainer, session)]
         session.compiled.enter_context(compiled(config.train, session.model[0]))
-        iters = train_iters(config, num_samples, world_size=state.world.size)
-        made = make_optimizers(trainer, session.module, config, Length(iters, state.world.size, num_samples))
+        iters = train_iters(config, num_samples, world_size=state.world.data.size)
+        made = make_optimizers(trainer, session.module, config, Length(iters, state.world.data.size, num_samples))
         session.optimizer, session.scheduler = notify.optimizer, notify.scheduler = made
     load_checkpoint(state, Trained(session.model, session.optimizer, session.scheduler))
     let_callbacks_give_weights(state, notify)
@@ -323,7 +322,7 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
         count_micro_batches(state, session.train_data)
     state.info.shown_steps = shown_steps(trainer.args, state.info.max_steps)
     record_tokenizer(state, session.module, trainer.data_collator, trainer.eval_dataset, trainer.train_dataset)
-    trainer.start_of_training.apply(config.rng.seed, state.world.rank, on_every_rank=trainer.follows_transformers)
+    trainer.start_of_training.apply(config.rng.seed, state.world.data.rank, on_every_rank=trainer.follows_transformers)
 
 
 def _wrapped(trainer: TrainerMethods, session: Session) -> nn.Module:

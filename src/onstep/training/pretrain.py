@@ -192,7 +192,7 @@ class _Configured(EntryPoint):
 
 def _joined(config: ConfigContainer) -> AbstractContextManager[World]:
     """Join the ranks until the run is over."""
-    return closing(open_world(config.dist))
+    return closing(open_world(config.dist, config.parallel_sizes(world_size_from_environment())))
 
 
 def _train_and_evaluate(

@@ -181,7 +181,7 @@ class Run:
     @cached_property
     def args(self) -> Any:
         """Hugging Face's view of the configuration; `Trainer` sets those that it was given."""
-        return config_to_args(self.cfg, world_size=self.world.size)
+        return config_to_args(self.cfg, world_size=self.world.data.size)
 
     @cached_property
     def timers(self) -> Timers:
@@ -242,9 +242,9 @@ class Run:
         train = self.cfg.train
         if train.micro_batch_size is None or train.global_batch_size is None:
             return None
-        sizes = batch_sizes(train, self.world.size, self.cfg.model.seq_length)
+        sizes = batch_sizes(train, self.world.data.size, self.cfg.model.seq_length)
         decreases = train.decrease_batch_size_if_needed
-        return NumMicroBatchesCalculator(sizes, train.micro_batch_size, self.world.size, decreases)
+        return NumMicroBatchesCalculator(sizes, train.micro_batch_size, self.world.data.size, decreases)
 
     @property
     def current_global_batch_size(self) -> int:

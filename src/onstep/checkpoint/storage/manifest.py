@@ -87,6 +87,12 @@ class Manifest:
         """Total bytes of all files except the manifest."""
         return sum(digest.size for digest in self.files.values())
 
+    @property
+    def data_ranks(self) -> int:
+        """The number of ranks with samples of their own in the run that saved it."""
+        found = self.layout.get("world_size")
+        return found if isinstance(found, int) else self.world_size
+
     def config_section(self, name: str) -> dict[str, Any]:
         """A section of the stored configuration, unchecked; empty if there is none, or something else in its place.
 

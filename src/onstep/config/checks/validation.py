@@ -19,7 +19,7 @@ from onstep.errors import ConfigError
 
 
 def validate(config: ConfigContainer, world_size: int = 1) -> None:
-    """Check a configuration for a run on `world_size` data-parallel ranks; it is not modified.
+    """Check a configuration for a run on `world_size` ranks; it is not modified.
 
     Warns (UserWarning) if the warm-up is as long as the learning-rate schedule (it is then shortened), if the run ends
     before its ramp-up of the batch, and if it ends before a step to skip.
@@ -32,12 +32,13 @@ def validate(config: ConfigContainer, world_size: int = 1) -> None:
     """
     config = own_copy(config)
     check_values(config)
+    data_ranks = config.parallel_sizes(world_size).data
     for name in config.field_names():
         section = getattr(config, name)
         if isinstance(section, ConfigSection):
             section.validate()
     check_alone(config)
-    check_batches(config, world_size)
+    check_batches(config, data_ranks)
     check_optimizer(config)
     check_schedule(config)
     check_trained_model(config)
@@ -53,12 +54,12 @@ def validate(config: ConfigContainer, world_size: int = 1) -> None:
     if config.trainer.get("config_overrides"):
         raise ConfigError("trainer.config_overrides cannot be part of a configuration; set the keys that it names.")
     if config.trainer:
-        check_trainer(config, world_size)
-    filled = fill(config, world_size)
-    iters = train_iters(filled, world_size=world_size)
-    check_steps(filled, iters, world_size)
+        check_trainer(config, data_ranks)
+    filled = fill(config, data_ranks)
+    iters = train_iters(filled, world_size=data_ranks)
+    check_steps(filled, iters, data_ranks)
     if iters is not None:
-        check_phases(filled, iters, world_size)
+        check_phases(filled, iters, data_ranks)
 
 
 def resolve(config: ConfigContainer, world_size: int = 1) -> ConfigContainer:
@@ -72,16 +73,17 @@ def resolve(config: ConfigContainer, world_size: int = 1) -> ConfigContainer:
 
     Args:
         config: the configuration, which is not modified.
-        world_size: the number of data-parallel ranks.
+        world_size: the number of ranks, of which those along the axes of `parallel_sizes` may have the same samples.
 
     Raises:
         ConfigError: as `validate`.
     """
     validate(config, world_size)
-    resolved = fill(config, world_size)
-    iters = train_iters(resolved, world_size=world_size)
+    data_ranks = config.parallel_sizes(world_size).data
+    resolved = fill(config, data_ranks)
+    iters = train_iters(resolved, world_size=data_ranks)
     if iters is not None:
-        warmup, decay = warmup_and_decay(resolved, iters, world_size)
+        warmup, decay = warmup_and_decay(resolved, iters, data_ranks)
         unit = "iters" if resolved.train.train_samples is None else "samples"
         if warmup >= decay:
             resolved.scheduler.lr_warmup_fraction = None

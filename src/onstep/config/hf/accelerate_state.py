@@ -23,7 +23,7 @@ def partial_state(args: Any, *, imports: bool = False) -> Any:
     module: Any = importlib.import_module("accelerate.state") if imports else sys.modules.get("accelerate.state")
     if not hasattr(module, "PartialState"):
         return None
-    size = args.world_size
+    size = args.parallel_sizes.ranks
     if size > 1 and "MASTER_ADDR" not in os.environ:  # ranks that nothing connects
         return None
     if size == 1 and "LOCAL_RANK" in os.environ and not {"MASTER_ADDR", "WORLD_SIZE"} <= os.environ.keys():

@@ -47,7 +47,7 @@ def check_arguments(args: Any) -> None:
             f"TrainingArguments.dataloader_prefetch_factor={args.dataloader_prefetch_factor} requires workers that "
             f"prefetch; set dataloader_num_workers > 0, or drop it."
         )
-    if args.save_on_each_node and args.world_size > integer_from_environment("LOCAL_WORLD_SIZE", 1):
+    if args.save_on_each_node and args.parallel_sizes.ranks > integer_from_environment("LOCAL_WORLD_SIZE", 1):
         raise ConfigError(
             "TrainingArguments.save_on_each_node=True is not supported with ranks on several machines: rank 0 "
             "completes a checkpoint whose files it sees; use an output_dir on storage that all machines share."

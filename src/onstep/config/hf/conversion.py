@@ -44,7 +44,7 @@ SHARES = tuple(f"{what}_steps" for what in INTERVALS)
 def args_to_config(
     args: TrainingArguments, *, num_samples_per_epoch: int | None = None, world_size: int = 1
 ) -> ConfigContainer:
-    """The configuration that corresponds to the arguments on `world_size` ranks.
+    """The configuration that corresponds to the arguments on `world_size` data-parallel ranks.
 
     Arguments without a key of their own are in `config.trainer`; `config_overrides` are applied last.
     `num_samples_per_epoch` is needed only where an interval is a share of a run whose length is given in epochs.

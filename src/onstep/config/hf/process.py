@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from onstep.config.hf.accelerate_state import partial_state
 from onstep.config.hf.argument import LOG_LEVELS
+from onstep.config.parallel_sizes import ParallelSizes
 from onstep.errors import ConfigError
 from onstep.files.bounded_reading import integer_from_environment
 
@@ -102,10 +103,24 @@ class ProcessArguments:
         return self.per_device_eval_batch_size
 
     @property
-    def world_size(self) -> int:
-        """Processes of the run, of its process group or else from `WORLD_SIZE`."""
+    def parallel_sizes(self) -> ParallelSizes:
+        """How many of the run's processes work together along each axis.
+
+        The processes are those of its process group, or else of `WORLD_SIZE`.
+        """
         group = _process_group()
-        return integer_from_environment("WORLD_SIZE", 1) if group is None else int(group.get_world_size())
+        number = integer_from_environment("WORLD_SIZE", 1) if group is None else int(group.get_world_size())
+        return ParallelSizes(dp_replicate=number)
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run with samples of their own: all, unless some divide the model among them."""
+        return self.parallel_sizes.data
+
+    @property
+    def data_index(self) -> int:
+        """The number of this process among the `world_size` with samples of their own; shared by those without."""
+        return self.parallel_sizes.data_rank(self.process_index)
 
     @property
     def process_index(self) -> int:
@@ -148,7 +163,7 @@ class ProcessArguments:
     @property
     def parallel_mode(self) -> ParallelMode:
         """DISTRIBUTED with more than one process, else NOT_PARALLEL."""
-        return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
+        return ParallelMode.DISTRIBUTED if self.parallel_sizes.ranks > 1 else ParallelMode.NOT_PARALLEL
 
     @property
     def place_model_on_device(self) -> bool | None:
@@ -188,7 +203,7 @@ class ProcessArguments:
             local: the main process is the first of each machine; False: the first of all.
             desc: what the block does, for the log.
         """
-        if self.world_size == 1:
+        if self.parallel_sizes.ranks == 1:
             yield
             return
         is_main = (self.local_process_index if local else self.process_index) == 0

@@ -88,7 +88,7 @@ class AttachedTrainer:
 
     def _num_training_batches(self) -> int | float:
         whole = length_of(self._loaders.training_loader())
-        return whole if math.isinf(whole) else math.ceil(whole / self.world_size)
+        return whole if math.isinf(whole) else math.ceil(whole / self._trainer.args.world_size)
 
     def _num_steps(self) -> int | float:
         args = self._trainer.args
@@ -141,6 +141,6 @@ FACTS: dict[str, Callable[[Any], Any]] = {
     "training": lambda my: my._trainer.is_in_train and my._logged.phase == "training",
     "val_dataloaders": lambda my: _one_or_all(my._loaders.validation()),
     "validating": lambda my: my._logged.phase == "validation",
-    "world_size": lambda my: my._trainer.args.world_size,
+    "world_size": lambda my: my._trainer.args.parallel_sizes.ranks,
 }
 """The attributes that `self.trainer` has."""

@@ -56,10 +56,10 @@ class Reduced:
         """The value over all ranks. Collective."""
         own = self.value.to(world.device, copy=True)
         if self.how == "min":
-            return -float(world.max(-own))
+            return -float(world.data.max(-own))
         if self.how == "max":
-            return float(world.max(own))
-        value, weight = world.sum(torch.stack([own, self.weight.to(world.device)])).tolist()
+            return float(world.data.max(own))
+        value, weight = world.data.sum(torch.stack([own, self.weight.to(world.device)])).tolist()
         return float(value / weight if self.how == "mean" else value)
 
 
@@ -161,7 +161,8 @@ class Logged:
         """What the last step has logged, as means over ranks. Collective; reads the device once."""
         if not self.of_step:
             return {}
-        values = world.sum(torch.stack([value.to(world.device) for value in self.of_step.values()])) / world.size
+        own = torch.stack([value.to(world.device) for value in self.of_step.values()])
+        values = world.data.sum(own) / world.data.size
         return dict(zip(self.of_step, values.tolist(), strict=True))
 
     def epoch_values(self, phase: Phase, world: World) -> Metrics:

@@ -260,7 +260,7 @@ class Router(nn.Module):
             return counts / counts.sum() if self._step_shares is None else self._step_shares
         counts = counts * float(self.step.counts)
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(counts)
+            dist.all_reduce(counts, group=self.step.group)
         total = counts if self._step_counts is None else self._step_counts + counts
         self._step_counts, self._step_shares = total, total / total.sum().clamp(min=1)
         return self._step_shares

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
 """Auxiliary losses of a router, in the order of a record."""
@@ -30,6 +31,8 @@ class RoutingStep:
         """Whether forward passes count; False for filler micro-batches."""
         self.is_replay = False
         """Whether micro-batches are rerun to diagnose a step: nothing is counted, and there is no communication."""
+        self.group: ProcessGroup | None = None
+        """The ranks whose tokens differ, over which choices are counted; None for all ranks."""
 
 
 class RoutingRecord:

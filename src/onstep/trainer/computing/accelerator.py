@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from onstep.config import DistributedInitConfig
 from onstep.distributed import World, open_world
-from onstep.optim import LossScaler, TrainingOptimizer, clip_grad_norm
+from onstep.optim import LossScaler, TrainingOptimizer
 from onstep.train_state import StateDict
 from onstep.trainer.computing.accelerator_answers import AcceleratorAnswers
 from onstep.trainer.computing.forward_precision import cast_forward
@@ -73,8 +73,12 @@ class Accelerator(AcceleratorAnswers):
 
     @property
     def num_processes(self) -> int:
-        """Number of ranks."""
+        """Number of ranks with samples of their own, by which scripts multiply batch sizes."""
         return int(self._trainer.args.world_size)
+
+    @property
+    def _num_ranks(self) -> int:
+        return int(self._trainer.args.parallel_sizes.ranks)
 
     @property
     def process_index(self) -> int:
@@ -99,12 +103,12 @@ class Accelerator(AcceleratorAnswers):
     @property
     def is_last_process(self) -> bool:
         """Whether this is the last rank."""
-        return self.process_index == self.num_processes - 1
+        return self.process_index == self._num_ranks - 1
 
     @property
     def use_distributed(self) -> bool:
         """Whether there are several ranks."""
-        return self.num_processes > 1
+        return self._num_ranks > 1
 
     @property
     def distributed_type(self) -> str:
@@ -274,16 +278,12 @@ class Accelerator(AcceleratorAnswers):
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip the global norm of gradients, and return it as it was; float16's loss scale does not count.
-
-        Collective if parameters are sharded.
-        """
+        """Clip the global norm of gradients, and return it as it was; float16's loss scale does not count."""
         scaler, step = self._loss_scaler(), self._step()
         is_scaled = scaler is not None and step is not None and not hasattr(step, "total")
         scale = scaler.scale if scaler is not None and is_scaled else 1.0
-        if norm_type == 2:
-            return clip_grad_norm(parameters, max_norm * scale) / scale
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm * scale, norm_type=norm_type) / scale
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm * scale, norm_type=norm_type)
+        return norm / scale
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clip each value of the gradients."""
@@ -327,10 +327,11 @@ class Accelerator(AcceleratorAnswers):
         world = self._known_world()
         is_usable = world is not None and (world.size == 1 or dist.is_initialized())
         if world is None or not is_usable:
-            if self.num_processes == 1:
+            if self._num_ranks == 1:
                 return World(device=self.device)
             world = self._opened = open_world(
-                DistributedInitConfig(device=self.device.type, distributed_backend=self._trainer.args.ddp_backend)
+                DistributedInitConfig(device=self.device.type, distributed_backend=self._trainer.args.ddp_backend),
+                self._trainer.args.parallel_sizes,
             )
             atexit.register(world.close)
         return world

@@ -87,7 +87,7 @@ class CustomStep(ModelStep):
 
     def part_of_step(self, loss: Tensor) -> Tensor:
         """The part of a loss from `compute_loss` in the loss of its step, as it is averaged over ranks."""
-        size = self._world.size
+        size = self._world.data.size
         if self._gives_shares:
             is_scaled = size == 1 or self._scales_shares or self._num_averaged_ranks > 1
             return loss if is_scaled else loss * size
@@ -133,12 +133,12 @@ class CustomStep(ModelStep):
 
     def _weigh(self, step: MicroBatches, counted: list[Batch]) -> Tensor | float | None:
         """The weight of all means of a step over all ranks; None for the only one. Collective."""
-        if self._world.size == 1 and len(step) == 1:
+        if self._world.data.size == 1 and len(step) == 1:
             return None
         total = sum(float(self._weight_of(batch)) for batch in counted)
-        if self._world.size == 1:
+        if self._world.data.size == 1:
             return max(total, 1.0)
-        return self._world.sum(as_scalar(total, torch.float64, self._world.device)).clamp(min=1)
+        return self._world.data.sum(as_scalar(total, torch.float64, self._world.device)).clamp(min=1)
 
     def _weight_of(self, batch: Batch) -> Tensor | float:
         return mean_weight(batch, self._labels.count(batch), self._weighting)
@@ -146,7 +146,7 @@ class CustomStep(ModelStep):
     def _trained(
         self, model: nn.Module, inputs: Batch, num_items: Tensor | int | None
     ) -> tuple[Tensor, Callable[..., object]]:
-        trainer, size = self._trainer, self._world.size
+        trainer, size = self._trainer, self._world.data.size
         if not self._gives_shares:
             self._weight = self._weight_of(inputs)
         given = [copy.copy(inputs) if isinstance(inputs, Mapping) else inputs]

@@ -34,23 +34,23 @@ def mapped(function: Callable[[Tensor], object], data: object) -> Any:
 
 
 def gather(data: Data, world: World) -> Data:
-    """Every rank's tensors of the same shape, joined along the first axis; unchanged for one rank. Collective."""
-    if world.size == 1:
+    """The tensors of the same shape of all shares of the samples, joined along the first axis. Collective."""
+    if world.data.size == 1:
         return data
     joined: Data = mapped(lambda tensor: torch.cat(_all(_with_rows(tensor), world)), data)
     return joined
 
 
 def gather_rows(data: object, world: World, *, is_filler: bool, as_objects: bool = False) -> object:
-    """Every rank's rows, of any number and width 0 for a filler; objects as one list. Collective."""
-    if world.size == 1:
+    """The rows of all shares of the samples, any number of them; none of a filler; objects as one list. Collective."""
+    if world.data.size == 1:
         return data
     if as_objects or not _has_only_tensors(data):
-        return [one for rank in world.gather([] if is_filler else data) for one in rank]
+        return [one for share in world.data.gather([] if is_filler else data) for one in share]
 
     def joined(tensor: Tensor) -> Tensor:
         rows = _with_rows(tensor)
-        counts = [row[0] for row in world.gather_numbers([0 if is_filler else rows.shape[0], rows.shape[0]])]
+        counts = [row[0] for row in world.data.gather_numbers([0 if is_filler else rows.shape[0], rows.shape[0]])]
         padded = pad_to_longest(rows, world)
         return torch.cat([part[: int(count)] for part, count in zip(_all(padded, world), counts, strict=True)])
 
@@ -58,16 +58,16 @@ def gather_rows(data: object, world: World, *, is_filler: bool, as_objects: bool
 
 
 def reduce(data: Data, world: World, reduction: str = "sum") -> Data:
-    """The `sum` or `mean` over all ranks, in new tensors. Collective."""
+    """The `sum` or `mean` over the ranks with samples of their own, in new tensors. Collective."""
 
     def reduced(tensor: Tensor) -> Tensor:
         total = tensor.clone()
-        if world.size == 1:
+        if world.data.size == 1:
             return total
         if reduction == "max":
-            return world.max(total)
-        world.sum(total)
-        return total.div_(world.size) if reduction == "mean" else total
+            return world.data.max(total)
+        world.data.sum(total)
+        return total.div_(world.data.size) if reduction == "mean" else total
 
     moved: Data = mapped(reduced, data)
     return moved
@@ -80,7 +80,7 @@ def pad_to_longest(data: Data, world: World, *, dim: int = 0, value: float = 0, 
         if not -tensor.ndim <= dim < tensor.ndim:
             return tensor
         axis = dim % tensor.ndim
-        length = int(max(row[axis] for row in world.gather_numbers([float(size) for size in tensor.shape])))
+        length = int(max(row[axis] for row in world.data.gather_numbers([float(size) for size in tensor.shape])))
         missing = length - tensor.shape[axis]
         if missing == 0:
             return tensor
@@ -94,8 +94,8 @@ def pad_to_longest(data: Data, world: World, *, dim: int = 0, value: float = 0, 
 
 def _all(tensor: Tensor, world: World) -> list[Tensor]:
     mine = tensor.contiguous()
-    parts = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(parts, mine)
+    parts = [torch.empty_like(mine) for _ in range(world.data.size)]
+    dist.all_gather(parts, mine, group=world.data.group())
     return parts
 
 

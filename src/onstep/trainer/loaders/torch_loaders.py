@@ -52,7 +52,7 @@ def training_loader(
 
     With `dataloader_drop_last`, an epoch ends with the last full `unit` micro-batches of all ranks.
     """
-    rank, world_size = args.process_index, args.world_size
+    rank, world_size = args.data_index, args.world_size
     if isinstance(dataset, DataLoader):
         check_strategy(args, dataset)
         return prepared_loader(args, dataset)
@@ -97,7 +97,7 @@ def prepared_loader(args: TrainingArguments, loader: DataLoader[Batch]) -> Itera
         if isinstance(loader.batch_sampler, OrderedBatches) or isinstance(loader.sampler, OrderedSamples):
             return loader
         orders = _seeded_orders(args, loader.batch_sampler, loader.generator)
-        batches = OrderedBatches(orders, args.process_index, args.world_size)
+        batches = OrderedBatches(orders, args.data_index, args.world_size)
         return DataLoader(
             loader.dataset,
             batch_sampler=batches,
@@ -110,7 +110,7 @@ def prepared_loader(args: TrainingArguments, loader: DataLoader[Batch]) -> Itera
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
         )
-    return loader if args.world_size == 1 else _Dealt(loader, args.process_index, args.world_size)
+    return loader if args.world_size == 1 else _Dealt(loader, args.data_index, args.world_size)
 
 
 def lists_batches(loader: object) -> TypeGuard[DataLoader[Batch]]:

@@ -164,7 +164,7 @@ def _open_listed(
     rows = ListedRows(
         loader.dataset,
         orders,
-        MicroBatchLayout(args.per_device_train_batch_size, world.rank, world.size),
+        MicroBatchLayout(args.per_device_train_batch_size, world.data.rank, world.data.size),
         is_share=is_share,
         seed=config.rng.seed if config.rng.data_seed is None else config.rng.data_seed,
         **_reading(loader, world),
@@ -212,8 +212,8 @@ def _open_ready(
         loader,
         num_samples,
         micro_batch_size=args.per_device_train_batch_size,
-        rank=world.rank,
-        world_size=world.size,
+        rank=world.data.rank,
+        world_size=world.data.size,
         seed=config.rng.seed if config.rng.data_seed is None else config.rng.data_seed,
     )
 

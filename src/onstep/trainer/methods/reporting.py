@@ -92,7 +92,7 @@ class ReportingMethods(BaseTrainer):
             return
         counted, self.current_flos = self.current_flos, 0.0
         state = self.global_state
-        state.train_state.floating_point_operations_so_far += sum(state.world.gather(counted))
+        state.train_state.floating_point_operations_so_far += sum(state.world.data.gather(counted))
 
     def end(self) -> None:
         """Leave the process group, which otherwise stays for further calls; trackers are closed when a run ends."""

@@ -99,7 +99,7 @@ def _write_generators(trainer: Any, directory: str) -> None:
     }
     if torch.cuda.is_available():
         cuda = torch.cuda.random
-        states["cuda"] = cuda.get_rng_state_all() if args.world_size > 1 else cuda.get_rng_state()
+        states["cuda"] = cuda.get_rng_state_all() if args.parallel_sizes.ranks > 1 else cuda.get_rng_state()
     os.makedirs(directory, exist_ok=True)
-    name = "rng_state.pth" if args.world_size <= 1 else f"rng_state_{args.process_index}.pth"
+    name = "rng_state.pth" if args.parallel_sizes.ranks <= 1 else f"rng_state_{args.process_index}.pth"
     torch.save(states, os.path.join(directory, name))

@@ -231,5 +231,5 @@ class SteppingMethods(BaseTrainer):
         return 1
 
     def get_tp_size(self) -> int:
-        """1: tensors are not split over ranks."""
-        return 1
+        """The number of ranks over which the tensors of a layer are split."""
+        return int(self.args.parallel_sizes.tp)

@@ -98,7 +98,7 @@ class InputCounts(Callback):
         if self._kind == "no":
             return
         local, self._local = self._local, 0
-        self._run.train_state.num_input_tokens_seen = self.tokens + sum(self._run.world.gather(local))
+        self._run.train_state.num_input_tokens_seen = self.tokens + sum(self._run.world.data.gather(local))
 
     def _tokens_of(self, inputs: Batch) -> int:
         name = main_input_name(self._trainer.model)

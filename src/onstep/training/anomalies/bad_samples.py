@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from onstep.checkpoint import RngState
 from onstep.distributed import no_sync
-from onstep.optim import clip_grad_norm
 from onstep.training.anomalies.worst_samples import WorstSample
 from onstep.training.compute.losses import MicroLoss
 from onstep.training.compute.step import MicroBatches, Step
@@ -78,12 +78,21 @@ def find_bad_samples(
     of each of its micro-batches, without reducing it.
     """
     world = job.run.world
-    by_rank = world.gather((_bad_losses(world.rank, micros, sample_ids), sample_ids))
-    bad_samples = [suspect for found, _ in by_rank for suspect in found]
+    own = (_bad_losses(world.rank, micros, sample_ids), world.data.rank, sample_ids)
+    by_rank = world.gather(own)
+    bad_samples = _named_once([(found, share) for found, share, _ in by_rank])
     if not bad_samples and step is not None:
-        found_again = world.gather(_bad_gradients(job, step, sample_ids))
-        bad_samples = [suspect for found in found_again for suspect in found]
-    return Findings(bad_samples, [ids for _, ids in by_rank])
+        bad_samples = _named_once(world.gather((_bad_gradients(job, step, sample_ids), world.data.rank)))
+    return Findings(bad_samples, world.data.one_of_each([ids for *_, ids in by_rank]))
+
+
+def _named_once(found: list[tuple[list[BadSamples], int]]) -> list[BadSamples]:
+    """What each rank has found, with its share of the samples; of ranks with the same samples, the first finder's."""
+    first: dict[tuple[int, int], BadSamples] = {}
+    for suspects, share in found:
+        for suspect in suspects:
+            first.setdefault((share, suspect.micro_batch), suspect)
+    return list(first.values())
 
 
 def _bad_losses(rank: int, micros: list[MicroLoss], sample_ids: list[list[int]] | None) -> list[BadSamples]:
@@ -129,7 +138,8 @@ def _gradient_norms(job: Job, step: Step) -> Iterator[float]:
         with no_sync(model):
             micro = forward(iterator, batch, step.batches.is_filler[index])
             backward(micro, backward_start_of(job, micro, len(iterator)))
-        yield float(clip_grad_norm((p for chunk in model for p in chunk.parameters()), math.inf))
+        grads = [p.grad for chunk in model for p in chunk.parameters() if p.grad is not None]
+        yield float(torch.stack(torch._foreach_norm(grads)).norm()) if grads else 0.0
 
 
 def _drop_gradients(model: list[nn.Module]) -> None:

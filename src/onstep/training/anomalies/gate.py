@@ -239,7 +239,7 @@ class AnomalyGate(Feature[Job]):
         if found.is_non_finite and record is not None:
             findings = find_bad_samples(self._job, record.micros, ids, self._job.last if is_this_step else None)
         else:
-            findings = Findings([], self._state.world.gather(ids))
+            findings = Findings([], self._state.world.data.gather(ids))
             if found.is_spike and is_this_step and self._job.last is not None:
                 findings = replace(findings, worst=find_worst_samples(self._job, self._job.last))
         if self._buffers is not None and is_this_step:

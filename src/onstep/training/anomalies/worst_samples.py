@@ -74,7 +74,7 @@ def find_worst_samples(job: Job, step: Step) -> list[WorstSample]:
     for (number, row, count, _), (total, weight) in zip(rows, sums, strict=False):
         is_listed = ids is not None and len(ids[number]) == count
         own.append((number, row, ids[number][row] if ids is not None and is_listed else None, total, weight))
-    by_rank = world.gather(own)
+    by_rank = world.data.gather(own)
     whole = sum(total for one in by_rank for *_, total, _ in one if math.isfinite(total)) or math.nan
     found = [
         WorstSample(rank, number, row, sample_id, total / (weight or 1.0), total / whole)

@@ -71,7 +71,7 @@ def save_checkpoint(
     if state.checkpoints is None:
         raise CheckpointError("there is no directory to save in; set checkpoint.save, or run.name for pretrain().")
     state.train_state.floating_point_operations_so_far = num_floating_point_operations_so_far
-    reader = None if train_data_iterator is None else as_step_source(train_data_iterator, state.world.size)
+    reader = None if train_data_iterator is None else as_step_source(train_data_iterator, state.world.data.size)
     trained = Trained(model, optimizer, opt_param_scheduler)
     state.checkpoints.save(
         trained,

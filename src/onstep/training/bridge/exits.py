@@ -128,7 +128,7 @@ def save_checkpoint_and_time(
 def join_ranks(state: GlobalState) -> None:
     """Give a state that is not a run's all ranks of the caller's process group. Collective."""
     if state.world.size == 1 and dist.is_initialized() and dist.get_world_size() > 1:
-        state.world = open_world(state.cfg.dist)
+        state.world = open_world(state.cfg.dist, state.cfg.parallel_sizes(dist.get_world_size()))
         state.control.rank = state.world.rank
 
 
@@ -141,4 +141,4 @@ def open_checkpoints_of(state: GlobalState, callbacks: CallbackManager | list[ob
 
 
 def _source(train_data_iterator: Any, state: GlobalState) -> Any:
-    return None if train_data_iterator is None else as_step_source(train_data_iterator, state.world.size)
+    return None if train_data_iterator is None else as_step_source(train_data_iterator, state.world.data.size)

@@ -57,7 +57,7 @@ def place_scheduler(scheduler: OptimizerParamScheduler, state: Run) -> None:
         taken = progress.step - progress.num_skips - len(passed_over)
         scheduler.num_steps = taken * state.current_running_global_batch_size
     else:
-        after = schedule_samples(state.cfg, state.info.samples_per_epoch, world_size=state.world.size)
+        after = schedule_samples(state.cfg, state.info.samples_per_epoch, world_size=state.world.data.size)
         num_skipped_samples = sum(after(step) - after(step - 1) for step in passed_over)
         num_skipped_samples += progress.num_skips * sizes.sizes.at(progress.consumed_train_samples)
         scheduler.num_steps = max(0, after(progress.step) - num_skipped_samples)

@@ -134,7 +134,7 @@ def compare_configuration(state: Run, info: CheckpointInfo) -> list[Change]:
     if not info.manifest.config:
         return []
     policy = state.cfg.checkpoint.on_config_change
-    current = fill(state.cfg, state.world.size)
+    current = fill(state.cfg, state.world.data.size)
     if current.model.vocab_size is None:  # set from the tokenizer, which is not open yet
         current.model.vocab_size = info.manifest.config_section("model").get("vocab_size")
     try:

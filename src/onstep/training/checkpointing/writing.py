@@ -190,7 +190,7 @@ class RunCheckpoints:
             place_scheduler(scheduler, self.state)  # again: the length of an epoch is now known
         position = DataPosition(reader, self.state)
         self._load(self.start, self.components.position(position, loads=True))
-        if not position.is_loaded or self.start.manifest.world_size != self.state.world.size:
+        if not position.is_loaded or self.start.manifest.data_ranks != self.state.world.data.size:
             position.seek()
 
     def to_go_back_to(self, max_step: int, went_to: int | None, branch: int) -> CheckpointInfo | None:
@@ -249,7 +249,7 @@ class RunCheckpoints:
                 components=components,
                 config=state.cfg.to_dict(),
                 metrics=finite_numbers(state.evaluated.last_metrics) if state.evaluated.at_step == step else {},
-                layout={"world_size": state.world.size, "num_microbatches": state.num_microbatches},
+                layout={"world_size": state.world.data.size, "num_microbatches": state.num_microbatches},
                 persistent=persistent,
                 adopts=adopts,
                 extra=self._extra(),

@@ -39,7 +39,7 @@ def reduce_step(micros: list[MicroLoss], world: World) -> StepLoss:
             micro-batches lack.
     """
     first = micros[0]
-    if len(micros) == 1 and world.size == 1 and not first.report:
+    if len(micros) == 1 and world.data.num_parts == 1 and not first.report:
         return StepLoss(_counted(first), first.weight if first.kind == "sum" else 1.0, first.tokens)
     if len({micro.kind == "share" for micro in micros}) > 1:
         raise LossError(
@@ -142,11 +142,11 @@ def _sums(
     numerator, weight, tokens = local
     keys = sorted({key for micro in micros for key in micro.report} - {without})
     reports = {key: _local_report(micros, key) for key in keys}
-    if world.size == 1:
+    if world.data.num_parts == 1:
         return numerator, weight, tokens, reports
     parts = [numerator, weight, -1.0 if tokens is None else tokens, *chain.from_iterable(reports.values())]
     # float64 keeps token counts exact; MPS has none, but no process group either
     vector = torch.stack([as_scalar(part, torch.float64, numerator.device) for part in parts])
-    world.sum(vector)
+    world.data.sum_losses(vector)
     pairs = zip(vector[3::2], vector[4::2], strict=True)
     return vector[0], vector[1], None if tokens is None else vector[2], dict(zip(keys, pairs, strict=True))

@@ -45,6 +45,7 @@ class Experts(Feature[Job]):
         self.routers = [one for one in modules if isinstance(one, Router)]
         self.predictions = [one for one in modules if isinstance(one, MultiTokenPrediction)]
         self._routing = RoutingStep()
+        self._routing.group = host.run.world.data.group(with_parts=True)
         for router in self.routers:
             router.step = self._routing
         for prediction in self.predictions:
@@ -75,13 +76,13 @@ class Experts(Feature[Job]):
 
     def before_backward(self, step: Step, micro: MicroLoss, start: Scalar | None) -> None:
         """Set the scale of the auxiliary losses: see `auxiliary_start`."""
-        num_starts = len(step.batches.micro_batches) * self.host.run.world.size
+        num_starts = len(step.batches.micro_batches) * self.host.run.world.data.size
         self._routing.loss_scale = auxiliary_start(micro, start, num_starts)
 
     def after_update(self, step: Step) -> None:
         """Sum the step over the ranks, and update the expert biases if the weights were updated. Collective."""
         counts, before = self._vectors()
-        self.last = self.host.run.world.sum(counts - before)
+        self.last = self.host.run.world.data.sum_losses(counts - before)
         self._add_to_interval(self.last)
         self._is_open = False
         self._routing.counts, self._routing.loss_scale = True, 1.0

@@ -247,6 +247,7 @@ class RerunStateMachine:
             "state": state.value,
             "current_iteration": self.current_iteration,
             "world_size": self._world.size,
+            "data_ranks": self._world.data.size,
             "rejections": [asdict(one) for one in self._rejections] if pending else [],
             "largest": self._largest.state_dict(),
             "error_injector": self.error_injector.state_dict(),
@@ -264,14 +265,14 @@ class RerunStateMachine:
         self._is_resumed = state_dict["state"] == RerunState.WILL_RERUN_FROM_CHECKPOINT.value
         self._rejections = [Rejection.from_dict(one) for one in state_dict["rejections"]]
         self._iterator_states = list(state_dict["iterators"])
-        if self._is_resumed and (
-            self._mode is not RerunMode.VALIDATE_RESULTS or state_dict["world_size"] != self._world.size
-        ):
+        ranks = state_dict["world_size"], state_dict.get("data_ranks", state_dict["world_size"])
+        is_same = ranks == (self._world.size, self._world.data.size)
+        if self._is_resumed and (self._mode is not RerunMode.VALIDATE_RESULTS or not is_same):
             logger.warning(
                 "the checkpoint has results in question (%s), but they are not recomputed: that requires "
-                "rerun_state_machine.rerun_mode=validate_results and %d ranks",
+                "rerun_state_machine.rerun_mode=validate_results and %d ranks, %d of them with samples of their own",
                 "; ".join(map(str, self._rejections)),
-                state_dict["world_size"],
+                *ranks,
             )
             self._is_resumed, self._rejections = False, []
             self.error_injector.is_active = False

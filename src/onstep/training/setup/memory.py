@@ -24,7 +24,7 @@ def check_device_memory(config: ConfigContainer, world: World) -> None:
     """
     if config.validation.skip_train or (config.model.hf_config is not None and world.device.type == "cpu"):
         return  # a trace lasts seconds
-    estimator = partial(estimate_memory, device=world.device.type, ranks=world.size)
+    estimator = partial(estimate_memory, device=world.device.type, ranks=world.data.size)
     estimate = estimator(config)
     if estimate is None:
         return

@@ -222,9 +222,9 @@ def train_loader(config: ConfigContainer, world: World, dataset: object) -> Trai
     seed = config.rng.seed if config.rng.data_seed is None else config.rng.data_seed
     reading: dict[str, Any] = {
         "micro_batch_size": options.micro_batch_size,
-        "global_batch_size": sizes_of(config, world.size).last,
-        "rank": world.rank,
-        "world_size": world.size,
+        "global_batch_size": sizes_of(config, world.data.size).last,
+        "rank": world.data.rank,
+        "world_size": world.data.size,
         "seed": seed,
         "shuffle": data.shuffle,
         "drop_last": options.drop_last,
@@ -245,9 +245,9 @@ def eval_loader(config: ConfigContainer, world: World, dataset: object) -> EvalL
     return EvalLoader(
         dataset,
         micro_batch_size=micro,
-        num_microbatches=batch // (micro * world.size),
-        rank=world.rank,
-        world_size=world.size,
+        num_microbatches=batch // (micro * world.data.size),
+        rank=world.data.rank,
+        world_size=world.data.size,
         **_reading(config.dataset, world),
     )
 

@@ -60,18 +60,19 @@ def set_up(state: Run, notify: Dispatcher, pre_wrap_hooks: Sequence[ModelHook] =
     partial batches.
     """
     config, world, timers = state.cfg, state.world, state.timers
+    ranks = world.data.size
     with timers("tokenizer-setup").measure():
         state.tokenizer = open_tokenizer(state)
     resolve_vocabulary(config, state.tokenizer.vocab_size)
     check_device_memory(config, world)
     with timers(MODEL_TIMER).measure(barrier=True):
         model = build_model(config, world, state, pre_wrap_hooks)
-        seed_everything(config.rng.seed + world.rank)
-        trains, iters = not config.validation.skip_train, train_iters(config, world_size=world.size)
+        seed_everything(config.rng.seed + world.data.rank)
+        trains, iters = not config.validation.skip_train, train_iters(config, world_size=ranks)
         scaler = build_loss_scaler(config.optimizer, config.mixed_precision)
         optimizer = build_optimizer(model, config.optimizer, scaler=scaler, seed=config.rng.seed) if trains else None
-        waits = iters is None or has_rampup_tails(config, world.size)
-        scheduler = None if optimizer is None or waits else scheduler_for(config, optimizer, iters, world.size)
+        waits = iters is None or has_rampup_tails(config, ranks)
+        scheduler = None if optimizer is None or waits else scheduler_for(config, optimizer, iters, ranks)
     notify.model, notify.optimizer, notify.scheduler = model, optimizer, scheduler
     load_checkpoint(state, Trained(model, optimizer, scheduler))
     let_callbacks_give_weights(state, notify)
@@ -80,8 +81,8 @@ def set_up(state: Run, notify: Dispatcher, pre_wrap_hooks: Sequence[ModelHook] =
         train_data, valid_data, test_data = build_data(config, world, state.tokenizer)
         record_tokenizer(state, state.tokenizer, valid_data, train_data)
     if scheduler is None and train_data is not None and optimizer is not None:
-        iters = train_iters(config, train_data.num_samples, world_size=world.size)
-        scheduler = scheduler_for(config, optimizer, iters, world.size, train_data.num_samples)
+        iters = train_iters(config, train_data.num_samples, world_size=ranks)
+        scheduler = scheduler_for(config, optimizer, iters, ranks, train_data.num_samples)
         notify.scheduler = scheduler
     state.entry_point.train_dataloader, state.entry_point.eval_dataloader = train_data, valid_data
     count_steps(state, train_data)
@@ -175,15 +176,15 @@ def count_steps(state: Run, train_data: TrainLoader | StreamLoader | None) -> No
     train, validation = config.train, config.validation
     assert train.micro_batch_size is not None
     assert train.global_batch_size is not None
-    sizes = sizes_of(config, world.size)
-    row_size = train.micro_batch_size * world.size
+    sizes = sizes_of(config, world.data.size)
+    row_size = train.micro_batch_size * world.data.size
     state.num_microbatches = max(1, sizes.at(state.train_state.consumed_train_samples) // row_size)
     if validation.eval_global_batch_size and validation.eval_micro_batch_size:
         state.num_eval_microbatches = validation.eval_global_batch_size // (
-            validation.eval_micro_batch_size * world.size
+            validation.eval_micro_batch_size * world.data.size
         )
     num_samples = None if train_data is None else train_data.num_samples
-    info.max_steps = train_iters(config, num_samples, world_size=world.size) or 0
+    info.max_steps = train_iters(config, num_samples, world_size=world.data.size) or 0
     info.samples_per_epoch = num_samples if sizes.varies else None
     info.steps_per_epoch = None if train_data is None else train_data.steps_per_epoch(sizes.last // row_size)
     info.num_train_epochs = train.num_epochs or (info.max_steps / info.steps_per_epoch if info.steps_per_epoch else 0)
@@ -199,7 +200,7 @@ def count_steps(state: Run, train_data: TrainLoader | StreamLoader | None) -> No
     info.eval_steps, info.save_steps = validation.eval_interval or 0, config.checkpoint.save_interval or 0
     info.train_batch_size = train.micro_batch_size
     info.max_eval_steps = -1 if validation.eval_iters is None else validation.eval_iters
-    info.num_processes, info.rank, info.local_rank = world.size, world.rank, world.local_rank
+    info.num_processes, info.rank, info.local_rank = world.data.size, world.rank, world.local_rank
     state.control.rank = world.rank
 
 

@@ -47,7 +47,7 @@ def _own_batches(state: Run, data_iterator: DataSource) -> Generator[StepBatches
         raise ConfigError("validation.eval_iters=None has no end for an evaluation without data; set it.")
     source = only_iterator(data_iterator)
     for _ in itertools.count() if limit is None else range(limit):
-        step = IteratorReader(source, world_size=state.world.size).read(state.num_eval_microbatches)
+        step = IteratorReader(source, world_size=state.world.data.size).read(state.num_eval_microbatches)
         if step is None:
             return
         yield step
@@ -116,7 +116,7 @@ def _until_the_longest(world: World, batches: Iterator[StepBatches]) -> Iterator
                 f"the evaluation data of rank {_ranks_of_least(rows)} has no batch, and that of other ranks has "
                 f"(micro-batches of the first batch, by rank: {counts}); give each rank at least one"
             )
-        samples = sum(row[1] for row in rows)
+        samples = sum(world.data.one_of_each([row[1] for row in rows]))
         num_samples = None if math.isnan(samples) else int(samples)
         yield replace(_filled(step, spare, max(counts)), num_samples=num_samples)
 

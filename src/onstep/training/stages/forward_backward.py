@@ -54,10 +54,10 @@ def backward_start_of(job: Job, micro: MicroLoss, num_micro_batches: int) -> Sca
     """The value that a micro-batch's backward pass starts from, including the loss scale of float16; None means 1.
 
     For a step of one micro-batch on one rank, the weight is known at once. Data parallelism divides the summed
-    gradients by the number of ranks; a share must not be divided.
+    gradients by the number of ranks with different samples; a share must not be divided.
     """
     run, kind, weight = job.run, micro.kind, micro.weight
-    alone = num_micro_batches == 1 and run.world.size == 1
+    alone = num_micro_batches == 1 and run.world.data.size == 1
     nominal = 1.0 if alone else run.nominal_step_size
     start: Scalar | None = None
     if kind == "mean":
@@ -69,7 +69,7 @@ def backward_start_of(job: Job, micro: MicroLoss, num_micro_batches: int) -> Sca
     elif kind == "sum":
         start = 1.0 / nominal
     else:
-        start = None if run.world.size == 1 else float(run.world.size)
+        start = None if run.world.data.size == 1 else float(run.world.data.size)
     if job.scaler is None:
         return start
     return job.scaler.scale if start is None else start * job.scaler.scale
@@ -79,7 +79,7 @@ def gradient_factor_of(job: Job, step: Step) -> Scalar | None:
     """The factor for the step's gradients, now that there are some and the step's weight is known; None means 1."""
     if not job.has_gradients:
         check_for_gradients(job)
-    run, size = job.run, job.run.world.size
+    run, size = job.run, job.run.world.data.size
     if step.micros[0].kind == "share" or (len(step.micros) == 1 and size == 1):
         return None
     factor = run.nominal_step_size * size / divisor(step.total.weight, step.total.numerator)

@@ -11,18 +11,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from onstep.data import StepBatches, StepSource, as_step_source
-from onstep.distributed import (
-    check_exchanged,
-    check_loader,
-    check_ranks,
-    check_weights,
-    has_fixed_buckets,
-    is_bare,
-    refused_together,
-)
+from onstep.distributed import check_ranks, check_weights, has_fixed_buckets, is_bare
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager, Dispatcher
-from onstep.metrics.norms.named_parameters import reshard
 from onstep.optim import (
     ForeignOptimizer,
     ScalesRates,
@@ -84,41 +75,19 @@ class Job:
     ) -> Job:
         """A training of what a user has passed; `data` is a loader of `onstep.data`, an iterator or None.
 
-        Collective.
-
         Raises:
-            ConfigError: on all ranks, if the model has several chunks or weights without values, the world is not the
-                process group, the data is that of other ranks, some trained parameters are outside of what averages the
-                gradients of the rest, the forward step cannot be called, the optimizer has no `step()` or no parameter
+            ConfigError: if the model has several chunks or weights without values, the run was made before the process
+                group of several ranks, the forward step cannot be called, the optimizer has no `step()` or no parameter
                 of the model, or the scheduler is one of another optimizer.
             ShardingError: if parameters are sharded over ranks other than by `fully_shard` over all of them.
         """
-        parts = (run, forward_step_func, model, optimizer, scheduler, data, callbacks)
-        return refused_together(run.world, lambda: cls._of(*parts))
-
-    @classmethod
-    def _of(
-        cls,
-        run: Run,
-        forward_step_func: ForwardStep,
-        model: list[nn.Module],
-        optimizer: UserOptimizer,
-        scheduler: UserScheduler | None,
-        data: object,
-        callbacks: CallbackManager | None,
-    ) -> Job:
         only_chunk(model)
         check_weights(model)
-        reshard(model)
         check_ranks(model, run.world)
-        check_loader(data, run.world)
         driven = drive(optimizer, model, run)
-        trained = None
         if not isinstance(driven, ForeignOptimizer):  # one of Megatron's may have copies of the weights
             check_trains(driven.param_groups, model)
-            trained = [parameter for group in driven.param_groups for parameter in group["params"]]
             optimizer = driven
-        check_exchanged(model, trained)
         if scheduler is not None:
             check_scheduler(scheduler, optimizer)
         scheduler = TorchSchedulerAdapter(scheduler) if isinstance(scheduler, LRScheduler) else scheduler
@@ -130,7 +99,7 @@ class Job:
             optimizer=driven,
             raw_optimizer=optimizer,
             scheduler=scheduler,
-            reader=as_step_source(data, run.world.size),
+            reader=as_step_source(data, run.world.data.size),
             notify=Dispatcher(callbacks, run, model, optimizer, scheduler),
         )
 
@@ -190,21 +159,22 @@ def warn_of_parameters_left_out(job: Job) -> None:
 def warn_of_wrapper(job: Job) -> None:
     """Warn, on rank 0, of a model that seems to exchange no gradients, or in an order that depends on the process."""
     run = job.run
-    if run.world.size == 1 or not run.world.is_main:
+    ranks = run.world.data.size
+    if ranks == 1 or not run.world.is_main:
         return
     if all(is_bare(chunk) for chunk in job.model):
         logger.warning(
             "the model is not wrapped for data parallelism, so each of the %d ranks trains a model of its own, unless "
             "your own code averages gradients; wrap it with onstep.distributed.data_parallel, or pass world=World() to "
             "GlobalState to train each rank by itself",
-            run.world.size,
+            ranks,
         )
-    elif run.world.size > 2 and run.checkpoints is not None and not all(map(has_fixed_buckets, job.model)):
+    elif ranks > 2 and run.checkpoints is not None and not all(map(has_fixed_buckets, job.model)):
         logger.warning(
             "the model is wrapped in torch's DistributedDataParallel, which changes its gradient buckets after the "
             "first step of a process: on %d ranks, a resumed run sums in another order and is not the same to the bit; "
             "wrap it with onstep.distributed.data_parallel, or pass find_unused_parameters=True",
-            run.world.size,
+            ranks,
         )
 
 

@@ -14,7 +14,7 @@ from onstep.training.run import Run
 
 def step_batch_size(config: ConfigContainer, state: Run) -> int:
     """Samples of a step over all ranks, from its number of micro-batches."""
-    return (config.train.micro_batch_size or 1) * state.world.size * state.num_microbatches
+    return (config.train.micro_batch_size or 1) * state.world.data.size * state.num_microbatches
 
 
 def flops_of_samples(

@@ -87,7 +87,9 @@ def test_the_card_shows_no_way_to_the_data_and_takes_no_dataset_for_the_base(run
     (run / "run.json").write_text(json.dumps(content))
     text = card_of_run(run)
     assert "base_model: owner/model\n" in text
-    assert "Fine-tuned from `owner/model` with" in text
+    assert f"Fine-tuned from `owner/model` (revision {'b' * 40}) with" in text
+    data = text.partition("## Data")[2].partition("##")[0]
+    assert ("- datasets/owner/texts: revision aaa" in data, "owner/model" in data) == (True, False)
 
 
 def test_results_of_a_part_of_the_questions_are_not_in_the_head(run: Path) -> None:
@@ -97,7 +99,11 @@ def test_results_of_a_part_of_the_questions_are_not_in_the_head(run: Path) -> No
     assert {one.dataset_type: one.metric_value for one in card.data.eval_results if one.metric_type == "acc"} == {
         "facts": 0.5
     }
-    assert "| others | 0 | 2 |" in card.text
+    full, parts = card.text.partition("## Tasks\n")[2].partition("## Settings")[0].split("## Tasks, a part")
+    assert "| facts | 0 | 8 | acc 0.5000" in full
+    assert "others" not in full
+    assert "| others | 0 | 2 |" in parts
+    assert "facts" not in parts
 
 
 def test_results_of_weights_that_were_trained_again_are_not_claimed(run: Path) -> None:

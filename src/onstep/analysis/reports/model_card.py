@@ -59,15 +59,17 @@ def model_card(card: Card, run: Mapping[str, Any] | None = None) -> str:
         card: its facts.
         run: the content of run.json, for what the data was; None for no run.
     """
+    revision = _models(run or {}).get(str(card.base))
     metadata = {**card.metadata, "model_name": card.name, "model-index": _model_index(card)}
     shown = yaml.safe_dump({key: value for key, value in metadata.items() if value}, sort_keys=False)
     sections = [
         f"---\n{shown}---\n",
         f"# {card.name}\n",
-        _origin(card),
+        _origin(card, revision),
         _section("Data", _items(_data_facts(run or {}))),
         _results(card.history),
         _section("Tasks", _tasks(card.evaluations)),
+        _section("Tasks, a part of the questions", _tasks(card.evaluations, of_parts=True)),
         _section("Settings", _items(card.settings)),
         _section("Versions", _items(card.versions)),
     ]
@@ -83,9 +85,8 @@ def card_of_run(directory: Path, name: str | None = None, step: int | None = Non
     config = _mapping(run.get("config"))
     evaluations = [one for one in _readable(directory) if step is None or one.step == step]
     lines = [one for one in objects_in(directory / RECORD) if step is None or _step(one) <= step]
-    revisions = _mapping(run.get("hub_revisions"))
     pretrained = _mapping(config.get("checkpoint")).get("pretrained_checkpoint")
-    base = next((name for name in revisions if not name.startswith(_OF_DATASETS)), None)
+    base = base_on_hub(run)
     peft = _mapping(config.get("peft")).get("peft_scheme")
     metadata = {
         "library_name": "transformers",
@@ -107,6 +108,17 @@ def card_of_run(directory: Path, name: str | None = None, step: int | None = Non
     return model_card(card, run)
 
 
+def base_on_hub(run: Mapping[str, Any]) -> str | None:
+    """The name on the Hub of the model that a run started from, by its run.json; None for another place or none."""
+    return next(iter(_models(run)), None)
+
+
+def _models(run: Mapping[str, Any]) -> dict[str, str]:
+    """The commits of models on the Hub in a run.json, by name."""
+    revisions = _mapping(run.get("hub_revisions"))
+    return {str(name): str(commit) for name, commit in revisions.items() if not str(name).startswith(_OF_DATASETS)}
+
+
 def _is_of_trainer(run: Mapping[str, Any]) -> bool:
     """Whether the model and its data are objects of a script, which the configuration does not describe."""
     return run.get("layout") == "hugging_face"
@@ -124,9 +136,10 @@ def _step(line: Mapping[str, Any]) -> int:
     return step if isinstance(step, int) else 0
 
 
-def _origin(card: Card) -> str:
+def _origin(card: Card, revision: str | None) -> str:
     without = "Trained from scratch" if card.is_base_known else "Trained"
-    how = f"Fine-tuned from `{card.base}`" if card.base else without
+    at = f" (revision {revision})" if revision else ""
+    how = f"Fine-tuned from `{card.base}`{at}" if card.base else without
     data = f" on {', '.join(card.datasets)}" if card.datasets else ""
     which = f" ({', '.join(card.configurations)})" if card.datasets and card.configurations else ""
     return f"{how}{data}{which} with Onstep.\n"
@@ -142,8 +155,9 @@ def _data_facts(run: Mapping[str, Any]) -> dict[str, str]:
     found |= {f"digest of {str(name).replace('_', ' ')}": str(digest) for name, digest in digests.items()}
     tokenizer = _mapping(run.get("tokenizer")).get("fingerprint")
     found |= {"tokenizer": str(tokenizer)} if tokenizer else {}
-    revisions = _mapping(run.get("hub_revisions"))
-    return found | {str(name): f"revision {commit}" for name, commit in revisions.items()}
+    revisions = {str(name): commit for name, commit in _mapping(run.get("hub_revisions")).items()}
+    of_data = revisions.keys() - _models(run).keys()
+    return found | {name: f"revision {commit}" for name, commit in revisions.items() if name in of_data}
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,26 +195,29 @@ def _results(history: Sequence[Metrics]) -> str:
     return _section("Results", "\n".join(part for part in parts if part))
 
 
-def _tasks(evaluations: Sequence[Evaluation]) -> str:
-    newest = {name: (one, result) for one in evaluations for name, result in one.tasks.items()}
+def _tasks(evaluations: Sequence[Evaluation], *, of_parts: bool = False) -> str:
+    """The newest results of all questions; with `of_parts`, those of tasks that have only results of a part."""
+    results = [(name, result) for one in evaluations for name, result in one.tasks.items()]
+    full = {name: result for name, result in results if result.limit is None}
+    newest = {name: result for name, result in results if name not in full} if of_parts else full
     heads = ["task", "shots", "questions", "result", "lm-eval"]
     rows = [
         [name, _shown(result.num_fewshot), _shown(result.num_samples), ", ".join(metric_words(result)), result.lm_eval]
-        for name, (_, result) in newest.items()
+        for name, result in newest.items()
     ]
     return _table(heads, rows) if rows else ""
 
 
 def _model_index(card: Card) -> list[dict[str, Any]]:
     """The results of tasks in the form of model hubs, without those of a part of the questions."""
-    newest = {name: result for one in card.evaluations for name, result in one.tasks.items() if result.limit is None}
+    full = {name: result for one in card.evaluations for name, result in one.tasks.items() if result.limit is None}
     results = [
         {
             "task": {"type": "text-generation"},
             "dataset": {"type": name, "name": name},
             "metrics": [{"type": metric, "value": value} for metric, value in result.metrics.items()],
         }
-        for name, result in newest.items()
+        for name, result in full.items()
     ]
     return [{"name": card.name, "results": results}] if results else []
 

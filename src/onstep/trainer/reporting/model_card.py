@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from onstep.analysis.logs.run_status import run_record
-from onstep.analysis.reports.model_card import Card
+from onstep.analysis.reports.model_card import Card, base_on_hub
 from onstep.analysis.reports.model_card import model_card as text_of
 from onstep.config import TrainingArguments
 from onstep.training.run import Run
@@ -58,7 +58,8 @@ def model_card(
         dataset_args: their configurations.
     """
     name = name or Path(str(args.output_dir)).absolute().name
-    base = given.get("base_model") or _base_of(model)
+    record = {} if run is None or run.run_dir is None else run_record(run.run_dir.path)
+    base = given.get("base_model") or _base_of(model) or base_on_hub(record)
     tags = list(dict.fromkeys([*_listed(given.get("tags")), "generated_from_trainer", "onstep"]))
     library = {}
     if hasattr(model, "save_pretrained"):
@@ -73,7 +74,7 @@ def model_card(
         {key: getattr(args, key) for key in _SETTINGS} | ({} if run is None else {"ranks": run.world.size}),
         {"python": platform.python_version(), **_versions()},
     )
-    return text_of(card, None if run is None or run.run_dir is None else run_record(run.run_dir.path))
+    return text_of(card, record)
 
 
 def _versions() -> dict[str, str]:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ast
-import builtins
 import importlib.util
 import re
 import shlex
-import textwrap
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,65 +12,18 @@ import pytest
 import torch
 
 from onstep.cli.config import configuration
-from onstep.cli.main import COMMANDS, main
+from onstep.cli.main import COMMANDS
 from onstep.config import KEYS, ConfigContainer, merge, parse_yaml, resolve
 from onstep.diloco.simulator.reading import from_values
 from onstep.recipes import get_recipe
-
-ROOT = Path(__file__).parents[2]
-HOW_DO_I = ROOT / "docs" / "guide" / "how-do-i.md"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(
-    r"^(?P<indent> *)```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
-)
-
+from tests.docs.pages import PAGES, ROOT, Block, blocks
 
 NEEDS = {"lightning.md": "lightning"}
 """Packages that the examples of a page import, and that the development environment lacks; `make brought` has them."""
 SCRIPTS = ("trl", "sentence-transformers", "dpo", "kto", "reward-models", "grpo")
 """Pages with a script for TRL or sentence-transformers, which `make brought` starts."""
-GENERATED = re.compile(r"^<!-- generated: .*?^<!-- end of generated part -->$", re.MULTILINE | re.DOTALL)
-"""What `docs/generate.py` wrote, such as the loop: shown, not an example."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block of a page."""
-
-    page: Path
-    line: int
-    """Where its code begins, from 1."""
-    code: str
-
-    def __str__(self) -> str:
-        return f"{self.page.relative_to(ROOT)}:{self.line}"
-
-    language: str = "python"
-
-    def run(self, namespace: dict[str, Any]) -> None:
-        """Execute the code as if it stood in the page, so that a traceback has the page's lines."""
-        exec(compile("\n" * (self.line - 1) + self.code, str(self.page), "exec"), namespace)
-
-    def lines(self) -> list[str]:
-        """The lines of the code; one that ends in a backslash has the next one with it."""
-        return self.code.replace("\\\n", " ").splitlines()
-
-    def run_commands(self) -> None:
-        """Run the `onstep` command lines in this process."""
-        for line in self.lines():
-            command = shlex.split(line, comments=True)
-            if command[:1] == ["onstep"]:
-                assert main(command[1:]) == 0, f"{self}: {line}"
-
-
-def blocks(page: Path, *languages: str) -> list[Block]:
-    """The blocks of some languages in a page, in order."""
-    text = GENERATED.sub(lambda part: "\n" * part[0].count("\n"), page.read_text(encoding="utf-8"))
-    found = [match for match in FENCE.finditer(text) if match["language"] in languages]
-    return [
-        Block(page, text.count("\n", 0, match.start("code")) + 1, textwrap.dedent(match["code"]), match["language"])
-        for match in found
-    ]
+ELSEWHERE = (*SCRIPTS, "how-do-i")
+"""Pages that other tests run: each answer of "How do I" runs by itself."""
 
 
 def all_blocks(language: str) -> list[Block]:
@@ -95,7 +44,7 @@ def commands() -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES[1:] if blocks(page, "python") and page.stem not in SCRIPTS], ids=lambda p: p.name
+    "page", [page for page in PAGES[1:] if blocks(page, "python") and page.stem not in ELSEWHERE], ids=lambda p: p.name
 )
 def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, empty_dir: Path) -> None:
     """Of the README, each example runs by itself."""
@@ -104,11 +53,8 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, empty_dir: Pat
         pytest.skip(f"{needed} is not installed")
     namespace: dict[str, Any] = {"__name__": "__main__"}
     torch.manual_seed(0)
-    for block in blocks(page, "python", *(["bash"] if page == HOW_DO_I else [])):
-        if block.language == "python":
-            block.run(namespace)
-        else:
-            block.run_commands()
+    for block in blocks(page, "python"):
+        block.run(namespace)
 
 
 @pytest.mark.parametrize("block", blocks(ROOT / "README.md", "python"), ids=str)
@@ -119,43 +65,6 @@ def test_an_example_of_the_readme_runs_by_itself(
     shown = re.search(r"loss (\S+) at the start, (\S+) at the end", "".join(capfd.readouterr()))
     assert shown is not None
     assert float(shown[2]) < float(shown[1])
-
-
-def test_every_answer_of_how_do_i_has_an_example() -> None:
-    answers = re.split(r"^### ", HOW_DO_I.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
-    assert len(answers) >= 40
-    assert not [answer.splitlines()[0] for answer in answers if not FENCE.search(answer)]
-
-
-def test_an_answer_of_how_do_i_needs_nothing_of_another_answer() -> None:
-    setup, *answers = re.split(r"^### ", HOW_DO_I.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    known, _ = names(python_of(setup))
-    for answer in answers:
-        own, read = names(python_of(answer))
-        unknown = read - own - known - set(dir(builtins))
-        assert not unknown, f"{answer.splitlines()[0]}: {unknown}"
-        looked_at = set(re.findall(r"^onstep \w+(?: \w+)? runs/([\w-]+)", answer, re.MULTILINE))
-        assert looked_at <= {"mine", "other"}, answer.splitlines()[0]
-
-
-def python_of(text: str) -> str:
-    """The Python blocks of a text, one after the other."""
-    return "\n".join(textwrap.dedent(one["code"]) for one in FENCE.finditer(text) if one["language"] == "python")
-
-
-def names(code: str) -> tuple[set[str], set[str]]:
-    """The names that code binds, anywhere, and those that it reads."""
-    bound, read = set[str](), set[str]()
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Name):
-            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler):
-            bound.add(str(node.name))
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-        elif isinstance(node, ast.alias):
-            bound.add((node.asname or node.name).partition(".")[0])
-    return bound, read
 
 
 def test_pages_that_teach_have_examples() -> None:

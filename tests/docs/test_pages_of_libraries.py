@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.docs.test_examples import ROOT, blocks
+from tests.docs.pages import ROOT, blocks
 
 pytestmark = pytest.mark.process
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.docs.test_examples import ROOT, blocks
+from tests.docs.pages import ROOT, blocks
 from tests.docs.test_pages_of_libraries import finish, numbers, start
 
 pytestmark = [

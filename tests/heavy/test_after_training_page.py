@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.docs.test_examples import ROOT, blocks
+from tests.docs.pages import ROOT, blocks
 
 GUIDE = ROOT / "docs/guide"
 

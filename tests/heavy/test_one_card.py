@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from onstep.cli.main import main
-from tests.docs.test_examples import ROOT, blocks
+from tests.docs.pages import ROOT, blocks
 from tests.support.chat_directory import chat_directory
 
 pytest.importorskip("bitsandbytes")

@@ -17,16 +17,16 @@ demo: $(READY)
 
 # The tests to run while working: minutes on two cores. What starts whole programs is left to test-all.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not process"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not process"
 
 # Every test but the long sweeps, as CI runs them.
 test-all: $(READY) $(HEAVY)/.ready
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow"
-	$(HEAVY)/bin/python -m pytest -n 2 --dist loadfile -m "not slow" tests/heavy
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(HEAVY)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" tests/heavy
 
 # What needs torchao, bitsandbytes and lm-eval: with them installed, transformers and peft take twice as long to import.
 test-heavy: $(HEAVY)/.ready
-	$(HEAVY)/bin/python -m pytest -n 2 --dist loadfile tests/heavy
+	$(HEAVY)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/heavy
 
 # The long sweeps, which neither of them runs.
 test-slow: $(READY)
@@ -41,7 +41,7 @@ faults-diloco: $(READY)
 
 # Every test there is, and, if none fails, the page of promises with what it counted: half an hour on two quiet cores.
 promises: $(READY)
-	ONSTEP_RESULTS=build/results.json $(BIN)/python -m pytest -n 3 --dist loadfile
+	ONSTEP_RESULTS=build/results.json $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python tools/promises.py build/results.json
 
 # Builds the archives of a release, installs the wheel into an empty environment outside of the clone, and tries it.

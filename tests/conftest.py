@@ -22,7 +22,7 @@ os.environ["ONSTEP_DILOCO_TOKENS"] = tempfile.mkdtemp(prefix="onstep-tests-token
 
 from onstep.config import ConfigContainer
 from onstep.training.runs import provenance
-from tests.support import power, results
+from tests.support import power, results, workers
 from tests.support.browser import chromium, new_page
 from tests.support.forked_processes import Processes
 from tests.support.small_configs import small_pretrain_config
@@ -47,6 +47,19 @@ def pytest_configure(config: pytest.Config) -> None:
     power.never_cut()
     if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ENOUGH_BYTES:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Workers of pytest-xdist share the compilation of the tests."""
+    workers.compile_a_share(session.config)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Under pytest-xdist long files come first: one that started last would keep one worker busy alone."""
+    if hasattr(config, "workerinput"):
+        items[:] = workers.mix(items)
 
 
 def pytest_collection_finish() -> None:

@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -46,6 +47,12 @@ _IMPORTED = (
     "onstep.analysis.plots.plots",
 )
 """What a run imports on its way (torch its compiler for the meta device), which takes longer than a small run."""
+_SHARED = re.compile(
+    r"(onstep|tests\.support)\.(?!as_transformers|exchange|run\b|jobs)(?!.*_jobs\b)"
+    r"|(transformers|accelerate|peft|torch\.distributed|torch\.utils)\b"
+)
+"""What the server imports once a rank has: neither modules of jobs, which may read their rank when they are imported,
+nor datasets, which reads from the environment then where its cache is."""
 
 
 class Processes:
@@ -173,13 +180,22 @@ def serve() -> None:
     for name in (*_IMPORTED, *sys.argv[1:]):
         importlib.import_module(name)
     power.never_cut()
+    told, telling = os.pipe()
+    os.set_blocking(told, False)
+    os.set_blocking(telling, False)
     gc.freeze()  # a child that collects garbage need not copy the memory of what is imported
     for line in sys.stdin:
         request = json.loads(line)
+        learned = _read_all(told).split()
         for name in request.get("imports", ()):
             importlib.import_module(name)
+        for name in dict.fromkeys(learned):
+            with suppress(ImportError):  # the rank may have made it up
+                importlib.import_module(name)
+        if learned:
+            gc.freeze()
         port = _free_port()
-        children = [_fork(request, rank, port, answers.fileno()) for rank in range(request.get("ranks", 0))]
+        children = [_fork(request, rank, port, answers.fileno(), telling) for rank in range(request.get("ranks", 0))]
         if "ended" in request:
             answer = list(_ended([request["ended"]]).values())
         else:
@@ -187,20 +203,36 @@ def serve() -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def _fork(request: dict[str, Any], rank: int, port: int, answers: int) -> int:
+def _fork(request: dict[str, Any], rank: int, port: int, answers: int, telling: int) -> int:
     child = os.fork()
     if child:
         return child
     os.close(answers)  # whoever reads them waits for the server only
-    code = 1
+    code, known = 1, set(sys.modules)
     try:
         code = _be_rank(request, rank, port)
+        _tell(telling, [name for name in sys.modules if name not in known and _SHARED.match(name)])
     except BaseException:  # noqa: BLE001 - a rank must never go on as a second server
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _tell(telling: int, names: list[str]) -> None:
+    """Write what a rank had to import, as far as there is room."""
+    with suppress(BlockingIOError):
+        for name in names:
+            os.write(telling, f"{name}\n".encode())  # in one piece, as it is shorter than a page
+
+
+def _read_all(told: int) -> str:
+    parts = []
+    with suppress(BlockingIOError):
+        while part := os.read(told, 1 << 16):
+            parts.append(part)
+    return b"".join(parts).decode()
 
 
 def _be_rank(request: dict[str, Any], rank: int, port: int) -> int:

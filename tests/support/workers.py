@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-
 ROOT = Path(__file__).parents[2]
 LONG = ("process", "distributed", "faults")
 """Marks of tests that take seconds and mostly wait for other processes."""

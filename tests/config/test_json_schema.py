@@ -11,10 +11,11 @@ import jsonschema
 import pytest
 
 from onstep.cli.main import main
-from onstep.config import KEYS, dump_yaml, parse_yaml, resolve
+from onstep.config import KEYS, dump_yaml, merge, parse_yaml, resolve
 from onstep.config.bridge_outcomes import rules
 from onstep.config.json_schema import json_schema
 from onstep.recipes import RECIPES, get_recipe
+from tests.support.contract import bridge_recipes
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = json_schema()
@@ -62,10 +63,22 @@ def test_each_configuration_file_in_the_pages_and_examples_is_valid(check: jsons
         "model: {activation_func: {_target_: torch.nn.functional.silu, _call_: false}}",
         "model: {tensor_model_parallel_size: 1, _target_: megatron.Provider}",
         "optimizer: {optimizer: dist_muon}",
+        "model: {activation_func: torch.nn.functional.silu}",
+        "model.activation_func: megatron.core.activations.squared_relu",
+        "optimizer: {params_dtype: torch.bfloat16}",
+        "optimizer: {params_dtype: {_target_: torch.bfloat16, _call_: false}}",
+        "{_target_: megatron.ConfigContainer, ft: null, optimizer: {main_params_dtype: torch.float32}}",
     ],
 )
 def test_what_is_accepted_is_valid(text: str, check: jsonschema.Draft202012Validator) -> None:
-    check.validate(parse_yaml(text))
+    values = parse_yaml(text)
+    check.validate(values)
+    merge(get_recipe("tiny_gpt")(), values)
+
+
+@pytest.mark.parametrize("name", bridge_recipes.RECIPES)
+def test_each_recipe_of_bridge_is_valid(name: str, check: jsonschema.Draft202012Validator) -> None:
+    check.validate(bridge_recipes.of_recipe(name))
 
 
 @pytest.mark.parametrize(
@@ -87,6 +100,9 @@ def test_what_is_accepted_is_valid(text: str, check: jsonschema.Draft202012Valid
         "mixed_precision: [bf16]",
         "model: {tensor_model_parallel_size: 2}",
         "callbacks: [a:B]",
+        "model: {activation_func: torch.nn.functional.tanh}",
+        "model: {activation_func: swish}",
+        "ft: null",
     ],
 )
 def test_a_wrong_key_or_value_is_not_valid(text: str, check: jsonschema.Draft202012Validator) -> None:

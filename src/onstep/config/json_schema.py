@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, get_args, get_origin
 
+from onstep.config.bridge.own_values import ACTIVATIONS, FUNCTIONS
 from onstep.config.bridge.rules import Rule
 from onstep.config.bridge.values import TARGET
 from onstep.config.bridge_outcomes import rules
@@ -17,13 +18,17 @@ Schema = dict[str, Any]
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _OBJECT: Schema = {"$ref": "#/$defs/object of Megatron Bridge"}
+_FUNCTION = rf"^({'|'.join(map(re.escape, FUNCTIONS))})(.*\.)?({'|'.join(ACTIVATIONS)})$"
+_WEIGHT_TYPES: list[Schema] = [_OBJECT, {"enum": ["torch.float32", "torch.bfloat16"]}]
 _BRIDGES_VALUES: dict[str, list[Schema]] = {
     "mixed_precision": [_OBJECT, {"type": "string"}],
     "train.exit_signal": [_OBJECT],
     "train.manual_gc_eval": [{"type": "integer"}],
-    "model.activation_func": [_OBJECT],
+    "model.activation_func": [_OBJECT, {"type": "string", "pattern": _FUNCTION}],
     "model.rope_scaling": [{"type": "boolean"}],
     "optimizer.optimizer": [{"const": "dist_muon"}],
+    "optimizer.params_dtype": _WEIGHT_TYPES,
+    "optimizer.main_params_dtype": _WEIGHT_TYPES,
     "tokenizer.tokenizer_type": [{"enum": ["HuggingFaceTokenizer", "NullTokenizer"]}],
 }
 """What Bridge writes as the values of keys that are Onstep's, too (`config.bridge.own_values`)."""
@@ -47,12 +52,17 @@ def json_schema(keys: Mapping[str, Key] = KEYS) -> Schema:
             patterns[f"^{re.escape(name)}$"] = {"$ref": f"#/properties/{section}/properties/{last}"}
         if "additionalProperties" in schema:  # a dictionary: `env_vars.NAME` sets one entry of it
             patterns[rf"^{re.escape(name)}\."] = {}
+    sections = [name for name, schema in properties.items() if "properties" in schema]
+    for name in sections:
+        properties[name]["type"] = ["object", "null"]
     return {
         "$schema": DIALECT,
         "title": "Onstep configuration",
         "description": "A configuration of `onstep train`, written by `onstep config schema`.",
         **_section(properties),
         "patternProperties": patterns,
+        "if": {"not": {"required": [TARGET]}},  # Bridge writes null for a section that is at its defaults
+        "then": {"properties": {name: {"type": "object"} for name in sections}},
         "$defs": {"object of Megatron Bridge": {"type": "object", "required": [TARGET], "deprecated": True}},
     }
 

@@ -10,7 +10,7 @@ from onstep.config.bridge.values import comparable, function_name, plain
 from onstep.config.suggestions import shown
 from onstep.errors import ConfigError
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -20,6 +20,8 @@ _ACTIVATIONS = {
     "squared_relu": "relu2",
 }
 """Names of functions, and the activations that they are."""
+FUNCTIONS = ("torch.", "megatron.")
+"""How a text begins that names a function, not an activation."""
 
 _TOKENIZERS = {"HuggingFaceTokenizer": "huggingface"}
 _OTHER_TOKENIZERS = ("SentencePiece", "GPT2BPE", "GPTSentencePiece", "BertWordPiece", "Llama2", "TikTokenizer")
@@ -45,13 +47,13 @@ _PROJECTIONS = {
 
 def _activation(section: Any, value: Any) -> Any:
     name = function_name(value)
-    if name is None or (isinstance(value, str) and not value.startswith(("torch.", "megatron."))):
+    if name is None or (isinstance(value, str) and not value.startswith(FUNCTIONS)):
         return value
-    if name not in _ACTIVATIONS:
+    if name not in ACTIVATIONS:
         raise ConfigError(
             f"model.activation_func={name} is not supported; set silu, gelu, gelu_tanh, relu or relu2 (squared)."
         )
-    return _ACTIVATIONS[name]
+    return ACTIVATIONS[name]
 
 
 def _tokenizer(section: Any, value: Any) -> Any:

@@ -13,6 +13,7 @@ from tests.support.forked_processes import Processes
 pytestmark = pytest.mark.distributed
 
 JOBS = "tests.support.jobs.sharding_jobs"
+DOORS = ["evaluate", "train", "train_step"]
 
 
 @pytest.fixture(scope="module")
@@ -37,24 +38,62 @@ def test_a_state_made_before_the_process_group_is_refused(processes: Processes, 
     assert all("made before the process group of 2 ranks" in error for error in errors), errors
 
 
-@pytest.mark.parametrize("door", ["train", "train_step", "evaluate"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_worlds_and_loaders_of_other_ranks_are_refused_on_all_ranks(
+    processes: Processes, tmp_path: Path, ranks: int
+) -> None:
+    said = {
+        "rank 0 twice": rf"the world is rank 0 of {ranks}, but this process is rank [12] of the {ranks} of",
+        "more ranks": rf"the world is rank \d of {ranks + 1}, but this process is rank \d of the {ranks} of",
+        "all samples": rf"TrainLoader reads the samples of rank 0 of 1, but is read by rank \d of {ranks}",
+        "samples of rank 0": rf"TrainLoader reads the samples of rank 0 of {ranks}, but is read by rank [12] of",
+        "evaluated by rank 0": rf"EvalLoader reads the samples of rank 0 of 1, but is read by rank \d of {ranks}",
+        "no group": rf"rank \d of {2 * ranks}, but there is no process group; pass world=open_world",
+        "no world": rf"WORLD_SIZE says that {ranks} ranks were started, but there is no process group",
+    }
+    for found in processes.results(JOBS, "refusals", tmp_path, ranks=ranks):
+        assert sorted(found) == (["no group"] if ranks == 1 else sorted(said))
+        for case, error in found.items():
+            assert error is not None, case
+            assert re.search(said[case], error), error
+
+
+def test_parameters_outside_of_what_averages_gradients_are_refused_by_name(
+    processes: Processes, tmp_path: Path
+) -> None:
+    alone = r"each rank would train 1 of 3 parameters by itself \(embed.weight\)"
+    said = dict.fromkeys(("ddp of a part", "fsdp of a part", "fsdp but for one"), alone)
+    said["first fsdp"] = "the model is in FullyShardedDataParallel, .* use torch.distributed.fsdp.fully_shard"
+    for found in processes.results(JOBS, "left_alone", tmp_path):
+        assert sorted(found) == sorted(said)
+        assert all(re.search(said[how], error) for how, error in found.items()), found
+
+
+def test_a_hook_may_average_what_a_wrapper_leaves_out(
+    processes: Processes, tmp_path: Path, single: dict[str, Any]
+) -> None:
+    for found in processes.results(JOBS, "train", tmp_path, {"how": "ddp of a part, averaged"}):
+        assert found["losses"] == pytest.approx(single["losses"], rel=1e-5)
+        assert found["norms"] == pytest.approx(single["norms"], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("how", "ranks", "said"),
     [
-        ("tp", 2, r"embed.weight is a DTensor on DeviceMesh((2,)"),
-        ("fsdp x tp", 4, r"embed.weight is a DTensor on DeviceMesh((dp=2, tp=2)"),
-        ("part", 4, r"embed.weight is a DTensor on DeviceMesh((dp=2)"),
+        ("tp", 2, "embed.weight is a DTensor on DeviceMesh((2,), 'cpu', stride=(1,)) with placements (Shard(dim=0),)"),
+        ("fsdp x tp", 4, "embed.weight is a DTensor on DeviceMesh((dp=2, tp=2)"),
+        ("part", 4, "embed.weight is a DTensor on DeviceMesh((dp=2)"),
     ],
 )
 def test_a_model_that_is_not_data_parallel_is_refused_by_name(
-    processes: Processes, tmp_path: Path, door: str, how: str, ranks: int, said: str
+    processes: Processes, tmp_path: Path, how: str, ranks: int, said: str
 ) -> None:
-    found = processes.results(JOBS, "train", tmp_path, {"how": how, "door": door}, ranks=ranks)
-    assert all(said in one["error"] for one in found), found
-    assert all(f"not data parallelism over all {ranks} ranks" in one["error"] for one in found), found
+    for found in processes.results(JOBS, "doors", tmp_path, {"how": how, "alone": False}, ranks=ranks):
+        assert sorted(found) == DOORS
+        assert all(said in error for error in found.values()), found
+        assert all(f"not data parallelism over all {ranks} ranks" in error for error in found.values()), found
 
 
-@pytest.mark.parametrize("door", ["train", "train_step", "evaluate"])
 @pytest.mark.parametrize(
     ("how", "alone", "said"),
     [
@@ -64,10 +103,11 @@ def test_a_model_that_is_not_data_parallel_is_refused_by_name(
     ],
 )
 def test_a_model_that_exchanges_gradients_with_other_ranks_than_the_training_is_refused(
-    processes: Processes, tmp_path: Path, door: str, how: str, alone: bool, said: str
+    processes: Processes, tmp_path: Path, how: str, alone: bool, said: str
 ) -> None:
-    found = processes.results(JOBS, "train", tmp_path, {"how": how, "door": door, "alone": alone})
-    assert all(re.search(said, one["error"]) for one in found), found
+    for found in processes.results(JOBS, "doors", tmp_path, {"how": how, "alone": alone}):
+        assert sorted(found) == DOORS
+        assert all(re.search(said, error) for error in found.values()), found
 
 
 @pytest.mark.parametrize(
@@ -76,6 +116,7 @@ def test_a_model_that_exchanges_gradients_with_other_ranks_than_the_training_is_
         ("tp", "train", "embed.weight is a DTensor on DeviceMesh((2,)"),
         ("tp", "evaluate", "embed.weight is a DTensor on DeviceMesh((2,)"),
         ("fsdp", "train", "pass it without fully_shard, or train it with onstep.training.train"),
+        ("first fsdp", "train", "the model is in FullyShardedDataParallel"),
     ],
 )
 def test_trainer_refuses_a_sharded_model_by_name(

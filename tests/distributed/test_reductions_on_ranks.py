@@ -60,6 +60,27 @@ def test_the_largest_statistic_tells_none_negative_whole_and_float_apart(
     assert one["memory"] == other["memory"] == [["int", 4], ["float", 0.5]]
 
 
+def test_each_dimension_of_a_mesh_reduces_where_some_ranks_have_nothing(processes: Processes, tmp_path: Path) -> None:
+    found = processes.results(JOBS, "reductions_on_a_mesh", tmp_path, ranks=4)
+    big = 2**53 + 1
+    assert [one["largest"] for one in found] == [
+        [None, big, big, None, None],
+        [big, big, big, big, big],
+        [None, -7, big, big, None],
+        [big, -7, big, -7, -7],
+    ]
+    assert [one["none"] for one in found] == [None] * 4
+    assert [one["and"] for one in found] == [
+        [True, True, False, True, True],
+        [False, True, False, True, True],
+        [True, False, False, True, True],
+        [False, False, False, False, False],
+    ]
+    stages, pair, alone = ([one["memory"][place]["bytes"] for one in found] for place in range(3))
+    assert (stages, pair, alone) == ([12, 13, 12, 13], [10, 12, 12, 13], [10, 11, 12, 13])
+    assert found[1]["memory"][0] == {"bytes": 13, "share": 1.5}
+
+
 def test_ranks_of_one_model_see_one_update(processes: Processes, tmp_path: Path) -> None:
     one, other = (result["found"] for result in results(processes, tmp_path, "agreed_updates"))
     assert one[:3] == other[:3] == [[0, 3.0, 2**24 + 1], [1, 1.0, None], [1, None, None]]

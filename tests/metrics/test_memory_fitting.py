@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +31,54 @@ def estimated(config: ConfigContainer) -> MemoryEstimate:
     return estimate
 
 
-def test_each_change_makes_the_training_fit_and_the_cheapest_comes_first() -> None:
-    config, whole = given()
-    found = changes_that_fit(config, int(0.7 * whole.total))
-    assert len(found) == 3
-    assert list(found[0].values) == ["train.micro_batch_size"]
-    assert [change.total for change in found] == [estimated(given(**change.values)[0]).total for change in found]
-    assert all(change.total <= 0.7 * whole.total for change in found)
+CAUSES = {
+    "micro-batch": {"train.micro_batch_size": 64, "train.global_batch_size": 64},
+    "length": {"model.seq_length": 65_536, "dataset.seq_length": 65_536, "train.micro_batch_size": 1},
+    "size": {"model.num_layers": 96, "model.hidden_size": 2048, "checkpoint.pretrained_checkpoint": "weights"},
+}
+
+
+def less(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The same without one of the values, or with a milder one in its place."""
+    for key, value in values.items():
+        rest = {one: other for one, other in values.items() if one != key}
+        if key in ("train.micro_batch_size", "model.seq_length"):
+            yield {**rest, key: 2 * value}
+        elif key == "model.recompute_granularity" and value == "full":
+            yield {**rest, key: "selective", "model.recompute_interval": 1}
+            if "model.recompute_interval" not in values:
+                yield {**rest, key: value, "model.recompute_interval": 2}
+        elif key not in ("model.recompute_interval", "dataset.seq_length"):  # which belong to others
+            yield rest
+
+
+@pytest.mark.parametrize("share", [0.7, 0.4, 0.2])
+@pytest.mark.parametrize("cause", CAUSES)
+def test_changes_differ_and_nothing_in_them_can_be_left_out_or_made_milder(cause: str, share: float) -> None:
+    config, whole = given(**CAUSES[cause])
+    limit = int(share * whole.total)
+    found = changes_that_fit(config, limit)
+    assert found
+    assert len({next(iter(change.values)) for change in found}) == len(found)
+    for change in found:
+        assert estimated(given(**CAUSES[cause] | change.values)[0]).total == change.total <= limit
+        for values in less(change.values):
+            assert estimated(given(**CAUSES[cause] | values)[0]).total > limit, values
+
+
+def test_a_smaller_micro_batch_comes_first_and_alone_where_it_is_enough() -> None:
+    config, whole = given(**CAUSES["micro-batch"])
+    found = changes_that_fit(config, int(0.4 * whole.total))
+    assert found[0].values == {"train.micro_batch_size": 16}
+    assert [next(iter(change.values)) for change in found[1:]] == ["model.chunked_loss", "model.recompute_granularity"]
 
 
 def test_a_change_that_is_not_enough_alone_includes_the_cheaper_ones() -> None:
     config, whole = given()
     one = estimated(given(**{"train.micro_batch_size": 1})[0]).total
     both = estimated(given(**{"train.micro_batch_size": 1, "model.recompute_granularity": "full"})[0]).total
-    found = changes_that_fit(config, (one + both) // 2)
-    assert list(found[0].values) == ["train.micro_batch_size", "model.recompute_granularity"]
+    found = changes_that_fit(config, both)
+    assert list(found[0].values.items()) == [("model.recompute_granularity", "full"), ("train.micro_batch_size", 1)]
     assert whole.total > one > both
 
 
@@ -75,7 +109,7 @@ def test_a_gpu_that_may_be_large_enough_is_not_refused() -> None:
 
 def test_what_no_change_makes_fit_is_refused_with_the_least_figure() -> None:
     config, estimate = given()
-    with pytest.raises(ConfigError, match=r"Even train\.micro_batch_size=1 .* \(\d+\.\d GiB\) is too much: use a smal"):
+    with pytest.raises(ConfigError, match=r"Even model\.seq_length=256 .* \(\d+\.\d GiB\) is too much: use a smaller"):
         check_gpu(config, estimate, 2**30, "NVIDIA A10G")
 
 

@@ -27,7 +27,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> ConfigContainer:
 
 
 def test_a_run_that_cannot_fit_its_gpu_is_refused_with_what_would_make_it_fit(config: ConfigContainer) -> None:
-    with pytest.raises(ConfigError, match=r"NVIDIA Small has 4\.0 GiB\. Any of these makes it fit: train\.micro_batch"):
+    with pytest.raises(ConfigError, match=r"NVIDIA Small has 4\.0 GiB\. Any of these makes it fit: model\.recompute"):
         check_device_memory(config, GPU)
 
 

@@ -12,6 +12,7 @@ from onstep.distributed.data_parallel import (
 from onstep.distributed.data_ranks import DataRanks
 from onstep.distributed.opening import existing_world, open_world, world_size_from_environment
 from onstep.distributed.outcomes import attempt, on_main, raise_together
+from onstep.distributed.refusals import check_exchanged, check_loader, refused_together
 from onstep.distributed.world import World
 
 __all__ = [
@@ -19,6 +20,8 @@ __all__ = [
     "ParallelSizes",
     "World",
     "attempt",
+    "check_exchanged",
+    "check_loader",
     "check_ranks",
     "check_weights",
     "data_parallel",
@@ -29,5 +32,6 @@ __all__ = [
     "on_main",
     "open_world",
     "raise_together",
+    "refused_together",
     "world_size_from_environment",
 ]

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from onstep.config import DistributedDataParallelConfig
 from onstep.distributed.gradient_exchange import BucketHook, LocalGradients, hook_of, notes_of
+from onstep.distributed.refusals import check_version, check_world, exchanges
 from onstep.distributed.shards import as_dtensor, world_size
 from onstep.distributed.world import World
 from onstep.errors import ConfigError, ShardingError
@@ -49,6 +50,8 @@ def data_parallel(chunks: list[nn.Module], world: World, config: DistributedData
         return chunks
     notes, group = notes_of(config), world.data.group()
     hooks = [hook_of(config, chunk, world.data.size, notes, group) for chunk in chunks]
+    for chunk in chunks:
+        check_version(chunk)
     for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
         dtensor = as_dtensor(parameter)
         if dtensor is not None:
@@ -146,17 +149,13 @@ def check_ranks(chunks: Sequence[nn.Module], world: World) -> None:
         chunks: the model chunks; one unless the model is split into several.
 
     Raises:
-        ConfigError: for a world of one rank that was assumed before there was a process group of several; for a model
-            in DistributedDataParallel over other ranks than those of `world`; for weights on the device `meta`.
+        ConfigError: for a world that is not the process group; for a model in DistributedDataParallel over other ranks
+            than those of `world`; for weights on the device `meta`.
         ShardingError: for a parameter that is sharded over ranks that must get the same samples (tensor parallelism),
             or over some of the ranks only.
     """
     check_weights(chunks)
-    if world.is_assumed and world_size() > 1:
-        raise ConfigError(
-            f"the state was made before the process group of {world_size()} ranks, so its world is this rank alone; "
-            f"make GlobalState after the group, or pass world=World() if each rank is to train by itself."
-        )
+    check_world(world)
     if world_size() == 1:
         return
     for module in (module for chunk in chunks for module in chunk.modules()):
@@ -173,15 +172,15 @@ def check_ranks(chunks: Sequence[nn.Module], world: World) -> None:
             for name, parameter in module.named_parameters(recurse=False):
                 dtensor, mesh = as_dtensor(parameter), meshes.get((id(module), name))
                 if dtensor is None or (
-                    mesh is not None and mesh.ndim == dtensor.device_mesh.ndim and mesh.size() == world.size
+                    mesh is not None and mesh.size() == world.size and dtensor.device_mesh.size() == world.size
                 ):
                     continue
                 raise ShardingError(
                     f"{f'{prefix}.{name}'.removeprefix('module.').removeprefix('.')} is a DTensor on "
-                    f"{dtensor.device_mesh}, which is not data parallelism over all {world.size} ranks: each rank is "
-                    f"trained on samples of its own, but ranks that are tensor-parallel must have the same. Onstep "
-                    f"trains models that are whole on every rank, or sharded by fully_shard over all of them; load the "
-                    f"model without tp_plan or parallelize_module."
+                    f"{dtensor.device_mesh} with placements {dtensor.placements}, which is not data parallelism over "
+                    f"all {world.size} ranks: each rank is trained on samples of its own, but ranks that are "
+                    f"tensor-parallel must have the same. Onstep trains models that are whole on every rank, or "
+                    f"sharded by fully_shard over all of them; load the model without tp_plan or parallelize_module."
                 )
 
 
@@ -220,8 +219,7 @@ def is_bare(chunk: nn.Module) -> bool:
     Args:
         chunk: a model chunk.
     """
-    marks = ("no_sync", "set_requires_gradient_sync", "zero_grad_buffer")
-    return not any(hasattr(type(module), mark) for module in chunk.modules() for mark in marks)
+    return not any(map(exchanges, chunk.modules()))
 
 
 def no_sync(chunks: list[nn.Module]) -> AbstractContextManager[object]:

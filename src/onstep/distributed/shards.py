@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,27 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-Split = tuple[tuple["DeviceMesh", int], ...]
-"""The dimensions of device meshes over which a tensor is sharded; empty for one that is whole on every rank."""
+
+class Split(NamedTuple):
+    """How a tensor is sharded: the dimensions of its mesh over which ranks hold different parts of it."""
+
+    mesh: DeviceMesh | None = None
+    """None for a plain tensor, and for a DTensor of other ranks only."""
+    dims: tuple[int, ...] = ()
+
+    def groups(self) -> Iterator[tuple[ProcessGroup, bool]]:
+        """The process groups of the dimensions of the mesh with other ranks, and whether these hold other parts."""
+        if self.mesh is not None:
+            for dim in range(self.mesh.ndim):
+                if self.mesh.size(dim) > 1:
+                    yield self.mesh.get_group(dim), dim in self.dims
+
+    def plane(self) -> set[int]:
+        """The ranks that hold the parts of this rank's copy of the tensor; this rank is one of them."""
+        if self.mesh is None or (coordinate := self.mesh.get_coordinate()) is None:
+            return {rank()}
+        place = tuple(slice(None) if dim in self.dims else coordinate[dim] for dim in range(self.mesh.ndim))
+        return set(self.mesh.mesh[place].flatten().tolist())
 
 
 def as_dtensor(tensor: Tensor) -> DTensor | None:
@@ -37,9 +56,10 @@ def split_of(tensor: Tensor) -> Split:
     """How `tensor` is sharded."""
     dtensor = as_dtensor(tensor)
     if dtensor is None or dtensor.device_mesh.get_coordinate() is None:
-        return ()
+        return Split()
     placements = enumerate(dtensor.placements)
-    return tuple((dtensor.device_mesh, dim) for dim, one in placements if not (one.is_replicate() or one.is_partial()))
+    dims = tuple(dim for dim, one in placements if not (one.is_replicate() or one.is_partial()))
+    return Split(dtensor.device_mesh, dims)
 
 
 def local_part(tensor: Tensor, like: Tensor | None = None) -> Tensor:

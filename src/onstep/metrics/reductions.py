@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onstep.distributed.shard_sums import device_of, has_others
 from onstep.errors import ConfigError
 
 
@@ -97,17 +98,6 @@ def logical_and_across_model_parallel_group(input: bool, mp_group: Any) -> bool:
     all_say = torch.tensor(int(says_yes), dtype=torch.int32, device=device_of(mp_group))
     dist.all_reduce(all_say, op=dist.ReduceOp.MIN, group=mp_group)
     return bool(all_say.item())
-
-
-def has_others(group: Any) -> bool:
-    """Whether `group` is a process group with other ranks in it; False for None, or without process groups."""
-    size = getattr(group, "size", None)  # absent in a group that does not contain this rank
-    return dist.is_available() and dist.is_initialized() and callable(size) and size() > 1
-
-
-def device_of(group: Any) -> torch.device:
-    """The device on which tensors must be for collectives over `group`."""
-    return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
 
 
 def _check_stat(stat: Any) -> None:

@@ -12,6 +12,7 @@ from onstep.optim.build import (
     wrap_optimizer,
 )
 from onstep.optim.finite_gate import DeviceFiniteGate, FiniteGate, HostFiniteGate, finite_gate
+from onstep.optim.gradients import clip_grad_norm
 from onstep.optim.loss_scaler import LossScaler, build_loss_scaler
 from onstep.optim.low_precision import LowPrecisionOptimizer
 from onstep.optim.megatron_optimizer import ForeignOptimizer, MegatronOptimizer
@@ -55,6 +56,7 @@ __all__ = [
     "build_torch_optimizer",
     "check_length",
     "check_scheduler",
+    "clip_grad_norm",
     "count_zeros",
     "finite_gate",
     "follows_metric",

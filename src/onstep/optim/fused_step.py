@@ -6,23 +6,22 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import repeat
-from operator import attrgetter, is_, is_not, itemgetter
-from typing import Any, NamedTuple
+from operator import attrgetter, is_, is_not
+from typing import Any
 
 import torch
 import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
 from torch.autograd import profiler
 from torch.nn import Parameter
-from torch.optim import _muon as torch_muon
 from torch.utils import _contextlib as torch_contextlib
 
-Group = dict[str, Any]
-State = dict[str, Tensor]
-Columns = list[list[Tensor]]
-"""For each of a kernel's state keys, the states of all parameters."""
+from onstep.distributed.shards import as_dtensor, is_sharded
+from onstep.optim.kernels import KERNELS, Batch, Columns, Group, Kernel, State, shards
 
 grad_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+_FUSED_DEVICES = ("cpu", "cuda")
+_FUSABLE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 _TORCHS_FILES = (os.path.dirname(torch_optimizer.__file__), torch_contextlib.__file__)
 
 
@@ -30,14 +29,17 @@ class FusedStep:
     """Does the same as `optimizer.step()`, with torch's own kernels, on lists that are kept from step to step.
 
     The bits and the state are torch's. Unsupported cases are left to `optimizer.step()`: other optimizers and
-    subclasses, hooks, a replaced `step`, a running profiler (whose trace names the step), tensor subclasses, a learning
-    rate that is a tensor, and `amsgrad`, `capturable`, `differentiable` and `foreach`. Groups, settings, state and
-    gradients may change between two calls.
+    subclasses, hooks, a replaced `step`, a running profiler (whose trace names the step), other subclasses of tensors,
+    a learning rate that is a tensor, and `amsgrad`, `capturable`, `differentiable` and `foreach`. Groups, settings,
+    state and gradients may change between two calls.
+
+    Of DTensors the kernels of AdamW, Adam and SGD get this rank's shards, so that they may be mixed with plain
+    parameters and be of several meshes, which torch's own step refuses for them.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._kernel = _KERNELS.get(type(optimizer))
+        self._kernel = KERNELS.get(type(optimizer))
         self._steps: tuple[object, object] = (None, None)
         self._is_torchs = False
         self._groups: list[Group] = []
@@ -61,25 +63,44 @@ class FusedStep:
         torch._C._set_grad_enabled(False)  # torch.no_grad() costs seven times as much
         try:
             for batch, grads, columns in work:
-                kernel.update(batch, grads, columns, found_inf)
+                if batch.is_sharded:
+                    kernel.update(*shards(batch, grads, columns), found_inf)
+                else:
+                    kernel.update(batch, grads, columns, found_inf)
         finally:
             torch._C._set_grad_enabled(has_autograd)
         own["_opt_called"] = True  # tells a torch scheduler that it is called after a step
 
     def _let_torch(self, found_inf: Tensor | None) -> None:
-        """Do torch's own step, but for what its fused SGD cannot do: leave out, or add, a first momentum."""
+        """Do torch's own step, in parts where its kernels refuse to do it at once.
+
+        Its fused SGD cannot leave out, or add, a first momentum, and does not accept DTensors; and no fused or foreach
+        kernel accepts plain tensors with DTensors, or several meshes.
+        """
         optimizer = self._optimizer
         is_fused_sgd = type(optimizer) is torch.optim.SGD and any(group["fused"] for group in optimizer.param_groups)
-        new = newcomers(optimizer) if is_fused_sgd or found_inf is not None else []
-        if new and found_inf is not None and found_inf.item():
+        new = set(newcomers(optimizer) if is_fused_sgd or found_inf is not None else [])
+        params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+        has_shards = is_sharded(params)
+        if found_inf is not None and (new or has_shards):
+            if found_inf.item():
+                return
+            vars(optimizer).pop("found_inf", None)
+        if has_shards and is_fused_sgd:
+            with _unfused(optimizer):
+                optimizer.step()
             return
-        own, params = set(new), [param for group in optimizer.param_groups for param in group["params"]]
-        known = [param for param in params if param.grad is not None and param not in own] if new else []
-        if not (known and is_fused_sgd and self.runs_only_torchs_code()):
+        takes_all = any(group.get("fused") or group.get("foreach") for group in optimizer.param_groups)
+        parts: dict[tuple[bool, object], list[Tensor]] = {}
+        for param in params:
+            mesh = getattr(as_dtensor(param), "device_mesh", None) if has_shards and takes_all else None
+            parts.setdefault((is_fused_sgd and param in new, mesh), []).append(param)
+        if len(parts) < 2 or not self.runs_only_torchs_code():
             optimizer.step()
             return
-        for others in (known, new):
-            with without_gradients(others):
+        for part in parts.values():
+            own = set(part)
+            with without_gradients([param for param in params if param not in own]):
                 optimizer.step()
 
     def runs_only_torchs_code(self) -> bool:
@@ -141,22 +162,28 @@ class FusedStep:
 
     def _survey(self) -> None:
         """Build the lists again."""
-        state, batches = self._optimizer.state, dict[tuple[int, torch.device, torch.dtype], Batch]()
+        state, batches = self._optimizer.state, dict[tuple[int, torch.device, torch.dtype, bool], Batch]()
         self._groups = list(self._optimizer.param_groups)
         self._members = [list(group["params"]) for group in self._groups]
         params = [param for members in self._members for param in members]
         self._states = list(state.values())
         self._idle = [param for param in params if param.grad is None]
-        self._is_possible = all(type(param) in (Parameter, Tensor) for param in params)
+        self._is_possible = all(map(self._can_step, params))
         for place, group in enumerate(self._groups):
             for param in group["params"]:
                 if param.grad is not None:
-                    key = place, param.device, param.dtype
-                    batch = batches.setdefault(key, Batch(group, param.device, [], []))
+                    is_shard = as_dtensor(param) is not None
+                    key = place, param.device, param.dtype, is_shard
+                    batch = batches.setdefault(key, Batch(group, param.device, [], [], is_shard))
                     own = state.get(param, {})
                     batch.params.append(param)
                     batch.states.append({} if any(value is None for value in own.values()) else own)  # of an older SGD
         self._batches = list(batches.values())
+
+    def _can_step(self, param: Tensor) -> bool:
+        """Whether the kernel can update `param`, or of a DTensor this rank's shard by itself."""
+        is_plain = type(param) in (Parameter, Tensor)
+        return is_plain or (self._kernel is not None and self._kernel.is_elementwise and as_dtensor(param) is not None)
 
 
 def are_members(groups: list[Group], members: list[list[Tensor]]) -> bool:
@@ -196,6 +223,19 @@ def without_gradients(params: list[Tensor]) -> Iterator[None]:
             param.grad = grad
 
 
+@contextmanager
+def _unfused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let torch choose other kernels than its fused ones."""
+    were_fused = [group["fused"] for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            group["fused"] = False
+        yield
+    finally:
+        for group, was_fused in zip(optimizer.param_groups, were_fused, strict=True):
+            group["fused"] = was_fused
+
+
 def fuse(optimizer: torch.optim.Optimizer) -> None:
     """Make an AdamW, Adam or SGD that leaves the choice of kernels to torch use the fused ones, if they can be.
 
@@ -203,7 +243,9 @@ def fuse(optimizer: torch.optim.Optimizer) -> None:
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     are_plain = all(
-        type(param) in (Parameter, Tensor) and param.is_floating_point() and param.device.type in _FUSED_DEVICES
+        (type(param) in (Parameter, Tensor) or as_dtensor(param) is not None)
+        and param.is_floating_point()
+        and param.device.type in _FUSED_DEVICES
         for param in params
     )
     if type(optimizer) not in _FUSABLE or not are_plain or not all(map(_is_open, optimizer.param_groups)):
@@ -227,113 +269,6 @@ def _is_open(group: Group) -> bool:
         or group["differentiable"]
         or any(isinstance(one, Tensor) for one in settings)
     )
-
-
-class Batch(NamedTuple):
-    """Parameters that a kernel processes at once: of one group, device and type, each with a gradient."""
-
-    group: Group
-    device: torch.device
-    params: list[Tensor]
-    states: list[State]
-
-
-class Kernel(NamedTuple):
-    """One of torch's optimizers."""
-
-    columns: Callable[[Group, list[State]], Columns | None]
-    """The state in the form that `update` expects; None if torch uses another kernel for such a group."""
-    update: Callable[[Batch, list[Tensor], Columns, Tensor | None], None]
-
-
-_adam_switches = itemgetter("foreach", "amsgrad", "capturable", "differentiable")
-_adam_settings = itemgetter("lr", "betas", "weight_decay", "eps", "maximize", "decoupled_weight_decay")
-_sgd_switches = itemgetter("foreach", "differentiable")
-_sgd_settings = itemgetter("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
-_step, _exp_avg, _exp_avg_sq = map(itemgetter, ("step", "exp_avg", "exp_avg_sq"))
-_momentum_buffer = itemgetter("momentum_buffer")
-_ONE = torch.ones(())
-
-
-def _adam_columns(group: Group, states: list[State]) -> Columns | None:
-    if group["fused"] is not True or type(group["lr"]) is not float or any(_adam_switches(group)):
-        return None
-    return [list(map(_step, states)), list(map(_exp_avg, states)), list(map(_exp_avg_sq, states))]
-
-
-def _sgd_columns(group: Group, states: list[State]) -> Columns | None:
-    if group["fused"] is not True or type(group["lr"]) is not float or any(_sgd_switches(group)):
-        return None
-    return [list(map(_momentum_buffer, states))] if group["momentum"] else []
-
-
-def _muon_columns(group: Group, states: list[State]) -> Columns | None:
-    return [list(map(_momentum_buffer, states))]
-
-
-def _adam(batch: Batch, grads: list[Tensor], columns: Columns, found_inf: Tensor | None) -> None:
-    steps, exp_avgs, exp_avg_sqs = columns
-    lr, (beta1, beta2), weight_decay, eps, maximize, is_decoupled = _adam_settings(batch.group)
-    if batch.device.type == "cpu":
-        torch._foreach_add_(steps, _ONE, alpha=1)  # which does not create a tensor of 1 for each
-    else:
-        torch._foreach_add_(steps, 1)
-    (torch._fused_adamw_ if is_decoupled else torch._fused_adam_)(
-        batch.params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        [],
-        steps,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=maximize,
-        found_inf=found_inf,
-    )
-    if found_inf is not None:
-        torch._foreach_sub_(steps, [found_inf] * len(steps))
-
-
-def _sgd(batch: Batch, grads: list[Tensor], columns: Columns, found_inf: Tensor | None) -> None:
-    weight_decay, momentum, lr, dampening, nesterov, maximize = _sgd_settings(batch.group)
-    torch._fused_sgd_(
-        batch.params,
-        grads,
-        columns[0] if columns else [],
-        weight_decay=weight_decay,
-        momentum=momentum,
-        lr=lr,
-        dampening=dampening,
-        nesterov=nesterov,
-        maximize=maximize,
-        is_first_step=False,
-        found_inf=found_inf,
-    )
-
-
-def _muon(batch: Batch, grads: list[Tensor], columns: Columns, found_inf: Tensor | None) -> None:
-    settings = {name: value for name, value in batch.group.items() if name in _MUON_SETTINGS}
-    torch_muon._single_tensor_muon(batch.params, grads, columns[0], has_complex=False, **settings)
-
-
-_MUON_SETTINGS = frozenset(
-    ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn")
-)
-_FUSED_DEVICES = ("cpu", "cuda")
-_FUSABLE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
-ADAM = Kernel(_adam_columns, _adam)
-SGD = Kernel(_sgd_columns, _sgd)
-MUON = Kernel(_muon_columns, _muon)
-_KERNELS: dict[type, Kernel] = {
-    torch.optim.AdamW: ADAM,
-    torch.optim.Adam: ADAM,
-    torch.optim.SGD: SGD,
-    torch.optim.Muon: MUON,
-}
 
 
 def _is_torchs(step: object) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onstep.distributed.shards import is_sharded
 from onstep.errors import ConfigError
-from onstep.optim.fused_step import ADAM, MUON, SGD, Batch, Kernel
+from onstep.optim.kernels import ADAM, MUON, SGD, Batch, Kernel
 from onstep.optim.rounding import generator_of, join_remainder, round_stochastically, split_remainder
 
 Group = dict[str, Any]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from onstep.distributed.shards import is_sharded
 from onstep.optim.finite_gate import FiniteGate, finite_gate, is_above
+from onstep.optim.gradients import ShardedGradients
 from onstep.optim.loss_scaler import LossScaler
 from onstep.optim.protocol import HasParamGroups, HasState
 
@@ -57,6 +60,8 @@ class ForeignOptimizer:
         self.num_zeros: Tensor | int | None = None
         """The number of zeros that `step()` returned."""
         self._model, self._device = model, device
+        self._params: list[Tensor] = []
+        self._sharded: ShardedGradients | None = None
         self._loss: Tensor | None = None
         self._raw_norm: Tensor | None = None
         self._norm_value: float | None = None
@@ -91,18 +96,22 @@ class ForeignOptimizer:
             needs_norm: whether the norm of the gradients is read.
 
         Returns:
-            The L2 norm of the raw gradients, 0-d; None if they overflowed, or if neither the caller nor the threshold
-                needs it.
+            The L2 norm of the raw gradients over all ranks, 0-d; None if they overflowed, or if neither the caller nor
+                the threshold needs it.
         """
-        params = dict.fromkeys(param for chunk in self._model for param in chunk.parameters())
-        gradients = [param.grad for param in params if param.grad is not None]
-        if self.scaler is not None:
-            grad_scale = (1.0 if grad_scale is None else grad_scale) / self.scaler.scale
-        if grad_scale is not None and gradients:
-            torch._foreach_mul_(gradients, grad_scale)
-        norm = torch.zeros((), device=self._device)
-        if gradients:
-            norm = torch.stack(torch._foreach_norm(gradients)).norm()
+        params: list[Tensor] = [*dict.fromkeys(param for chunk in self._model for param in chunk.parameters())]
+        if len(params) != len(self._params) or not all(map(is_, params, self._params)):
+            self._survey(params)
+        with torch.no_grad():
+            if self._sharded is None:
+                gradients = [param.grad for param in params if param.grad is not None]
+            else:
+                gradients = self._sharded.collect()
+            if self.scaler is not None:
+                grad_scale = (1.0 if grad_scale is None else grad_scale) / self.scaler.scale
+            if grad_scale is not None and gradients:
+                torch._foreach_mul_(gradients, grad_scale)
+            norm = self._global_norm(gradients)
         loss, self._loss = self._loss, None
         self.grad_norm = self.num_zeros = self._raw_norm = self._norm_value = None
         if loss is not None:
@@ -113,11 +122,28 @@ class ForeignOptimizer:
             self.overflowed = self.scaler.is_overflow(self._norm_value, *known)
         if self.overflowed:  # a lower scale will fix it, so the gate is not closed
             return None
-        if gradients:
+        if gradients or self._sharded is not None:
             self.gate.observe_norm(norm, self._norm_value)
         if needs_norm or self.grad_norm_skip_threshold is not None:
             self._raw_norm = norm
         return self._raw_norm
+
+    def _survey(self, params: list[Tensor]) -> None:
+        """Find out once how these parameters are sharded."""
+        self._params, self._sharded = params, None
+        if is_sharded(params):
+            names: dict[Tensor, str] = {
+                param: name for chunk in self._model for name, param in chunk.named_parameters()
+            }
+            self._sharded = ShardedGradients(params, [names[param] for param in params])
+
+    def _global_norm(self, gradients: list[Tensor]) -> Tensor:
+        if self._sharded is not None and self._sharded.kinds.sums.has_others:
+            return self._sharded.norm(gradients, self._device)
+        if not gradients:
+            return torch.zeros((), device=self._device)
+        norm: Tensor = torch.stack(torch._foreach_norm(gradients)).norm()
+        return norm
 
     def read(self, *values: Tensor) -> list[float]:
         """The values of tensors of one element, with one wait for the device, after which `apply` does not wait.

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from onstep.distributed.shards import is_sharded, whole
+from onstep.distributed.shards import is_sharded
 from onstep.errors import CheckpointError, ConfigError
 from onstep.optim.finite_gate import FiniteGate, HostFiniteGate, finite_gate, is_above
 from onstep.optim.fused_step import are_members
 from onstep.optim.gated_step import GatedStep
 from onstep.optim.gradient_scaling import clip_factor, like, multiply
+from onstep.optim.gradients import ShardedGradients
 from onstep.optim.loss_scaler import LossScaler
 from onstep.optim.quantized_state import as_plain, from_plain
 from onstep.optim.zero_counts import count_zeros
@@ -209,10 +210,13 @@ class TrainingOptimizer:
         """
         if not are_members(self.optimizer.param_groups, self._members):
             self._survey()
-        grads = [grad for param in self._ordered if (grad := param.grad) is not None]
         has_autograd = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
+            if self._sharded is None:
+                grads = [grad for param in self._ordered if (grad := param.grad) is not None]
+            else:
+                grads = self._sharded.collect()
             is_norm_used = needs_norm or self.clip_grad or self._scaler or self.grad_norm_skip_threshold
             self._norm_value = None
             if is_norm_used or not grads or not self._can_look_through:
@@ -225,7 +229,8 @@ class TrainingOptimizer:
                 self.gate.observe_gradients([*grads, loss] if self._is_on_host and loss is not None else grads)
             self._observed_loss = None
             if self.log_num_zeros_in_grad:
-                self.num_zeros = None if self.overflowed else count_zeros(self._ordered, self._device)
+                kinds = None if self._sharded is None else self._sharded.kinds
+                self.num_zeros = None if self.overflowed else count_zeros(self._ordered, self._device, kinds)
         finally:
             torch._C._set_grad_enabled(has_autograd)
         return self._norm
@@ -286,7 +291,7 @@ class TrainingOptimizer:
         self._norm_dtype = self._wide if has_low_precision else None
         self._device = params[0].device
         self._spans_devices = any(param.device != self._device for param in params)
-        self._is_sharded = is_sharded(params)
+        self._sharded = ShardedGradients(self._ordered) if is_sharded(params) else None
         self._can_look_through = (
             not self._spans_devices
             and self._device.type in ("cpu", "cuda")
@@ -324,14 +329,16 @@ class TrainingOptimizer:
             self.overflowed = scaler.is_overflow(raw, *known)
 
     def _global_norm(self, grads: list[Tensor]) -> Tensor:
-        """The L2 norm over all `grads`, 0-d."""
+        """The L2 norm over all `grads`, and over those of other ranks if they are sharded, 0-d."""
+        if self._sharded is not None and self._sharded.kinds.sums.has_others:
+            return self._sharded.norm(grads, self._device)
         if not grads:
             return torch.zeros((), device=self._device)
         norms = torch._foreach_norm(grads, 2.0, self._norm_dtype)
         if self._spans_devices:
             norms = tuple(norm.to(self._device) for norm in norms)
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), 2.0)
-        return whole(norm) if self._is_sharded else norm
+        return norm
 
 
 def _check_scalable(scaler: LossScaler | None, params: list[Tensor]) -> None:

@@ -5,33 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from onstep.distributed.shards import Split, local_part, split_of
+from onstep.distributed.shard_sums import Kinds
+from onstep.distributed.shards import local_part
 
 
-def count_zeros(params: Iterable[Tensor], device: torch.device) -> Tensor:
+def count_zeros(params: Iterable[Tensor], device: torch.device, kinds: Kinds | None = None) -> Tensor:
     """Count the exact zeros in all gradients, each logical parameter once: a 0-d int64 tensor on `device`, unread.
 
-    Collective for gradients that are DTensors: one reduction per kind of sharding and mesh dimension. A parameter
-    marked as `shared` is counted by the rank that shares it; NaN does not count as zero.
+    Collective for parameters that are DTensors, whether or not this rank has a gradient. A parameter marked as `shared`
+    is counted by the rank that shares it; NaN does not count as zero.
 
     Args:
         params: the parameters whose gradients are counted.
+        kinds: the same parameters by how they are sharded, if that is known.
     """
-    counts: dict[Split, list[Tensor]] = {}
+    kinds = kinds or Kinds(params)
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    counts = [_zeros_of(members, zero) for members in kinds.members]
+    return kinds.sums(torch.stack(counts)).sum() if counts else zero
+
+
+def _zeros_of(params: list[Tensor], zero: Tensor) -> Tensor:
+    """The zeros in this rank's parts of the gradients, 0-d like `zero`."""
+    counts = []
     for param in params:
-        grad = param.grad
-        if grad is not None and not getattr(param, "shared", False):
-            part = local_part(grad)
+        if param.grad is not None and not getattr(param, "shared", False):
+            part = local_part(param.grad, like=param)
             values = part.coalesce().values() if part.is_sparse else part
-            zeros = (part.numel() - torch.count_nonzero(values)).to(device)
-            counts.setdefault(split_of(grad), []).append(zeros)
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for split, found in counts.items():
-        count = torch.stack(found).sum()
-        for mesh, dim in split:
-            dist.all_reduce(count, op=dist.ReduceOp.SUM, group=mesh.get_group(dim))
-        total = total + count
-    return total
+            counts.append((part.numel() - torch.count_nonzero(values)).to(zero.device))
+    return torch.stack(counts).sum() if counts else zero

@@ -13,6 +13,7 @@ from torch import nn
 from onstep.checkpoint import CheckpointManager
 from onstep.data import Batch, IteratorReader, StepBatches
 from onstep.data.loaders.step_source import only_iterator
+from onstep.distributed import check_loader, refused_together
 from onstep.errors import ConfigError, warn_once
 from onstep.events import CallbackManager, Dispatcher, normalize_callbacks
 from onstep.processes.forking import check_imports_are_done
@@ -102,8 +103,9 @@ def train(
         NonFiniteError: if a loss or gradient norm is NaN or infinite; the update was not applied.
         ReplicaMismatchError: if replicas differ (`train.check_weight_hash_across_dp_replicas_interval`).
         ConfigError: if both `profiling.use_pytorch_profiler` and a callback profile, the model has several chunks, the
-            state was made before the process group of several ranks, the optimizer has no parameter of the model, or
-            the scheduler is one of another optimizer or ends before the run.
+            state's world is not the process group, data is that of other ranks, some trained parameters are outside of
+            what averages the gradients of the rest, the optimizer has no parameter of the model, or the scheduler is
+            one of another optimizer or ends before the run.
         ShardingError: if parameters are sharded over ranks other than by `fully_shard` over all of them.
     """
     check_imports_are_done()
@@ -116,6 +118,7 @@ def train(
     _say_if_unused(checkpoint_manager or checkpointing_context)
     callbacks = normalize_callbacks(callback_manager)
     job = Job.of(global_state, forward_step_func, model, optimizer, scheduler, train_data_iterator, callbacks)
+    refused_together(global_state.world, lambda: check_loader(valid_data_iterator, global_state.world))
     job.valid_data_iterator = valid_data_iterator
     job.process_non_loss_data_func, job.non_loss_data_func = process_non_loss_data_func, non_loss_data_func
     run_job(job)

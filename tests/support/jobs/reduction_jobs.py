@@ -93,6 +93,30 @@ def job_reductions(settings: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
+def job_reductions_on_a_mesh(settings: dict[str, Any]) -> dict[str, Any]:
+    """Four ranks: reductions over each dimension of a mesh, where some ranks have no number, or no group at all."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    stages, tensor = mesh["pp"].get_group(), mesh["tp"].get_group()
+    pair = dist.new_group([1, 2])  # of which ranks 0 and 3 get torch's mark for a group without them
+    number = [None, 2**53 + 1, None, -7][RANK]
+    return {
+        "largest": [
+            reduce_max_stat_across_model_parallel_group(number, group)
+            for group in (stages, tensor, dist.group.WORLD, pair, None)
+        ],
+        "none": reduce_max_stat_across_model_parallel_group(None, dist.group.WORLD),
+        "and": [
+            logical_and_across_model_parallel_group(RANK != 3, group)
+            for group in (stages, tensor, dist.group.WORLD, pair, None)
+        ],
+        "memory": [
+            dict(reduce_max_memory_across_pp_group({"bytes": 10 + RANK, "share": 0.5 * RANK}, group))
+            for group in (stages, pair, None)
+        ],
+    }
+
+
 def exact(*tensors: Tensor) -> float:
     return float(torch.cat([one.detach().double().flatten() for one in tensors]).norm())
 

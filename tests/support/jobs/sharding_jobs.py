@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from onstep import Callback, CallbackManager, Trainer, TrainingArguments, pretrain
 from onstep.config import ConfigContainer
-from onstep.data import TrainLoader
+from onstep.data import EvalLoader, TrainLoader
 from onstep.distributed import World
 from onstep.errors import ConfigError
 from onstep.record import read_records
@@ -58,6 +59,12 @@ def _replicate() -> Any:
     return Replicate()
 
 
+def average(parameter: torch.Tensor) -> None:
+    """What a user's hook does where no wrapper does."""
+    assert parameter.grad is not None
+    dist.all_reduce(parameter.grad.div_(dist.get_world_size()))
+
+
 def wrapped(how: str, model: nn.Module) -> nn.Module:
     """The model as a user shards it over the ranks of the process group."""
     size = dist.get_world_size()
@@ -69,6 +76,20 @@ def wrapped(how: str, model: nn.Module) -> nn.Module:
         groups = [dist.new_group([rank]) for rank in range(size)]
         dist.barrier()  # the store ends with rank 0, which must not be refused and gone while others connect
         return DistributedDataParallel(model, process_group=groups[dist.get_rank()])
+    if how.startswith("ddp of a part"):
+        model.out = DistributedDataParallel(model.out)
+        if how.endswith("averaged"):
+            model.embed.weight.register_post_accumulate_grad_hook(average)
+        if how.endswith("frozen"):
+            model.embed.weight.requires_grad_(False)
+        return model
+    if how == "first fsdp":
+        return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    if how == "fsdp of a part":
+        fully_shard(model.out)
+        return model
+    if how == "fsdp but for one":
+        return fully_shard(model, ignored_params={model.embed.weight})
     if how == "fsdp":
         fully_shard(model.out)
         return fully_shard(model)
@@ -90,8 +111,31 @@ def given_config() -> ConfigContainer:
     return config
 
 
+def job_doors(settings: dict[str, Any]) -> dict[str, str]:
+    """The errors of `train()`, `train_step()` and `evaluate()` for a model that the user has wrapped, by name."""
+    dist.init_process_group("gloo")
+    model = wrapped(settings["how"], TinyModel())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = GlobalState(given_config(), num_microbatches=1)
+    if settings["alone"]:
+        state.world = World()
+    batches = iter([split(RaggedRows(2), [2]).micro_batches[0]])
+    doors: dict[str, Callable[[], object]] = {
+        "train": lambda: train(sum_step, [model], optimizer, None, batches, None, state),
+        "train_step": lambda: train_step(sum_step, batches, [model], optimizer, None, state),
+        "evaluate": lambda: evaluate(state, sum_step, batches, [model], None, None),
+    }
+    found = {}
+    for door, enter in doors.items():
+        try:
+            enter()
+        except ConfigError as error:
+            found[door] = str(error)
+    return found
+
+
 def job_train(settings: dict[str, Any]) -> dict[str, Any]:
-    """`train()`, `train_step()` or `evaluate()` of a model that the user has wrapped; the error, if it is refused."""
+    """`train()` of a model that the user has wrapped."""
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if ranks > 1:
         dist.init_process_group("gloo")
@@ -100,8 +144,6 @@ def job_train(settings: dict[str, Any]) -> dict[str, Any]:
     model = wrapped(settings["how"], TinyModel()) if ranks > 1 else TinyModel()
     run_dir = RunDir(Path("run")) if config.checkpoint.certify else None
     state = GlobalState(cfg=config, num_microbatches=BATCH // (MICRO * ranks), run_dir=run_dir)
-    if settings.get("alone"):
-        state.world = World()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     sizes = {"micro_batch_size": MICRO, "global_batch_size": BATCH, "rank": rank, "world_size": ranks}
     said: list[str] = []
@@ -110,22 +152,62 @@ def job_train(settings: dict[str, Any]) -> dict[str, Any]:
     logging.getLogger("onstep").addHandler(handler)
     watch, manager = Watch(), CallbackManager()
     manager.add(watch)
-    batches = iter([split(RaggedRows(2), [2]).micro_batches[0]])
-    try:
-        if settings.get("door") == "train_step":
-            train_step(sum_step, batches, [model], optimizer, None, state)
-        elif settings.get("door") == "evaluate":
-            evaluate(state, sum_step, batches, [model], None, None)
-        else:
-            loader = TrainLoader(RaggedRows(144), seed=1, **sizes)
-            train(sum_step, [model], optimizer, None, loader, None, state, callback_manager=manager)
-    except ConfigError as error:
-        return {"error": str(error)}
+    loader = TrainLoader(RaggedRows(144), seed=1, **sizes)
+    train(sum_step, [model], optimizer, None, loader, None, state, callback_manager=manager)
     found: dict[str, Any] = {"losses": watch.losses, "norms": watch.norms, "ranks": state.world.size}
     found["said"] = said
     if run_dir is not None:
         records = read_records(run_dir.path / "certificate" / f"rank_{rank}.json")
         found["weights"] = [record["weights"] for record in records]
+    return found
+
+
+def job_refusals(settings: dict[str, Any]) -> dict[str, str | None]:
+    """The errors of `train()` with worlds and loaders of other ranks; without a group at the end."""
+    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if ranks > 1:
+        dist.init_process_group("gloo")
+    dealt = {"micro_batch_size": 1, "global_batch_size": 6}
+
+    def error_of(world: World | None, of: tuple[int, int] = (rank, ranks), evaluated: Any = None) -> str | None:
+        model: nn.Module = nn.Linear(1, 1)
+        if dist.is_initialized():
+            model = DistributedDataParallel(model)
+        optimizer, config = torch.optim.SGD(model.parameters(), lr=0.1), given_config()
+        state = GlobalState(config) if world is None else GlobalState(config, world=world)
+        loader = TrainLoader(RaggedRows(12), rank=of[0], world_size=of[1], **dealt)
+        try:
+            train(sum_step, [model], optimizer, None, loader, evaluated, state)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    found = {}
+    if ranks > 1:
+        found["rank 0 twice"] = error_of(World(rank=0, size=ranks))
+        found["more ranks"] = error_of(World(rank=rank, size=ranks + 1))
+        found["all samples"] = error_of(None, of=(0, 1))
+        found["samples of rank 0"] = error_of(None, of=(0, ranks))
+        found["evaluated by rank 0"] = error_of(None, evaluated=EvalLoader(RaggedRows(2), micro_batch_size=1))
+        dist.barrier()
+        dist.destroy_process_group()
+    found["no group"] = error_of(World(rank=rank, size=2 * ranks))
+    if ranks > 1:
+        found["no world"] = error_of(None)
+    return found
+
+
+def job_left_alone(settings: dict[str, Any]) -> dict[str, Any]:
+    """The errors of `train()` for models in which something exchanges the gradients of a part only."""
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {}
+    for how in ("ddp of a part", "fsdp of a part", "fsdp but for one", "first fsdp"):
+        model = wrapped(how, TinyModel())
+        data = itertools.repeat(split(RaggedRows(2), [2]).micro_batches[0])
+        try:
+            train(sum_step, [model], torch.optim.SGD(model.parameters()), None, data, None, GlobalState(given_config()))
+        except ConfigError as error:
+            found[how] = str(error)
     return found
 
 

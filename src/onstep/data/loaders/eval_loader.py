@@ -61,7 +61,7 @@ class EvalLoader:
     ) -> None:
         if num_microbatches < 1:
             raise DataError(f"num_microbatches must be >= 1, got {num_microbatches}")
-        self._layout = MicroBatchLayout(micro_batch_size, rank, world_size)
+        self.layout = MicroBatchLayout(micro_batch_size, rank, world_size)
         self._num_microbatches = num_microbatches
         self._already_batched = already_batched
         self._dataset = dataset
@@ -83,7 +83,7 @@ class EvalLoader:
         else:
             self._reader = StreamReader(
                 dataset,
-                self._layout,
+                self.layout,
                 collate_fn,
                 already_batched,
                 num_workers=num_workers,
@@ -108,7 +108,7 @@ class EvalLoader:
     @property
     def batch_size(self) -> int:
         """Samples of a micro-batch on one rank."""
-        return self._layout.micro_batch_size
+        return self.layout.micro_batch_size
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's micro-batches from the start of the dataset, on the host; a pass in progress is not affected."""
@@ -126,12 +126,12 @@ class EvalLoader:
     def num_batches(self) -> int | None:
         """Number of global batches in the whole dataset; None if it has no length."""
         if self._listed is not None:
-            num_rows = self._listed.row_ends(self._layout.world_size).size
+            num_rows = self._listed.row_ends(self.layout.world_size).size
             return -(-num_rows // self._num_microbatches)
         length = length_of(self._dataset)
         if length is None:
             return None
-        num_rows = length if self._already_batched else self._layout.num_rows(length)
+        num_rows = length if self._already_batched else self.layout.num_rows(length)
         return -(-num_rows // self._num_microbatches)
 
     def __len__(self) -> int:
@@ -172,8 +172,8 @@ class EvalLoader:
         if isinstance(self._reader, StreamReader):
             return self._reader.open()
         if self._listed is not None:
-            rows = self._listed.rows(0, self._layout.rank, self._layout.world_size)
+            rows = self._listed.rows(0, self.layout.rank, self.layout.world_size)
             return self._reader.read_aside(rows) if aside else self._reader.open(rows, epoch=0)
         order = SampleOrder(len(self._dataset), seed=0, epoch=0, shuffle=False)
-        rows = micro_batches_of_epoch(order, self._layout, start=0)
+        rows = micro_batches_of_epoch(order, self.layout, start=0)
         return self._reader.read_aside(rows) if aside else self._reader.open(rows, epoch=0)

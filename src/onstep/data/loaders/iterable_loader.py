@@ -352,3 +352,4 @@ class IterableLoader(Loader):
             layout.check_global_batch(global_batch_size)
         rows = StreamRows(source, layout, already_batched, **reading)
         super().__init__(rows, drop_last=drop_last, epoch=epoch, samples_in_epoch=samples_in_epoch)
+        self.layout = layout

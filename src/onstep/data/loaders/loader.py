@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
+from onstep.data.loaders.sample_order import MicroBatchLayout
 from onstep.data.loaders.step_batches import Compared, StepBatches, step_of
 from onstep.errors import DataError
 
@@ -109,6 +110,8 @@ class Loader:
     def __init__(self, source: RowSource, *, drop_last: bool = True, epoch: int = 0, samples_in_epoch: int = 0) -> None:
         self._source = source
         self._drop_last = drop_last
+        self.layout: MicroBatchLayout | None = None
+        """The part of each row that this rank reads, if the samples are dealt out here."""
         self.compared_by: Compared = source.compared_by
         self.before_epoch: Callable[[], None] | None = None
         """Called before the first step of an epoch is read, but not where a run resumes inside of it."""

@@ -232,6 +232,7 @@ class TrainLoader(Loader):
         )
         self._rows.check_end(global_batch_size)
         super().__init__(self._rows, drop_last=drop_last, epoch=epoch, samples_in_epoch=samples_in_epoch)
+        self.layout = layout
 
     @property
     def dataset(self) -> Any:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from onstep.config.sections.optimizer import OF_PACKAGES
 from onstep.metrics.memory.estimate import MemoryEstimate, estimate_training_memory
 
-Values = dict[str, Any]
+Values = Mapping[str, Any]
 Estimator = Callable[[Any], MemoryEstimate | None]
 """Estimates the memory of a configuration."""
+Lever = Sequence[Values]
+"""What may be changed in one respect, from the mildest to the strongest."""
+Choice = Sequence[Values]
+"""The values of each lever, by its index; none where it is not used."""
 
 
 @dataclass(frozen=True)
@@ -36,73 +42,130 @@ def changes_that_fit(
 ) -> list[Change]:
     """At most `most` changes, from cheap to dear, each of which makes the training fit into `limit` bytes.
 
-    Cheap is what leaves the result as it is (smaller micro-batches, then recomputation, which costs a third more time);
-    then comes what changes precision, then what trains fewer weights, and last what shortens the sequences. A change
-    that is not enough alone includes the cheaper ones that it requires.
+    Cheap is what leaves the result as it is (smaller micro-batches, a loss in chunks, then recomputation, which costs
+    up to a third more time); then comes what changes precision, then what trains fewer weights, and last what shortens
+    the sequences. No two changes begin with the same of these; the cheaper ones that a change requires besides follow.
+    Nothing in a change can be left out or made milder.
     """
-    found: list[Change] = []
-    cheaper: list[Values] = []
-    for step in _steps(cfg):
-        change = _smallest(cfg, cheaper, step, limit, estimate)
+    search, found = _Search(cfg, estimate), []
+    for index in range(len(search.levers)):
+        change = search.least_that_fits(index, limit)
         if change is not None:
             found.append(change)
             if len(found) == most:
                 break
-        cheaper = [one for one in cheaper if not (one.keys() & step.keys())] + [step]
     return found
 
 
 def smallest_total(cfg: Any, *, estimate: Estimator = estimate_training_memory) -> Change | None:
-    """All changes together, when none makes the training fit; None if there is nothing to change."""
-    values: Values = {}
-    for step in _steps(cfg):
-        values |= step
-    total = _total(cfg, values, estimate)
-    return Change(values, total) if values and total is not None else None
+    """The change with the smallest total, when none makes the training fit; None if nothing makes it smaller."""
+    search = _Search(cfg, estimate)
+    totals = [search.change(search.with_cheaper(index, lever[-1])).total for index, lever in enumerate(search.levers)]
+    return search.least_that_fits(totals.index(min(totals)), min(totals)) if totals else None
 
 
-def _smallest(cfg: Any, cheaper: list[Values], step: Values, limit: int, estimate: Estimator) -> Change | None:
-    """`step` with as few of the cheaper changes as it requires; None if it does not fit with all of them."""
-    for count in range(len(cheaper) + 1):
-        values: Values = {}
-        for one in [*cheaper[:count], step]:
-            values |= one
-        total = _total(cfg, values, estimate)
-        if total is not None and total <= limit:
-            return Change(values, total)
-    return None
+class _Search:
+    """Tries the levers of a configuration."""
+
+    def __init__(self, cfg: Any, estimate: Estimator) -> None:
+        self.levers = list(_levers(cfg))
+        self._cfg, self._estimate = cfg, estimate
+        self._totals: dict[tuple[tuple[str, Any], ...], int] = {}
+
+    def least_that_fits(self, index: int, limit: int) -> Change | None:
+        """The lever of this index with as little of the cheaper ones as it requires; None if it does not help."""
+
+        def fits(choice: Choice) -> bool:
+            return self.change(choice).total <= limit
+
+        for values in self.levers[index]:
+            choice = _alone(index, values)
+            if not fits(choice):
+                choice = self.with_cheaper(index, values)
+            if not fits(choice):
+                continue
+            for place in range(index - 1, -1, -1):
+                if choice[place]:
+                    milder = [_replaced(choice, place, one) for one in ({}, *self.levers[place])]
+                    choice = next(filter(fits, milder), choice)
+            if not fits(_replaced(choice, index, {})):
+                return self.change(choice)
+        return None
+
+    def with_cheaper(self, index: int, values: Values) -> Choice:
+        """These values of the lever of this index, with all cheaper ones at their strongest that do no harm."""
+        choice = _alone(index, values)
+        for place in range(index):
+            stronger = _replaced(choice, place, self.levers[place][-1])
+            if self.change(stronger).total <= self.change(choice).total:
+                choice = stronger
+        return choice
+
+    def change(self, choice: Choice) -> Change:
+        """What a choice changes, the dearest first."""
+        values: dict[str, Any] = {}
+        for one in reversed(choice):
+            values |= {key: value for key, value in one.items() if key not in values}
+        values = {key: value for key, value in values.items() if value != getattr(*_place(self._cfg, key))}
+        known = tuple(sorted(values.items()))
+        if known not in self._totals:
+            self._totals[known] = self._total(values)
+        return Change(values, self._totals[known])
+
+    def _total(self, values: Values) -> int:
+        changed = copy.deepcopy(self._cfg)
+        for key, value in values.items():
+            setattr(*_place(changed, key), value)
+        found = self._estimate(changed)
+        return sys.maxsize if found is None else found.total
 
 
-def _total(cfg: Any, values: Values, estimate: Estimator) -> int | None:
-    changed = copy.deepcopy(cfg)
-    for key, value in values.items():
-        section, _, name = key.rpartition(".")
-        setattr(getattr(changed, section) if section else changed, name, value)
-    found = estimate(changed)
-    return None if found is None else found.total
+def _place(cfg: Any, key: str) -> tuple[Any, str]:
+    """The section of a key, and its name there."""
+    section, _, name = key.rpartition(".")
+    return (getattr(cfg, section) if section else cfg), name
 
 
-def _steps(cfg: Any) -> Iterator[Values]:
+def _alone(index: int, values: Values) -> Choice:
+    return [*[{}] * index, values]
+
+
+def _replaced(choice: Choice, place: int, values: Values) -> Choice:
+    return [*choice[:place], values, *choice[place + 1 :]]
+
+
+_SHORTEST = 256
+"""The least length of sequences that is recommended."""
+_RECOMPUTED = (("selective", 1), ("full", 2), ("full", 1))
+"""Granularity and interval of recomputation, from the least to the most."""
+
+
+def _levers(cfg: Any) -> Iterator[Lever]:
     """What may be changed, from cheap to dear."""
-    if (cfg.train.micro_batch_size or 1) > 1:
-        yield {"train.micro_batch_size": 1}
-    if cfg.model.recompute_granularity != "full":
-        yield {"model.recompute_granularity": "full"}
+    size = cfg.train.micro_batch_size or 1
+    if size > 1:
+        yield [{"train.micro_batch_size": one} for one in range(size - 1, 0, -1) if size % one == 0]
+    if not (cfg.model.chunked_loss or cfg.model.fused_linear_loss):
+        yield [{"model.chunked_loss": True}]
+    recompute = [{"model.recompute_granularity": one, "model.recompute_interval": n} for one, n in _RECOMPUTED]
+    now = cfg.model.recompute_granularity and (cfg.model.recompute_granularity, cfg.model.recompute_interval)
+    stronger = recompute[_RECOMPUTED.index(now) + 1 :] if now in _RECOMPUTED else recompute[-1:] if now else recompute
+    if stronger:
+        yield stronger
     if cfg.mixed_precision is None:
-        yield {"mixed_precision": "bf16_mixed"}
+        yield [{"mixed_precision": "bf16_mixed"}]
     optimizer, is_lora = cfg.optimizer, cfg.peft.peft_scheme is not None
-    if not is_lora and optimizer.params_dtype == "float32":
-        yield {"optimizer.params_dtype": "bfloat16"}
-    if not is_lora and optimizer.main_params_dtype == "float32":
-        yield {"optimizer.params_dtype": "bfloat16", "optimizer.main_params_dtype": "bfloat16"}
-    if is_lora or cfg.checkpoint.finetune or cfg.checkpoint.pretrained_checkpoint is not None:
-        float32 = {"optimizer.params_dtype": "float32", "optimizer.main_params_dtype": "float32"}
-        lora = {"peft.peft_scheme": "lora"}
-        changed = {key: value for key, value in float32.items() if getattr(optimizer, key[10:]) != value}
-        if not is_lora:
-            yield lora | changed
-        if cfg.peft.base_quantization is None:
-            yield ({} if is_lora else lora | changed) | {"peft.base_quantization": "nf4"}
+    if not is_lora and cfg.mixed_precision != "fp16_mixed":
+        pure = {"optimizer.params_dtype": "bfloat16", "optimizer.main_params_dtype": "bfloat16"}
+        is_own = optimizer.optimizer not in OF_PACKAGES
+        yield [{"optimizer.params_dtype": "bfloat16"}, pure] if is_own else [pure | {"optimizer.rounding": "nearest"}]
+    lora = {"peft.peft_scheme": "lora", "optimizer.params_dtype": "float32", "optimizer.main_params_dtype": "float32"}
+    quantized = {"peft.base_quantization": "nf4"}
+    if is_lora and cfg.peft.base_quantization is None:
+        yield [quantized]
+    elif not is_lora and (cfg.checkpoint.finetune or cfg.checkpoint.pretrained_checkpoint is not None):
+        yield [lora, lora | quantized]
     length = cfg.model.seq_length
-    if cfg.model.position_embedding_type != "learned_absolute" and length >= 512:
-        yield {"model.seq_length": length // 2, "dataset.seq_length": length // 2}
+    if cfg.model.position_embedding_type != "learned_absolute" and length >= 2 * _SHORTEST:
+        parts = [length // 2**n for n in range(1, length.bit_length()) if length // 2**n >= _SHORTEST]
+        yield [{"model.seq_length": part, "dataset.seq_length": part} for part in parts]

@@ -9,15 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from onstep.distributed.shards import Split, local_part, split_of
-from onstep.metrics.norms.named_parameters import Model, measurable_parameters, reshard
+from onstep.distributed.shard_sums import ShardSums
+from onstep.distributed.shards import Split, is_sharded, local_part, split_of
+from onstep.metrics.norms.named_parameters import Model, measurable_parameters, named_parameters, reshard
 
+_NONE = -1.0
+"""In place of the norm of a tensor that a rank does not have, such as a gradient."""
 _PIECE = 2**16
 """Elements converted to float64 at a time on a CPU, so that the copy fits in cache; GPUs convert while reading."""
 
@@ -127,40 +129,35 @@ def local_norms(tensors: Mapping[str, Tensor], order: float = 2.0) -> LocalNorms
 def full_norms(local: LocalNorms, model: Model) -> dict[str, float]:
     """The norms of full tensors by name, from the shards of each rank. Synchronizes with the device once.
 
-    Collective if parameters of `model` are DTensors.
+    Collective if parameters of `model` are DTensors, also for a rank without norms. Tensors that no rank has are
+    omitted.
 
     Args:
         local: norms of tensors that are sharded like the parameters of these names.
     """
-    if not local.names:
+    if not local.names and not is_sharded(named_parameters(model).values()):
         return {}
     reshard(model)
-    values, parameters = local.values, measurable_parameters(model)
-    by_split: dict[Split, list[int]] = {}
-    for place, name in enumerate(local.names):
-        if name in parameters:
-            by_split.setdefault(split_of(parameters[name]), []).append(place)
-    for split, places in by_split.items():
-        if not split:
-            continue
-        index = torch.tensor(places, device=values.device)
-        part = values[index]
-        for mesh, dim in split:
-            part = _combined(part, local.order, mesh.get_group(dim))
-        values = values.index_copy(0, index, part)
-    return dict(zip(local.names, values.tolist(), strict=True))
+    parameters = measurable_parameters(model)
+    names = [*parameters, *(name for name in local.names if name not in parameters)]
+    sums = ShardSums([split_of(parameters[name]) if name in parameters else Split() for name in names])
+    if not sums.has_others:
+        return dict(zip(local.names, local.values.tolist(), strict=True))
+    places = {name: place for place, name in enumerate(names)}
+    values = local.values.new_full((len(names),), _NONE)
+    values[[places[name] for name in local.names]] = local.values
+    whole = sums(values, partial(_combined, order=local.order)).tolist()
+    return {name: norm for name, norm in zip(names, whole, strict=True) if norm != _NONE}
 
 
-def _combined(norms: Tensor, order: float, group: Any) -> Tensor:
-    """The norms of tensors sharded over the ranks of `group`, (n,) float64, without intermediate overflow."""
-    largest = norms.nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum over ranks could lose a NaN
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+def _combined(norms: Tensor, order: float) -> Tensor:
+    """The norms of tensors from those of their shards, (num_ranks, n) float64, without intermediate overflow."""
+    largest: Tensor = norms.amax(0)
     if order == math.inf:
         return largest
     scale = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
-    squares = (norms / scale).square()
-    dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=group)
-    return squares.sqrt() * scale
+    combined = (norms.clamp(min=0) / scale).square().sum(0).sqrt() * scale
+    return combined.where(largest != _NONE, largest)
 
 
 def _numbers(tensor: Tensor) -> Tensor:

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from onstep.distributed.shard_sums import ShardSums, device_of, has_others
 from onstep.distributed.shards import Split, as_dtensor, local_part, split_of
 from onstep.errors import ConfigError, ShardingError
 from onstep.metrics.norms.named_parameters import chunks_of, measurable_parameters, reshard
 from onstep.metrics.norms.parameter_norms import local_norms
-from onstep.metrics.reductions import device_of, has_others
 
 _GROUPS = ("tp", "expt_tp", "dp_cp", "expt_dp", "mp", "tp_ep_pp")
 
@@ -66,7 +66,7 @@ def calc_params_l2_norm(
 
 
 def calc_dtensor_params_l2_norm(params: Iterable[Tensor]) -> float:
-    """The L2 norm of the full DTensors, on every rank. One collective per kind of sharding and mesh dimension.
+    """The L2 norm of the full DTensors, on every rank. One collective per mesh dimension.
 
     Args:
         params: the DTensors, in the same order on all ranks of their mesh.
@@ -85,10 +85,8 @@ def calc_dtensor_params_l2_norm(params: Iterable[Tensor]) -> float:
                 "sums do not add up to that of the sum; call its redistribute() first"
             )
         kinds.setdefault(split_of(dtensor), {})[str(number)] = dtensor.to_local()
-    total = _zero(())
-    for split, tensors in kinds.items():
-        total = total.to(next(iter(tensors.values())).device) + _squares(tensors, split)
-    return float(total.sqrt())
+    squares = _squares_over_ranks([*kinds.values()], [*kinds])
+    return float(torch.stack([one.to(squares[0].device) for one in squares]).sum().sqrt()) if squares else 0.0
 
 
 def unread_params_l2_norm(
@@ -111,8 +109,9 @@ def unread_params_l2_norm(
         if value is not None:
             tensors[name] = local_part(value)
     sums = {(expert, part): _zero(params.values()) for expert in (False, True) for part in (False, True)}
-    for kind, tensors in kinds.items():
-        squares = _squares(tensors, kind.split)  # for all kinds, since the other ranks of the mesh take part
+    # for all kinds, counted here or not, since the other ranks of the mesh take part
+    each = _squares_over_ranks([*kinds.values()], [kind.split for kind in kinds])
+    for kind, squares in zip(kinds, each, strict=True):
         if counted[kind]:
             place = (kind.is_expert, kind.is_part)
             sums[place] = sums[place] + squares.to(sums[place].device)
@@ -177,7 +176,7 @@ def _kind_and_value(param: Any, uses_main: bool) -> tuple[_Kind, Tensor | None]:
     main = param.main_param if has_main else None
     value: Tensor | None = param if main is None and not is_part else main
     kind = _Kind(
-        split=() if value is None else split_of(value),
+        split=Split() if value is None else split_of(value),
         is_expert=is_expert(param),
         is_part=is_part,
         is_tensor_parallel=bool(getattr(param, "tensor_model_parallel", False)),
@@ -201,11 +200,16 @@ def _fully_sharded(model: nn.Module | Sequence[nn.Module]) -> list[Tensor]:
     return list(params.values())
 
 
-def _squares(tensors: Mapping[str, Tensor], split: Split) -> Tensor:
-    """The sum of the squares of all values over the mesh they are sharded on, 0-d float64."""
-    squares = local_norms(tensors).values.square().sum()
-    for mesh, dim in split:
-        squares = _summed(squares, mesh.get_group(dim))
+def _squares_over_ranks(kinds: Sequence[Mapping[str, Tensor]], splits: Sequence[Split]) -> list[Tensor]:
+    """The sum of the squares of all values of each kind over its mesh, 0-d float64."""
+    squares = [local_norms(tensors).values.square().sum() for tensors in kinds]
+    sharded = [place for place, split in enumerate(splits) if split.mesh is not None]
+    if sharded:
+        home = squares[sharded[0]].device
+        sums = ShardSums([splits[place] for place in sharded])
+        whole = sums(torch.stack([squares[place].to(home) for place in sharded]))
+        for place, square in zip(sharded, whole.unbind(), strict=True):
+            squares[place] = square
     return squares
 
 

@@ -15,14 +15,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from functools import partial
 from numbers import Integral
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from onstep.distributed.shard_sums import ShardSums
 from onstep.distributed.shards import local_part, split_of, whole
 from onstep.errors import ConfigError
 from onstep.metrics.norms.named_parameters import Model, measurable_parameters, reshard
@@ -156,9 +157,8 @@ class _Batch:
         Collective for DTensors: ranks with different hardware get the same values, so all add iterations or none.
         """
         recurrence = torch.cat([self._alphas, self._betas, self._scale[:, None]], dim=1)
-        for mesh, dim in split_of(self._parameters[0]):
-            dist.all_reduce(recurrence, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
-        return recurrence
+        same = ShardSums([split_of(self._parameters[0])])(recurrence.flatten(), partial(torch.amax, dim=0))
+        return same.view_as(recurrence)
 
     def conclude(self, recurrence: Tensor) -> None:
         """Compute the norms from the bidiagonal forms and whether they have converged."""

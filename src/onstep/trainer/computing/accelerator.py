@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from onstep.config import DistributedInitConfig
 from onstep.distributed import World, open_world
-from onstep.optim import LossScaler, TrainingOptimizer
+from onstep.optim import LossScaler, TrainingOptimizer, clip_grad_norm
 from onstep.train_state import StateDict
 from onstep.trainer.computing.accelerator_answers import AcceleratorAnswers
 from onstep.trainer.computing.forward_precision import cast_forward
@@ -278,12 +278,16 @@ class Accelerator(AcceleratorAnswers):
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip the global norm of gradients, and return it as it was; float16's loss scale does not count."""
+        """Clip the global norm of gradients, and return it as it was; float16's loss scale does not count.
+
+        Collective if parameters are sharded.
+        """
         scaler, step = self._loss_scaler(), self._step()
         is_scaled = scaler is not None and step is not None and not hasattr(step, "total")
         scale = scaler.scale if scaler is not None and is_scaled else 1.0
-        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm * scale, norm_type=norm_type)
-        return norm / scale
+        if norm_type == 2:
+            return clip_grad_norm(parameters, max_norm * scale) / scale
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm * scale, norm_type=norm_type) / scale
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clip each value of the gradients."""

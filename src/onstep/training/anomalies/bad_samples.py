@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
 from onstep.checkpoint import RngState
 from onstep.distributed import no_sync
+from onstep.optim import clip_grad_norm
 from onstep.training.anomalies.worst_samples import WorstSample
 from onstep.training.compute.losses import MicroLoss
 from onstep.training.compute.step import MicroBatches, Step
@@ -138,8 +138,7 @@ def _gradient_norms(job: Job, step: Step) -> Iterator[float]:
         with no_sync(model):
             micro = forward(iterator, batch, step.batches.is_filler[index])
             backward(micro, backward_start_of(job, micro, len(iterator)))
-        grads = [p.grad for chunk in model for p in chunk.parameters() if p.grad is not None]
-        yield float(torch.stack(torch._foreach_norm(grads)).norm()) if grads else 0.0
+        yield float(clip_grad_norm((p for chunk in model for p in chunk.parameters()), math.inf))
 
 
 def _drop_gradients(model: list[nn.Module]) -> None:

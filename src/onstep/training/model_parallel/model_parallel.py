@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from onstep.distributed.shard_sums import has_others
 from onstep.events.context import unwrap
 from onstep.metrics.reductions import (
-    has_others,
     logical_and_across_model_parallel_group,
     reduce_max_stat_across_model_parallel_group,
 )

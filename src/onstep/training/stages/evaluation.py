@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from onstep.data import Batch, StepBatches
 from onstep.data.loaders.dead_workers import dead_workers_named
-from onstep.distributed import World, check_ranks
+from onstep.distributed import World, attempt, check_loader, check_ranks, raise_together
 from onstep.events import CallbackManager, Dispatcher
 from onstep.models.generation.generate import preserve_modes
 from onstep.training.compute.forward_errors import call_forward_step
@@ -76,6 +76,8 @@ def evaluate(
     """
     only_chunk(model)  # before any event
     check_ranks(model, state.world)
+    refusal = attempt(lambda: check_loader(data_iterator, state.world))[1]
+    raise_together(state.world, refusal, "the evaluation")
     notify = notify or Dispatcher(callback_manager, state, model)
     collected: object = None
 

@@ -11,9 +11,18 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from onstep.data import StepBatches, StepSource, as_step_source
-from onstep.distributed import check_ranks, check_weights, has_fixed_buckets, is_bare
+from onstep.distributed import (
+    check_exchanged,
+    check_loader,
+    check_ranks,
+    check_weights,
+    has_fixed_buckets,
+    is_bare,
+    refused_together,
+)
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager, Dispatcher
+from onstep.metrics.norms.named_parameters import reshard
 from onstep.optim import (
     ForeignOptimizer,
     ScalesRates,
@@ -75,19 +84,41 @@ class Job:
     ) -> Job:
         """A training of what a user has passed; `data` is a loader of `onstep.data`, an iterator or None.
 
+        Collective.
+
         Raises:
-            ConfigError: if the model has several chunks or weights without values, the run was made before the process
-                group of several ranks, the forward step cannot be called, the optimizer has no `step()` or no parameter
+            ConfigError: on all ranks, if the model has several chunks or weights without values, the world is not the
+                process group, the data is that of other ranks, some trained parameters are outside of what averages the
+                gradients of the rest, the forward step cannot be called, the optimizer has no `step()` or no parameter
                 of the model, or the scheduler is one of another optimizer.
             ShardingError: if parameters are sharded over ranks other than by `fully_shard` over all of them.
         """
+        parts = (run, forward_step_func, model, optimizer, scheduler, data, callbacks)
+        return refused_together(run.world, lambda: cls._of(*parts))
+
+    @classmethod
+    def _of(
+        cls,
+        run: Run,
+        forward_step_func: ForwardStep,
+        model: list[nn.Module],
+        optimizer: UserOptimizer,
+        scheduler: UserScheduler | None,
+        data: object,
+        callbacks: CallbackManager | None,
+    ) -> Job:
         only_chunk(model)
         check_weights(model)
+        reshard(model)
         check_ranks(model, run.world)
+        check_loader(data, run.world)
         driven = drive(optimizer, model, run)
+        trained = None
         if not isinstance(driven, ForeignOptimizer):  # one of Megatron's may have copies of the weights
             check_trains(driven.param_groups, model)
+            trained = [parameter for group in driven.param_groups for parameter in group["params"]]
             optimizer = driven
+        check_exchanged(model, trained)
         if scheduler is not None:
             check_scheduler(scheduler, optimizer)
         scheduler = TorchSchedulerAdapter(scheduler) if isinstance(scheduler, LRScheduler) else scheduler

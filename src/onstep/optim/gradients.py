@@ -1,0 +1,111 @@
+"""Finds the gradients of sharded parameters on this rank, and computes their norm over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onstep.distributed.shard_sums import Kinds
+from onstep.distributed.shards import as_dtensor, is_sharded
+from onstep.errors import ShardingError
+from onstep.optim.gradient_scaling import multiply
+
+
+class ShardedGradients:
+    """The gradients of parameters of which some are DTensors, as plain tensors: the parts that this rank holds.
+
+    What depends on the parameters alone is found out once. Plain and sharded parameters may be mixed, and meshes may
+    differ.
+
+    Args:
+        params: the parameters, in the same order on all ranks of a mesh.
+        names: names of the parameters, for errors.
+
+    Raises:
+        ShardingError: if a parameter is `Partial`: its ranks hold summands, whose squares do not add up.
+    """
+
+    def __init__(self, params: Sequence[Tensor], names: Sequence[str] = ()) -> None:
+        for place, param in enumerate(params):
+            dtensor = as_dtensor(param)
+            if dtensor is not None and any(one.is_partial() for one in dtensor.placements):
+                name = names[place] if names else f"parameter {place} of the optimizer, {tuple(param.shape)},"
+                raise ShardingError(
+                    f"{name} must be sharded or replicated, got {dtensor.placements}: its ranks hold summands, each of "
+                    f"which would be updated by itself; call its redistribute() before the optimizer is made"
+                )
+        self.kinds = Kinds(params)
+        kinds = self.kinds.members if self.kinds.sums.has_others else [list(params)]
+        self._members = [[(param, as_dtensor(param) is not None) for param in kind] for kind in kinds]
+        self._sizes: list[int] = []
+        dtypes = {param.dtype for param in params}
+        self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+
+    def collect(self) -> list[Tensor]:
+        """The parts of all gradients that exist, by kind. Call it without autograd.
+
+        A gradient whose ranks hold summands, as torch's sequence parallelism leaves those of norms, or that is sharded
+        differently from its parameter, is replaced by one like its parameter. Collective for such gradients.
+        """
+        parts: list[Tensor] = []
+        self._sizes = []
+        for members in self._members:
+            start = len(parts)
+            for param, is_dtensor in members:
+                grad = param.grad
+                if grad is None:
+                    continue
+                if is_dtensor:
+                    shards: Any = grad
+                    if shards.placements != param.placements:  # type: ignore[attr-defined]
+                        shards = param.grad = shards.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+                    grad = shards.to_local()
+                parts.append(grad)
+            self._sizes.append(len(parts) - start)
+        return parts
+
+    def norm(self, parts: list[Tensor], device: torch.device) -> Tensor:
+        """The L2 norm of all whole gradients, 0-d, the same on all ranks to the bit. Collective.
+
+        It is in float64 if a parameter is, else in float32.
+
+        Args:
+            parts: what `collect` returned.
+            device: the device of the result.
+        """
+        if parts:
+            norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(parts, 2.0, self._dtype)])
+            if not self.kinds.sums.has_others:
+                norm: Tensor = torch.linalg.vector_norm(norms)
+                return norm
+            squares = torch.stack([of_kind.sum() for of_kind in torch.split(norms.square(), self._sizes)])
+        else:
+            squares = torch.zeros(len(self._sizes), dtype=self._dtype, device=device)
+        return self.kinds.sums(squares).sum().sqrt()
+
+
+def clip_grad_norm(params: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
+    """Clip the L2 norm of all gradients over all ranks, as torch's `clip_grad_norm_` does for tensors of one kind.
+
+    Plain and sharded parameters may be mixed, and meshes may differ. Collective if parameters are DTensors.
+
+    Args:
+        params: the parameters; those without a gradient are left out.
+        max_norm: the greatest norm; infinity only computes it.
+
+    Returns:
+        The norm before clipping, 0-d, the same on all ranks to the bit; the host does not wait for it.
+    """
+    params = [params] if isinstance(params, Tensor) else list(params)
+    if not is_sharded(params):
+        return torch.nn.utils.clip_grad_norm_(params, max_norm)
+    with torch.no_grad():
+        gradients = ShardedGradients(params)
+        parts = gradients.collect()
+        norm = gradients.norm(parts, params[0].device)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        multiply(parts, factor, spans_devices=any(part.device != factor.device for part in parts))
+    return norm

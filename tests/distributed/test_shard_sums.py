@@ -25,7 +25,7 @@ def imported(processes: Processes) -> None:
     [
         pytest.param("fsdp", 2, 1, marks=pytest.mark.slow),
         ("fsdp", 3, 1),
-        ("fsdp", 4, 1),
+        pytest.param("fsdp", 4, 1, marks=pytest.mark.slow),
         ("hsdp", 4, 2),
         ("tp", 2, 1),
         ("tp sequence", 2, 1),
@@ -43,11 +43,13 @@ def test_norm_clipping_and_zeros_of_each_layout_are_those_of_one_process(
         assert one["gap"] < 1e-6, "the clipped gradients, whose norm is 1"
         assert one["calls"] == 2 * calls, "one collective of each mesh dimension for the norm, one for the zeros"
         assert one["zeros"][0] == one["zeros"][1] > 0
+        assert one["by_name"] == pytest.approx(1.0, rel=1e-5)
+        assert one["params"] == pytest.approx(len(one["params"]) * [one["exact_params"]], rel=1e-6)
         assert one["moved"][0] > 1e-3, "each parameter is updated"
     assert results[0]["kinds"] == (["DTensor", "Parameter"] if how == "tp" else ["DTensor"])
 
 
-@pytest.mark.parametrize(("how", "ranks", "most"), [("fsdp", 2, 2), ("hsdp", 4, 3)])
+@pytest.mark.parametrize(("how", "ranks", "most"), [("fsdp", 2, 2), pytest.param("hsdp", 4, 3, marks=pytest.mark.slow)])
 def test_loss_and_norm_of_a_step_take_at_most_three_collectives(
     processes: Processes, tmp_path: Path, how: str, ranks: int, most: int
 ) -> None:
@@ -92,8 +94,8 @@ def test_a_clipped_training_of_shards_is_that_of_one_process(
     ("how", "ranks", "where"),
     [
         pytest.param("fsdp", 3, "head", marks=pytest.mark.slow),
-        ("hsdp", 4, "head"),
-        ("tp", 2, "norm"),
+        pytest.param("hsdp", 4, "head", marks=pytest.mark.slow),
+        pytest.param("tp", 2, "norm", marks=pytest.mark.slow),
         ("fsdpxtp", 4, "norm"),
     ],
 )
@@ -107,7 +109,19 @@ def test_all_ranks_keep_out_a_nan_that_one_rank_has(
         assert one[1][1:] == ["nan", 1]
 
 
-@pytest.mark.parametrize(("how", "ranks"), [("fsdp", 2), ("tp", 2)])
+@pytest.mark.parametrize(("policy", "how", "ranks"), [("skip", "fsdp", 2), ("raise", "hsdp", 4)])
+def test_all_ranks_of_a_training_act_at_the_same_step_on_a_nan_that_one_rank_has(
+    processes: Processes, tmp_path: Path, policy: str, how: str, ranks: int
+) -> None:
+    results = processes.results(JOBS, "bad_shard_in_the_loop", tmp_path, {"how": how, "policy": policy}, ranks=ranks)
+    if policy == "skip":
+        expected = {"skips": [0, 0, 1, 1, 1, 1], "error": "", "step": 6}
+    else:
+        expected = {"skips": [0, 0], "error": "NaN or infinity in the loss or gradient norm of step 3", "step": 2}
+    assert results == ranks * [expected]
+
+
+@pytest.mark.parametrize(("how", "ranks"), [("fsdp", 2), pytest.param("tp", 2, marks=pytest.mark.slow)])
 def test_an_optimizer_of_megatrons_convention_is_judged_by_the_whole_norm(
     processes: Processes, tmp_path: Path, how: str, ranks: int
 ) -> None:
@@ -116,7 +130,7 @@ def test_an_optimizer_of_megatrons_convention_is_judged_by_the_whole_norm(
         assert one["applied"] == [False, True]
 
 
-@pytest.mark.parametrize("dtype", ["single", "double"])
+@pytest.mark.parametrize("dtype", ["single", pytest.param("double", marks=pytest.mark.slow)])
 def test_several_meshes_missing_gradients_and_marks_count_once(
     processes: Processes, tmp_path: Path, dtype: str
 ) -> None:

@@ -157,6 +157,8 @@ def job_dtensors(settings: dict[str, Any]) -> None:
     )
     model["columns"].grad = DTensor.from_local(torch.ones(6, 5), mesh, [Replicate(), Partial()])
     model["replicated"].grad = DTensor.from_local(torch.ones(6, 5), mesh, [Replicate(), Partial()])
+    if RANK == 0:  # the other rank has no gradient of it
+        model["both"].grad = distribute_tensor(torch.ones(6, 5), mesh, [Shard(0), Shard(1)], src_data_rank=None)
     vector = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate(), Shard(0)]))
     bad = nn.ParameterDict({"matrix": parameter(Replicate(), Shard(0), rows=2), "vector": vector})
     with torch.no_grad():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,7 +25,9 @@ from torch.distributed.tensor.parallel import (
 from onstep import CallbackManager
 from onstep.config import ModelConfig, OptimizerConfig
 from onstep.data import TrainLoader
-from onstep.errors import ShardingError
+from onstep.errors import NonFiniteError, ShardingError
+from onstep.metrics import calc_params_l2_norm
+from onstep.metrics.norms.parameter_norms import gradient_norms, total_norm
 from onstep.models import build_transformer
 from onstep.optim import (
     DeviceFiniteGate,
@@ -142,6 +145,11 @@ def job_norm(settings: dict[str, Any]) -> dict[str, Any]:
         (whole(one.grad).double() - other.grad / exact).abs().max()
         for one, other in zip(model.parameters(), plain.parameters(), strict=True)
     ]
+    by_name = total_norm(gradient_norms(model))
+    params = [calc_params_l2_norm(model, None)]
+    if settings["how"].startswith("tp"):  # as a run with tensor parallelism gives them
+        model.pg_collection = SimpleNamespace(tp=dist.group.WORLD, mp=dist.group.WORLD)  # type: ignore[assignment]
+        params.append(calc_params_l2_norm(model, None))
     before = [whole(one).detach().clone() for one in model.parameters()]
     assert [optimizer.apply() for _ in range(2)] == [True, True], "once by torch, once by our own lists"
     moved = [float((whole(one) - old).abs().mean()) for one, old in zip(model.parameters(), before, strict=True)]
@@ -152,6 +160,9 @@ def job_norm(settings: dict[str, Any]) -> dict[str, Any]:
         "exact": float(exact),
         "gap": float(max(gaps)),
         "calls": len(calls),
+        "by_name": by_name,
+        "params": params,
+        "exact_params": float(torch.cat([one.detach().flatten() for one in plain.parameters()]).norm()),
         "zeros": [int(optimizer.num_zeros), num_zeros],  # type: ignore[arg-type]
         "moved": [min(moved), max(moved)],
         "kinds": sorted({type(one).__name__ for one in model.parameters()}),
@@ -201,6 +212,32 @@ def job_collectives(settings: dict[str, Any]) -> dict[str, list[int]]:
     with counted() as calls:
         train(sum_step, [model], optimizer, None, loader, None, state, callback_manager=manager)
     return {"of_steps": of_steps}
+
+
+def job_bad_shard_in_the_loop(settings: dict[str, Any]) -> dict[str, Any]:
+    """A training by the loop in which the last rank's shard of a gradient becomes NaN at the third step."""
+    dist.init_process_group("gloo")
+    config = sharding_jobs.given_config()
+    config.train.on_nonfinite = settings["policy"]
+    model = sharding_jobs.wrapped(settings["how"], sharding_jobs.TinyModel())
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    state = GlobalState(cfg=config, num_microbatches=config.train.global_batch_size // (2 * ranks))
+    sizes = {"micro_batch_size": 2, "global_batch_size": config.train.global_batch_size}
+    loader = TrainLoader(RaggedRows(144), seed=1, rank=rank, world_size=ranks, **sizes)
+    manager, skips = CallbackManager(), []
+
+    def spoil(context: Any) -> None:
+        if rank == ranks - 1 and state.train_state.step == 2:
+            model.out.weight.grad.to_local().view(-1)[:1] = float("nan")
+
+    manager.register("on_forward_backward_end", spoil)
+    manager.register("on_step_end", lambda context: skips.append(state.train_state.num_skips))
+    optimizer, error = torch.optim.AdamW(model.parameters(), lr=1e-2), ""
+    try:
+        train(sum_step, [model], optimizer, None, loader, None, state, callback_manager=manager)
+    except NonFiniteError as raised:
+        error = str(raised).partition(":")[0]
+    return {"skips": skips, "error": error, "step": state.train_state.step}
 
 
 def job_training(settings: dict[str, Any]) -> dict[str, Any]:

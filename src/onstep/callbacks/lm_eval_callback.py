@@ -38,7 +38,7 @@ class LmEvalCallback(Callback):
     a second copy. Weights that are sharded over ranks are refused: evaluate their checkpoints.
 
     Args:
-        tasks: names of tasks, groups or tags of lm-eval, or patterns of them.
+        tasks: names of tasks, groups or tags of lm-eval, or patterns such as `arc_*`; a text has commas between them.
         every: steps between evaluations, >= 1.
         include_path: directories with task files of your own.
         num_fewshot: solved examples before each question; None is that of the task.

@@ -117,7 +117,7 @@ def wrap_optimizer(
     itself.
 
     Args:
-        clip_grad: the greatest norm of the gradients; None for no clipping.
+        clip_grad: the greatest norm of the gradients; None or 0 for no clipping.
         order: the order in which the norm sums the gradients; None for that of the groups.
         scaler: the loss scaler; None for none.
         grad_norm_skip_threshold: the gradient norm above which an update is skipped; None for none.

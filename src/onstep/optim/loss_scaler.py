@@ -146,7 +146,7 @@ def build_loss_scaler(config: OptimizerConfig, mixed_precision: str | None) -> L
 
     Args:
         config: the section `optimizer` of a configuration.
-        mixed_precision: the precision of the run; only `fp16_mixed` needs a scale.
+        mixed_precision: that key of the run: `fp16_mixed`, `bf16_mixed`, or None for float32.
 
     Raises:
         ConfigError: if the scale starts below its minimum or above 2**96.

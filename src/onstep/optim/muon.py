@@ -61,7 +61,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         """Update the matrices of the layers, then everything else, unless the attribute `found_inf` is 1.
 
         Args:
-            closure: computes the loss again, as in torch; None for none.
+            closure: must be None; a step here never computes the loss again.
         """
         assert closure is None, "a training step has no closure"
         found_inf: Tensor | None = vars(self).get("found_inf")

@@ -32,8 +32,8 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
     Forked children (a data loader's workers) do not hold the lock and cannot append.
 
     Args:
-        path: the file.
-        descriptor: the descriptor of the open file.
+        path: the file, as messages name it.
+        descriptor: of the same file, open for writing and locked; closed by `close`.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -76,7 +76,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         """Open a metrics log that was aligned before, or start one; raises `MetricsLogHeldError` as `open` does.
 
         Args:
-            path: the file.
+            path: the file; missing directories above it are made.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         return cls(path, locked(path, os.O_CREAT))

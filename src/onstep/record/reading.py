@@ -54,7 +54,7 @@ def read_records(path: str | Path, num_bytes: int | None = None) -> list[Record]
 
     Args:
         num_bytes: Where the last record to read ends; None reads all.
-        path: the file.
+        path: the file, `trainer_logs.json` of a run.
 
     Raises:
         FileNotFoundError: if the file does not exist.

@@ -195,7 +195,8 @@ class BaseTrainer:
         does not show which, set `loss_is_scaled_for_ga`.
 
         Args:
-            inputs: one micro-batch on the device: tensors by name, with the batch as their first dimension.
+            inputs: one micro-batch on the device, as the collator returned it: a mapping (the model's keywords), a
+                tuple (its positional arguments) or a tensor.
             model: the module, called with `inputs`.
             return_outputs: whether the model's outputs are returned beside the loss.
         """

@@ -52,8 +52,8 @@ def smooth_values(
     """The list of `smoothed`, which has the arguments.
 
     Args:
-        values: the values, in order.
-        window_size: values of the running mean.
+        values: the values, one for each point.
+        window_size: twice the number of neighbors on either side: 10 averages 11 values.
         left_out: True for the values that the mean leaves out.
     """
     return [float(value) for value in smoothed(values, window_size, left_out)]

@@ -145,7 +145,7 @@ def verify(directory: Path, *, progress: Progress | None = None) -> Manifest:
 
     Args:
         directory: the directory of a checkpoint.
-        progress: called with the number of bytes after each block that was hashed; None for none.
+        progress: called after each block that was hashed, with the block's number of bytes.
 
     Raises:
         CheckpointError: naming the first file that is missing or not as it was written.

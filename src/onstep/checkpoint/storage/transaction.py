@@ -98,10 +98,10 @@ class SaveTransaction:
     A lock file next to the directory keeps sweeps of other processes away from it.
 
     Args:
-        store: the files.
+        store: through which all files are written, renamed and removed.
         root: the directory of the run's checkpoints.
         step: the step (optimizer updates) that the checkpoint is of.
-        names_latest: whether the checkpoint becomes the newest one of the run.
+        names_latest: whether the file `latest` names it, a hint; False where the directory holds other things.
     """
 
     def __init__(self, store: FileStore, root: Path, step: int, *, names_latest: bool = True) -> None:

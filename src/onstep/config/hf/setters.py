@@ -33,11 +33,11 @@ class SettingMethods:
             learning_rate: the peak learning rate.
             batch_size: samples of one forward pass on one rank.
             weight_decay: the decoupled weight decay.
-            num_epochs: epochs of the training, with the fraction of the last one.
-            max_steps: steps of the training; -1 for that of the epochs.
+            num_epochs: epochs of the training; 2.5 ends in the middle of the third.
+            max_steps: steps of the training, which replace the epochs; -1 for none.
             gradient_accumulation_steps: micro-batches of a step on each rank.
             seed: seed of weights and data.
-            activation_checkpointing: the same, under its other name.
+            activation_checkpointing: another name of `gradient_checkpointing`, which is preferred if both are given.
             gradient_checkpointing: whether activations are computed again in the backward pass.
         """
         is_given = gradient_checkpointing is not None
@@ -210,9 +210,9 @@ class SettingMethods:
         """Set the learning-rate schedule and the length of the training.
 
         Args:
-            name: the shape of the schedule.
-            num_epochs: epochs of the training, with the fraction of the last one.
-            max_steps: steps of the training; -1 for that of the epochs.
+            name: the shape, as in `lr_scheduler_type`: `linear`, `cosine`, `constant`, ...
+            num_epochs: epochs of the training; 2.5 ends in the middle of the third.
+            max_steps: steps of the training, which replace the epochs; -1 for none.
             warmup_steps: steps of the warm-up, or its share of all steps if below 1.
         """
         return self._set(

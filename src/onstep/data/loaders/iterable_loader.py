@@ -322,7 +322,8 @@ class IterableLoader(Loader):
     Args:
         source: the iterable over samples or batches.
         micro_batch_size: samples of one forward pass on one rank.
-        global_batch_size: samples of a step, over all ranks and micro-batches.
+        global_batch_size: samples of a step, over all ranks and micro-batches: a multiple of the micro-batch times
+            the ranks; None, and whole micro-batches, are not checked.
         rank: this rank, from 0.
         world_size: the number of data-parallel ranks.
         already_batched: whether the source yields whole micro-batches, which are not collated again.

@@ -88,7 +88,7 @@ class ListedRows:
         A share of one rank is left as it is: the ranks would get different numbers of micro-batches.
 
         Args:
-            entries: the samples that are skipped from here on, as (epoch, id).
+            entries: (epoch, sample id) of each; it is left out of the epochs after that one.
         """
         if self._ranks_alike == 1:
             self._left_out = entries

@@ -75,7 +75,7 @@ class RowSource(Protocol):
         """Leave out the samples of ``(epoch, sample id)`` entries; whether that affects the current epoch.
 
         Args:
-            entries: the samples that are skipped from here on, as (epoch, id).
+            entries: (epoch, sample id) of each; it is left out of the epochs after that one.
         """
 
     def to_come(self, sample_ids: Sequence[int], samples_in_epoch: int) -> list[bool] | None:
@@ -139,7 +139,7 @@ class Loader:
         samples have no index yields them again.
 
         Args:
-            entries: the samples that are skipped from here on, as (epoch, id).
+            entries: (epoch, sample id) of each; it is left out of the epochs after that one.
 
         Raises:
             DataError: for an id that is not a sample of this dataset.

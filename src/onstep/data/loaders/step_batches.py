@@ -112,7 +112,7 @@ class StepSource(Protocol):
         A source whose samples have no ids ignores this and yields them again.
 
         Args:
-            entries: the samples that are skipped from here on, as (epoch, id).
+            entries: (epoch, sample id) of each; it is left out of the epochs after that one.
         """
 
     def steps_per_epoch(self, num_microbatches: int) -> int | None:

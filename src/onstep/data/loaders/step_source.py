@@ -89,7 +89,7 @@ class IteratorReader:
         """Do nothing: micro-batches have no index.
 
         Args:
-            entries: the samples that are skipped from here on, as (epoch, id).
+            entries: (epoch, sample id) of each; it is left out of the epochs after that one.
         """
 
     def steps_per_epoch(self, num_microbatches: int) -> None:

@@ -29,7 +29,7 @@ class ParquetFile:
     Row groups before that of a window are not read.
 
     Args:
-        columns: chooses the columns to read, from those there are.
+        columns: called with the names of the columns there are and the file's name; returns those to read.
     """
 
     def __init__(self, name: str, window_bytes: int, columns: Callable[[Sequence[str], str], Sequence[str]]) -> None:

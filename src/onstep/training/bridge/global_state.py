@@ -56,7 +56,7 @@ class TrainStepResult(NamedTuple):
         """The result of one step of the loop.
 
         Args:
-            step: the step.
+            step: a finished step; one that was not applied is `skipped_iter` 1.
         """
         return cls(step.loss_dict, int(not step.applied), False, False, 0, step.grad_norm, step.num_zeros)
 
@@ -118,7 +118,7 @@ class GlobalState(Run):
         num_eval_microbatches: micro-batches of an evaluation step on this rank.
         run_dir: the directory of the run; None without one.
         clock: the clock of the run.
-        start_time: when the run started, on its clock.
+        start_time: when this state was made, in Unix seconds.
     """
 
     @property

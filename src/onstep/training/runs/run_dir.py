@@ -35,7 +35,7 @@ class RunDir:
     """`<output_dir>/<name>/`: run.json, trainer_logs.json, decisions.jsonl, checkpoints/, model/ and the loss plot.
 
     Args:
-        path: the directory.
+        path: `<output_dir>/<name>`; it need not exist yet.
         layout: that of a new run; None is the one that run.json records.
     """
 

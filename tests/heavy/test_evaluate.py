@@ -161,6 +161,29 @@ def test_a_trainers_model_and_its_adapter_are_evaluated(corpus: Path, token_cach
         assert [one.step for one in evaluations_of_run(Path("runs", name))] == [2]
 
 
+@pytest.mark.parametrize("form", ["function", "class", "metric", "template"])
+def test_code_of_a_task_is_only_executed_if_it_is_trusted(
+    corpus: Path, token_cache: Path, capsys: Capture, form: str
+) -> None:
+    run(corpus, token_cache)
+    shell = "{{ cycler.__init__.__globals__.os.system('touch executed') }}"
+    text, said = {
+        "function": ("process_docs: !function code.same\n", "own executes the Python function code.same (!function)"),
+        "class": ("class: !function code.Task\n", "own executes the Python function code.Task (!function)"),
+        "metric": ("metric_list:\n  - metric: own/code.py\n", "the metric 'own/code.py' is none of lm-eval's"),
+        "template": (f'doc_to_text: "{shell}"\n', "cannot be loaded (SecurityError: "),
+    }[form]
+    Path("own/code.py").write_text("open('executed', 'w').close()\nclass Task: pass\ndef same(rows): return rows\n")
+    Path("own/coded.yaml").write_text(f"include: first.yaml\ntask: coded\n{text}")
+    words = ["evaluate", "mine", "--tasks", "coded", "--include-path", "own", "--device", "cpu"]
+    assert main(words) == 1
+    assert said in capsys.readouterr().err
+    assert not Path("executed").exists()
+    if form == "function":
+        assert main([*words, "--trust-task-code"]) == 0
+        assert Path("executed").exists()
+
+
 BAD = (
     (("mine", "--tasks", "firts"), "there is no task 'firts' in lm-eval or below own. Did you mean 'first'?"),
     (("mine", "--tasks", "broken"), "the tasks broken cannot be loaded"),

@@ -45,6 +45,8 @@ class LmEvalCallback(Callback):
         limit: number of questions of each task, or below 1 a share of them; None is all.
         batch_size: sequences at a time, or `auto`.
         apply_chat_template: whether each question is a turn of the tokenizer's chat template.
+        trust_task_code: whether to execute Python functions that task files name (`!function`) and metrics of the
+            library evaluate.
 
     Raises:
         ConfigError: for an invalid value; when training begins, for a task that does not exist, a run without a
@@ -65,6 +67,7 @@ class LmEvalCallback(Callback):
         limit: float | None = None,
         batch_size: int | str = 1,
         apply_chat_template: bool = False,
+        trust_task_code: bool = False,
     ) -> None:
         require(is_integer_from(every, 1), "every", "an integer >= 1", every)
         require(limit is None or limit > 0, "limit", "> 0", limit, "; None asks all questions.")
@@ -72,7 +75,7 @@ class LmEvalCallback(Callback):
         places = [include_path] if isinstance(include_path, str | Path) else include_path
         self.every = every
         self.settings = TaskSettings(
-            tuple(names), tuple(map(str, places)), num_fewshot, limit, batch_size, apply_chat_template
+            tuple(names), tuple(map(str, places)), num_fewshot, limit, batch_size, apply_chat_template, trust_task_code
         )
 
     def on_train_start(self, context: CallbackContext) -> None:

@@ -68,6 +68,14 @@ def evaluate(
     apply_chat_template: Annotated[
         bool, typer.Option("--apply-chat-template", help="Ask each question as a turn of a conversation.")
     ] = False,
+    trust_task_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-task-code",
+            help="Execute the Python functions that task files of your own name (!function), and metrics of the "
+            "library evaluate. Read them first.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: {weights, step, tasks: {...}}.")] = False,
 ) -> None:
     """Evaluate weights on tasks of lm-eval: the numbers are those of `lm_eval --model hf` on the exported directory.
@@ -84,7 +92,9 @@ def evaluate(
     if limit is not None and not limit > 0:
         raise ConfigError(f"--limit must be > 0, got {limit:g}; drop it for all questions.")
     names = tuple(name for words in tasks for name in words.split(",") if name)
-    settings = TaskSettings(names, tuple(include_path or ()), num_fewshot, limit, batch_size, apply_chat_template)
+    settings = TaskSettings(
+        names, tuple(include_path or ()), num_fewshot, limit, batch_size, apply_chat_template, trust_task_code
+    )
     import_lm_eval()
     with weights_of(path) as weights:
         load_tasks(settings)  # before a large model is read

@@ -81,15 +81,16 @@ def verify(
     ],
     everything: Annotated[bool, typer.Option("--all", help="All checkpoints of the run or directory.")] = False,
 ) -> None:
-    """Check every file against its hash in the manifest; of a GGUF file, that its header and tensors are complete.
+    """Check every file against its hash in the manifest; of a GGUF file, only that its header and tensors are complete.
 
-    Lists each bad file. The exit code is 1 if any file is bad.
+    Lists each bad file. The exit code is 1 if any file is bad. A GGUF file has no hashes: its values are not checked.
     """
     if Path(path).is_file() and path.lower().endswith(".gguf"):
         from onstep.models.hf.gguf_types import check_gguf_file
 
         kinds = check_gguf_file(path)
-        print(f"{path}: ok, {', '.join(f'{number} tensors in {kind}' for kind, number in kinds.items())}")
+        counts = ", ".join(f"{number} tensors in {kind}" for kind, number in kinds.items())
+        print(f"{path}: complete (values are not checked), {counts}")
         return
     from onstep.cli.checkpoint.listing import dirs_to_verify, is_intact
 

@@ -16,6 +16,7 @@ from typing import Any
 from onstep.analysis.logs.task_results import TaskResult
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError, MissingExtraError, OnstepError, named_text
+from onstep.models.hf.task_code import no_foreign_code, replaced
 
 _QUIET = ("lm_eval", "httpx", "datasets")
 _NAMED = re.compile(r"^(?:task|group):[ \t]*['\"]?([^'\"#\n]+)", re.MULTILINE)
@@ -39,6 +40,8 @@ class TaskSettings:
     """Sequences at a time, or `auto`."""
     apply_chat_template: bool = False
     """Whether each question is a turn of the tokenizer's chat template."""
+    trust_task_code: bool = False
+    """Whether functions that task files name (`!function`), and metrics that are scripts, are executed."""
 
 
 def import_lm_eval() -> Any:
@@ -66,7 +69,8 @@ def load_tasks(settings: TaskSettings) -> tuple[Any, list[Any]]:
     seconds. Tasks with local data are loaded without network.
 
     Raises:
-        ConfigError: for a task that does not exist or cannot be loaded, and for a missing directory.
+        ConfigError: for a task that does not exist, cannot be loaded or executes code that is not trusted, and for a
+            missing directory.
         MissingExtraError: if lm-eval is not installed.
     """
     lm_eval = import_lm_eval()
@@ -75,8 +79,10 @@ def load_tasks(settings: TaskSettings) -> tuple[Any, list[Any]]:
             raise ConfigError(f"--include-path {place} is not a directory; name one with the YAML files of tasks.")
     manager, names = _manager_of(lm_eval, settings)
     try:
-        with _quiet():
+        with _quiet(), no_foreign_code(lm_eval, is_trusted=settings.trust_task_code):
             loaded = manager.load(names)
+    except OnstepError:
+        raise
     except Exception as error:  # tasks are files and code of others
         reason = shorten(named_text(error), _LONGEST_REASON, placeholder=" ...")  # YAML's place is in a later line
         raise ConfigError(
@@ -146,7 +152,9 @@ def evaluate_tasks(settings: TaskSettings, model: Any, **arguments: Any) -> dict
         OnstepError: if the evaluation fails, with lm-eval's reason.
     """
     lm_eval = import_lm_eval()
-    with _quiet(), _without_git(lm_eval.evaluator):
+    # git prints an error outside of a repository, and nothing here reads its result
+    without_git = replaced(lm_eval.evaluator, "get_git_commit_hash", lambda: None)
+    with _quiet(), without_git, no_foreign_code(lm_eval, is_trusted=settings.trust_task_code):
         manager, tasks = load_tasks(settings)
         if "tokenizer" in arguments and not isinstance(arguments["tokenizer"], str):
             arguments["tokenizer"] = copy.deepcopy(arguments["tokenizer"])  # it is given a padding token
@@ -208,15 +216,3 @@ def _quiet() -> Iterator[None]:
     finally:
         for one, level in zip(loggers, levels, strict=True):
             one.setLevel(level)
-
-
-@contextmanager
-def _without_git(evaluator: Any) -> Iterator[None]:
-    """Leave out lm-eval's call of git, which prints an error outside of a repository; nothing here reads its result."""
-    name = "get_git_commit_hash"
-    original = getattr(evaluator, name)
-    setattr(evaluator, name, lambda: None)
-    try:
-        yield
-    finally:
-        setattr(evaluator, name, original)

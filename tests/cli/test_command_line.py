@@ -179,14 +179,14 @@ def test_an_unknown_command_names_the_nearest(shell: Shell) -> None:
         (["train", "--recipe", "demo", "tiny_gpt"], "--recipe demo and tiny_gpt both name a recipe"),
         (["train", "x.yaml"], "the configuration file 'x.yaml' does not exist"),
         (["finetune", "mine"], "'mine' is not a recipe; to fine-tune its weights, write checkpoint.pretrained_check"),
-        (["finetune", "mone"], "unknown recipe 'mone'. Recipes: demo"),
+        (["finetune", "mone"], "no configuration file 'mone' and no run 'runs/mone'"),
     ],
 )
 def test_a_mistyped_word_is_answered_with_what_to_write(
     words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("runs/mine").mkdir(parents=True)
+    Path("runs/mine/checkpoint-2").mkdir(parents=True)
     assert main(words) == 1
     assert said in capsys.readouterr().err
 

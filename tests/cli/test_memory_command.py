@@ -42,7 +42,7 @@ def test_a_model_of_any_family_is_built_from_its_config_json_alone(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    values = {"model_type": "mistral", "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 64}
+    values = {"model_type": "mistral", "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 512}
     (tmp_path / "config.json").write_text(json.dumps({**values, **sizes}))
     words = ["--hf-model", str(tmp_path), "dist.device=cpu", "mixed_precision=bf16_mixed", "train.micro_batch_size=2"]
     assert main(["memory", *words, "--measure"]) == 0
@@ -51,6 +51,11 @@ def test_a_model_of_any_family_is_built_from_its_config_json_alone(
     ratios = {line[:16].strip(): line.split()[-1] for line in table.splitlines()[1:] if "MiB" in line}
     for name in (*EXACT, "activations"):
         assert float(ratios[name]) == pytest.approx(1, abs=2e-3), name
+    assert main(["memory", *words, "model.offload_activations=true"]) == 0
+    kept = {line[:16].strip(): float(line[16:].split()[0]) for line in out.splitlines() if line.endswith("MiB")}
+    offloaded = capsys.readouterr().out.splitlines()
+    on_host = next(float(line[16:].split()[0]) for line in offloaded if line.startswith("on the host"))
+    assert 0.5 * kept["activations"] < on_host < kept["activations"]
 
 
 def test_lora_of_any_family_is_estimated_before_its_weights_are_read(

@@ -11,7 +11,8 @@ import torch
 from onstep.config import ConfigContainer, ModelConfig
 from onstep.metrics import estimate_training_memory, format_training_memory_estimate
 from onstep.metrics.memory import activations
-from onstep.models import Transformer, build_transformer, vocabulary_loss
+from onstep.models import Transformer, build_transformer, transformer, vocabulary_loss
+from onstep.models.offloading import OffloadedActivations
 from onstep.optim import build_optimizer
 from onstep.recipes import get_recipe
 from onstep.training.profiling.live_memory import COPIES, LiveMemory
@@ -208,6 +209,27 @@ def test_a_loss_in_chunks_needs_the_logits_of_one(scheme: str | None, monkeypatc
     head, hidden = 4 * 3000 * SIZES["hidden_size"], 2 * 2 * SIZES["seq_length"] * SIZES["hidden_size"]
     assert estimate.logits == (head + 6 * 3000 * 64 if scheme is None else 6 * 3000 * 16) + hidden
     assert estimate.total == pytest.approx(peaks(config, 1), rel=0.05)
+
+
+def test_offloaded_activations_are_counted_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    estimates = []
+    for offloads in (False, True):
+        config = config_of(
+            "bf16_mixed", num_layers=3, recompute_granularity="full", seq_length=256, offload_activations=offloads
+        )
+        estimate = estimate_training_memory(config)
+        assert estimate is not None
+        estimates.append(estimate)
+    model = Transformer(config.model)
+    moved = OffloadedActivations(model, device="cpu")
+    monkeypatch.setattr(transformer, "offloading", lambda module, config: moved)
+    tokens = torch.zeros(config.train.micro_batch_size, config.model.seq_length, dtype=torch.int64)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tokens, labels=tokens, reduction="sum")
+    here, there = estimates
+    assert there.on_host == moved.num_bytes > 0
+    assert there.activations == here.activations - there.on_host
+    assert "on the host" in format_training_memory_estimate(there)
 
 
 def test_the_sizes_of_chunks_are_those_of_the_loss() -> None:

@@ -35,6 +35,8 @@ class MicroBatch:
     """16-bit copies of weights while one layer is computed."""
     temporary: int
     """Gradients of activations in the backward pass of one layer."""
+    on_host: int = 0
+    """What `model.offload_activations` keeps in the memory of the host in place of the device."""
 
 
 def micro_batch(shape: ModelShape, cfg: Any, counts: WeightCounts, storage: Storage) -> MicroBatch:
@@ -66,13 +68,15 @@ def micro_batch(shape: ModelShape, cfg: Any, counts: WeightCounts, storage: Stor
         kept += storage.product * (len(sizes) * inputs - shape.hidden_size)
     ends, logits = _ends(shape, cfg, counts, storage, tokens)
     copies = _copies(counts, storage, recomputes)
+    on_host = tokens * kept if cfg.model.offload_activations else 0
     return MicroBatch(
-        activations=tokens * (kept + layers[0].norm(shape.hidden_size)) + ends,
+        activations=tokens * (kept + layers[0].norm(shape.hidden_size)) + ends - on_host,
         layer=tokens * max(sizes),
         logits=logits * (1 + shape.mtp_depth),
         copies=copies,
         copies_of_layer=copies // len(sizes),
         temporary=tokens * layers[0].temporary() + _dequantized(counts, storage),
+        on_host=on_host,
     )
 
 

@@ -41,6 +41,9 @@ class MemoryEstimate:
     """What the backward pass of a layer makes and frees, and what it computes again."""
     total: int
     """The most that exists at once. It may be less than the sum: gradients are made as activations are freed."""
+    on_host: int = 0
+    """Of the memory of the host, what `model.offload_activations` keeps of the activations there, at least; in no kind
+    and not in the total."""
 
     @property
     def weights(self) -> int:
@@ -94,7 +97,7 @@ def estimate_training_memory(cfg: Any, *, device: str | None = None, ranks: int 
 
 def estimate_of(cfg: Any, counts: WeightCounts, storage: Storage, needs: MicroBatch, ranks: int = 1) -> MemoryEstimate:
     """The estimate for weights of these numbers and a micro-batch with these needs."""
-    gradients, recomputes = storage.gradients * counts.trained, cfg.model.recompute_granularity is not None
+    gradients = storage.gradients * counts.trained
     trained, frozen, masters = (
         storage.trained * counts.trained,
         storage.frozen_bytes(counts),
@@ -112,13 +115,19 @@ def estimate_of(cfg: Any, counts: WeightCounts, storage: Storage, needs: MicroBa
         weight_copies=needs.copies,
         activations=needs.activations,
         logits=needs.logits,
-        temporary=needs.temporary + (needs.layer if recomputes else 0),
+        temporary=needs.temporary + _brought_back(cfg, needs),
         total=trained
         + frozen
         + masters
         + optimizer
         + _peak(cfg, counts, storage, needs, gradients, accumulates(cfg, ranks)),
+        on_host=needs.on_host,
     )
+
+
+def _brought_back(cfg: Any, needs: MicroBatch) -> int:
+    """Bytes of what a layer kept, which its backward pass computes again or fetches from the host."""
+    return needs.layer if cfg.model.recompute_granularity is not None or cfg.model.offload_activations else 0
 
 
 def _peak(
@@ -131,11 +140,10 @@ def _peak(
     """
     head = counts.head[0] * counts.head[1] * storage.gradients
     before = gradients if has_earlier else 0
-    recomputed = needs.layer if cfg.model.recompute_granularity is not None else 0
     loss = before + needs.copies + needs.activations + needs.logits
     update = gradients + storage.update * min(counts.trained, UPDATED_AT_ONCE)
     of_layer = needs.copies_of_layer + needs.temporary
-    last_layer = before + of_layer + needs.activations + recomputed
+    last_layer = before + of_layer + needs.activations + _brought_back(cfg, needs)
     first_layer = of_layer + needs.layer
     if counts.added:
         return max(loss, last_layer, gradients + first_layer, update)
@@ -163,6 +171,8 @@ def format_training_memory_estimate(estimate: MemoryEstimate) -> str:
     if estimate.num_trainable != estimate.num_parameters:
         lines.append(f"{'trained':<16}{estimate.num_trainable:>16,d}")
     rows = {**estimate.kinds, "total": estimate.total}
+    if estimate.on_host:
+        rows["on the host"] = estimate.on_host
     return "\n".join([*lines, *(f"{name:<16}{size / _MIB:>12,.1f} MiB" for name, size in rows.items() if size)])
 
 

@@ -81,7 +81,8 @@ def check_gpu(
 def summary(estimate: MemoryEstimate, has: str) -> str:
     """One line on what a training is estimated to require, by kind, beside what there is."""
     kinds = [f"{name} {shown(size)}" for name, size in estimate.kinds.items() if size >= estimate.total / 100]
-    return f"memory: about {shown(estimate.total)} ({'; '.join(kinds)}); {has}"
+    beside = f", and at least {shown(estimate.on_host)} on the host" if estimate.on_host else ""
+    return f"memory: about {shown(estimate.total)} ({'; '.join(kinds)}){beside}; {has}"
 
 
 def shown(size: int) -> str:

@@ -45,6 +45,10 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._count(tensor.untyped_storage(), kind)
         self._note()
 
+    def kind(self, tensor: Tensor) -> str | None:
+        """What the storage of a tensor is counted as; None if it is not."""
+        return self._kinds.get(tensor.untyped_storage()._cdata, (None, 0))[0]
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -63,10 +67,8 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _kind_of(self, tensor: Tensor, func: Any, args: Sequence[Any]) -> str:
-        if func is torch.ops.aten._to_copy.default:
-            source = self._kinds.get(args[0].untyped_storage()._cdata)
-            if source is not None and source[0] in OF_WEIGHTS:
-                return COPIES
+        if func is torch.ops.aten._to_copy.default and self.kind(args[0]) in OF_WEIGHTS:
+            return COPIES
         if tensor.ndim > 1 and tensor.shape[-1] == self._vocab_size:
             return LOGITS
         return ACTIVATIONS if self._was_forward else TEMPORARY

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from onstep.config import ConfigContainer
 from onstep.metrics.memory.activations import MicroBatch
@@ -15,9 +16,12 @@ from onstep.metrics.memory.counts import WeightCounts
 from onstep.metrics.memory.estimate import MemoryEstimate, estimate_of, estimate_training_memory
 from onstep.metrics.memory.storage import Storage
 from onstep.models.hf.any_directory import empty_model
+from onstep.models.offloading import LEAST_BYTES
 from onstep.training.profiling.live_memory import ACTIVATIONS, COPIES, LOGITS, OF_WEIGHTS, TEMPORARY, LiveMemory
 from onstep.training.setup.lora import add_lora
 from onstep.training.setup.weight_types import set_weight_types
+
+_ON_HOST = "on the host"
 
 
 def estimate_memory(config: ConfigContainer, *, device: str | None = None, ranks: int = 1) -> MemoryEstimate | None:
@@ -50,6 +54,7 @@ def traced_memory(config: ConfigContainer, *, ranks: int = 1) -> MemoryEstimate:
             add_lora(model, config.peft, config.rng.seed)
         set_weight_types([model], config)
         counts, storage = _counts(model, base, matrices), Storage.of(config)
+        model.config.offload_activations = False  # the hooks of its own would hide those that count
     with FakeTensorMode():
         _place_on_cpu(model)
         meter = LiveMemory(config.model.vocab_size or 0)
@@ -63,12 +68,28 @@ def traced_memory(config: ConfigContainer, *, ranks: int = 1) -> MemoryEstimate:
                 hook(lambda param: meter.assign("gradients", _gradient(param)))
         with meter:
             meter.is_forward = True
-            with _documents_not_sought(), torch.autocast("cpu", dtype, enabled=is_mixed):
+            offloads = _offloading(meter) if config.model.offload_activations else nullcontext()
+            with _documents_not_sought(), offloads, torch.autocast("cpu", dtype, enabled=is_mixed):
                 loss = model(tokens, labels=tokens, reduction="sum")
             loss.backward()
     most, kept = meter.most, meter.kept
-    needs = MicroBatch(kept[ACTIVATIONS], 0, most[LOGITS], most[COPIES], kept[COPIES], most[TEMPORARY])
+    on_host = kept[_ON_HOST]
+    of_layer = on_host // config.model.num_layers  # what is computed again for it is temporary
+    needs = MicroBatch(
+        kept[ACTIVATIONS], of_layer, most[LOGITS], most[COPIES], kept[COPIES], most[TEMPORARY], on_host=on_host
+    )
     return estimate_of(config, counts, storage, needs, ranks)
+
+
+def _offloading(meter: LiveMemory) -> saved_tensors_hooks:
+    """Context that counts as on the host what `model.offload_activations` moves there."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.nbytes >= LEAST_BYTES and meter.kind(tensor) == ACTIVATIONS:
+            meter.assign(_ON_HOST, [tensor])
+        return tensor
+
+    return saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
 @contextmanager

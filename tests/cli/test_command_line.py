@@ -79,7 +79,8 @@ def test_train_leaves_a_run_that_generate_continues_from(shell: Shell) -> None:
 @pytest.mark.process
 def test_train_under_torchrun_gives_the_losses_of_one_process(shell: Shell) -> None:
     assert shell.onstep("train", *shell.small, "run.name=one").returncode == 0
-    code, said = torchrun.finish(["-m", "onstep", "train", *shell.small, "run.name=two"], shell.directory)
+    words = ["-m", "onstep", "train", *shell.small, "run.name=two"]
+    code, said = torchrun.finish_forked(shell.processes, words, shell.directory)
     assert code == 0, said
 
     def losses(name: str) -> list[float]:

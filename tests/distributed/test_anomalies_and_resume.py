@@ -73,7 +73,12 @@ def test_a_poisoned_sample_on_rank_1_is_left_out_on_both_and_never_met_again(
 
 @pytest.mark.parametrize(
     ("event", "number", "rank"),
-    [("on_log", 2, 1), ("on_train_step_end", 2, 1), ("on_step_end", 3, 0), ("on_step_end", 9, 1)],
+    [
+        pytest.param("on_log", 2, 1, marks=pytest.mark.slow),
+        ("on_train_step_end", 2, 1),
+        ("on_step_end", 3, 0),
+        pytest.param("on_step_end", 9, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_what_was_skipped_stays_skipped_after_a_kill(
     ranks: Ranks, skipped: dict[str, Any], event: str, number: int, rank: int

@@ -77,7 +77,7 @@ def test_loggers_of_an_fsdp_run_record_whole_norms(runs: Ranks) -> None:
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("job", ["trainer", "pretrain"])
+@pytest.mark.parametrize("job", [pytest.param("trainer", marks=pytest.mark.slow), "pretrain"])
 def test_after_three_kills_each_step_is_recorded_once_as_in_a_run_that_nobody_touched(
     runs: Ranks, job: str, ranks: int
 ) -> None:

@@ -56,7 +56,7 @@ KILLED, ASKED = {"signal": "SIGKILL"}, {"signal": "SIGTERM"}
         pytest.param([(1, 0), (2, 2)], {**KILLED, "event": "on_step_end", "number": 3}, marks=pytest.mark.slow),
         pytest.param([(2, 2), (1, 0)], {**ASKED, "event": "on_train_step_end", "number": 8}, marks=pytest.mark.slow),
         ([(2, 0), (4, 0), (1, 2)], {**KILLED, "event": "on_forward_backward_start", "number": 7}),
-        ([(4, 2), (1, 2), (2, 0)], {**ASKED, "event": "on_step_end", "number": 4}),
+        pytest.param([(4, 2), (1, 2), (2, 0)], {**ASKED, "event": "on_step_end", "number": 4}, marks=pytest.mark.slow),
     ],
 )
 def test_the_run_goes_on_with_another_number_of_ranks_and_workers(
@@ -98,7 +98,10 @@ BEYOND_A_BUCKET = {
 """Settings by door under which the gradients fill several buckets, so that the order of a sum depends on the bucket."""
 
 
-@pytest.mark.parametrize(("door", "size"), [pytest.param("pretrain", 3, marks=pytest.mark.process), ("trainer", 4)])
+@pytest.mark.parametrize(
+    ("door", "size"),
+    [pytest.param("pretrain", 3, marks=pytest.mark.process), pytest.param("trainer", 4, marks=pytest.mark.slow)],
+)
 def test_on_more_than_two_ranks_a_killed_run_ends_with_the_same_bits(ranks: Ranks, door: str, size: int) -> None:
     whole = ranks.finish(f"{door}-buckets", door, ranks=size, **BEYOND_A_BUCKET[door])
     dies = {"rank": size - 1, "signal": "SIGKILL", "event": "on_step_end", "number": 3}

@@ -31,7 +31,7 @@ SAYS = {
     "value_head": "value head",
 }
 """What the output of a program contains."""
-SHORT = ("hugging_face", "first_run")
+SHORT = ("own_model", "first_run")
 """What every run of the tests starts; the others are for the long sweeps, as other tests show most of what they do."""
 
 

@@ -72,6 +72,15 @@ def numbers(directory: Path, output: str) -> list[dict[str, float]]:
     return [{k: v for k, v in one.items() if not k.endswith(TIMED)} for one in history if "train_runtime" not in one]
 
 
+def test_the_script_learns_under_onstep(page: tuple[list[Path], str, str]) -> None:
+    [_, ours], script, output = page
+    finish(["-m", "onstep.run", script], ours)
+    assert json.loads((ours / output / "run.json").read_text())["status"] == "completed"
+    losses = [one["loss"] for one in numbers(ours, output) if "loss" in one]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.slow
 def test_the_script_gives_the_losses_of_python(page: tuple[list[Path], str, str]) -> None:
     [theirs, ours], script, output = page
     finish([script], theirs)

@@ -81,6 +81,7 @@ def whole(server: Server, words: tuple[str, ...], tmp_path_factory: pytest.TempP
     return job
 
 
+@pytest.mark.slow
 def test_killed_in_each_phase_on_one_rank(server: Server, whole: Job, tmp_path: Path, record_property: Count) -> None:
     aims = [Phase.START_UP, Phase.SAVE, Phase.STEP, Phase.EVALUATION, Phase.SAVE]
     storm = Storm(replace(whole, directory=tmp_path), server, 6, 11, aims, fresh_share=0, end_kills=1)

@@ -59,7 +59,7 @@ def num_kills(outcomes: Counter[str]) -> int:
     return outcomes.total() - outcomes["ended"]
 
 
-@pytest.mark.parametrize("door", ["pretrain", "trainer"])
+@pytest.mark.parametrize("door", ["pretrain", pytest.param("trainer", marks=pytest.mark.slow)])
 def test_a_few_kills_change_no_curve(make_run: Make, record_property: Count, door: str) -> None:
     outcomes = storm(make_run, undisturbed(make_run, door), most=4, seed=1)
     record_property("kills", num_kills(outcomes))

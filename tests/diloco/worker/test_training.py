@@ -31,7 +31,15 @@ def reference(processes: Processes, data: dict[str, Any], tmp_path_factory: pyte
     return float(found[0]["loss"])
 
 
-@pytest.mark.parametrize(("codec", "limit"), [("fp32", 1.02), ("bf16", 1.02), ("int8", 1.02), ("int4", 1.04)])
+@pytest.mark.parametrize(
+    ("codec", "limit"),
+    [
+        ("fp32", 1.02),
+        pytest.param("bf16", 1.02, marks=pytest.mark.slow),
+        pytest.param("int8", 1.02, marks=pytest.mark.slow),
+        ("int4", 1.04),
+    ],
+)
 def test_two_workers_learn_as_much_as_two_data_parallel_ranks(
     codec: str, limit: float, processes: Processes, data: dict[str, Any], reference: float, tmp_path: Path
 ) -> None:

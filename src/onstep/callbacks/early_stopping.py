@@ -169,7 +169,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
 
     Args:
         early_stopping_patience: evaluations in a row without improvement that stop training.
-        early_stopping_threshold: change that an improvement must exceed.
+        early_stopping_threshold: change that an improvement must exceed; None is 0.
 
     Raises:
         ConfigError: when training starts without `metric_for_best_model` or without evaluations.

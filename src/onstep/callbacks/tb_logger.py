@@ -87,7 +87,7 @@ class TBLogger(TrainerCallback):
         scalars: Changes to `default_tb_scalars()`, by tag: a dictionary with `source` and `transform` (both optional),
             a `TBScalar`, or None to remove a default. If a `transform` raises, a warning is logged and the point is
             omitted.
-        experiment_info: Description of the experiment: a dictionary, or a Markdown text.
+        experiment_info: Description of the experiment: a dictionary, or a Markdown text; None shows none.
 
     Raises:
         ConfigError: for an unknown field of a scalar.

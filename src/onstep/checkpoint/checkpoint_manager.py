@@ -198,7 +198,7 @@ class CheckpointManager:
         right after a save did not get to that.
 
         Args:
-            max_step: only consider checkpoints up to this step.
+            max_step: only consider checkpoints up to this step; None for all, see above.
 
         Raises:
             CheckpointError: on all ranks, if the directory cannot be read.

@@ -136,7 +136,7 @@ class BlendedDataset(Dataset[dict[str, torch.Tensor]]):
 
     Args:
         datasets: map-style, each with a `get_batch(indices)` that returns a dict of tensors of the same shapes.
-        weights: numbers > 0, normalized by their sum.
+        weights: numbers > 0, normalized by their sum; None for the datasets' own sizes.
         repeats: how often each dataset is repeated in an epoch.
 
     Raises:

@@ -37,7 +37,7 @@ class ForeignOptimizer:
         model: the chunks whose gradients are scaled and watched; shared parameters count once.
         device: the device of losses and gradients.
         scaler: the loss scaler of float16; None does not scale. Its state is not in `state_dict`.
-        grad_norm_skip_threshold: steps with a raw gradient norm above this are skipped.
+        grad_norm_skip_threshold: steps with a raw gradient norm above this are skipped; None skips none.
         optimizer: the optimizer.
     """
 

@@ -198,7 +198,7 @@ class TrainingOptimizer:
         except that norms of float16 and bfloat16 gradients are accumulated in float32.
 
         Args:
-            grad_scale: factor > 0 for all gradients, a number or a 0-d tensor; it requires no extra pass.
+            grad_scale: factor > 0 for all gradients, a number or a 0-d tensor, without an extra pass; None is 1.
             needs_norm: whether the caller uses the norm. If not, and if neither clipping, a scaler nor
                 `grad_norm_skip_threshold` needs it, the gate checks the gradients instead, which only reads them (and
                 on a CPU costs a third of a norm). Gradients that are finite, but whose norm would overflow, are then

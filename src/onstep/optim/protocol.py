@@ -58,7 +58,7 @@ class StepOptimizer(HasParamGroups, HasState, Protocol):
         """Scale the gradients and pass them to the gate.
 
         Args:
-            grad_scale: factor > 0 for all gradients.
+            grad_scale: factor > 0 for all gradients; None is 1.
             needs_norm: whether the caller uses the norm; if not, it need not be computed.
 
         Returns:

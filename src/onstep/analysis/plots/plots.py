@@ -78,9 +78,9 @@ def plot_training_metrics(
             ones in the moving mean; a note gives their range. Logarithmic axes show them.
         perplexity: Whether to plot exp(loss) instead of the loss; a smoothed perplexity is that of the mean loss.
         x_min: Lower limit of the x axis, in its unit (minutes for "time").
-        x_max: Upper limit of the x axis.
+        x_max: Upper limit of the x axis; None for that of the data.
         y_min: Lower limit of every y axis; overrides the data and `ignore_outliers`.
-        y_max: Upper limit of every y axis.
+        y_max: Upper limit of every y axis; None for those of the data.
         log_x: Whether the x axes are logarithmic; a point at 0 is left out.
 
     Returns:
@@ -123,7 +123,7 @@ def plot_loss_curves(
     Args:
         logs: the logs, in the order of the legend.
         x_axis: the horizontal axis: `step`, `epoch`, `tokens` or `time`.
-        smooth_window: records of the running mean; 1 for none.
+        smooth_window: records of the running mean; 1 for none, None for one by the number of records.
         log_scale: whether the vertical axis is logarithmic.
         output_path: the file to write, in the format of its suffix; None for none.
         figsize: width and height in inches.
@@ -171,7 +171,7 @@ def plot_grad_norm(
     Args:
         logs: the logs, in the order of the legend.
         x_axis: the horizontal axis: `step`, `epoch`, `tokens` or `time`.
-        smooth_window: records of the running mean; 1 for none.
+        smooth_window: records of the running mean; 1 for none, None for one by the number of records.
         log_scale: whether the vertical axis is logarithmic.
         output_path: the file to write, in the format of its suffix; None for none.
         figsize: width and height in inches.

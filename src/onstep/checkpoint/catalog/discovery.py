@@ -78,7 +78,7 @@ def newest_verified(
 
     Args:
         root: the directory of the checkpoints; it may be missing.
-        max_step: only consider checkpoints up to this step.
+        max_step: only consider checkpoints up to this step; None for all.
         report: called with a message for each newer checkpoint that is rejected.
 
     Raises:
@@ -99,7 +99,7 @@ def resolve(path: str | Path, step: int | None = None) -> CheckpointInfo:
 
     Args:
         path: for a directory of checkpoints, the newest verified one is used.
-        step: accept only the checkpoint of this step.
+        step: accept only the checkpoint of this step; None accepts any.
 
     Raises:
         CheckpointError: if there is none. For a mistyped path the message suggests similar names; for a Hugging Face

@@ -38,7 +38,8 @@ class SettingMethods:
             gradient_accumulation_steps: micro-batches of a step on each rank.
             seed: seed of weights and data.
             activation_checkpointing: another name of `gradient_checkpointing`, which is preferred if both are given.
-            gradient_checkpointing: whether activations are computed again in the backward pass.
+            gradient_checkpointing: whether activations are computed again in the backward pass; None is
+                `activation_checkpointing`.
         """
         is_given = gradient_checkpointing is not None
         saves_memory = gradient_checkpointing if is_given else activation_checkpointing

@@ -146,7 +146,7 @@ class HTTPTrainerControlClient(TrainerControlClient):
 
         Args:
             job_id: the job: its id, the beginning of one, or the name of its run.
-            since_step: only points after this step.
+            since_step: only points after this step; None for all.
 
         Raises:
             ControlError: if the job cannot be reached or refuses.

@@ -130,7 +130,7 @@ def build_chat_file(
     Args:
         is_said: False leaves that line out.
         tokenizer: the tokenizer that encodes the texts.
-        cache_dir: the directory of the token cache.
+        cache_dir: the directory of the token cache; None is `default_cache_dir()`.
         show_progress: whether a progress bar is shown.
         wait_for_other: seconds to wait for another process that builds the same file.
 

@@ -194,7 +194,7 @@ def write_indexed_dataset(
     Args:
         documents: the ids of each document, one-dimensional; consumed one at a time.
         vocab_size: exclusive upper bound of the ids.
-        end_id: appended to each document.
+        end_id: appended to each document; None appends nothing.
         prefix: the path without `.bin` and `.idx`.
 
     Raises:

@@ -97,7 +97,7 @@ def write_tokens(
 
     Args:
         empty: the error message if there are no tokens.
-        end_id: written after each document.
+        end_id: written after each document; None writes nothing.
 
     Raises:
         DataError: if there are no tokens.

@@ -103,11 +103,11 @@ def generate(
         tokens: (batch, seq), int64; prompts of equal length, at least one token.
         max_new_tokens: maximum number of tokens to add.
         temperature: divides the logits; 0 always selects the most likely token.
-        top_k: sample from the k most likely tokens.
-        top_p: sample from the smallest set of tokens with total probability >= p.
+        top_k: sample from the k most likely tokens; None from all.
+        top_p: sample from the smallest set of tokens with total probability >= p; None from all.
         repetition_penalty: above 1, tokens of the prompt and of the text so far become less likely.
         seed: the same seed gives the same tokens; None differs each time.
-        eos_id: token that ends a sequence. It is repeated until all sequences of the batch have ended.
+        eos_id: token that ends a sequence; None for none. It is repeated until all sequences of the batch have ended.
 
     Returns:
         (batch, seq + new), int64: the prompt followed by up to `max_new_tokens` tokens.

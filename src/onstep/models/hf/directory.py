@@ -280,7 +280,7 @@ def save_hf(
 
     Args:
         tokenizer_files: files to copy next to the weights (`tokenizer.json`, `tokenizer_config.json`, ...).
-        eos_id: token at which `transformers` ends generated text.
+        eos_id: token at which `transformers` ends generated text; None for none.
         max_shard_bytes: size of a file of weights, in bytes, beyond which they are split into several with an index.
 
     Raises:

@@ -96,7 +96,7 @@ class RotaryTables(nn.Module):
 
     Args:
         length: number of positions to precompute; with dynamic scaling, the length beyond which the angles shrink.
-        scaling: `model.rope_scaling`.
+        scaling: `model.rope_scaling`; None scales nothing.
 
     Source: Su et al., "RoFormer" (2021), equation 15, with the two elements of a pair in separate halves of the head,
     as in `transformers`' Llama.

@@ -193,7 +193,7 @@ def build_datasets(
         vocab_size: the model's, to check ids of `kind=megatron` against; None means the tokenizer's.
         tokenizer: the tokenizer that encodes the texts.
         show_progress: whether a progress bar is shown.
-        wait_for_other: seconds to wait for another process that builds the same file.
+        wait_for_other: whether another process goes first, for some seconds: the one that shows the progress bar.
 
     Raises:
         DataError: for data or a split that cannot be trained on.

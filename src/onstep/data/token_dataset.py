@@ -137,7 +137,7 @@ class BlendedDataset(Dataset[dict[str, torch.Tensor]]):
     Args:
         datasets: map-style, each with a `get_batch(indices)` that returns a dict of tensors of the same shapes.
         weights: numbers > 0, normalized by their sum; None for the datasets' own sizes.
-        repeats: how often each dataset is repeated in an epoch.
+        repeats: whether datasets that are smaller than their share are repeated; without `weights` nothing is.
 
     Raises:
         DataError: for invalid weights, or a blend without samples.

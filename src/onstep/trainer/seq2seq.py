@@ -124,7 +124,7 @@ class Seq2SeqTrainer(Trainer):
 
         Args:
             model: the module in eval mode.
-            inputs: one micro-batch on the device: tensors by name, with the batch as their first dimension.
+            inputs: one micro-batch as the collator returned it, with `labels` by name; it is moved to the device here.
             prediction_loss_only: whether only the loss is returned, without outputs and labels.
             ignore_keys: the keys of the model's outputs that are not gathered; None for
                 `model.config.keys_to_ignore_at_inference`.

@@ -132,7 +132,7 @@ def build_chat_file(
         tokenizer: the tokenizer that encodes the texts.
         cache_dir: the directory of the token cache; None is `default_cache_dir()`.
         show_progress: whether a progress bar is shown.
-        wait_for_other: seconds to wait for another process that builds the same file.
+        wait_for_other: whether another process goes first, for some seconds: the one that shows the progress bar.
 
     Raises:
         DataError: for conversations that are not in the documented format, or if there are none.

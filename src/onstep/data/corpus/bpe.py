@@ -46,7 +46,7 @@ def learn_bpe(
     Args:
         cache_dir: the directory of the token cache.
         show_progress: whether a progress bar is shown.
-        wait_for_other: seconds to wait for another process that builds the same file.
+        wait_for_other: whether another process goes first, for some seconds: the one that shows the progress bar.
 
     Raises:
         DataError: for a corpus that is empty or not UTF-8, or a size below 257 (all bytes and the end token).

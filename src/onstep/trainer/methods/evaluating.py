@@ -227,7 +227,7 @@ class EvaluatingMethods(BaseTrainer):
 
         Args:
             model: the module in eval mode.
-            inputs: one micro-batch on the device: tensors by name, with the batch as their first dimension.
+            inputs: one micro-batch as the collator returned it, a mapping or a tuple; it is moved to the device here.
             prediction_loss_only: whether only the loss is returned, without outputs and labels.
             ignore_keys: the keys of the model's outputs that are not gathered; None for
                 `model.config.keys_to_ignore_at_inference`.

@@ -82,7 +82,7 @@ class ReportingMethods(BaseTrainer):
         """FLOPs of the forward and backward pass of a micro-batch; an override is what `total_flos` adds up.
 
         Args:
-            inputs: one micro-batch on the device: tensors by name, with the batch as their first dimension.
+            inputs: one micro-batch as the collator returned it, a mapping or a tuple.
         """
         return num_input_flops(self.model, inputs)
 

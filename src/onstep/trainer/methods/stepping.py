@@ -43,7 +43,7 @@ class SteppingMethods(BaseTrainer):
         up, and losses and gradients are averaged over ranks.
 
         Args:
-            inputs: one micro-batch on the device: tensors by name, with the batch as their first dimension.
+            inputs: one micro-batch as the collator returned it, a mapping or a tuple; it is moved to the device here.
             num_items_in_batch: the labels that count in the whole step, over all micro-batches and ranks; None if
                 the loss is a mean.
             model: the module in train mode, as it is wrapped for the ranks.

@@ -40,3 +40,11 @@ def test_a_trainer_gives_the_numbers_of_its_data_ranks_alone(
     assert [len(one["losses"]) for one in alone[0]] == [{1: 22, 2: 12}[data_ranks]] * 3
     assert [divided[2 * rank] for rank in range(data_ranks)] == alone
     assert [divided[2 * rank + 1] for rank in range(data_ranks)] == alone
+
+
+def test_iterators_by_hand_count_once_for_ranks_with_the_same_samples(processes: Processes, tmp_path: Path) -> None:
+    settings = {"data_ranks": 2, "tp": 1}
+    alone = processes.results(JOBS, "by_hand", tmp_path / "alone", settings, ranks=2)
+    divided = processes.results(JOBS, "by_hand", tmp_path / "divided", {**settings, "tp": 2}, ranks=4)
+    assert [one["seen"] for one in alone] == [[32, 14]] * 2
+    assert divided == [alone[0], alone[0], alone[1], alone[1]]

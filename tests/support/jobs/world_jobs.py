@@ -15,9 +15,13 @@ from torch import nn
 
 from onstep import CallbackManager, Trainer, TrainingArguments, pretrain
 from onstep.config import ConfigContainer, DistributedInitConfig
-from onstep.distributed import ParallelSizes, World, open_world
+from onstep.distributed import ParallelSizes, World, data_parallel, open_world
+from onstep.optim import TrainingOptimizer
+from onstep.training import GlobalState, evaluate, train
 from tests.support.jobs.rank_jobs import Regression, TinyModel, recorder
 from tests.support.small_configs import small_pretrain_config
+from tests.support.small_runs import LENGTH, RaggedRows, stack, sum_step
+from tests.support.small_runs import TinyModel as RaggedModel
 
 
 def opened(settings: dict[str, Any]) -> World:
@@ -162,7 +166,13 @@ class OfShares(Trainer):
 
 
 class OfSteps(Trainer):
-    """Its steps, and what they read, are its own."""
+    """Its steps, and what they read, are its own; its loss is a mean."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         return super().training_step(model, inputs, num_items_in_batch)
@@ -205,8 +215,33 @@ def _trained(kind: type[Trainer]) -> dict[str, Any]:
     predicted = trainer.predict(rows)  # type: ignore[arg-type]
     result["predicted"] = [predicted.predictions.shape, float(predicted.predictions.sum()), counted(predicted.metrics)]
     accelerator, own = trainer.accelerator, torch.tensor([1.0])
+    result["dealt"] = [batch["tokens"].tolist() for batch in trainer.get_train_dataloader()]
     result["gathered"] = accelerator.gather(own).tolist()
     result["reduced"] = [accelerator.reduce(own, how).tolist() for how in ("sum", "mean")]
     result["seen"] = [trainer.state.num_input_tokens_seen, trainer.state.global_step, trainer.state.total_flos]
     result["batch"] = [trainer.get_total_train_batch_size(args), args.world_size, accelerator.num_processes]
+    return result
+
+
+def job_by_hand(settings: dict[str, Any]) -> dict[str, Any]:
+    """`train()` and `evaluate()` of iterators that each share of the samples has of its own."""
+    result: dict[str, Any] = {"losses": []}
+    manager = CallbackManager()
+    manager.register("on_train_step_end", lambda context: result["losses"].append(context.loss_dict["lm loss"].item()))
+    sizes = ParallelSizes(dp_replicate=settings["data_ranks"], tp=settings["tp"])
+    with closing(open_world(DistributedInitConfig(device="cpu"), sizes)) as world:
+        config = ConfigContainer()
+        config.train.train_iters, config.train.micro_batch_size = 4, 2
+        config.train.global_batch_size = 4 * world.data.size
+        config.model.seq_length, config.logger.log_interval, config.validation.eval_iters = LENGTH, 0, None
+        state = GlobalState(config, world=world, num_microbatches=2)
+        torch.manual_seed(0)
+        [model] = data_parallel([RaggedModel()], world, config.ddp)
+        optimizer = TrainingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        rows = RaggedRows(64)
+        own = [stack([rows[2 * n], rows[2 * n + 1]]) for n in range(world.data.rank, 32, world.data.size)]
+        train(sum_step, [model], optimizer, None, iter(own), None, state, callback_manager=manager)
+        means = evaluate(state, sum_step, iter(own[: 3 + world.data.rank]), [model], None, config.model)[0]
+        result["means"] = {key: float(value) for key, value in (means or {}).items()}
+        result["seen"] = [state.train_state.consumed_train_samples, state.train_state.consumed_valid_samples]
     return result

@@ -67,6 +67,15 @@ def test_readers_of_ours_are_whole_and_stay_as_they_are(source: StepSource) -> N
     assert source.has_next(1)
     source.leave_out([])
     assert source.has_epochs is not isinstance(source, IteratorReader)
+    assert not source.position_is_shared
+
+
+def test_a_users_source_says_of_its_position_that_it_is_shared() -> None:
+    class Shared(OnlyReads):
+        position_is_shared = True
+
+    assert as_step_source(Shared()).position_is_shared
+    assert not as_step_source(OnlyReads()).position_is_shared
 
 
 @pytest.mark.parametrize("wrapped", [iter([torch.zeros(3)]), [iter([torch.zeros(3)])]], ids=["plain", "in a list"])

@@ -49,12 +49,8 @@ class RemoteFile(io.RawIOBase):
         """True."""
         return True
 
-    def tell(self) -> int:
-        """The place of the next byte."""
-        return self._at
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place; the next read asks for it."""
+        """Go to a place, of which the next read asks; `tell` calls it, too."""
         if whence == io.SEEK_END and self.size is None:
             raise OSError("the server does not tell its size, which this format requires")
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size or 0}[whence]

@@ -137,12 +137,11 @@ class _ZstdFile(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        if whence != io.SEEK_SET:
+        if whence == io.SEEK_END:
             raise OSError("a compressed file has no known end")
+        if whence == io.SEEK_CUR:  # as `tell` asks for
+            offset += self._at
         if offset < self._at:
             self._rewind()
         while self._at < offset and (skipped := len(self._stream.read(min(offset - self._at, _BUFFER_BYTES)))):

@@ -106,6 +106,7 @@ class Loader:
     """
 
     has_epochs = True
+    position_is_shared = False
 
     def __init__(self, source: RowSource, *, drop_last: bool = True, epoch: int = 0, samples_in_epoch: int = 0) -> None:
         self._source = source

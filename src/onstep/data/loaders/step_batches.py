@@ -92,6 +92,10 @@ class StepSource(Protocol):
     def has_epochs(self) -> bool:
         """Whether another epoch can follow the current one; False if the data ends for good and cannot seek."""
 
+    @property
+    def position_is_shared(self) -> bool:
+        """Whether `state_dict` is the same on all ranks, so that any number of them can continue from one."""
+
     def read(self, num_microbatches: int) -> StepBatches | None:
         """The next step; None at the end of the epoch, after which the next read starts the next epoch.
 

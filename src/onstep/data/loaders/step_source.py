@@ -35,6 +35,7 @@ class IteratorReader:
     epoch = 0
     num_samples = None
     has_epochs = False
+    position_is_shared = False
 
     def __init__(self, iterator: Iterator[Any] | None, *, world_size: int = 1) -> None:
         if iterator is not None and not hasattr(iterator, "__next__"):
@@ -194,7 +195,8 @@ def only_iterator(data: Any) -> Any:
 class ForeignReader:
     """A user's object with `read`, with defaults for the other methods of `StepSource`.
 
-    Without `has_next` and `steps_per_epoch`, the data has unknown length; without `leave_out`, its samples have no ids.
+    Without `has_next` and `steps_per_epoch`, the data has unknown length; without `leave_out`, its samples have no ids;
+    without `position_is_shared`, each rank has a position of its own.
     If `seek`, `state_dict` or `load_state_dict` is missing, calling it raises a DataError.
 
     Args:
@@ -205,6 +207,8 @@ class ForeignReader:
         self._source = source
         self.compared_by: Compared = getattr(source, "compared_by", "micro-batches")
         self.has_epochs = bool(getattr(source, "has_epochs", True))
+        self.position_is_shared = bool(getattr(source, "position_is_shared", False))
+        self.to_come: Callable[[list[int]], list[bool] | None] = getattr(source, "to_come", _nothing)
         self.read: Callable[[int], StepBatches | None] = source.read
         self.has_next: Callable[[int], bool] = getattr(source, "has_next", lambda num_microbatches: True)
         self.steps_per_epoch: Callable[[int], int | None] = getattr(source, "steps_per_epoch", _nothing)

@@ -197,7 +197,7 @@ class DataPosition:
         self._reader = reader
         self._state = state
         self.is_loaded = False
-        self.is_shared = bool(getattr(reader, "position_is_shared", False))
+        self.is_shared = reader.position_is_shared
         """Whether it is the same on all ranks, and any number of them can continue from it."""
 
     def state_dict(self) -> StateDict:

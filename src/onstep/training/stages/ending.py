@@ -69,7 +69,7 @@ def early_end(job: Job) -> Iterator[None]:
 def save_without_data(job: Job) -> None:
     """Save the finished steps where the data of the next one cannot be read and its place is known. Collective."""
     run, reader = job.run, job.reader
-    if run.ending.lacks_data and getattr(reader, "position_is_shared", False) and run.is_unsaved:
+    if run.ending.lacks_data and reader.position_is_shared and run.is_unsaved:
         save_now(job, "the data of the next step cannot be read")
         if run.checkpoints is not None:
             run.checkpoints.finish()

@@ -33,6 +33,7 @@ from onstep.cli.memory import GPU_SIZES, USABLE
 from onstep.cli.why_features import PARTS, Row
 from onstep.commands import COMMANDS, Command, Parameter
 from onstep.config import KEYS, Key, TrainingArguments
+from onstep.config.bridge.rules import Rule
 from onstep.config.bridge_outcomes import outcome, rules
 from onstep.config.hf.argument import KEY_OF
 from onstep.config.hf.reserved import REASONS, reserved_fields
@@ -305,7 +306,9 @@ def counts_of_bridge() -> str:
 def effects_of_bridge() -> str:
     """Bridge's keys with an effect under another name, and those of its recipes with the same name, by section."""
     renamed = [
-        (f"`{key}`", ", ".join(f"`{one}`" for one in rule.becomes), rule.why) for key, rule in rules() if rule.becomes
+        (f"`{key}`", ", ".join(f"`{one}`" for one in rule.becomes), _said(rule))
+        for key, rule in rules()
+        if rule.becomes
     ]
     same: dict[str, list[str]] = {}
     for key in sorted({key for values in _recipes_of_bridge().values() for key in values} - dict(rules()).keys()):
@@ -313,6 +316,11 @@ def effects_of_bridge() -> str:
         same.setdefault(section or "(beside the sections)", []).append(f"`{name}`")
     table = _table(("Section", "The same name here"), [(f"`{one}`", ", ".join(names)) for one, names in same.items()])
     return f"{_table(('Key', 'Sets', 'How'), renamed)}\n\n{table}"
+
+
+def _said(rule: Rule) -> str:
+    """How a key with an effect acts, and which values it must have."""
+    return f"{' or '.join(f'`{value}`' for value in rule.written)}: {rule.why}" if rule.remedy else rule.why
 
 
 def neutral_keys_of_bridge() -> str:

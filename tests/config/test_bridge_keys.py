@@ -28,6 +28,7 @@ from onstep.config.bridge import effects
 from onstep.config.bridge.rules import Rule
 from onstep.config.bridge_outcomes import outcome, rules
 from onstep.config.keys import typed_copy
+from onstep.config.later_parts import LATER_PARTS
 from onstep.errors import ConfigError
 from onstep.recipes import get_recipe
 from onstep.training.comm_overlap import CommOverlapConfig
@@ -77,7 +78,7 @@ def test_a_whole_recipe_loads_and_its_own_keys_have_its_values(name: str) -> Non
 def test_a_recipe_with_keys_that_are_not_supported_names_them_all() -> None:
     with pytest.raises(ConfigError, match=r"^model.context_parallel_size=2 must be 1: context parallelism is not"):
         from_dict(nested(RECIPES["llama3_8b"]))
-    with pytest.raises(ConfigError, match=r"Also not supported: model.pipeline_model_parallel_size=2, model.tensor_"):
+    with pytest.raises(ConfigError, match=r"Also not supported: model.pipeline_model_parallel_size=2, model.sequence_"):
         from_dict(nested(RECIPES["qwen3_30b_a3b"]))
 
 
@@ -109,6 +110,10 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"dataset.kind": "megatron", "dataset.paths": ["a", "b"], "dataset.weights": [0.25, 0.75]},
     ),
     "dataset.reset_position_ids": (True, {"dataset.reset_attention_mask": True}),
+    "ddp.num_distributed_optimizer_instances": (
+        2,
+        {"parallel.data_parallel_replicate_size": 2, "parallel.data_parallel_shard_size": -1},
+    ),
     "ddp.bucket_size": (2**20, {"ddp.bucket_cap_mb": 4.0}),
     "straggler.enable_straggler_on_startup": (False, {"straggler.disable_straggler_on_startup": True}),
 }
@@ -119,6 +124,7 @@ TOGETHER = {
     "optimizer.muon_scale_mode",
     "optimizer.muon_extra_scale_factor",
     "model.params_dtype",
+    *(f"model.{name}" for name in LATER_PARTS),
 }
 """Keys whose effect needs others, with tests of their own."""
 
@@ -251,6 +257,23 @@ def test_the_null_tokenizer_has_one_token_more_than_its_vocabulary() -> None:
     assert config.model.vocab_size == 32_001
 
 
+@pytest.mark.parametrize("name", LATER_PARTS)
+def test_a_parallel_size_of_the_model_is_that_of_the_section_parallel(name: str) -> None:
+    part = LATER_PARTS[name]
+    for value in part.values:
+        config = from_dict({"model": {name: value}})
+        assert getattr(config.parallel, name) == getattr(config.model, name) == value
+    config = ConfigContainer()
+    assert getattr(config.model, name) == part.values[0]
+    with pytest.raises(ConfigError, match=rf"^model.{name}=4 must be .*: {part.why}; .*\.$"):
+        setattr(config.model, name, 4)
+    other = True if part.values[0] is False else 4
+    setattr(config.parallel, name, other)
+    assert getattr(config.model, name) == other
+    with pytest.raises(ConfigError, match=rf"^parallel.{name}={other} must be .*: {part.why}; .*\.$"):
+        resolve_small(config)
+
+
 # Neutral values and refusals
 
 
@@ -275,7 +298,7 @@ def test_a_neutral_value_changes_nothing_and_another_is_refused(key: str, rule: 
 
 def test_onstep_config_explains_keys_of_bridge() -> None:
     tensor = explain("model.tensor_model_parallel_size")
-    assert "has no effect and must be 1: tensor parallelism is not" in " ".join(tensor.split())
+    assert "sets parallel.tensor_model_parallel_size and must be 1: tensor parallelism" in " ".join(tensor.split())
     assert "sets validation.eval_interval and accepts any value." in explain("train.eval_interval")
 
 

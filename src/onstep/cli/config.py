@@ -231,7 +231,7 @@ def show(
 ) -> None:
     """Print the configuration that `onstep train` with the same words would run, as YAML that it reads back."""
     config, _ = configuration(words or [], recipe)
-    print(dump_yaml(config if as_written else resolve(config, 1)), end="")
+    print(dump_yaml(config if as_written else resolve(config)), end="")
 
 
 @app.command()

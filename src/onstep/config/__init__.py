@@ -31,6 +31,7 @@ from onstep.config.sections.fault_tolerance import (
 from onstep.config.sections.logger import LoggerConfig
 from onstep.config.sections.model import ModelConfig
 from onstep.config.sections.optimizer import OptimizerConfig, SchedulerConfig
+from onstep.config.sections.parallel import ParallelConfig
 from onstep.config.sections.peft import PeftConfig
 from onstep.config.sections.profiling import ProfilingConfig
 from onstep.config.sections.run import DistributedDataParallelConfig, DistributedInitConfig, RunConfig
@@ -54,6 +55,7 @@ __all__ = [
     "ModelConfig",
     "NVRxStragglerDetectionConfig",
     "OptimizerConfig",
+    "ParallelConfig",
     "PeftConfig",
     "ProfilingConfig",
     "RNGConfig",

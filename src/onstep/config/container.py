@@ -22,6 +22,7 @@ from onstep.config.sections.fault_tolerance import (
 from onstep.config.sections.logger import LoggerConfig
 from onstep.config.sections.model import ModelConfig
 from onstep.config.sections.optimizer import OptimizerConfig, SchedulerConfig
+from onstep.config.sections.parallel import ParallelConfig
 from onstep.config.sections.peft import PeftConfig
 from onstep.config.sections.profiling import ProfilingConfig
 from onstep.config.sections.run import DistributedDataParallelConfig, DistributedInitConfig, RunConfig
@@ -48,6 +49,7 @@ class ConfigContainer(ConfigSection):
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     ddp: DistributedDataParallelConfig = field(default_factory=DistributedDataParallelConfig)
     dist: DistributedInitConfig = field(default_factory=DistributedInitConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     rng: RNGConfig = field(default_factory=RNGConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     anomaly: AnomalyConfig = field(default_factory=AnomalyConfig)
@@ -123,8 +125,11 @@ class ConfigContainer(ConfigSection):
 
         Args:
             num_ranks: the number of ranks in all.
+
+        Raises:
+            ConfigError: with the arithmetic, for sizes that do not make up the ranks.
         """
-        return ParallelSizes(dp_replicate=num_ranks)
+        return self.parallel.sizes(num_ranks)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dictionaries, as they go to YAML."""

@@ -140,7 +140,9 @@ def of_kind(found: Iterable[Change], kind: ChangeClass) -> list[Change]:
     return [one for one in found if one.kind is kind]
 
 
-def decide(found: Sequence[Change], current: ConfigContainer, policy: str, world_size: int = 1) -> ConfigContainer:
+def decide(
+    found: Sequence[Change], current: ConfigContainer, policy: str, world_size: int | None = None
+) -> ConfigContainer:
     """The configuration to continue with: a copy of the current one, with the stored trajectory under `keep`.
 
     `scheduler.override_opt_param_scheduler` and `scheduler.use_checkpoint_opt_param_scheduler` choose the current or
@@ -150,7 +152,7 @@ def decide(found: Sequence[Change], current: ConfigContainer, policy: str, world
         found: the changes.
         current: the configuration that continues.
         policy: `checkpoint.on_config_change`: what is done with changes.
-        world_size: the number of ranks.
+        world_size: the number of ranks; None for the fewest that the sizes of the configuration allow.
 
     Raises:
         ConfigError: for an incompatible change, and under `error` for one that changes the trajectory; it names the

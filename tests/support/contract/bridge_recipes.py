@@ -30,6 +30,7 @@ REFUSED = {
     "qwen3_30b_a3b": {
         "model.expert_model_parallel_size",
         "model.pipeline_model_parallel_size",
+        "model.sequence_parallel",
         "model.tensor_model_parallel_size",
     },
 }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from onstep.config.bridge.own_values import LLAMA3, NULL_TOKENIZER
 from onstep.config.bridge.precision import MixedPrecisionConfig, loss_scaling
 from onstep.config.bridge.rules import Either, Rule
 from onstep.config.bridge.values import comparable
+from onstep.config.later_parts import LATER_PARTS
 from onstep.config.suggestions import shown
 from onstep.errors import ConfigError
 from onstep.files.bounded_reading import integer_from_environment
@@ -42,6 +44,20 @@ def _renamed(key: str, default: Any = None, why: str = "", skips: object = ...) 
     return Rule(
         default=default, accepts=None, why=why, becomes=(key,), apply=apply, read=lambda config: _get(config, key)
     )
+
+
+def _size(name: str) -> Rule:
+    """The key of the section `parallel` of the same name."""
+    part, key = LATER_PARTS[name], f"parallel.{name}"
+    of_section = _renamed(key, default=part.values[0], why=part.why)
+    return replace(of_section, accepts=part.values, remedy=part.remedy)
+
+
+def _set_instances(config: Any, value: Any) -> None:
+    """So many replicas, each of the rest of the ranks; one leaves the sizes as they are."""
+    if value != 1:
+        _set(config, "parallel.data_parallel_replicate_size", value)
+        _set(config, "parallel.data_parallel_shard_size", -1)
 
 
 def _precision(name: str) -> Rule:
@@ -135,6 +151,7 @@ EFFECTS: dict[str, dict[str, Rule]] = {
         "skip_train": _renamed("validation.skip_train", default=False, why="null leaves it as it is", skips=None),
     },
     "model": {
+        **{name: _size(name) for name in LATER_PARTS},
         "bf16": _precision("bf16_mixed"),
         "fp16": _precision("fp16_mixed"),
         "params_dtype": Rule(
@@ -179,6 +196,13 @@ EFFECTS: dict[str, dict[str, Rule]] = {
         ),
     },
     "ddp": {
+        "num_distributed_optimizer_instances": _rule(
+            ("parallel.data_parallel_replicate_size", "parallel.data_parallel_shard_size"),
+            _set_instances,
+            lambda config: max(1, config.parallel.data_parallel_replicate_size),
+            default=1,
+            why="so many replicas, each of the rest of the ranks (-1); 1 leaves both as they are",
+        ),
         "bucket_size": _rule(
             "ddp.bucket_cap_mb",
             lambda config, value: (

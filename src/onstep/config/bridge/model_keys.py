@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from onstep.config.bridge.rules import Either, Rule, neutral, without_effect
+from onstep.config.later_parts import LATER_PARTS
 
-_SHARD = "let data parallelism use the ranks; a model too large for one GPU can be sharded by `fully_shard` in a hook"
+_SHARD = LATER_PARTS["tensor_model_parallel_size"].remedy
 OTHER_MODEL = "choose a model of the Llama, Qwen2, Qwen3 or GPT-2 family, or pass a module of your own to `train()`"
 
 PARALLELISM: dict[str, Rule] = {
     **neutral(
         "tensor parallelism is not supported",
         _SHARD,
-        {"tensor_model_parallel_size": 1, "expert_tensor_parallel_size": Either.of(None, 1), "moe_extended_tp": False},
+        {"moe_extended_tp": False},
     ),
     **without_effect(
         "it acts only with tensor parallelism",
         {
-            "sequence_parallel": False,
             "async_tensor_model_parallel_allreduce": True,
             "tp_comm_overlap": False,
             "tp_comm_overlap_cfg": None,
@@ -45,8 +45,6 @@ PARALLELISM: dict[str, Rule] = {
         "pipeline parallelism is not supported",
         _SHARD,
         {
-            "pipeline_model_parallel_size": 1,
-            "virtual_pipeline_model_parallel_size": None,
             "pipeline_model_parallel_layout": None,
             "num_layers_in_first_pipeline_stage": None,
             "num_layers_in_last_pipeline_stage": None,
@@ -76,16 +74,11 @@ PARALLELISM: dict[str, Rule] = {
     **neutral(
         "context parallelism is not supported",
         "shorten model.seq_length, or save memory with model.recompute_granularity=full",
-        {"context_parallel_size": 1, "hybrid_context_parallel": False},
+        {"hybrid_context_parallel": False},
     ),
     **without_effect(
         "it acts only with context parallelism",
         {"cp_comm_type": None, "hierarchical_context_parallel_sizes": None, "max_seqlen_per_dp_cp_rank": None},
-    ),
-    **neutral(
-        "expert parallelism is not supported, each rank has all experts",
-        _SHARD,
-        {"expert_model_parallel_size": 1},
     ),
     **without_effect(
         "it acts only with expert parallelism",

@@ -7,7 +7,7 @@ from onstep.config.bridge.values import TARGET
 
 _CONFIG = "megatron.bridge.training.config"
 _FLOAT32 = Either.of("torch.float32")
-_NO_SHARDS = "shard the model by torch's `fully_shard` in one of `pretrain(..., pre_wrap_hooks=[...])`"
+_FSDP2 = "shard the model by FSDP2, torch's fully_shard, and train it by onstep.training.train"
 _OVERLAP = "communication overlaps with the backward pass in any case; the numbers are the same"
 
 VALIDATION = {
@@ -38,9 +38,14 @@ RNG = {
 
 DIST = {
     **neutral(
-        "sharding is a property of the model",
-        _NO_SHARDS,
-        {"use_megatron_fsdp": False, "use_torch_fsdp2": False},
+        "Megatron-FSDP is not supported",
+        _FSDP2,
+        {"use_megatron_fsdp": False},
+    ),
+    **neutral(
+        "a configuration cannot shard a model by FSDP2, each rank has all of it",
+        _FSDP2,
+        {"use_torch_fsdp2": False},
     ),
     **neutral(
         "process groups are torch's, set up at the start",
@@ -56,7 +61,7 @@ DIST = {
         },
     ),
     **without_effect(
-        "it acts only with model parallelism",
+        "it acts only with pipeline parallelism, which is not supported",
         {"align_grad_reduce": True, "use_tp_pp_dp_mapping": False, "use_decentralized_pg": False},
     ),
     **without_effect(
@@ -73,9 +78,9 @@ DIST = {
 
 DDP = {
     **neutral(
-        "Megatron's sharding is not supported",
-        _NO_SHARDS,
-        {"use_megatron_fsdp": False, "use_custom_fsdp": False, "num_distributed_optimizer_instances": 1},
+        "Megatron-FSDP is not supported",
+        _FSDP2,
+        {"use_megatron_fsdp": False, "use_custom_fsdp": False},
     ),
     **neutral(
         "8-bit floating point is not supported",

@@ -5,6 +5,15 @@ Each check raises a ConfigError for the first rule that is broken: it names the 
 """
 
 from onstep.config.checks.idle import idle_in_trainer, idle_line, idle_settings, idle_without_trainer
+from onstep.config.checks.parallel import check_parallel
 from onstep.config.checks.validation import resolve, validate
 
-__all__ = ["idle_in_trainer", "idle_line", "idle_settings", "idle_without_trainer", "resolve", "validate"]
+__all__ = [
+    "check_parallel",
+    "idle_in_trainer",
+    "idle_line",
+    "idle_settings",
+    "idle_without_trainer",
+    "resolve",
+    "validate",
+]

@@ -6,6 +6,7 @@ from onstep.config.checks.batches import check_batches, check_steps
 from onstep.config.checks.data import check_data
 from onstep.config.checks.model import check_lora_targets, check_trained_model
 from onstep.config.checks.optimizer import check_optimizer, check_phases, check_schedule
+from onstep.config.checks.parallel import check_parallel
 from onstep.config.checks.run import check_checkpoints, check_finetune, check_measuring, check_run, check_watching
 from onstep.config.checks.single_values import check_alone, check_values
 from onstep.config.container import ConfigContainer
@@ -18,7 +19,7 @@ from onstep.config.trackers import name_list, tracker_list
 from onstep.errors import ConfigError
 
 
-def validate(config: ConfigContainer, world_size: int = 1) -> None:
+def validate(config: ConfigContainer, world_size: int | None = None) -> None:
     """Check a configuration for a run on `world_size` ranks; it is not modified.
 
     Warns (UserWarning) if the warm-up is as long as the learning-rate schedule (it is then shortened), if the run ends
@@ -26,18 +27,21 @@ def validate(config: ConfigContainer, world_size: int = 1) -> None:
 
     Args:
         config: the configuration to check.
+        world_size: the number of ranks, which are the processes of the run; None for the fewest that its sizes allow.
 
     Raises:
         ConfigError: the first rule that is broken, with the value and the remedy.
     """
     config = own_copy(config)
     check_values(config)
-    data_ranks = config.parallel_sizes(world_size).data
     for name in config.field_names():
         section = getattr(config, name)
         if isinstance(section, ConfigSection):
             section.validate()
     check_alone(config)
+    ranks = config.parallel.least_ranks if world_size is None else world_size
+    check_parallel(config, ranks)
+    data_ranks = config.parallel_sizes(ranks).data
     check_batches(config, data_ranks)
     check_optimizer(config)
     check_schedule(config)
@@ -49,8 +53,8 @@ def validate(config: ConfigContainer, world_size: int = 1) -> None:
     check_lora_targets(config)
     tracker_list(config.logger.report_to, "logger.report_to")
     name_list(config.logger.report_names)
-    check_watching(config, world_size)
-    check_measuring(config, world_size)
+    check_watching(config, ranks)
+    check_measuring(config, ranks)
     if config.trainer.get("config_overrides"):
         raise ConfigError("trainer.config_overrides cannot be part of a configuration; set the keys that it names.")
     if config.trainer:
@@ -62,7 +66,7 @@ def validate(config: ConfigContainer, world_size: int = 1) -> None:
         check_phases(filled, iters, data_ranks)
 
 
-def resolve(config: ConfigContainer, world_size: int = 1) -> ConfigContainer:
+def resolve(config: ConfigContainer, world_size: int | None = None) -> ConfigContainer:
     """A validated deep copy with every derived value filled in; the caller's configuration is not modified.
 
     Filled in: micro and global batch sizes, also of evaluation; the model's `ffn_hidden_size`, `num_query_groups` and
@@ -73,13 +77,14 @@ def resolve(config: ConfigContainer, world_size: int = 1) -> ConfigContainer:
 
     Args:
         config: the configuration, which is not modified.
-        world_size: the number of ranks, of which those along the axes of `parallel_sizes` may have the same samples.
+        world_size: the number of ranks, which are the processes of the run; None for the fewest that its sizes allow.
 
     Raises:
         ConfigError: as `validate`.
     """
     validate(config, world_size)
-    data_ranks = config.parallel_sizes(world_size).data
+    ranks = config.parallel.least_ranks if world_size is None else world_size
+    data_ranks = config.parallel_sizes(ranks).data
     resolved = fill(config, data_ranks)
     iters = train_iters(resolved, world_size=data_ranks)
     if iters is not None:

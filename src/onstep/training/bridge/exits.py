@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from onstep.config.checks import check_parallel
 from onstep.data import as_step_source
 from onstep.distributed import open_world
 from onstep.events import CallbackManager, Dispatcher, normalize_callbacks
@@ -128,6 +129,7 @@ def save_checkpoint_and_time(
 def join_ranks(state: GlobalState) -> None:
     """Give a state that is not a run's all ranks of the caller's process group. Collective."""
     if state.world.size == 1 and dist.is_initialized() and dist.get_world_size() > 1:
+        check_parallel(state.cfg, dist.get_world_size())
         state.world = open_world(state.cfg.dist, state.cfg.parallel_sizes(dist.get_world_size()))
         state.control.rank = state.world.rank
 

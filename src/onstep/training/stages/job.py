@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from onstep.config.checks import check_parallel
 from onstep.data import StepBatches, StepSource, as_step_source
 from onstep.distributed import (
     check_exchanged,
@@ -87,10 +88,11 @@ class Job:
         Collective.
 
         Raises:
-            ConfigError: on all ranks, if the model has several chunks or weights without values, the world is not the
-                process group, the data is that of other ranks, some trained parameters are outside of what averages the
-                gradients of the rest, the forward step cannot be called, the optimizer has no `step()` or no parameter
-                of the model, or the scheduler is one of another optimizer.
+            ConfigError: on all ranks, if a parallel size is not supported, the model has several chunks or weights
+                without values, the world is not the process group, the data is that of other ranks, some trained
+                parameters are outside of what averages the gradients of the rest, the forward step cannot be called,
+                the optimizer has no `step()` or no parameter of the model, or the scheduler is one of another
+                optimizer.
             ShardingError: if parameters are sharded over ranks other than by `fully_shard` over all of them.
         """
         parts = (run, forward_step_func, model, optimizer, scheduler, data, callbacks)
@@ -112,6 +114,7 @@ class Job:
         reshard(model)
         check_ranks(model, run.world)
         check_loader(data, run.world)
+        check_parallel(run.cfg, run.world.size)
         driven = drive(optimizer, model, run)
         trained = None
         if not isinstance(driven, ForeignOptimizer):  # one of Megatron's may have copies of the weights

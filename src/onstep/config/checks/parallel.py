@@ -1,0 +1,55 @@
+"""Refuses parallelism that is configured but not supported."""
+
+from __future__ import annotations
+
+import logging
+
+from onstep.config.container import ConfigContainer
+from onstep.config.later_parts import LATER_PARTS
+from onstep.config.suggestions import shown
+from onstep.errors import ConfigError
+from onstep.files.bounded_reading import integer_from_environment
+
+logger = logging.getLogger(__name__)
+
+_told: set[str] = set()
+"""Warnings so far: a run checks its configuration more than once."""
+
+
+def check_parallel(config: ConfigContainer, ranks: int) -> None:
+    """Refuse what is not supported, and sizes that do not make up the ranks.
+
+    Args:
+        config: the configuration of a run.
+        ranks: the number of ranks, which are the processes of a run.
+
+    Raises:
+        ConfigError: naming the value and what works instead.
+    """
+    parallel = config.parallel
+    for name, part in LATER_PARTS.items():
+        value = getattr(parallel, name)
+        if value not in part.values:
+            allowed = " or ".join({None: "null", False: "false"}.get(one, str(one)) for one in part.values)
+            raise ConfigError(f"parallel.{name}={shown(value)} must be {allowed}: {part.why}; {part.remedy}.")
+    shards = config.parallel_sizes(ranks).dp_shard
+    if parallel.data_parallel_shard_size != 1 and shards > 1:
+        instances = config.ddp.given_of_bridge.get("num_distributed_optimizer_instances", 1)
+        because = f", as ddp.num_distributed_optimizer_instances={instances} asks for" if instances != 1 else ""
+        raise ConfigError(
+            f"parallel.data_parallel_shard_size={parallel.data_parallel_shard_size} divides the model between "
+            f"{shards} of {ranks} ranks{because}, which is not supported; set it to 1, by which each rank has "
+            f"the whole model, or shard it by torch's fully_shard and train it by onstep.training.train."
+        )
+    if ranks > 1 and getattr(config.ddp, "use_distributed_optimizer", False):
+        _tell_once(
+            "ddp.use_distributed_optimizer=true does not divide the state of the optimizer between the ranks: each "
+            "has all of it, and the updates are the same; set it to false in ddp and optimizer to drop this line"
+        )
+
+
+def _tell_once(text: str) -> None:
+    """A warning, on rank 0."""
+    if text not in _told and integer_from_environment("RANK", 0) == 0:
+        _told.add(text)
+        logger.warning("%s", text)

@@ -1,0 +1,45 @@
+"""Names the parallelism that is configured but not supported: its keys, the values they must have, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LaterPart:
+    """A key of the section `parallel` whose only values are those of a run without it."""
+
+    values: tuple[Any, ...]
+    """The values that it must have, its default first."""
+    why: str
+    """What another value asks for."""
+    remedy: str
+    """What to do instead."""
+
+
+_SHARD = (
+    "let data parallelism use the ranks; a model too large for one GPU can be sharded by torch's fully_shard and "
+    "trained by onstep.training.train"
+)
+_PIPELINE = "pipeline parallelism is not supported"
+LATER_PARTS = {
+    "tensor_model_parallel_size": LaterPart((1,), "tensor parallelism is not supported", _SHARD),
+    "pipeline_model_parallel_size": LaterPart((1,), _PIPELINE, _SHARD),
+    "virtual_pipeline_model_parallel_size": LaterPart((None,), _PIPELINE, _SHARD),
+    "context_parallel_size": LaterPart(
+        (1,),
+        "context parallelism is not supported",
+        "shorten model.seq_length, or save memory with model.recompute_granularity=full",
+    ),
+    "expert_model_parallel_size": LaterPart(
+        (1,), "expert parallelism is not supported, each rank has all experts", _SHARD
+    ),
+    "expert_tensor_parallel_size": LaterPart((None, 1), "tensor parallelism is not supported", _SHARD),
+    "sequence_parallel": LaterPart(
+        (False,),
+        "it divides activations between tensor-parallel ranks, and tensor parallelism is not supported",
+        "leave it out; with one tensor-parallel rank it changes nothing",
+    ),
+}
+"""By name; the keys of Megatron Bridge's section `model` of the same names set them."""

@@ -1,0 +1,130 @@
+"""Declares the keys of the section `parallel`, the number of ranks along each axis."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from onstep.config.parallel_sizes import ParallelSizes
+from onstep.config.section import SAFE, Bound, ConfigSection, option
+from onstep.errors import ConfigError
+
+_REST = Bound("-1 (the rest of the ranks), or at least 1", lambda size: size == -1 or size >= 1)
+_ONLY = " Only {} is supported."
+
+_AXES = {
+    "pipeline_model_parallel_size": "pipeline",
+    "data_parallel_replicate_size": "replicate",
+    "data_parallel_shard_size": "shard",
+    "context_parallel_size": "context",
+    "tensor_model_parallel_size": "tensor",
+}
+"""The sizes whose product is the number of ranks, in the order of `ParallelSizes`."""
+_REST_OF_RANKS = -1
+
+
+@dataclass
+class ParallelConfig(ConfigSection):
+    """The number of ranks along each axis; the product of the sizes is the number of ranks."""
+
+    data_parallel_replicate_size: int = option(
+        -1,
+        SAFE,
+        bound=_REST,
+        known_as=("dp_replicate_size",),
+        help="Number of replicas of the model, each with samples of its own; -1 is what the other sizes leave of the "
+        "ranks.",
+    )
+    data_parallel_shard_size: int = option(
+        1,
+        SAFE,
+        bound=_REST,
+        known_as=("dp_shard_size",),
+        help="Number of ranks that hold one replica in shards, each with samples of its own; -1 is what the other "
+        "sizes leave of the ranks." + _ONLY.format(1),
+    )
+    tensor_model_parallel_size: int = option(
+        1,
+        SAFE,
+        bound="> 0",
+        known_as=("tp_size",),
+        help="Number of ranks that divide the tensors of each layer." + _ONLY.format(1),
+    )
+    pipeline_model_parallel_size: int = option(
+        1, SAFE, bound="> 0", known_as=("pp_size",), help="Number of stages of a pipeline." + _ONLY.format(1)
+    )
+    virtual_pipeline_model_parallel_size: int | None = option(
+        None, SAFE, bound="> 0", help="Number of chunks of layers on each stage of a pipeline." + _ONLY.format("null")
+    )
+    context_parallel_size: int = option(
+        1,
+        SAFE,
+        bound="> 0",
+        known_as=("cp_size",),
+        help="Number of ranks that divide the sequences of a micro-batch." + _ONLY.format(1),
+    )
+    expert_model_parallel_size: int = option(
+        1,
+        SAFE,
+        bound="> 0",
+        known_as=("ep_size",),
+        help="Number of ranks that divide the experts of each layer, among those that the sizes of data and context "
+        "parallelism count." + _ONLY.format(1),
+    )
+    expert_tensor_parallel_size: int | None = option(
+        None,
+        SAFE,
+        bound="> 0",
+        help="Number of ranks that divide the tensors of each expert; null is tensor_model_parallel_size."
+        + _ONLY.format("null or 1"),
+    )
+    sequence_parallel: bool = option(
+        False,
+        SAFE,
+        help="Divide the activations outside of matrix products between tensor-parallel ranks, along the sequence."
+        + _ONLY.format("false"),
+    )
+
+    @property
+    def least_ranks(self) -> int:
+        """The least number of ranks that the sizes allow."""
+        return math.prod(max(1, getattr(self, name)) for name in _AXES)
+
+    def sizes(self, ranks: int) -> ParallelSizes:
+        """The sizes of all axes, with -1 replaced by what the others leave of the ranks.
+
+        Args:
+            ranks: the number of ranks, which are the processes of a run.
+
+        Raises:
+            ConfigError: with the arithmetic, for sizes that do not make up the ranks.
+        """
+        sizes = {name: int(getattr(self, name)) for name in _AXES}
+        rest = [name for name, size in sizes.items() if size == _REST_OF_RANKS]
+        if len(rest) > 1:
+            raise ConfigError(
+                f"{' and '.join(f'parallel.{name}' for name in rest)} are both -1, the rest of the ranks; "
+                f"set one of them to a number."
+            )
+        given = [f"{size} ({_AXES[name]})" for name, size in sizes.items() if size not in (1, _REST_OF_RANKS)]
+        product = self.least_ranks
+        arithmetic = f"parallel: {' x '.join(given) or 1}" + (f" = {product}" if len(given) > 1 else "")
+        there = f"{ranks} rank{'s' if ranks > 1 else ''}"
+        if rest and ranks % product:
+            raise ConfigError(
+                f"{arithmetic} does not divide the {there} of this run; start a multiple of {product} ranks, or "
+                f"change the sizes."
+            )
+        if not rest and product != ranks:
+            raise ConfigError(
+                f"{arithmetic} must be the number of ranks, but this run has {there}; start {product}, or set "
+                f"parallel.data_parallel_replicate_size=-1, which is the rest of the ranks."
+            )
+        pp, replicate, shard, cp, tp = (ranks // product if size == _REST_OF_RANKS else size for size in sizes.values())
+        found = ParallelSizes(pp, replicate, shard, cp, tp, self.expert_model_parallel_size)
+        if found.data * found.cp % found.ep:
+            raise ConfigError(
+                f"parallel: {replicate} (replicate) x {shard} (shard) x {cp} (context) = {found.data * found.cp} "
+                f"must be a multiple of {found.ep} (expert): experts are divided among these ranks; change the sizes."
+            )
+        return found

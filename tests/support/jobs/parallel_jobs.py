@@ -1,0 +1,71 @@
+"""What each rank of the tests of parallel sizes runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from onstep import Callback, Trainer, TrainingArguments, pretrain
+from onstep.config import ConfigContainer
+from onstep.distributed import World
+from onstep.errors import ConfigError
+from onstep.training import GlobalState, train
+from tests.support.jobs.rank_jobs import Regression, TinyModel, config
+
+
+class Sizes(Callback):
+    """Notes the sizes of the axes, and how many ranks have samples of their own."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+    def on_train_start(self, context: Any) -> None:
+        world = context.state.world
+        self.found = [world.sizes.dp_replicate, world.sizes.dp_shard, world.data.size]
+
+
+def through_pretrain(settings: dict[str, Any]) -> list[int]:
+    small, sizes = config(settings), Sizes()
+    small.train.train_iters, small.validation.eval_iters = 1, 0
+    small.train.global_batch_size = None
+    for name, value in settings["parallel"].items():
+        setattr(small.parallel, name, value)
+    pretrain(small, callbacks=[sizes])
+    return sizes.found
+
+
+def through_trainer(settings: dict[str, Any]) -> list[int]:
+    keys = {f"parallel.{name}": value for name, value in settings["parallel"].items()}
+    args = TrainingArguments(
+        output_dir="run", per_device_train_batch_size=2, max_steps=1, use_cpu=True, config_overrides=keys
+    )
+    sizes = Sizes()
+    torch.manual_seed(0)
+    Trainer(TinyModel(), args, train_dataset=Regression(), callbacks=[sizes], default_callbacks=False).train()
+    return sizes.found
+
+
+def through_train(settings: dict[str, Any]) -> list[int]:
+    by_hand = ConfigContainer()
+    by_hand.train.train_iters, by_hand.train.micro_batch_size = 1, 2
+    for name, value in settings["parallel"].items():
+        setattr(by_hand.parallel, name, value)
+    model, data = nn.Linear(2, 2), iter([torch.ones(1, 2)] * 2)
+    state = GlobalState(by_hand, world=World(), num_microbatches=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(lambda data, model: model(next(data)).sum(), [model], optimizer, None, data, None, state)  # type: ignore[arg-type]
+    return []
+
+
+def job_sizes(settings: dict[str, Any]) -> dict[str, Any]:
+    """The sizes of each way to train, or its error and whether there was a process group by then."""
+    found: dict[str, Any] = {}
+    for way in (through_pretrain, through_trainer, through_train)[: settings["ways"]]:
+        try:
+            found[way.__name__] = way(settings)
+        except ConfigError as error:
+            found[way.__name__] = [str(error), dist.is_initialized()]
+    return found

@@ -9,13 +9,21 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from onstep.cli.completed_words import complete_recipes
+from onstep.cli.completed_words import complete_recipes, complete_words
 from onstep.cli.script import ScriptCommand
 from onstep.config import KEYS, nearest_key
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 
 Imports = Annotated[list[str] | None, typer.Option("--import", help="Python file with your code; repeatable.")]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[CONFIG.yaml | RUN | RECIPE] [KEY=VALUE ...]",
+        help="A file, a run or a recipe, and overrides.",
+        autocompletion=complete_words,
+    ),
+]
 Recipe = Annotated[
     str | None, typer.Option(help="Recipe to start from; default: tiny_gpt.", autocompletion=complete_recipes)
 ]

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from onstep.cli.application import Recipe
-from onstep.cli.completed_words import complete_words
+from onstep.cli.application import Recipe, Words
 from onstep.cli.config import configuration_and_keys
 from onstep.cli.hub import start_from
 from onstep.cli.recipes import sized
@@ -26,14 +25,7 @@ USABLE = 0.9
 
 
 def memory(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="CONFIG.yaml | RUN | RECIPE [KEY=VALUE ...]",
-            help="A file, a run or a recipe, and overrides.",
-            autocompletion=complete_words,
-        ),
-    ] = None,
+    words: Words = None,
     recipe: Recipe = None,
     hf_model: Annotated[
         str | None,

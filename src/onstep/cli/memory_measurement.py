@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
 import resource
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -18,19 +16,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from onstep.analysis.text_tables import table
-from onstep.config import CheckpointConfig, ConfigContainer, DatasetConfig, ModelConfig
+from onstep.cli.measured_run import short_run, tiny
+from onstep.config import ConfigContainer
 from onstep.config.keys import typed_copy
-from onstep.errors import ConfigError
 from onstep.events import Callback
-from onstep.metrics.memory.estimate import MemoryEstimate, accumulates
-from onstep.models import Transformer, hf_config_dict
-from onstep.models.hf.directory import architecture_of
-from onstep.models.hf.weight_files import MAX_SHARD_BYTES, write_weights
+from onstep.metrics.memory.estimate import MemoryEstimate
 from onstep.training import pretrain
 from onstep.training.profiling.live_memory import ACTIVATIONS, OF_WEIGHTS, LiveMemory
 from onstep.training.setup.family_memory import estimate_memory
 
-STEPS = 2
 _MIB = 2**20
 EXACT = (*OF_WEIGHTS, "masters", "gradients", "optimizer state")
 """The kinds that are counted from the tensors that the model and the optimizer hold."""
@@ -66,9 +60,9 @@ def measure(config: ConfigContainer) -> Measurement:
         ConfigError: for a model that cannot be written as pretrained weights, which LoRA starts from.
     """
     with TemporaryDirectory() as directory:
-        short, meter = _short_run(config, Path(directory)), _Meter()
+        short, meter = short_run(config, Path(directory)), _Meter()
         with redirect_stdout(StringIO()):  # what a run says about itself
-            pretrain(_short_run(_tiny(config), Path(directory, "tiny")))  # which loads libraries and kernels
+            pretrain(short_run(tiny(config), Path(directory, "tiny")))  # which loads libraries and kernels
             before = _resident()
             pretrain(short, callbacks=[meter])
     assert meter.memory is not None
@@ -201,60 +195,6 @@ def _with_scales(params: list[nn.Parameter], model: nn.Module) -> Iterator[Tenso
 def _storage_bytes(tensors: list[Tensor]) -> int:
     storages = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}
     return sum(storages.values())
-
-
-def _short_run(config: ConfigContainer, directory: Path) -> ConfigContainer:
-    """A run of two steps with the model, the batch, the precision and the optimizer of `config`."""
-    short, train = ConfigContainer(), config.train
-    own = typed_copy(config)
-    short.model, short.optimizer, short.peft, short.dist = own.model, own.optimizer, own.peft, own.dist
-    short.mixed_precision = own.mixed_precision
-    short.run.default_callbacks, short.run.check_memory = False, False
-    short.logger.console = "quiet"
-    micro = train.micro_batch_size or 1
-    short.train.micro_batch_size = micro
-    short.train.global_batch_size = micro * (2 if accumulates(config, 1) else 1)
-    short.train.train_iters, short.train.tf32 = STEPS, train.tf32
-    short.train.deterministic, short.train.torch_compile = train.deterministic, train.torch_compile
-    short.scheduler.lr_decay_style, short.optimizer.min_lr = "constant", None
-    short.optimizer.decoupled_min_lr, short.optimizer.lr = None, config.optimizer.lr or 1e-4
-    short.validation.eval_iters = 0
-    directory.mkdir(exist_ok=True)
-    text = directory / "text.txt"
-    length = STEPS * short.train.global_batch_size * config.model.seq_length + 1
-    text.write_bytes(bytes(random.Random(0).choices(b"abcdefghijklmnopqrstuvwxyz \n", k=length)))
-    short.dataset = DatasetConfig(
-        paths=[str(text)], seq_length=config.model.seq_length, cache_dir=str(directory / "tokens"), split="1,0,0"
-    )
-    short.checkpoint = CheckpointConfig()
-    if config.peft.peft_scheme is not None:
-        given = config.checkpoint.pretrained_checkpoint
-        if (given is None or not Path(given).exists()) and config.model.hf_config is not None:
-            raise ConfigError("LoRA starts from weights: pass --hf-model a directory that has them (*.safetensors).")
-        if given is None or not Path(given).exists():
-            given = str(_write_weights(config, directory / "weights"))
-        short.checkpoint.pretrained_checkpoint, short.checkpoint.finetune = given, True
-    return short
-
-
-def _tiny(config: ConfigContainer) -> ConfigContainer:
-    """The same with a model of no size to speak of."""
-    tiny = typed_copy(config)
-    tiny.model = ModelConfig(num_layers=1, hidden_size=64, num_attention_heads=2, vocab_size=512, seq_length=64)
-    tiny.checkpoint.pretrained_checkpoint = None
-    return tiny
-
-
-def _write_weights(config: ConfigContainer, directory: Path) -> Path:
-    """Weights of 0 in bfloat16, which LoRA starts from; no page of memory is used for them."""
-    with torch.device("meta"):
-        model = Transformer(config.model)
-    shapes = architecture_of(config.model).to_hf(model.state_dict())
-    directory.mkdir()
-    tensors = {name: torch.zeros(one.shape, dtype=torch.bfloat16) for name, one in shapes.items()}
-    write_weights(tensors, directory, MAX_SHARD_BYTES)
-    (directory / "config.json").write_text(json.dumps(hf_config_dict(config.model, dtype="bfloat16")))
-    return directory
 
 
 def _resident() -> int:

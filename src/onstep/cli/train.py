@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from onstep.analysis.logs.run_status import run_record
-from onstep.cli.application import Imports, Recipe
+from onstep.cli.application import Imports, Recipe, Words
 from onstep.cli.completed_words import complete_words
 from onstep.cli.config import (
     configuration_and_keys,
@@ -82,14 +82,7 @@ HfModel = Annotated[
 
 
 def train(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[CONFIG.yaml | RUN | RECIPE] [KEY=VALUE ...]",
-            help="A file, a run or a recipe, and overrides.",
-            autocompletion=complete_words,
-        ),
-    ] = None,
+    words: Words = None,
     recipe: Recipe = None,
     hf_model: HfModel = None,
     imports: Imports = None,

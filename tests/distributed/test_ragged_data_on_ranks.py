@@ -68,7 +68,7 @@ def test_a_stream_that_is_the_same_on_all_ranks_is_read_to_its_end(
     assert MUST_BE_THE_SAME not in output_of(tmp_path)
 
 
-@pytest.mark.parametrize("lengths", [[40, 24], [24, 24]])
+@pytest.mark.parametrize("lengths", [[40, 24], pytest.param([24, 24], marks=pytest.mark.slow)])
 def test_a_killed_run_reads_on_as_the_uninterrupted_one(
     processes: Processes, tmp_path: Path, lengths: list[int]
 ) -> None:

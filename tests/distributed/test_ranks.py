@@ -44,8 +44,10 @@ def single(
     return losses
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("job", ["pretrain", "trainer"])
+@pytest.mark.parametrize(
+    ("job", "ranks"),
+    [("pretrain", 2), ("pretrain", 4), ("trainer", 2), pytest.param("trainer", 4, marks=pytest.mark.slow)],
+)
 def test_ranks_give_the_losses_of_one_process(
     run_ranks: RunRanks,
     ranks: int,

@@ -52,9 +52,9 @@ def preempt(ranks: Ranks, name: str, strike: dict[str, Any], job: str = "pretrai
         ("on_forward_backward_start", 5, [3]),
         pytest.param("on_train_step_end", 4, [4], marks=pytest.mark.slow),
         pytest.param("on_step_end", 6, [6], marks=pytest.mark.slow),
-        ("on_log", 1, [3]),
+        pytest.param("on_log", 1, [3], marks=pytest.mark.slow),
         pytest.param("on_eval_step_end", 1, [4], marks=pytest.mark.slow),
-        ("on_eval_end", 1, [4]),
+        pytest.param("on_eval_end", 1, [4], marks=pytest.mark.slow),
         ("on_epoch_end", 1, [6]),
     ],
 )
@@ -97,7 +97,7 @@ def test_a_signal_during_a_save_makes_a_second_checkpoint_only_of_a_later_step(
         assert found[part] == whole[part], part
 
 
-@pytest.mark.parametrize("words", [[], ["checkpoint.async_save=true"]])
+@pytest.mark.parametrize("words", [[], pytest.param(["checkpoint.async_save=true"], marks=pytest.mark.slow)])
 def test_a_second_signal_leaves_at_once_and_corrupts_nothing(
     ranks: Ranks, whole: dict[str, Any], words: list[str]
 ) -> None:

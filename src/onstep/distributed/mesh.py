@@ -88,7 +88,7 @@ class RankGroups:
     def __init__(self, sizes: ParallelSizes, rank: int, device: torch.device, timeout: timedelta | None = None) -> None:
         self._grids, self._rank = (grid_of(sizes), expert_grid_of(sizes)), rank
         self._device, self._timeout = device, timeout
-        self._made: dict[tuple[int, ...], ProcessGroup] = {}
+        self._made: dict[tuple[object, ...], ProcessGroup | None] = {}
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
 
     def over(self, axes: tuple[str, ...]) -> ProcessGroup:
@@ -102,34 +102,59 @@ class RankGroups:
         Raises:
             ConfigError: for an unknown axis, or if the process group has other ranks than the axes.
         """
+        group = self.own_of(self.parts(axes), "_".join(axes) or "self")
+        assert group is not None
+        return group
+
+    def parts(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """All ranks, divided into those that differ on these axes only, without communication.
+
+        Args:
+            axes: of `AXES`, or of `EXPERT_AXES`.
+
+        Raises:
+            ConfigError: for an unknown axis.
+        """
         grid = next((one for one in self._grids if set(axes) <= set(one.axes)), None)
         if grid is None:
             raise ConfigError(f"{axes} must be axes of {AXES}, or of {EXPERT_AXES}.")
-        ranks = math.prod(grid.shape)
+        return grid.parts(axes)
+
+    def own_of(self, parts: list[tuple[int, ...]], name: str) -> ProcessGroup | None:
+        """The group of that part which has this rank; None if none has. Collective over all ranks, once.
+
+        Args:
+            parts: disjoint, each ascending, the same on all ranks.
+            name: a description of the groups, for torch's messages.
+
+        Raises:
+            ConfigError: if the process group has other ranks than the axes.
+        """
+        ranks = math.prod(self._grids[0].shape)
         there = dist.get_world_size() if dist.is_initialized() else 0
         if there != ranks:
             raise ConfigError(
                 f"a mesh is one of all ranks of the process group, which has {there}, but this world has {ranks}; use "
                 f"the world that open_world returns."
             )
-        parts = grid.parts(axes)
-        if len(parts) == 1:
+        if len(parts[0]) == ranks:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
-        own = next(part for part in parts if self._rank in part)
-        if own not in self._made:
+        own = next((part for part in parts if self._rank in part), ())
+        known: tuple[object, ...] = own if own else tuple(parts)
+        if known not in self._made:
             # all ranks make all groups, in the same order: names that torch derives from the ranks alone would let a
             # later world find the addresses of an earlier one's group. Alone, a rank has nobody to find
             alone = len(own) == 1
-            name = "_".join(axes) or "self"
-            for part in [own] if alone else parts:
+            self._made[known] = None
+            for part in [own] if alone else [part for part in parts if len(part) > 1]:
                 made = dist.new_group(
                     list(part), timeout=self._timeout, use_local_synchronization=alone, group_desc=name
                 )
                 if part == own:
                     assert isinstance(made, ProcessGroup)
-                    self._made[own] = made
-        return self._made[own]
+                    self._made[known] = made
+        return self._made[known]
 
     def mesh(self, axes: tuple[str, ...]) -> DeviceMesh:
         """The mesh of all ranks with `AXES` or `EXPERT_AXES`; collective the first time."""
@@ -147,7 +172,7 @@ class RankGroups:
         Args:
             waits: False after an error, when the other ranks might be elsewhere.
         """
-        for group in self._made.values():
+        for group in filter(None, self._made.values()):
             if waits:
                 dist.destroy_process_group(group)
             else:

@@ -99,6 +99,23 @@ class World:
         """
         return self._groups.over(axes)
 
+    def parts(self, *axes: str) -> list[tuple[int, ...]]:
+        """All ranks, divided into those that differ on these axes only, each ascending, without communication.
+
+        Args:
+            axes: of `mesh`, or of `expert_mesh`; none for ranks alone.
+        """
+        return self._groups.parts(axes)
+
+    def group_among(self, parts: list[tuple[int, ...]], name: str) -> ProcessGroup | None:
+        """The process group of that part of the ranks which has this one; None if none has. Collective, once.
+
+        Args:
+            parts: disjoint, each ascending, the same on all ranks.
+            name: a description, for torch's messages.
+        """
+        return self._groups.own_of(parts, name)
+
     def place(self, rank: int | None = None) -> str:
         """A rank and its coordinates on axes of several ranks, such as `rank 5, tp 1, dp_replicate 2`.
 

@@ -13,7 +13,7 @@ from torch import nn
 from onstep.checkpoint import CheckpointManager
 from onstep.data import Batch, IteratorReader, StepBatches
 from onstep.data.loaders.step_source import only_iterator
-from onstep.distributed import check_loader, refused_together
+from onstep.distributed import check_groups, check_loader, refused_together
 from onstep.errors import ConfigError, warn_once
 from onstep.events import CallbackManager, Dispatcher, normalize_callbacks
 from onstep.processes.forking import check_imports_are_done
@@ -92,8 +92,9 @@ def train(
         global_state: the run's state.
         checkpoint_manager: kept for Megatron Bridge; the state's checkpoints are used, and a warning says so of a
             manager of the caller's own.
-        pg_collection: kept for Megatron Bridge, whose version 0.2 has `process_non_loss_data_func` and
-            `non_loss_data_func` at this position and the next: a function here is the former.
+        pg_collection: the process groups of the run, as `global_state.pg_collection` and None, which are the same;
+            others are refused. Megatron Bridge 0.2 has `process_non_loss_data_func` and `non_loss_data_func` at this
+            position and the next: a function here is the former.
         process_non_loss_data_func: passed to the evaluations inside the loop, as is
         non_loss_data_func: see `evaluate_and_print_results`.
         callback_manager: the callbacks to call, or a list of them.
@@ -115,13 +116,19 @@ def train(
         )
     if inspect.isroutine(pg_collection) or isinstance(pg_collection, partial):
         process_non_loss_data_func, non_loss_data_func = pg_collection, process_non_loss_data_func or non_loss_data_func
+        pg_collection = None
     _say_if_unused(checkpoint_manager or checkpointing_context)
     callbacks = normalize_callbacks(callback_manager)
     job = Job.of(global_state, forward_step_func, model, optimizer, scheduler, train_data_iterator, callbacks)
-    refused_together(global_state.world, lambda: check_loader(valid_data_iterator, global_state.world))
+    refused_together(global_state.world, lambda: _check_ranks_of(pg_collection, valid_data_iterator, global_state))
     job.valid_data_iterator = valid_data_iterator
     job.process_non_loss_data_func, job.non_loss_data_func = process_non_loss_data_func, non_loss_data_func
     run_job(job)
+
+
+def _check_ranks_of(pg_collection: object, valid_data_iterator: object, state: GlobalState) -> None:
+    check_groups(pg_collection, state.world)
+    check_loader(valid_data_iterator, state.world)
 
 
 def _say_if_unused(manager: object) -> None:
@@ -141,6 +148,8 @@ def train_step(
     optimizer: UserOptimizer,
     scheduler: UserScheduler | None,
     global_state: GlobalState,
+    pg_collection: object = None,
+    *,
     notify: Dispatcher | None = None,
 ) -> TrainStepResult:
     """Run forward and backward over the step's micro-batches and apply one update. Collective.
@@ -154,12 +163,14 @@ def train_step(
         scheduler: stepped after a successful update, by the samples of a full step even if the tail of an epoch is
             shorter: the schedule is as long as the run. None keeps the learning rate.
         global_state: the run's state.
+        pg_collection: as in `train`.
         notify: fires the events inside the step; None fires none.
 
     Raises:
-        ConfigError: if the model has several chunks; no data has been read.
+        ConfigError: if the model has several chunks or the groups are not those of the run; no data has been read.
     """
     only_chunk(model)
+    check_groups(pg_collection, global_state.world)
     batches = step_batches(data_iterator, global_state.num_microbatches, global_state.world.data.size)
     loop = _loop_of(forward_step_func, model, optimizer, scheduler, global_state, notify)
     step = loop.last.begin(global_state.train_state.step + 1, batches)

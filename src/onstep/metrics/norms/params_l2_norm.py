@@ -38,6 +38,8 @@ def calc_params_l2_norm(
     model_config: Any,
     use_megatron_fsdp: bool = False,
     force_create_fp32_copy: bool = False,
+    *,
+    pg_collection: object = None,
 ) -> float:
     """The L2 norm of all parameters of a model over all ranks that hold it. Collective; synchronizes once.
 
@@ -55,6 +57,7 @@ def calc_params_l2_norm(
         use_megatron_fsdp: all parameters must be DTensors, and a chunk's `stop_communication()` is called first.
         force_create_fp32_copy: use the parameters themselves even if there is a `main_param`. This needs no copy: sums
             are in float64 for any dtype.
+        pg_collection: the process groups of a model that has none of its own, such as `GlobalState.pg_collection`.
 
     Raises:
         ConfigError: if an expert is marked as shared.
@@ -62,7 +65,7 @@ def calc_params_l2_norm(
     """
     if use_megatron_fsdp:
         return calc_dtensor_params_l2_norm(_fully_sharded(model))
-    return float(unread_params_l2_norm(model, model_config, force_create_fp32_copy))
+    return float(unread_params_l2_norm(model, model_config, force_create_fp32_copy, pg_collection=pg_collection))
 
 
 def calc_dtensor_params_l2_norm(params: Iterable[Tensor]) -> float:
@@ -90,11 +93,15 @@ def calc_dtensor_params_l2_norm(params: Iterable[Tensor]) -> float:
 
 
 def unread_params_l2_norm(
-    model: nn.Module | Sequence[nn.Module], model_config: Any = None, force_create_fp32_copy: bool = False
+    model: nn.Module | Sequence[nn.Module],
+    model_config: Any = None,
+    force_create_fp32_copy: bool = False,
+    *,
+    pg_collection: object = None,
 ) -> Tensor:
     """Like `calc_params_l2_norm`, but returns a 0-d float64 tensor on the parameters' device. Collective."""
     reshard(model)
-    collection = getattr(chunks_of(model)[0], "pg_collection", None)
+    collection = getattr(chunks_of(model)[0], "pg_collection", None) or pg_collection
     found = {name: getattr(collection, name, None) for name in _GROUPS}
     groups = {name: group if has_others(group) else None for name, group in found.items()}
     ranks = [0 if groups[name] is None else dist.get_rank(groups[name]) for name in ("tp", "expt_tp")]

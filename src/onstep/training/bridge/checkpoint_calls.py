@@ -10,7 +10,7 @@ from torch import nn
 from onstep.checkpoint import CheckpointInfo, resolve
 from onstep.checkpoint.catalog.discovery import named_dirs
 from onstep.data import as_step_source
-from onstep.distributed import on_main
+from onstep.distributed import check_groups, on_main
 from onstep.errors import CheckpointError, ConfigError
 from onstep.events import CallbackManager, Dispatcher
 from onstep.training.bridge.exits import join_ranks, open_checkpoints_of
@@ -50,7 +50,7 @@ def save_checkpoint(
         train_data_iterator: its position is saved; None saves none.
         preprocess_common_state_dict_fn: refused: a state is saved as it is.
         prebuilt_state_dict: refused, likewise.
-        pg_collection: not read.
+        pg_collection: the process groups of the run (`state.pg_collection`), as None; others are refused.
         callback_manager: fires `on_checkpoint_save`, for a state of your own.
 
     Raises:
@@ -67,6 +67,7 @@ def save_checkpoint(
                 f"are; save what is your own in a callback's `state_dict()`."
             )
     join_ranks(state)
+    check_groups(pg_collection, state.world)
     open_checkpoints_of(state, callback_manager)
     if state.checkpoints is None:
         raise CheckpointError("there is no directory to save in; set checkpoint.save, or run.name for pretrain().")
@@ -89,6 +90,8 @@ def load_checkpoint(
     strict: bool = True,
     checkpointing_context: object = None,
     skip_load_to_model_and_opt: bool = False,
+    *,
+    pg_collection: object = None,
 ) -> tuple[int, float]:
     """Load the newest verified checkpoint of `checkpoint.load`, or that of `checkpoint.ckpt_step`. Collective.
 
@@ -104,6 +107,7 @@ def load_checkpoint(
         strict: False is refused: weights load whole or not at all.
         checkpointing_context: not read.
         skip_load_to_model_and_opt: load everything but model, optimizer and scheduler.
+        pg_collection: as in `save_checkpoint`.
 
     Returns:
         The steps done and the floating-point operations so far: 0 and 0 if `checkpoint.load` has no checkpoint yet,
@@ -122,6 +126,7 @@ def load_checkpoint(
     if config.load is None and config.pretrained_checkpoint is None:
         raise ConfigError("there is nothing to load; set checkpoint.load or checkpoint.pretrained_checkpoint.")
     join_ranks(state)
+    check_groups(pg_collection, state.world)
     info = None if config.load is None else _found(state, Path(config.load).expanduser())
     if config.pretrained_checkpoint is not None and info is None:
         pretrained = Path(config.pretrained_checkpoint).expanduser()

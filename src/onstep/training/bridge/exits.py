@@ -13,7 +13,7 @@ from torch import nn
 
 from onstep.config.checks import check_parallel
 from onstep.data import as_step_source
-from onstep.distributed import open_world
+from onstep.distributed import check_groups, open_world
 from onstep.events import CallbackManager, Dispatcher, normalize_callbacks
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.checkpointing.writing import RunCheckpoints
@@ -54,7 +54,7 @@ def checkpoint_and_decide_exit(
         checkpointing_context: accepted for compatibility with Megatron Bridge, and ignored.
         train_data_iterator: its position is saved; None saves none.
         checkpoint_manager: Megatron Bridge's newer name of `checkpointing_context`.
-        pg_collection: not read.
+        pg_collection: the process groups of the run (`state.pg_collection`), as None; others are refused.
         callback_manager: fires `on_checkpoint_save`, for a state of your own; a run fires it to its own callbacks.
         module_name: not read.
 
@@ -65,6 +65,7 @@ def checkpoint_and_decide_exit(
         CheckpointError: if a checkpoint cannot be written and `checkpoint.on_save_error` is stop.
     """
     join_ranks(state)
+    check_groups(pg_collection, state.world)
     open_checkpoints_of(state, callback_manager)
     train, step = state.cfg.train, state.train_state.step
     state.stage.has_stepped = True
@@ -112,7 +113,7 @@ def save_checkpoint_and_time(
         non_persistent_ckpt: whether only the newest checkpoint of this kind is kept.
         train_data_iterator: its position is saved; None saves none.
         checkpoint_manager: see `checkpoint_and_decide_exit`, also for the next three.
-        pg_collection: not read.
+        pg_collection: as there.
         callback_manager: fires `on_checkpoint_save`.
         module_name: not read.
 
@@ -120,6 +121,7 @@ def save_checkpoint_and_time(
         CheckpointError: if it cannot be written and `checkpoint.on_save_error` is stop; on all ranks alike.
     """
     join_ranks(state)
+    check_groups(pg_collection, state.world)
     open_checkpoints_of(state, callback_manager)
     trained, reader = Trained(model, optimizer, opt_param_scheduler), _source(train_data_iterator, state)
     flops = num_floating_point_operations_so_far

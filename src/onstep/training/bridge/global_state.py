@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from onstep.config import StragglerDetectionConfig
+from onstep.distributed import ProcessGroupCollection
 from onstep.training.compute.loss_sums import StepLoss
 from onstep.training.compute.losses import Scalar
 from onstep.training.compute.step import LastStep, Step
@@ -207,6 +208,11 @@ class GlobalState(Run):
     @nvrx_straggler_manager.setter
     def nvrx_straggler_manager(self, manager: NVRxStragglerDetectionManager | None) -> None:
         self.features.room(GivenManager).manager = manager
+
+    @property
+    def pg_collection(self) -> ProcessGroupCollection:
+        """The process groups of the run by Megatron's names; each is made when it is first asked for."""
+        return ProcessGroupCollection(self.world)
 
     @property
     def experts(self) -> Experts | None:

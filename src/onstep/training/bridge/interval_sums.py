@@ -47,7 +47,7 @@ def training_log(
     At every `logger.tensorboard_log_interval`-th step the trackers get its tags
     (`onstep.training.reporting.bridge_tags`); values on the device are passed on unread. At every
     `logger.log_interval`-th step Megatron Bridge's lines are printed to the console, which reads the device, and a new
-    interval begins. Collective if `pg_collection` has several pipeline stages, and with gradient norms of sharded
+    interval begins. Collective if there are several pipeline stages, and with gradient norms of sharded
     parameters.
 
     Args:
@@ -65,7 +65,7 @@ def training_log(
         global_state: the run's progress, clock and loggers.
         history_wct: seconds at the end of each of the latest `logger.throughput_window_size` steps.
         model: list of model chunks; FLOPs are computed for a model that carries its configuration.
-        pg_collection: process groups; memory reports are reduced over its `pp`. None means data parallelism only.
+        pg_collection: process groups; memory reports are reduced over its `pp`. None means those of the run.
         log_max_attention_logit: largest attention logit of the step.
         loaded_iteration: step that this process continued from.
         seq_length: tokens per sequence, if different from the configuration.

@@ -9,6 +9,7 @@ from functools import partial
 
 from torch import Tensor
 
+from onstep.distributed import groups_within_models
 from onstep.metrics.norms.params_l2_norm import unread_params_l2_norm
 from onstep.training.compute.step import Step
 from onstep.training.experts.experts import Experts
@@ -159,4 +160,5 @@ class BridgeLog(Feature[Job]):
         is_written = self._writes and is_due(self._state.train_state.step, options.tensorboard_log_interval)
         if not (is_written or is_logged):
             return None
-        return unread_params_l2_norm(self.host.model, self._state.cfg.model)
+        groups = groups_within_models(self._state.world)
+        return unread_params_l2_norm(self.host.model, self._state.cfg.model, pg_collection=groups)

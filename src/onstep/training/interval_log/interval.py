@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from onstep.config import ConfigContainer
+from onstep.distributed import groups_within_models
 from onstep.metrics.memory.estimate import report_theoretical_memory
 from onstep.metrics.memory_peaks import MemoryPeaks
 from onstep.metrics.memory_reports import report_memory, save_memory_snapshot
@@ -95,7 +96,7 @@ def step_reports(run: LogContext, batch_size: int, history_wct: Sequence[float])
         steps = min(options.tensorboard_log_interval, progress.step - state.interval.start_step)
         timers = state.timers.maxima(state.timers.names(), normalizer=max(1, steps))
     if options.log_memory_to_tensorboard:
-        stages = getattr(run.pg_collection, "pp", None)
+        stages = getattr(run.pg_collection or groups_within_models(state.world), "pp", None)
         report = reduce_max_memory_across_pp_group(memory_of(run), stages)
         memory = {f"memory/{name}": value for name, value in report.items()}
     if options.log_l2_norm_grad_to_tensorboard:

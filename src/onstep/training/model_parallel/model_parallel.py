@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from onstep.distributed import World, groups_within_models
 from onstep.distributed.shard_sums import has_others
 from onstep.events.context import unwrap
 from onstep.metrics.reductions import (
@@ -206,12 +207,14 @@ def _method(chunk: object, name: str) -> Callable[..., object]:
     raise TypeError(f"{type(chunk).__name__}{hint} has no {name}(); pass the chunks in their data-parallel wrapper.")
 
 
-def model_parallel_group(model: list[nn.Module]) -> ProcessGroup | None:
-    """The group of the ranks that share this model, from the `pg_collection` of its first chunk (Megatron's `mp`).
+def model_parallel_group(model: list[nn.Module], world: World) -> ProcessGroup | None:
+    """The group of the ranks that share this model: Megatron's `mp`, from the `pg_collection` of its first chunk, or
+    that of the run for a model that has none.
 
     None if one rank holds all of it.
     """
-    group: ProcessGroup | None = getattr(getattr(unwrap(model[0]), "pg_collection", None), "mp", None)
+    groups = getattr(unwrap(model[0]), "pg_collection", None) or groups_within_models(world)
+    group: ProcessGroup | None = getattr(groups, "mp", None)
     return group if has_others(group) else None
 
 
@@ -220,16 +223,16 @@ class ModelParallelAgreement(Feature[Job]):
 
     name = "model_parallel"
     needs_grad_norm = True
-    when = "the model's `pg_collection.mp` has other ranks"
+    when = "the `pg_collection.mp` of the model or the run has other ranks"
 
     @classmethod
     def wanted(cls, host: Job) -> bool:
         """Whether other ranks hold parts of this model."""
-        return model_parallel_group(host.model) is not None
+        return model_parallel_group(host.model, host.run.world) is not None
 
     def __init__(self, host: Job) -> None:
         super().__init__(host)
-        self._group, self._options = model_parallel_group(host.model), host.run.cfg.train
+        self._group, self._options = model_parallel_group(host.model, host.run.world), host.run.cfg.train
 
     def wrap_update(self, update: Callable[[Step], None]) -> Callable[[Step], None]:
         """Agree on the outcome of the update. Collective over the group; reads norm and zeros.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from onstep.data import Batch, StepBatches
 from onstep.data.loaders.dead_workers import dead_workers_named
-from onstep.distributed import World, attempt, check_loader, check_ranks, raise_together
+from onstep.distributed import World, attempt, check_groups, check_loader, check_ranks, raise_together
 from onstep.events import CallbackManager, Dispatcher
 from onstep.models.generation.generate import preserve_modes
 from onstep.training.compute.forward_errors import call_forward_step
@@ -45,6 +45,8 @@ def evaluate(
     callback_manager: CallbackManager | None = None,
     is_test: bool = False,
     notify: Dispatcher | None = None,
+    *,
+    pg_collection: object = None,
 ) -> tuple[dict[str, Tensor] | None, Any, bool]:
     """Average the losses over an evaluation set. Collective.
 
@@ -63,6 +65,7 @@ def evaluate(
         model: the model chunks.
         callback_manager: the callbacks of the run; None for none.
         notify: fires the events; None for one of `callback_manager`.
+        pg_collection: the process groups of the run (`state.pg_collection`), as None; others are refused.
 
     Returns:
         The token-weighted means by name (0-d tensors), the collected non-loss data, and whether
@@ -76,6 +79,7 @@ def evaluate(
     """
     only_chunk(model)  # before any event
     check_ranks(model, state.world)
+    check_groups(pg_collection, state.world)
     refusal = attempt(lambda: check_loader(data_iterator, state.world))[1]
     raise_together(state.world, refusal, "the evaluation")
     notify = notify or Dispatcher(callback_manager, state, model)

@@ -29,6 +29,8 @@ def evaluate_and_print_results(
     callback_manager: CallbackManager | None = None,
     is_test: bool = False,
     notify: Dispatcher | None = None,
+    *,
+    pg_collection: object = None,
 ) -> dict[str, Tensor] | None:
     """Evaluate, and report the losses with their perplexities on the last rank. Collective.
 
@@ -39,6 +41,7 @@ def evaluate_and_print_results(
         write_to_tensorboard: False skips TensorBoard, but not the other trackers.
         process_non_loss_data_func: called on the last rank, if it has a TensorBoard logger, with the collected data,
             the step and the logger.
+        pg_collection: as in `evaluate`.
 
     Returns:
         The means by name; None if a time limit ended the evaluation.
@@ -55,6 +58,7 @@ def evaluate_and_print_results(
         callback_manager,
         is_test,
         notify,
+        pg_collection=pg_collection,
     )
     if means and state.prints_console_line and state.is_last_rank:
         print(result_block(prefix, means), flush=True)  # noqa: T201 - this block is what was asked for

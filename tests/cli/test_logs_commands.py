@@ -181,20 +181,28 @@ def test_following_ends_with_the_run_and_shows_each_record_once(
 ) -> None:
     monkeypatch.setattr(logs_tail, "POLL_SECONDS", 0.01)
     directory = made_run(project / "runs/live", RECORDS[:1], status="running")
+    polls, sleep = list[float](), time.sleep
+    monkeypatch.setattr(logs_tail.time, "sleep", lambda seconds: polls.append(seconds) or sleep(seconds))
+
+    def wait_until_read() -> None:
+        before = len(polls)
+        while len(polls) < before + 2:  # a look that ends may have begun before
+            sleep(0.001)
 
     def run_on() -> None:
+        wait_until_read()
         with MetricsLog.open(directory / "trainer_logs.json") as metrics_log:
             metrics_log.append({"global_step": 20, "loss": 2.0})
             metrics_log.append({"global_step": 30, "loss": 9.0})
-        time.sleep(0.1)
+        wait_until_read()
         align(directory / "trainer_logs.json", 20)
         with MetricsLog.open(directory / "trainer_logs.json") as metrics_log:
             for step in range(30, 80, 10):
                 metrics_log.append({"global_step": step, "loss": 1.0})
-                time.sleep(0.02)
+                wait_until_read()
             (directory / "run.json").write_text(json.dumps({"status": "stopped"}))
 
-    writer = threading.Timer(0.1, run_on)
+    writer = threading.Thread(target=run_on, daemon=True)
     writer.start()
     assert main(["logs", "tail", "live", "-f", "--json"]) == 0
     writer.join()

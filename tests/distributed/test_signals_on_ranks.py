@@ -207,10 +207,6 @@ def sweep(ranks: Ranks, whole: dict[str, Any], seeds: range, words: list[str], l
         check_same(found, whole if codes == [0, 0] else {**whole, "told": found["told"]})
 
 
-def test_signals_at_random_times(ranks: Ranks, whole: dict[str, Any]) -> None:
-    sweep(ranks, whole, range(1), [], 0.4)
-
-
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_what_a_rank_last_did_is_known_from_the_first_step_on(processes: Process
 
 def test_a_slow_start_is_not_counted(processes: Processes, tmp_path: Path) -> None:
     """The other rank waits for longer than the limit, which begins only when all have come."""
-    settings = {"how": "start", "seconds": 3.5, "seconds_allowed": 1.5, "pace": 0.1}
+    settings = {"how": "start", "seconds": 7.0, "seconds_allowed": 3.0, "pace": 0.1}
     codes = processes.run(JOBS, "train", tmp_path, settings, ranks=2)
     assert codes == [0, 0], output_of(tmp_path)
     assert not reports(tmp_path)

@@ -145,7 +145,7 @@ def test_connections_that_come_too_fast_wait() -> None:
 def test_a_client_that_sends_nothing_more_is_cut_off(sent: bytes) -> None:
     with serving(request_seconds=1.0, body_seconds=1.0) as server:
         [client] = server.connect(1, sent)
-        assert ends_within(client, 5.0)
+        assert ends_within(client, 30.0)
 
 
 def test_a_client_that_does_not_read_its_answer_is_cut_off() -> None:
@@ -157,13 +157,14 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off() -> None:
 
 def test_a_client_that_sends_its_body_byte_by_byte_is_cut_off() -> None:
     with serving(body_seconds=1.0) as server:
-        [client] = server.connect(1, BODY)
+        [client] = server.connect(1, BODY.replace(b"Length: 100", b"Length: 1000"))
         is_cut = False
-        for _ in range(40):
+        until = time.monotonic() + 30
+        while not is_cut and time.monotonic() < until:
             time.sleep(0.1)
             with suppress(ConnectionError):
                 client.sendall(b"x")
-            is_cut = is_cut or not is_open(client)
+            is_cut = not is_open(client)
         assert is_cut
 
 

@@ -154,7 +154,7 @@ def test_a_traced_process_is_not_watched(processes: Processes, tmp_path: Path) -
 @pytest.mark.process
 def test_a_pause_of_the_whole_run_is_not_counted(processes: Processes, tmp_path: Path) -> None:
     """Ctrl-Z and fg, or a laptop that slept: of one process, and of two ranks, for longer than any limit of theirs."""
-    settings = {"how": "dawdle", "suspect": 0, "seconds": 0.8, "seconds_allowed": 1.5, "max_steps": 6}
+    settings = {"how": "dawdle", "suspect": 0, "seconds": 0.8, "seconds_allowed": 3.0, "max_steps": 6}
     started = processes.start(JOBS, "train", tmp_path / "alone", settings)
     started += processes.start(JOBS, "train", tmp_path / "two", settings, ranks=2)
     deadline = time.monotonic() + 60

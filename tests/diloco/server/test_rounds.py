@@ -60,7 +60,9 @@ def test_a_round_closes_at_its_deadline_without_another_request(
     one = worker(server)
     one.join()
     one.submit(_random(parameters, 0))
-    time.sleep(2.0)
+    end = time.monotonic() + 60
+    while server.sync_round == 0 and time.monotonic() < end:
+        time.sleep(0.01)
     assert server.sync_round == 1
 
 

@@ -57,8 +57,12 @@ DIST = {
             "use_sharp": False,
             "high_priority_stream_groups": Either.of(None, []),
             "external_gpu_device_mapping": False,
-            "distributed_timeout_seconds_after_init": None,
         },
+    ),
+    **neutral(
+        "collectives have one time limit from start to end",
+        "set dist.distributed_timeout_minutes for all of them, or ft.watchdog_seconds, which names the rank that hangs",
+        {"distributed_timeout_seconds_after_init": None},
     ),
     **without_effect(
         "it acts only with pipeline parallelism, which is not supported",

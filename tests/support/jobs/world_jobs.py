@@ -195,7 +195,7 @@ def _trained(kind: type[Trainer]) -> dict[str, Any]:
         output_dir=f"run_{kind.__name__}",
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
-        num_train_epochs=2,
+        num_train_epochs=1,
         logging_steps=2,
         learning_rate=1e-2,
         eval_strategy="epoch",

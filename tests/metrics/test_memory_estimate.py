@@ -211,6 +211,35 @@ def test_a_loss_in_chunks_needs_the_logits_of_one(scheme: str | None, monkeypatc
     assert estimate.total == pytest.approx(peaks(config, 1), rel=0.05)
 
 
+@pytest.mark.parametrize("types", [MASTERS, STOCHASTIC, KAHAN], ids=["masters", "pure", "kahan"])
+def test_the_update_of_bfloat16_weights_is_the_peak_of_a_short_sequence(types: tuple[str, str, str]) -> None:
+    config = config_of(hidden_size=256, ffn_hidden_size=1024, seq_length=16)
+    config.optimizer.params_dtype, config.optimizer.main_params_dtype, config.optimizer.rounding = types
+    estimate = estimate_training_memory(config, device="cpu")
+    assert estimate is not None
+    assert estimate.total > 2 * (estimate.held + estimate.gradients)
+    assert estimate.total == pytest.approx(peaks(config, 1), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_per_weight"),
+    [
+        ("adamw_8bit", 2 + 2 * 4 / 256),
+        ("lion_8bit", 1 + 4 / 256),
+        ("lion_32bit", 4),
+        ("ademamix", 12),
+        ("adamw_torch_4bit", 1 + 2 * 4 / 128),
+        ("paged_adamw_32bit", 0),
+    ],
+)
+def test_optimizers_of_packages_are_counted_and_paged_ones_are_not(optimizer: str, bytes_per_weight: float) -> None:
+    config = config_of()
+    config.optimizer.optimizer = optimizer
+    estimate = estimate_training_memory(config)
+    assert estimate is not None
+    assert estimate.optimizer == pytest.approx(bytes_per_weight * estimate.num_trainable, rel=1e-3)
+
+
 def test_offloaded_activations_are_counted_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     estimates = []
     for offloads in (False, True):

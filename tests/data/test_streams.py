@@ -8,6 +8,7 @@ import os
 import random
 import re
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from onstep.config import DatasetConfig
 from onstep.data import ByteTokenizer, StreamLoader, build_datasets
 from onstep.data.corpus.input_files import check_first_files
 from onstep.data.corpus.remote_file import RemoteFile
+from onstep.data.streams.line_file import LineFile
+from onstep.data.streams.parquet_file import ParquetFile
+from onstep.data.streams.record_stream import RecordStream
 from onstep.errors import DataError
 from tests.support.file_server import file_server
 
@@ -336,3 +340,38 @@ def test_paths_that_are_no_stream(tmp_path: Path, name: str, message: str) -> No
     (tmp_path / "a.csv").write_text("text\na\n")
     with pytest.raises(DataError, match=message):
         loader_of(config_of(tmp_path / name))
+
+
+def test_blank_lines_are_passed_over_and_a_line_that_is_too_long_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(texts(1)) + b"\n  \n" + lines(texts(1, 1)))
+    with closing(LineFile(str(path), 1 << 20)) as file:
+        rows, is_last = file.window(0)
+    assert (len(rows), is_last) == (2, True)
+    monkeypatch.setattr("onstep.data.streams.line_file.MAX_RECORD_BYTES", 20)
+    with (
+        closing(LineFile(str(path), 1 << 20)) as file,
+        pytest.raises(DataError, match=r"a\.jsonl, byte 0: a line of more than 20 bytes"),
+    ):
+        file.window(0)
+
+
+def test_rows_of_later_row_groups_are_named_by_their_number_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": texts(40)}), path, row_group_size=10)
+    places: list[str] = []
+    number, is_last = 0, False
+    with closing(ParquetFile(str(path), 1, lambda names, name: names)) as file:
+        while not is_last:
+            rows, is_last = file.window(number)
+            places += [place for place, _ in rows]
+            number += 1
+    assert places == [f"{path}, row {row}" for row in range(1, 41)]
+
+
+def test_the_position_of_other_windows_is_not_that_of_the_stream(tmp_path: Path) -> None:
+    names = [str(path) for path in files(tmp_path, "jsonl", (3,))]
+    first, second = (RecordStream(names, None, size).fingerprint for size in (1000, 2000))  # type: ignore[arg-type]
+    assert first != second

@@ -67,6 +67,14 @@ def test_on_an_accelerator_a_mix_is_updated_by_fused_kernels_and_nothing_is_read
         assert found["names"].count("_foreach_norm") == found["names"].count("_foreach_mul_") == 1
 
 
+def test_every_kind_of_kernel_updates_a_mix_as_it_updates_plain_parameters(
+    processes: Processes, tmp_path: Path
+) -> None:
+    for gaps in processes.results(JOBS, "kernels", tmp_path):
+        assert len(gaps) == 6
+        assert max(gaps.values()) < 1e-5, gaps
+
+
 def test_a_mix_is_clipped_by_hand(processes: Processes, tmp_path: Path) -> None:
     one, other = processes.results(JOBS, "clip", tmp_path, {"how": "tp"})
     assert one == other

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -191,6 +192,31 @@ def job_clip(settings: dict[str, Any]) -> list[float]:
     model, rank, size = sharded(settings["how"])
     backward(model, rank, size)
     return [float(clip_grad_norm(model.parameters(), limit)) for limit in (1.0, float("inf"))]
+
+
+def job_kernels(settings: dict[str, Any]) -> dict[str, float]:
+    """Three clipped steps of optimizers with each kind of kernel over a mix, away from those over plain parameters."""
+    dist.init_process_group("gloo")
+    adamw, sgd = torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9, dampening=0.1)
+    gaps = {}
+    for name, make in {
+        "adamw fused": partial(adamw, fused=True),
+        "adamw foreach": partial(adamw, foreach=True),
+        "adamw": adamw,
+        "sgd fused": partial(sgd, fused=True),
+        "sgd foreach": partial(sgd, foreach=True),
+        "adagrad foreach": partial(torch.optim.Adagrad, foreach=True),
+    }.items():
+        models = [Model(), sharded("tp")[0]]
+        optimizers = [TrainingOptimizer(make(model.parameters(), lr=1e-3)) for model in models]
+        for _ in range(3):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                backward(model)
+                optimizer.step()
+        pairs = zip(*(model.parameters() for model in models), strict=True)
+        gaps[name] = max(float((one - whole(other)).abs().max()) for one, other in pairs)
+    return gaps
 
 
 def job_collectives(settings: dict[str, Any]) -> dict[str, list[int]]:

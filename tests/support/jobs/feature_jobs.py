@@ -18,7 +18,7 @@ from onstep.training.feature import Feature
 from onstep.training.features import TRAINING
 from onstep.training.run import Run
 from onstep.training.stages.job import Job
-from tests.support.small_runs import run, small_state, sum_step
+from tests.support.small_runs import loader, run, small_state, sum_step
 
 RANK = int(os.environ["RANK"])
 
@@ -65,7 +65,7 @@ def job_wishes(settings: dict[str, Any]) -> None:
     """Train with two features that rank 1 alone wants."""
     state = state_of_ranks()
     with state.features.open((Summed, Alone), state, state.world):
-        run(state)
+        run(state, data=loader(rank=RANK, world_size=2))
         summed = state.features.find(Summed)
         has_alone = state.features.find(Alone) is not None
     write({"agreed": None if summed is None else summed.agreed, "has_alone": has_alone})
@@ -107,7 +107,7 @@ def job_error(settings: dict[str, Any]) -> None:
         return sum_step(data_iterator, model)
 
     try:
-        run(state, step=failing)
+        run(state, step=failing, data=loader(rank=RANK, world_size=2))
     except (ValueError, RuntimeError) as error:
         notified = type(error).__name__
     write({"refused": REFUSED, "told": notified, "step": state.train_state.step})
@@ -141,7 +141,7 @@ def job_fragile(settings: dict[str, Any]) -> None:
     kind = {"fragile": Fragile, "closed": Closed}[settings["kind"]]
     try:
         with state.features.open((kind,), state, state.world):
-            run(state)
+            run(state, data=loader(rank=RANK, world_size=2))
     except (OSError, ConfigError) as error:
         notified = str(error)
     write({"told": notified, "step": state.train_state.step})

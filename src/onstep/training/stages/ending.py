@@ -46,7 +46,8 @@ def leave_early(job: Job, leave: Leave) -> None:
     """
     run, checkpoints = job.run, job.run.checkpoints
     if leave.position is not None:
-        save_now(job, leave.save_reason, cast(StepSource, _FixedPosition(leave.position)))
+        start_of_step = _FixedPosition(leave.position, job.reader.position_is_shared)
+        save_now(job, leave.save_reason, cast(StepSource, start_of_step))
         if checkpoints is not None:
             checkpoints.finish()
     leave.decision.details["checkpoint"] = leave.position is not None and checkpoints is not None
@@ -154,6 +155,7 @@ class _FixedPosition:
     """A reader that has read nothing: its position is the start of the step."""
 
     position: StateDict
+    position_is_shared: bool
 
     def state_dict(self) -> StateDict:
         return self.position

@@ -91,6 +91,19 @@ def test_one_whom_the_others_have_left_without_a_quorum_does_not_wait(caplog: py
     assert server.coordinator.counts["departures"] == 2
 
 
+def test_a_command_reaches_one_whom_the_others_have_left_in_the_middle_of_a_round() -> None:
+    server = LocalServer(values(small_model()), TWO)
+    _, _, other = new_worker(server, "other")
+    other.start()
+    model, optimizer, worker = new_worker(server, "w", timeout=600, heartbeat_interval=0.1)
+    with worker:
+        other.stop(merge=False)
+        server.coordinator.command("graceful_stop")
+        train(model, optimizer, batches(0, 5))  # a round is due after four, for which there is no quorum
+        assert worker.take_commands() == ["graceful_stop"]
+    assert_close(values(model), trained_alone(5))
+
+
 class SlowLine(LocalServer):
     """Sends the version of one worker only when the others have long left."""
 

@@ -255,6 +255,11 @@ class WorkerSession:
             self._commands.extend(beat.commands[-missing:])
             self.command_number = beat.command_number
 
+    @property
+    def has_commands(self) -> bool:
+        """Whether `take_commands` has some to return."""
+        return bool(self._commands)
+
     def take_commands(self) -> list[str]:
         """The commands that heartbeats have brought since the last call."""
         taken = []

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _POLL_SECONDS = 1.0
-"""Between two heartbeats with which a worker that ends asks how many others are registered."""
+"""Between two heartbeats with which a worker that ends, or has a command, asks how many others are registered."""
 _NUM_POLLS = 2
 """Consecutive answers below the quorum after which it stops waiting."""
 
@@ -105,13 +105,15 @@ class Exchange:
     def collect(self, indices: Iterable[int], wait: bool) -> tuple[dict[int, bool], set[int]]:
         """Collect the versions that the threads have received; with `wait`, once they end.
 
+        A command of an operator is not kept waiting for a version that cannot come, since other workers have left.
+
         Returns:
             The fragments that can be merged, with whether their submission was counted; and those still waited for.
         """
         indices = list(indices)
         for index in indices:
             future = self._waiting.get(index)
-            if future is None or not (wait or future.done()):
+            if future is None or not (self._wait_for(future) if wait else future.done()):
                 continue
             del self._waiting[index]
             try:
@@ -122,6 +124,16 @@ class Exchange:
                 self.fragments[index].is_late = True
         arrived = {index: index not in self.member.dropped for index in indices if index in self._arrived}
         return arrived, {index for index in indices if index in self._waiting}
+
+    def _wait_for(self, future: Future[Version]) -> bool:
+        """Wait for a result; whether there is one."""
+        num_polls = 0
+        while wait_for([future], _POLL_SECONDS).not_done:
+            is_in_vain = self.member.session.has_commands and not self._can_commit()
+            num_polls = num_polls + 1 if is_in_vain else 0
+            if num_polls == _NUM_POLLS:
+                return False
+        return True
 
     def wait_for_others(self) -> None:
         """Wait for all results, as long as enough workers are registered to commit them."""

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from onstep.config import DistributedDataParallelConfig
-from onstep.distributed.gradient_exchange import BucketHook, LocalGradients, hook_of, notes_of
+from onstep.distributed.gradient_exchange import BucketHook, LocalGradients, check_exchange, hook_of, notes_of
 from onstep.distributed.refusals import check_version, check_world, exchanges
 from onstep.distributed.shards import as_dtensor, world_size
 from onstep.distributed.world import World
@@ -45,6 +45,8 @@ def data_parallel(chunks: list[nn.Module], world: World, config: DistributedData
     """
     if world.size == 1:
         return chunks
+    for chunk in chunks:
+        check_exchange(config, chunk)
     check_ranks(chunks, world)
     if world.data.size == 1:
         return chunks

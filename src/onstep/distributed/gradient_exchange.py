@@ -91,22 +91,10 @@ def hook_of(
         size: the number of ranks whose gradients are averaged.
         notes: where to note this rank's gradients; None notes nothing.
         group: these ranks; None for all.
-
-    Raises:
-        ConfigError: for sparse gradients, which have no buckets.
     """
-    trained = [parameter for parameter in chunk.parameters() if parameter.requires_grad]
-    sums_low_in_float32 = config.grad_reduce_in_fp32 and any(one.dtype in _LOW_PRECISION for one in trained)
-    asks = {
-        "grad_reduce_in_bf16": config.grad_reduce_in_bf16,
-        "grad_reduce_in_fp32": sums_low_in_float32,
-        "check_for_nan_in_grad": config.check_for_nan_in_grad,
-        "check_for_large_grads": config.check_for_large_grads,
-    }
-    asked = [name for name, is_asked in asks.items() if is_asked]
-    if not asked:
+    if not _asked(config, chunk):
         return None
-    _check_dense(chunk, asked[0])
+    sums_low_in_float32 = _sums_low_in_float32(config, chunk)
 
     def averaged(bucket: Any) -> torch.futures.Future[Tensor]:
         if notes is not None:
@@ -117,6 +105,23 @@ def hook_of(
         return average_in(torch.float32 if sums_low_in_float32 and is_low else None, bucket.buffer(), size, group)
 
     return averaged
+
+
+def _sums_low_in_float32(config: DistributedDataParallelConfig, chunk: nn.Module) -> bool:
+    return config.grad_reduce_in_fp32 and any(
+        one.dtype in _LOW_PRECISION for one in chunk.parameters() if one.requires_grad
+    )
+
+
+def _asked(config: DistributedDataParallelConfig, chunk: nn.Module) -> list[str]:
+    """The keys that ask for a communication hook."""
+    asks = {
+        "grad_reduce_in_bf16": config.grad_reduce_in_bf16,
+        "grad_reduce_in_fp32": _sums_low_in_float32(config, chunk),
+        "check_for_nan_in_grad": config.check_for_nan_in_grad,
+        "check_for_large_grads": config.check_for_large_grads,
+    }
+    return [name for name, is_asked in asks.items() if is_asked]
 
 
 def average_in(
@@ -140,11 +145,19 @@ def average_in(
     return reduced.then(lambda done: done.value()[0] if dtype is None else buffer.copy_(done.value()[0]))
 
 
-def _check_dense(chunk: nn.Module, key: str) -> None:
-    """Refuse (ConfigError) sparse gradients, which have no buckets that a hook could read."""
+def check_exchange(config: DistributedDataParallelConfig, chunk: nn.Module) -> None:
+    """Refuse (ConfigError) sparse gradients, which have no buckets that a hook could read, if one is asked for.
+
+    Args:
+        config: the section `ddp`.
+        chunk: the model chunk.
+    """
+    asked = _asked(config, chunk)
+    if not asked:
+        return
     for name, module in chunk.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ConfigError(
-                f"ddp.{key}=true reads or converts the gradients that ranks exchange, but {name or 'the model'} is an "
-                f"embedding whose gradients are sparse; make it with sparse=False, or set the key to false."
+                f"ddp.{asked[0]}=true reads or converts the gradients that ranks exchange, but {name or 'the model'} "
+                f"is an embedding whose gradients are sparse; make it with sparse=False, or set the key to false."
             )

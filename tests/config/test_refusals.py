@@ -182,7 +182,7 @@ MODEL = [
         "model.seq_length=64 & dataset.seq_length=32",
         "dataset.seq_length=32 and model.seq_length=64 must be the same; set both",
     ),
-    ("model.seq_length=10000000000 & dataset.seq_length=10000000000", "seq_length=10000 … GiB … too much"),
+    ("model.seq_length=10000000000 & dataset.seq_length=10000000000", "seq_length=10000 … GiB … makes it fit"),
     ("model.vocab_size=9e18", "model.vocab_size=9000000000000000000 … GiB of memory … Lower"),
 ]
 

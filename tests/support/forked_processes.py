@@ -49,10 +49,12 @@ _IMPORTED = (
 """What a run imports on its way (torch its compiler for the meta device), which takes longer than a small run."""
 _SHARED = re.compile(
     r"(onstep|tests\.support)\.(?!as_transformers|exchange|run\b|jobs)(?!.*_jobs\b)"
-    r"|(transformers|accelerate|peft|torch\.distributed|torch\.utils)\b"
+    r"|torch\.(distributed|utils)\b"
 )
-"""What the server imports once a rank has: neither modules of jobs, which may read their rank when they are imported,
-nor datasets, which reads from the environment then where its cache is."""
+"""What the server imports once a rank has. Not modules of jobs, which may read their rank when they are imported."""
+_NOT_SHARED = {"accelerate", "datasets", "huggingface_hub", "peft", "transformers"}
+"""Packages that read the environment when they are imported, or change what a run does by being imported: a rank that
+had to import one shares nothing, as any of its modules may have imported it."""
 
 
 class Processes:
@@ -211,7 +213,9 @@ def _fork(request: dict[str, Any], rank: int, port: int, answers: int, telling: 
     code, known = 1, set(sys.modules)
     try:
         code = _be_rank(request, rank, port)
-        _tell(telling, [name for name in sys.modules if name not in known and _SHARED.match(name)])
+        new = [name for name in sys.modules if name not in known]
+        if _NOT_SHARED.isdisjoint(new):
+            _tell(telling, [name for name in new if _SHARED.match(name)])
     except BaseException:  # noqa: BLE001 - a rank must never go on as a second server
         traceback.print_exc()
     finally:

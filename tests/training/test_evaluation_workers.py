@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 
 from onstep import Callback, CallbackManager, pretrain
 from onstep.config import ConfigContainer
+from onstep.distributed import World
 from onstep.trainer.dataloaders import eval_loader as eval_loader_of_trainer
 from onstep.training.setup.model_and_data import eval_loader as eval_loader_of_pretrain
 from tests.support.small_configs import small_pretrain_config
@@ -108,6 +108,6 @@ def test_batches_of_an_evaluation_are_pinned_for_a_gpu(
     config.validation.eval_micro_batch_size, config.validation.eval_global_batch_size = 1, 1
 
     for kind in ("cuda", "cpu"):
-        loader = make(config, SimpleNamespace(rank=0, size=1, device=torch.device(kind)), Rows())
+        loader = make(config, World(device=torch.device(kind)), Rows())
         assert len(list(loader.batches())) == 4
         assert Pinned.count == (4 if pins else 0)

@@ -9,7 +9,8 @@ from onstep.config.parallel_sizes import ParallelSizes
 from onstep.config.section import SAFE, Bound, ConfigSection, option
 from onstep.errors import ConfigError
 
-_REST = Bound("-1 (the rest of the ranks), or at least 1", lambda size: size == -1 or size >= 1)
+_MOST = 1 << 20
+_REST = Bound(f"-1 (the rest of the ranks), or 1 to {_MOST:,}", lambda size: size == -1 or 1 <= size <= _MOST)
 _ONLY = " Only {} is supported."
 
 _AXES = {

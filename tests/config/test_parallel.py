@@ -53,7 +53,7 @@ def test_the_rest_of_the_ranks_is_one_of_the_sizes(values: dict[str, Any], ranks
         ),
         ({REPLICATE: 1}, 2, r"^parallel: 1 must be .* set parallel.data_parallel_replicate_size=-1"),
         ({REPLICATE: 2, SHARD: 3}, 8, r"^parallel: 2 \(replicate\) x 3 \(shard\) = 6 must be the number of ranks"),
-        ({SHARD: -1}, 4, r"^parallel.data_parallel_replicate_size and parallel.data_parallel_shard_size are both -1"),
+        ({SHARD: -1}, 4, r"are both -1, .* default of the former; set parallel.data_parallel_shard_size=1, "),
         ({EXPERT: 3}, 4, r"4 \(replicate\) x 1 .* = 4 must be a multiple of 3 \(expert\)"),
     ],
 )

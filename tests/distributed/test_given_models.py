@@ -98,7 +98,7 @@ def test_a_model_that_is_not_data_parallel_is_refused_by_name(
     ("how", "alone", "said"),
     [
         ("ddp", True, "averages gradients over 2 ranks, .* is trained as one of 1"),
-        ("fsdp", True, "is a DTensor on .* not data parallelism over all 1 ranks"),
+        ("fsdp", True, "is sharded by fully_shard over 2 ranks, but its world is this rank alone"),
         ("ddp of one", False, "averages gradients over 1 ranks, .* is trained as one of 2"),
     ],
 )
@@ -135,6 +135,15 @@ def test_pretrain_refuses_a_model_that_a_hook_has_sharded(
     settings = {"how": how, "corpus": str(corpus), "cache": str(token_cache)}
     errors = processes.results(JOBS, "pretrain", tmp_path, settings)
     assert all(said in error for error in errors), errors
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_no_samples_are_blamed_for_a_bad_gradient_that_ranks_have_exchanged(
+    processes: Processes, tmp_path: Path, how: str
+) -> None:
+    for error in processes.results(JOBS, "checked", tmp_path, {"how": how}):
+        assert "is nan on rank 1, perhaps by samples of other ranks" in error
+        assert "sample ids" not in error
 
 
 def test_a_certificate_has_the_shards_of_its_rank(processes: Processes, tmp_path: Path) -> None:

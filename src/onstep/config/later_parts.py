@@ -20,7 +20,7 @@ class LaterPart:
 
 _SHARD = (
     "let data parallelism use the ranks; a model too large for one GPU can be sharded by torch's fully_shard and "
-    "trained by onstep.training.train"
+    "trained by onstep.training.train, without checkpoints"
 )
 _PIPELINE = "pipeline parallelism is not supported"
 LATER_PARTS = {

@@ -169,6 +169,12 @@ def check_ranks(chunks: Sequence[nn.Module], world: World) -> None:
                 f"itself."
             )
     meshes = {place: mesh for chunk in chunks for place, mesh in _data_meshes(chunk)}
+    sharded_over = max((mesh.size() for mesh in meshes.values()), default=1)
+    if world.size == 1 < sharded_over:
+        raise ConfigError(
+            f"the model is sharded by fully_shard over {sharded_over} ranks, but its world is this rank alone: losses "
+            f"and norms would be wrong; make GlobalState without world=, or pass world=open_world(cfg.dist)."
+        )
     for chunk in chunks:
         for prefix, module in chunk.named_modules():
             for name, parameter in module.named_parameters(recurse=False):

@@ -21,7 +21,7 @@ from onstep import Callback, CallbackManager, Trainer, TrainingArguments, pretra
 from onstep.config import ConfigContainer
 from onstep.data import EvalLoader, TrainLoader
 from onstep.distributed import World
-from onstep.errors import ConfigError
+from onstep.errors import ConfigError, NonFiniteError
 from onstep.record import read_records
 from onstep.training import GlobalState, evaluate, train, train_step
 from onstep.training.runs.run_dir import RunDir
@@ -195,6 +195,31 @@ def job_refusals(settings: dict[str, Any]) -> dict[str, str | None]:
     if ranks > 1:
         found["no world"] = error_of(None)
     return found
+
+
+class Spoiled(TinyModel):
+    """Whose loss on rank 0 is finite, but not its gradient."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        loss = super().forward(*args, **options)
+        if dist.get_rank() == 0:
+            loss.register_hook(lambda grad: grad * float("nan"))
+        return loss
+
+
+def job_checked(settings: dict[str, Any]) -> str | None:
+    """The error of a NaN that the samples of rank 0 cause, in a model that the user has wrapped."""
+    dist.init_process_group("gloo")
+    config = given_config()
+    config.ddp.check_for_nan_in_grad = True
+    model = wrapped(settings["how"], Spoiled())
+    data = itertools.repeat(split(RaggedRows(2), [2]).micro_batches[0])
+    optimizer = torch.optim.SGD(model.parameters())
+    try:
+        train(sum_step, [model], optimizer, None, data, None, GlobalState(config, num_microbatches=1))
+    except NonFiniteError as error:
+        return str(error)
+    return None
 
 
 def job_left_alone(settings: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,8 @@ def check_parallel(config: ConfigContainer, ranks: int) -> None:
         raise ConfigError(
             f"parallel.data_parallel_shard_size={parallel.data_parallel_shard_size} divides the model between "
             f"{shards} of {ranks} ranks{because}, which is not supported; set it to 1, by which each rank has "
-            f"the whole model, or shard it by torch's fully_shard and train it by onstep.training.train."
+            f"the whole model, or shard it by torch's fully_shard and train it by onstep.training.train, without "
+            f"checkpoints."
         )
     if ranks > 1 and getattr(config.ddp, "use_distributed_optimizer", False):
         _tell_once(

@@ -104,8 +104,9 @@ class ParallelConfig(ConfigSection):
         rest = [name for name, size in sizes.items() if size == _REST_OF_RANKS]
         if len(rest) > 1:
             raise ConfigError(
-                f"{' and '.join(f'parallel.{name}' for name in rest)} are both -1, the rest of the ranks; "
-                f"set one of them to a number."
+                f"{' and '.join(f'parallel.{name}' for name in rest)} are both -1, the rest of the ranks, which is the "
+                f"default of the former; set parallel.data_parallel_shard_size=1, by which each rank has the whole "
+                f"model."
             )
         given = [f"{size} ({_AXES[name]})" for name, size in sizes.items() if size not in (1, _REST_OF_RANKS)]
         product = self.least_ranks

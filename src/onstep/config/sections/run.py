@@ -124,8 +124,8 @@ class DistributedDataParallelConfig(ConfigSection):
         SAFE,
         needs=WITHOUT_DYNAMIC_SCALE,
         help="End the run before the update if a gradient of this rank is NaN or infinite before the ranks exchange "
-        "it, naming the parameter and the rank; costs one small collective a step. false leaves it to "
-        "`train.on_nonfinite`.",
+        "it (after, in a model that you have wrapped or sharded yourself), naming the parameter and the rank; costs "
+        "one small collective a step. false leaves it to `train.on_nonfinite`.",
     )
     check_for_large_grads: bool = option(
         False,

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from onstep.config.suggestions import listed
 from onstep.distributed.data_parallel import FixedBuckets
-from onstep.distributed.gradient_exchange import Noted, notes_of
+from onstep.distributed.gradient_exchange import LocalGradients, Noted, notes_of
 from onstep.distributed.shards import local_part
 from onstep.errors import AnomalyError, NonFiniteError
 from onstep.training.compute.largest_results import LargestResults
@@ -32,11 +32,16 @@ class Found(NamedTuple):
     text: str
 
 
+def _notes_of(chunk: nn.Module) -> LocalGradients | None:
+    """What a wrapper notes of gradients before the ranks exchange them; None if it does not."""
+    return chunk.notes if isinstance(chunk, FixedBuckets) else None
+
+
 class GradientChecks(Feature[Job]):
     """Checks this rank's gradients before each update.
 
     They are those from before the ranks exchanged them, of a model that `data_parallel` has wrapped; otherwise those
-    that the update is about to use.
+    that the update is about to use, which may be sums over the ranks: no samples are then to blame.
     """
 
     name = "gradient_checks"
@@ -48,6 +53,7 @@ class GradientChecks(Feature[Job]):
         super().__init__(host)
         self._run, self._options = host.run, host.run.cfg.ddp
         self._largest = LargestResults()
+        self._is_own = all(_notes_of(chunk) is not None for chunk in host.model)
         self.has_state = self._options.check_for_large_grads
 
     def wrap_update(self, update: Callable[[Step], None]) -> Callable[[Step], None]:
@@ -112,8 +118,8 @@ class GradientChecks(Feature[Job]):
     def _noted(self) -> Iterator[Noted]:
         """What is known of each gradient of this rank; of a model without notes, from the gradients as they are now."""
         for chunk in self.host.model:
-            if isinstance(chunk, FixedBuckets) and chunk.notes is not None:
-                yield from chunk.notes.take()
+            if (notes := _notes_of(chunk)) is not None:
+                yield from notes.take()
                 continue
             pairs = [(one, local_part(one.grad)) for one in chunk.parameters() if one.grad is not None]
             now = notes_of(self._options)
@@ -133,6 +139,8 @@ class GradientChecks(Feature[Job]):
         return {name.removeprefix("module."): found[one] for one, name in names.items() if one in found}
 
     def _place(self, step: Step) -> str:
-        """The rank and its samples, as they end a sentence."""
+        """The rank and, if what it found is of its own samples, these, as they end a sentence."""
+        if self._run.world.size > 1 and not self._is_own:
+            return f" on rank {self._run.world.rank}, perhaps by samples of other ranks"
         ids = [str(one) for row in step.batches.sample_ids or [] for one in row]
         return f" on rank {self._run.world.rank}" + (f" (sample ids {listed(ids, _IDS_SHOWN)})" if ids else "")

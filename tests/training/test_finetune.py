@@ -274,3 +274,8 @@ def test_the_tokenizer_that_is_taken_is_reported(config: ConfigContainer, caplog
     with caplog.at_level(logging.INFO, logger="onstep"):
         one_step_of(config, "second", "copied")
     assert "tokenizer: tokenizers copied/tokenizer.json, that of the weights in copied" in caplog.text
+    caplog.clear()
+    config.tokenizer = TokenizerConfig(tokenizer_type="tokenizers", tokenizer_model="copied/tokenizer.json")
+    with caplog.at_level(logging.INFO, logger="onstep"):
+        one_step_of(config, "third", "copied")
+    assert "tokenizer: tokenizers copied/tokenizer.json, that of the weights in copied" in caplog.text

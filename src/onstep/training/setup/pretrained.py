@@ -101,6 +101,8 @@ def fill_model(
     origin = f"as configured; {where} {'comes' if has == 'has' else 'come'} without one"
     if tokenizer is not None and config.tokenizer == TokenizerConfig():
         config.tokenizer, origin = tokenizer, f"that of {where}"
+    elif tokenizer is not None and _named(config.tokenizer) == _named(tokenizer):
+        origin = f"that of {where}"
     elif tokenizer is not None:
         origin = f"as configured, not that of {where} ({_named(tokenizer)})"
     logger.info("tokenizer: %s, %s", _named(config.tokenizer), origin)

@@ -161,7 +161,7 @@ def test_a_trainers_model_and_its_adapter_are_evaluated(corpus: Path, token_cach
         assert [one.step for one in evaluations_of_run(Path("runs", name))] == [2]
 
 
-@pytest.mark.parametrize("form", ["function", "class", "metric", "template"])
+@pytest.mark.parametrize("form", ["function", "class", "metric", "mistyped", "template"])
 def test_code_of_a_task_is_only_executed_if_it_is_trusted(
     corpus: Path, token_cache: Path, capsys: Capture, form: str
 ) -> None:
@@ -171,6 +171,7 @@ def test_code_of_a_task_is_only_executed_if_it_is_trusted(
         "function": ("process_docs: !function code.same\n", "own executes the Python function code.same (!function)"),
         "class": ("class: !function code.Task\n", "own executes the Python function code.Task (!function)"),
         "metric": ("metric_list:\n  - metric: own/code.py\n", "the metric 'own/code.py' is none of lm-eval's"),
+        "mistyped": ("metric_list:\n  - metric: acc_nrom\n", "if you want it to run. Did you mean 'acc_norm'?"),
         "template": (f'doc_to_text: "{shell}"\n', "cannot be loaded (SecurityError: "),
     }[form]
     Path("own/code.py").write_text("open('executed', 'w').close()\nclass Task: pass\ndef same(rows): return rows\n")

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 
 _REMEDY = "read it, and pass --trust-task-code (trust_task_code=True) if you want it to run."
@@ -38,8 +39,9 @@ def no_foreign_code(lm_eval: Any, *, is_trusted: bool) -> Iterator[None]:
 
     def metric_of(name: str, hf_evaluate_metric: bool = False) -> Any:
         if hf_evaluate_metric or name not in registry.metric_registry:
+            hint = "" if name in registry.metric_registry else nearest(name, list(registry.metric_registry))
             raise ConfigError(
-                f"the metric {name!r} is none of lm-eval's, but a script of the library evaluate; {_REMEDY}"
+                f"the metric {name!r} is none of lm-eval's, but a script of the library evaluate; {_REMEDY}{hint}"
             )
         return registry.get_metric(name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -62,6 +63,8 @@ def through_train(settings: dict[str, Any]) -> list[int]:
 
 def job_sizes(settings: dict[str, Any]) -> dict[str, Any]:
     """The sizes of each way to train, or its error and whether there was a process group by then."""
+    # which the server may have imported: TrainingArguments then join the group, as those of transformers do
+    sys.modules.pop("accelerate.state", None)
     found: dict[str, Any] = {}
     for way in (through_pretrain, through_trainer, through_train)[: settings["ways"]]:
         try:

@@ -272,7 +272,8 @@ def test_rows_of_the_datasets_library_are_compared_by_their_files(shell: Shell) 
     assert done.returncode == 1
     assert "the data has changed: rows/train.jsonl was changed" in done.stderr
     rows(3)
-    shutil.rmtree(shell.directory / "hf")  # the library's fingerprint depends on its cache, the content does not
+    # the library's fingerprint depends on its cache, the content does not; a server that has imported it has another
+    shutil.rmtree(shell.directory / "hf", ignore_errors=True)
     assert shell.onstep("train", *SMALL, *words, **home).returncode == 0
 
 

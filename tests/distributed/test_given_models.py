@@ -51,7 +51,9 @@ def test_worlds_and_loaders_of_other_ranks_are_refused_on_all_ranks(
         "no group": rf"rank \d of {2 * ranks}, but there is no process group; pass world=open_world",
         "no world": rf"WORLD_SIZE says that {ranks} ranks were started, but there is no process group",
     }
-    for found in processes.results(JOBS, "refusals", tmp_path, ranks=ranks):
+    alone = processes.results(JOBS, "refusals", tmp_path / "alone", {"has_group": False}, ranks=ranks)
+    grouped = alone if ranks == 1 else processes.results(JOBS, "refusals", tmp_path, {"has_group": True}, ranks=ranks)
+    for found in map(dict[str, str].__or__, alone, grouped):
         assert sorted(found) == (["no group"] if ranks == 1 else sorted(said))
         for case, error in found.items():
             assert error is not None, case

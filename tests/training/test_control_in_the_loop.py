@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from onstep import CallbackManager, TrainerCallback
+from onstep.errors import forget_warnings
 from onstep.training import GlobalState
 from onstep.training.runs.run_dir import RunDir
 from tests.support.small_runs import eval_loader, loader, run, small_state
@@ -205,6 +206,7 @@ def test_what_was_asked_and_by_whom_is_written_to_the_decisions(tmp_path: Path) 
 
 
 def test_a_save_that_has_no_directory_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
+    forget_warnings()  # of tests before
     manager = CallbackManager()
     manager.register("on_step_end", lambda context: context.control.save())
     run(small_state(train_iters=3), manager)

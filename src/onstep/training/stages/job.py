@@ -95,47 +95,38 @@ class Job:
                 optimizer.
             ShardingError: if parameters are sharded over ranks other than by `fully_shard` over all of them.
         """
-        parts = (run, forward_step_func, model, optimizer, scheduler, data, callbacks)
-        return refused_together(run.world, lambda: cls._of(*parts))
 
-    @classmethod
-    def _of(
-        cls,
-        run: Run,
-        forward_step_func: ForwardStep,
-        model: list[nn.Module],
-        optimizer: UserOptimizer,
-        scheduler: UserScheduler | None,
-        data: object,
-        callbacks: CallbackManager | None,
-    ) -> Job:
-        only_chunk(model)
-        check_weights(model)
-        reshard(model)
-        check_ranks(model, run.world)
-        check_loader(data, run.world)
-        check_parallel(run.cfg, run.world.size)
-        driven = drive(optimizer, model, run)
-        trained = None
-        if not isinstance(driven, ForeignOptimizer):  # one of Megatron's may have copies of the weights
-            check_trains(driven.param_groups, model)
-            trained = [parameter for group in driven.param_groups for parameter in group["params"]]
-            optimizer = driven
-        check_exchanged(model, trained)
-        if scheduler is not None:
-            check_scheduler(scheduler, optimizer)
-        scheduler = TorchSchedulerAdapter(scheduler) if isinstance(scheduler, LRScheduler) else scheduler
-        return cls(
-            run=run,
-            forward_step_func=prepare_forward_step_func(forward_step_func, run),
-            raw_forward_step_func=forward_step_func,
-            model=model,
-            optimizer=driven,
-            raw_optimizer=optimizer,
-            scheduler=scheduler,
-            reader=as_step_source(data, run.world.data.size),
-            notify=Dispatcher(callbacks, run, model, optimizer, scheduler),
-        )
+        def made() -> Job:
+            only_chunk(model)
+            check_weights(model)
+            reshard(model)
+            check_ranks(model, run.world)
+            check_loader(data, run.world)
+            check_parallel(run.cfg, run.world.size)
+            driven = drive(optimizer, model, run)
+            used: UserOptimizer = optimizer
+            trained = None
+            if not isinstance(driven, ForeignOptimizer):  # one of Megatron's may have copies of the weights
+                check_trains(driven.param_groups, model)
+                trained = [parameter for group in driven.param_groups for parameter in group["params"]]
+                used = driven
+            check_exchanged(model, trained)
+            if scheduler is not None:
+                check_scheduler(scheduler, used)
+            stepped = TorchSchedulerAdapter(scheduler) if isinstance(scheduler, LRScheduler) else scheduler
+            return cls(
+                run=run,
+                forward_step_func=prepare_forward_step_func(forward_step_func, run),
+                raw_forward_step_func=forward_step_func,
+                model=model,
+                optimizer=driven,
+                raw_optimizer=used,
+                scheduler=stepped,
+                reader=as_step_source(data, run.world.data.size),
+                notify=Dispatcher(callbacks, run, model, used, stepped),
+            )
+
+        return refused_together(run.world, made)
 
     def __post_init__(self) -> None:
         self.begin()

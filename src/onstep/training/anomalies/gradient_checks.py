@@ -90,7 +90,7 @@ class GradientChecks(Feature[Job]):
         error = NonFiniteError if is_non_finite else AnomalyError
         raise error(
             f"{'; '.join(one.text for one in everything)}. ddp.{key}=true: the update of step {step.number} was not "
-            f"applied and the weights are still those of step {step.number - 1}. Inspect these samples, lower "
+            f"applied and the weights are still those of step {step.number - 1}. Inspect its samples, lower "
             f"optimizer.lr, or set ddp.{key}=false, by which {instead} decides."
         )
 

@@ -99,3 +99,13 @@ def test_what_is_reproduced_saves_and_leaves_with_16_until_another_device_tells(
     newest = newest_verified(command.run(kind) / "checkpoints")
     assert newest is not None
     assert newest.step == 9
+
+
+def test_of_a_stream_the_place_before_the_step_is_saved_for_any_number_of_ranks(command: Command) -> None:
+    rows = command.directory / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"the text of row {one} " * 20}) + "\n" for one in range(200)))
+    words = [*injected("persistent_error"), "dataset.kind=stream", f"dataset.paths=[{rows}]"]
+    assert command.start("stream", *words, device=ONE) == 16, said(command, "stream")
+    [step] = command.steps("stream")
+    saved = command.run("stream") / "checkpoints" / f"checkpoint-{step}" / "dataset"
+    assert [path.name for path in saved.iterdir()] == ["state.json"], "it is not the same on all ranks"

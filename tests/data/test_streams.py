@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import pickle
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from onstep.data.corpus.input_files import check_first_files
 from onstep.data.corpus.remote_file import RemoteFile
 from onstep.data.streams.line_file import LineFile
 from onstep.data.streams.parquet_file import ParquetFile
-from onstep.data.streams.record_stream import RecordStream
+from onstep.data.streams.record_stream import RecordStream, WindowTask
 from onstep.errors import DataError
 from tests.support.file_server import file_server
 
@@ -214,6 +215,24 @@ def test_held_out_records_are_not_trained_on(tmp_path: Path) -> None:
     assert min(len(valid), len(test)) > 10
     assert sorted({*seen, *held}) == list(range(294))
     assert not set(seen) & set(held)
+
+
+def test_no_more_of_a_stream_is_read_for_validation_than_its_samples_require(tmp_path: Path) -> None:
+    good, bad = files(tmp_path, "jsonl", (120,))[0], tmp_path / "bad.jsonl"
+    bad.write_bytes(lines(texts(1, 120)) + b"not a record\n" * 9)
+    config = config_of(good, bad, split="50,50", stream_validation_samples=5)
+    _, valid, _ = build_datasets(config, ByteTokenizer(), show_progress=False)
+    assert len(valid) >= 5
+
+
+def test_a_stream_that_is_being_read_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    config = config_of(*files(tmp_path, "jsonl.gz"))
+    train, _, _ = build_datasets(config, ByteTokenizer(), show_progress=False)
+    task = WindowTask(file=0, window=0, order=None)
+    with closing(train):
+        first = train[task]
+        with closing(pickle.loads(pickle.dumps(train))) as sent:
+            assert repr(sent[task].samples[0]) == repr(first.samples[0])
 
 
 def test_validation_on_other_files_and_on_those_of_a_directory(tmp_path: Path) -> None:

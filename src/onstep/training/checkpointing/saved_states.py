@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+from torch import nn
 
 from onstep.checkpoint import ModelState, RngState, SharingPattern, StateComponent, Stateful, check_encodable
 from onstep.checkpoint.components import make_durable
 from onstep.config import CheckpointConfig
 from onstep.data import StepSource
+from onstep.distributed.shards import as_dtensor
 from onstep.errors import CheckpointError
 from onstep.events import Dispatcher
 from onstep.optim import OptimizerParamScheduler
@@ -108,6 +111,8 @@ class RunComponents:
     def check_states(self, trained: Trained) -> None:
         """See `RunCheckpoints.check_states`."""
         config, optimizer = self.state.cfg.checkpoint, trained.optimizer
+        if config.components is None or "model" in config.components:
+            _check_whole(trained.model)
         if config.save_optim and optimizer is not None and not has_state(optimizer):
             raise CheckpointError(
                 f"the optimizer {type(optimizer).__name__} has no state_dict and load_state_dict, so no checkpoint can "
@@ -218,6 +223,16 @@ class DataPosition:
             return
         progress = self._state.train_state
         self._reader.seek(progress.epoch, progress.samples_in_epoch)
+
+
+def _check_whole(chunks: Sequence[nn.Module]) -> None:
+    for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
+        if as_dtensor(parameter) is not None:
+            raise CheckpointError(
+                f"{name} is a DTensor, and no checkpoint of a run can hold weights in shards; set checkpoint.save=null "
+                f"and save them by torch.distributed.checkpoint in a callback, or train the whole model on each rank, "
+                f"wrapped by onstep.distributed.data_parallel."
+            )
 
 
 def finite_numbers(metrics: Metrics) -> dict[str, float]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from onstep.config import ConfigContainer
 from onstep.config.lengths import train_iters
-from onstep.distributed import World, check_ranks, data_parallel, open_world, world_size_from_environment
+from onstep.distributed import World, check_ranks, open_world, world_size_from_environment
 from onstep.events import Control, Dispatcher
 from onstep.models import Transformer
 from onstep.models.fused_loss import check_fused_loss
@@ -70,6 +70,7 @@ from onstep.training.run import Run
 from onstep.training.runs.claims import Claim
 from onstep.training.runs.hold import Hold
 from onstep.training.setup.model_and_data import idle_parameters
+from onstep.training.setup.placement import place
 from onstep.training.setup.setup import (
     DATA_TIMER,
     MODEL_TIMER,
@@ -330,10 +331,9 @@ def _wrapped(trainer: TrainerMethods, session: Session) -> nn.Module:
     wrapped = trainer._wrap_model(session.module)
     if wrapped is not session.module:
         return wrapped
-    ddp = session.state.cfg.ddp
-    if _calls_model_often(trainer, session.module):
-        ddp = replace(ddp, find_unused_parameters=True)
-    return data_parallel([session.module], session.state.world, ddp)[0]
+    config = session.state.cfg
+    ddp = replace(config.ddp, find_unused_parameters=True) if _calls_model_often(trainer, session.module) else None
+    return place([session.module], session.state.world, config, ddp=ddp, compiles=False, moves=False)[0]
 
 
 def _calls_model_often(trainer: TrainerMethods, module: nn.Module) -> bool:

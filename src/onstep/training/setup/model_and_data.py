@@ -11,7 +11,6 @@ from torch import nn
 
 from onstep.config import ConfigContainer, DatasetConfig, ModelConfig
 from onstep.config.lengths import sizes_of
-from onstep.config.suggestions import shown
 from onstep.data import (
     EvalLoader,
     RecordStream,
@@ -25,7 +24,7 @@ from onstep.data import (
     tokenizer_source,
 )
 from onstep.data.corpus.tokenizers import TokenizersTokenizer
-from onstep.distributed import World, check_weights, data_parallel
+from onstep.distributed import World
 from onstep.errors import ConfigError, DataError, MissingWeightsError
 from onstep.metrics.model_shape import ModelShape, num_active_parameters, num_parameters
 from onstep.models import ModelHook
@@ -37,6 +36,7 @@ from onstep.models.hf.documents_probe import prepare_for_data
 from onstep.models.offloading import check_offloading
 from onstep.training.run import Run
 from onstep.training.setup.lora import add_lora, statistics
+from onstep.training.setup.placement import place
 from onstep.training.setup.pretrained import find_pretrained, load_pretrained, load_quantized
 from onstep.training.setup.quantized_base import quantized_model
 from onstep.training.setup.weight_types import set_weight_types, type_at_first
@@ -73,20 +73,7 @@ def build_model(
         chunks = run_hooks([language_model], pre_wrap_hooks)
     only_chunk(chunks)
     set_weight_types(chunks, config)
-    train = config.train
-    if train.torch_compile:
-        _check_backend(train.torch_compile_backend or "inductor")
-        for chunk in chunks:  # in place, so that the weights keep their names
-            chunk.compile(backend=train.torch_compile_backend or "inductor", mode=train.torch_compile_mode)
-    check_weights(chunks)
-    return data_parallel([chunk.to(world.device) for chunk in chunks], world, config.ddp)
-
-
-def _check_backend(name: str) -> None:
-    """Refuse a backend that `torch.compile` would not find until the first step."""
-    if name not in torch._dynamo.list_backends(exclude_tags=()):
-        known = ", ".join(torch._dynamo.list_backends())
-        raise ConfigError(f"train.torch_compile_backend={shown(name)} is not known; use one of {known}.")
+    return place(chunks, world, config)
 
 
 def run_hooks(chunks: list[nn.Module], hooks: Sequence[ModelHook]) -> list[nn.Module]:

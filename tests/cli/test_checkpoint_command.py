@@ -389,6 +389,17 @@ class TestDiff:
         said = Said(capsys, "diff", f"{tmp_path}@1", f"{tmp_path}@2")
         assert said.line("optimizer state.*.step: 1 -> 2").endswith("(9 times)")
 
+    def test_an_optimizer_state_by_number_is_compared_by_name(self, tmp_path: Path, capsys: Capture) -> None:
+        for step, names in enumerate(([0, 1], ["b", "a"])):
+            state = {name: {"exp_avg": torch.full((3,), 1.0 + step * index)} for index, name in enumerate(names)}
+            write_states(
+                tmp_path, step, {"optimizer": {"state": state, "param_groups": [{"params": names, "lr": 1.0}]}}
+            )
+        said = Said(capsys, "diff", f"{tmp_path}@0", f"{tmp_path}@1")
+        assert "tensors: 1 of 2 differ" in said.out
+        assert said.line("optimizer state.a.exp_avg").split()[3] == "1"
+        assert "params" not in said.out
+
     def test_other_components_ranks_and_patterns_differ(self, tmp_path: Path, capsys: Capture) -> None:
         write_states(tmp_path, 1, {"rng/rank_0": {"x": 1}, "rng/rank_1": {"x": 2}, "gone": {}}, "per_rank")
         write_states(tmp_path, 2, {"rng/rank_0": {"x": 1}, "gone": {}, "come": {}}, "per_rank")

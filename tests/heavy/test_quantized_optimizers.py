@@ -13,6 +13,7 @@ from onstep.checkpoint.format.decoding import decode_state
 from onstep.config import OptimizerConfig
 from onstep.config.sections.optimizer import OF_PACKAGES
 from onstep.optim import TrainingOptimizer, build_optimizer
+from onstep.training.checkpointing.optimizer_state import OptimizerState
 
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning")
 
@@ -48,12 +49,13 @@ def test_a_stored_state_continues_exactly_and_a_bad_step_changes_nothing(name: s
     assert train(model, optimizer, range(6))[-1] < train(*made(name), range(1))[0]
     again, other = made(name)
     train(again, other, range(3))
-    tensors, document = encode_state(other.state_dict())
+    tensors, document = encode_state(OptimizerState(other, [again]).state_dict())
     assert {type(one) for one in tensors.values()} <= {torch.Tensor}
     assert name.endswith("32bit") or name in ("ademamix",) or any(one.dtype is torch.uint8 for one in tensors.values())
     fresh, continued = made(name)
     fresh.load_state_dict(again.state_dict())
-    continued.load_state_dict(decode_state({key: one.clone() for key, one in tensors.items()}, document, "state"))
+    state = decode_state({key: one.clone() for key, one in tensors.items()}, document, "state")
+    OptimizerState(continued, [fresh]).load_state_dict(state)
     train(fresh, continued, range(3, 6))
     for one, expected in zip(fresh.parameters(), model.parameters(), strict=True):
         assert torch.equal(one, expected)

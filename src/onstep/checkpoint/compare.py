@@ -183,7 +183,9 @@ class _Walk:
             self._note("", old, new)
         elif self._everything or _digests(a, stored_a) != _digests(b, stored_b):
             self._outlines, self._seen = (outline_a, outline_b), set()
-            self._compare(outline_a.state, outline_b.state, ())
+            self._compare(
+                _named_like(outline_a.state, outline_b.state), _named_like(outline_b.state, outline_a.state), ()
+            )
         else:
             self._result.num_tensors += outline_a.num_tensors
 
@@ -223,6 +225,26 @@ class _Walk:
         is_clock = any(fnmatchcase(key, field) for field in WALL_CLOCK_FIELDS)
         incidental = is_clock or _same_in_own_dirs(values, self._directories)
         self._result.values.append(ValueDifference(self._label, path, old, new, incidental))
+
+
+def _named_like(state: Any, other: Any) -> Any:
+    """An optimizer's state whose parameters are numbered, with the names that the other one has for them."""
+    members, names = _members(state), _members(other)
+    is_numbered = all(type(number) is int for number in members)
+    if not members or len(members) != len(names) or not (is_numbered and all(isinstance(name, str) for name in names)):
+        return state
+    name_of = dict(zip(members, names, strict=True))
+    groups = [{**group, "params": [name_of[number] for number in group["params"]]} for group in state["param_groups"]]
+    values = {name_of.get(number, number): value for number, value in state["state"].items()}
+    return {**state, "state": values, "param_groups": groups}
+
+
+def _members(state: Any) -> list[Any]:
+    """The parameters in the groups of an optimizer's state; none for another state."""
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    if not isinstance(groups, list) or not isinstance(state.get("state"), Mapping):
+        return []
+    return [param for group in groups if isinstance(group, Mapping) for param in group.get("params", ())]
 
 
 _ABSENT = object()

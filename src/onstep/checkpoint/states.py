@@ -72,6 +72,11 @@ class ModelState:
                     f"{type(module).__name__} cannot load the weights: {reason}. {_REMEDY}"
                 ) from error
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters, with a tied one under each of its names."""
+        for prefix, module in self._prefixed():
+            yield from module.named_parameters(prefix.removesuffix("."), remove_duplicate=False)
+
     def _prefixed(self) -> list[tuple[str, nn.Module]]:
         if len(self._modules) == 1:
             return [("", self._modules[0])]

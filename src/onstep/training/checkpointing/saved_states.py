@@ -19,6 +19,7 @@ from onstep.errors import CheckpointError
 from onstep.events import Dispatcher
 from onstep.optim import OptimizerParamScheduler
 from onstep.training.checkpointing.callback_states import CallbackStates
+from onstep.training.checkpointing.optimizer_state import OptimizerState
 from onstep.training.checkpointing.other_weights import OtherWeights, other_weights
 from onstep.training.checkpointing.run_progress import RunProgress
 from onstep.training.protocols import Metrics, StateDict, Trained, UserScheduler, has_state
@@ -66,7 +67,7 @@ class RunComponents:
         parts = [] if loads and callbacks_give_weights(config, self.notify) else [model]
         has_optimizer = (config.load_optim or not self._is_chosen_start) if loads else config.save_optim
         if trained.optimizer is not None and has_optimizer:
-            parts.append(compared("optimizer", trained.optimizer))
+            parts.append(compared("optimizer", OptimizerState(trained.optimizer, trained.model)))
             if trained.scheduler is not None:
                 parts.append(self.scheduler(trained.scheduler))
         if others := other_weights(trained.model, trained.optimizer):

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from onstep.config import DistributedInitConfig
 from onstep.config.parallel_sizes import ParallelSizes
 from onstep.distributed.mesh import check_sizes
-from onstep.distributed.process_group import control_group, join_group, timeout_of
+from onstep.distributed.process_group import Facts, compare_ranks, control_group, join_group, timeout_of
 from onstep.distributed.world import World
 from onstep.errors import ConfigError
 from onstep.files.bounded_reading import integer_from_environment
 
 
-def open_world(config: DistributedInitConfig, sizes: ParallelSizes | None = None) -> World:
+def open_world(config: DistributedInitConfig, sizes: ParallelSizes | None = None, facts: Facts | None = None) -> World:
     """Join the process group that `torchrun`'s environment describes, or create one for a single process.
 
     An existing process group is used as is, and not destroyed by `World.close`.
@@ -24,9 +24,11 @@ def open_world(config: DistributedInitConfig, sizes: ParallelSizes | None = None
     Args:
         config: the configuration of the run.
         sizes: the number of ranks along each axis; None if each is to have samples of its own.
+        facts: gives what must be the same on all ranks that have it, by name; asked where there are several.
 
     Raises:
-        ConfigError: for a device that this machine does not have, an invalid environment, or sizes of other ranks.
+        ConfigError: for a device that this machine does not have, an invalid environment, or sizes of other ranks; on
+            all ranks alike, if they differ.
     """
     size, rank = integer_from_environment("WORLD_SIZE", 1), integer_from_environment("RANK", 0)
     local_rank = integer_from_environment("LOCAL_RANK", 0)
@@ -43,7 +45,9 @@ def open_world(config: DistributedInitConfig, sizes: ParallelSizes | None = None
         torch.cuda.set_device(device)
     owns_group, hook = not dist.is_initialized(), sys.excepthook
     if owns_group:
-        join_group(config, size, rank, device)
+        join_group(config, size, rank, device, facts)
+    elif size > 1 and facts is not None:
+        compare_ranks(facts, timeout_of(config))
     minutes, decides = (config.distributed_timeout_minutes if owns_group else None), control_group(timeout_of(config))
     world = World(rank, size, local_rank, device, owns_group, decides, minutes, sizes=sizes)
     if owns_group:

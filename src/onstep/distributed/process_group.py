@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -15,11 +15,12 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from onstep.config import DistributedInitConfig
+from onstep.distributed.meeting import meet
 from onstep.errors import ConfigError
 from onstep.files.bounded_reading import integer_from_environment
 
-_groups_made = itertools.count()
-"""Numbers the groups of this process. Every rank creates the same groups, so each has the same number on all ranks."""
+Facts = Callable[[], Mapping[str, str]]
+"""Gives what must be the same on all ranks that have it, by name."""
 
 
 def group_options(backend: str, device: torch.device) -> dict[str, Any]:
@@ -38,11 +39,20 @@ def is_timeout(error: BaseException) -> bool:
     return re.search("timed? ?out", str(error), re.IGNORECASE) is not None
 
 
-def join_group(config: DistributedInitConfig, size: int, rank: int, device: torch.device) -> None:
+def join_group(
+    config: DistributedInitConfig, size: int, rank: int, device: torch.device, facts: Facts | None = None
+) -> None:
     """Make the default group with the other ranks. Collective.
 
+    Args:
+        config: the configuration of the run.
+        size: the number of ranks.
+        rank: this rank.
+        device: its device.
+        facts: see `open_world`.
+
     Raises:
-        ConfigError: for a backend or an environment that cannot work, or ranks that do not come.
+        ConfigError: for a backend or an environment that cannot work, ranks that do not come, or ranks that differ.
     """
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" and size > 1 else "gloo")
     if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
@@ -57,12 +67,11 @@ def join_group(config: DistributedInitConfig, size: int, rank: int, device: torc
             raise ConfigError(f"$WORLD_SIZE is {size} but ${name} is not set; start the ranks with torchrun.")
     if not 0 < integer_from_environment("MASTER_PORT", 0) < 2**16:
         raise ConfigError(f"$MASTER_PORT must be from 1 to 65535, got {os.environ['MASTER_PORT']}; use torchrun.")
-    # torchrun keeps the store of a failed attempt, with its keys; without a prefix a restart would find those
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         store = _joined_store(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, size, timeout_of(config))
-        # likewise, a process's second group would find the addresses of the first, whose ranks no longer listen there
-        store = PrefixStore(f"onstep/attempt_{attempt}/group_{next(_groups_made)}", store)
+        attempt = meet(store, rank, size, timeout_of(config), None if facts is None else facts())
+        # without a prefix of its own a group would find the addresses of an earlier one, which nobody listens to
+        store = PrefixStore(f"onstep/{attempt}", store)
         dist.init_process_group(store=store, rank=rank, world_size=size, **options)
     except (dist.DistError, RuntimeError) as error:
         if not is_timeout(error):
@@ -79,6 +88,19 @@ def join_group(config: DistributedInitConfig, size: int, rank: int, device: torc
 def _joined_store(address: str, port: str, rank: int, size: int, timeout: timedelta) -> Any:
     """The store at this address, kept for the process: a rank that is ahead must not join one that is being closed."""
     return next(rendezvous("env://", rank, size, timeout=timeout))[0]
+
+
+def compare_ranks(facts: Facts, timeout: timedelta) -> None:
+    """Check that the ranks of the existing group have the same facts. Collective, by its store.
+
+    Args:
+        facts: see `open_world`.
+        timeout: how long to wait for the others.
+
+    Raises:
+        ConfigError: on all ranks alike, what differs between them.
+    """
+    meet(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size(), timeout, facts())
 
 
 def timeout_of(config: DistributedInitConfig) -> timedelta:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from torch import nn
@@ -68,6 +69,7 @@ from onstep.training.opening import open_run
 from onstep.training.protocols import Trained
 from onstep.training.run import Run
 from onstep.training.runs.claims import Claim
+from onstep.training.runs.facts import facts_of
 from onstep.training.runs.hold import Hold
 from onstep.training.setup.model_and_data import idle_parameters
 from onstep.training.setup.placement import place
@@ -212,7 +214,8 @@ def evaluation_session(trainer: TrainerMethods) -> Iterator[Session]:
 @contextmanager
 def _world(config: ConfigContainer) -> Iterator[World]:
     """The ranks. A group of one is closed at once; one of several is kept for the next call, until the process ends."""
-    world = open_world(config.dist, config.parallel_sizes(world_size_from_environment()))
+    sizes = config.parallel_sizes(world_size_from_environment())
+    world = open_world(config.dist, sizes, partial(facts_of, config))
     if world.size > 1 and world.owns_group:
         atexit.register(world.close)
     try:

@@ -30,6 +30,7 @@ from onstep.training.protocols import ForwardStep
 from onstep.training.run import Run
 from onstep.training.run_job import run_job
 from onstep.training.runs.claims import Claim, acquire_run_dir
+from onstep.training.runs.facts import facts_of
 from onstep.training.runs.hold import Hold
 from onstep.training.runs.identity import Identity, configured_identity
 from onstep.training.runs.pinned_data import pin_datasets
@@ -192,7 +193,9 @@ class _Configured(EntryPoint):
 
 def _joined(config: ConfigContainer) -> AbstractContextManager[World]:
     """Join the ranks until the run is over."""
-    return closing(open_world(config.dist, config.parallel_sizes(world_size_from_environment())))
+    return closing(
+        open_world(config.dist, config.parallel_sizes(world_size_from_environment()), partial(facts_of, config))
+    )
 
 
 def _train_and_evaluate(

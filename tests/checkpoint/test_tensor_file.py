@@ -19,11 +19,11 @@ from torch.distributed.checkpoint import state_dict_loader as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from onstep.checkpoint.format.codec import encode_state
+from onstep.checkpoint.format.stored_tensors import open_tensors
 from onstep.checkpoint.format.tensor_file import (
     CHUNK_BYTES,
     WRITE_BYTES,
     read_header,
-    read_tensor,
     read_tensors,
     write_tensors,
 )
@@ -61,7 +61,7 @@ def of_every_dtype() -> dict[str, Tensor]:
 
 def test_one_tensor_is_read_as_all_are(tmp_path: Path) -> None:
     path = save(tmp_path / "x", of_every_dtype())
-    assert_same({name: read_tensor(path, name, info) for name, info in read_header(path).items()}, read_tensors(path))
+    assert_same({name: one.read() for name, one in open_tensors([path]).items()}, read_tensors(path))
 
 
 def of_every_layout() -> dict[str, Tensor]:
@@ -322,3 +322,8 @@ def test_the_header_says_where_the_parts_stand(tmp_path: Path) -> None:
         sharding = json.loads(file.metadata()["DCP_SHARDING_INFO"])
     assert sharding["w"] == {"saved_offsets": [4, 0], "full_shape": [6, 3]}
     assert sharding["b"] == {"saved_offsets": [0], "full_shape": [1]}
+
+
+def test_a_single_element_of_a_strided_tensor_is_written(tmp_path: Path) -> None:
+    path = save(tmp_path / "x", {"w": torch.arange(8.0).reshape(2, 4)[:, 2:3].t()[:, 1:]})
+    assert_same(read_tensors(path), {"w": torch.tensor([[6.0]])})

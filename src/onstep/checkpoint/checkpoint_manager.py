@@ -36,6 +36,7 @@ from onstep.checkpoint.storage.manifest import Manifest
 from onstep.checkpoint.storage.memory_copies import WarmBuffers, storage_of
 from onstep.checkpoint.storage.store import FileStore
 from onstep.checkpoint.storage.transaction import SaveTransaction, sweep
+from onstep.checkpoint.write_plans import WritePlans
 from onstep.distributed import World
 from onstep.distributed.outcomes import attempt, together
 from onstep.errors import CheckpointError, ConfigError
@@ -98,6 +99,7 @@ class CheckpointManager:
         """Why the newest save failed, if `on_save_error` is "continue"; the same on all ranks."""
         self._pending: PendingSave | None = None
         self._buffers = buffers or WarmBuffers()
+        self._plans = WritePlans(world)
         self._writer: ThreadPoolExecutor | None = None
         self._deleting: Future[None] = _done(lambda: None)
         self._is_swept = False
@@ -283,6 +285,7 @@ class CheckpointManager:
         world, doing = self.world, f"Saving the checkpoint of step {request.step}"
         placement = self._placement
         taken = together(world, lambda: collect_states(request.components, placement), doing)
+        request = self._plans.add_shares(taken, request, doing)
         for component in request.components:
             check_replicas(world, component, taken.states.get(component.key), doing)
         everywhere = world.gather((taken.size_bytes, taken.left_out))

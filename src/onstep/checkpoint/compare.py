@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from onstep.checkpoint.catalog.discovery import CheckpointInfo
+from onstep.checkpoint.components import WHOLE
 from onstep.checkpoint.format.codec import step_name
 from onstep.checkpoint.loading import Outline, StoredState, read_outline, stored_states
 from onstep.record import WALL_CLOCK_FIELDS
@@ -249,7 +250,7 @@ def _members(state: Any) -> list[Any]:
 
 _ABSENT = object()
 """Placeholder for a key that a dictionary lacks."""
-_NOTHING = Outline(None, {}, Path())
+_NOTHING = Outline(None, {})
 
 
 def _components(a: CheckpointInfo, b: CheckpointInfo, different: set[str]) -> Iterator[ComponentComparison]:
@@ -259,13 +260,12 @@ def _components(a: CheckpointInfo, b: CheckpointInfo, different: set[str]) -> It
         patterns = _of_both(one, other, lambda entry: entry.sharing_pattern)
         ranks = _of_both(one, other, lambda entry: len(entry.ranks))
         sizes = _of_both(one, other, lambda entry: entry.size_bytes)
-        yield ComponentComparison(
-            key, patterns, ranks, sizes, is_equal=patterns[0] == patterns[1] and key not in different
-        )
+        are_alike = patterns[0] == patterns[1] or all(pattern in WHOLE for pattern in patterns)
+        yield ComponentComparison(key, patterns, ranks, sizes, is_equal=are_alike and key not in different)
 
 
 def _digests(info: CheckpointInfo, stored: StoredState) -> dict[str, str]:
-    return {name.removeprefix(stored.label): info.manifest.files[name].blake3 for name in stored.listed}
+    return {name.removeprefix(stored.label): info.manifest.files[name].blake3 for name in stored.files}
 
 
 def _is_large(value: Any) -> bool:

@@ -20,6 +20,12 @@ class Stateful(Protocol):
 
     It may have a method `make_durable()`, for files that its state refers to: it is called on every rank before the
     checkpoint is committed, in another thread, and should fsync them. An exception fails the save.
+
+    It may have a method `destinations(outline)`, for a state in shards (`SharingPattern.SHARDED`): it gets the stored
+    state with a tensor on the meta device for each one that is still in its file, of the shape of the whole tensor, and
+    returns the same with the tensors (plain, or DTensors) that this rank's part is to be read into in their place.
+    Those that it leaves there are read whole. `load_state_dict` is then called with the result, filled. Without the
+    method, the tensors of its `state_dict()` are filled.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -51,6 +57,12 @@ class SharingPattern(StrEnum):
     """One state per instance of a process group: its first rank saves it, all its ranks load it."""
     PER_NODE = "per_node"
     """One state per machine: its first rank saves it, all its ranks load it."""
+    SHARDED = "sharded"
+    """One state, of which DTensors are parts: each rank saves a share of it, and loads what it holds, on any layout."""
+
+
+WHOLE = (SharingPattern.GLOBAL, SharingPattern.REPLICATED, SharingPattern.SHARDED)
+"""The patterns of a state that all ranks share; what was saved by one can be loaded by another."""
 
 
 VALIDATION_LEVELS = ("none", "quick", "tensor", "full")
@@ -115,6 +127,11 @@ def tensors_at(key: str, at_root: bool) -> str:
     return f"{key}.safetensors" if at_root else f"{key}/{key}.safetensors"
 
 
+def shards_at(key: str, rank: int) -> str:
+    """The tensor file of a rank's share of a component in shards, relative to the checkpoint."""
+    return f"{key}/rank_{rank}.safetensors"
+
+
 @dataclass(frozen=True)
 class Seat:
     """The position of a rank among the instances of a group, or among the machines."""
@@ -144,12 +161,14 @@ class Placement:
             ConfigError: for a group that this run does not have.
         """
         key, (instance, _) = component.key, self._instance(component, pattern or component.sharing_pattern)
+        if (pattern or component.sharing_pattern) is SharingPattern.SHARDED:
+            return ComponentFiles(shards_at(key, self.rank), f"{key}/state.json")
         if instance is None:
             return ComponentFiles(tensors_at(key, component.at_root), f"{key}/state.json")
         return ComponentFiles(f"{key}/{instance}.safetensors", f"{key}/{instance}.json")
 
     def writes(self, component: StateComponent) -> bool:
-        """Whether this rank writes the component.
+        """Whether this rank writes the component; of one in shards, the document.
 
         Raises:
             ConfigError: for a group that this run does not have.

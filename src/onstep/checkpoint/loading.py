@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from onstep.checkpoint.catalog.discovery import CheckpointInfo
-from onstep.checkpoint.components import ComponentFiles, Placement, SharingPattern, StateComponent, tensors_at
+from onstep.checkpoint.components import WHOLE, ComponentFiles, Placement, SharingPattern, StateComponent, tensors_at
 from onstep.checkpoint.format.codec import MAX_DOCUMENT_BYTES
 from onstep.checkpoint.format.decoding import decode_state, document_from_bytes
-from onstep.checkpoint.format.tensor_file import read_header, read_tensor, read_tensors
-from onstep.checkpoint.format.tensor_header import TensorInfo
+from onstep.checkpoint.format.stored_tensors import StoredTensor, open_tensors
+from onstep.checkpoint.format.tensor_file import read_tensors
+from onstep.checkpoint.in_place import Filling
 from onstep.checkpoint.saving import check_keys
-from onstep.checkpoint.storage.manifest import Manifest
+from onstep.checkpoint.storage.manifest import ComponentEntry, Manifest
 from onstep.distributed import World
 from onstep.distributed.outcomes import attempt, raise_together, together
 from onstep.errors import CheckpointError
@@ -56,6 +57,9 @@ def load_components(
         _report_lost(info, wanted)
     for component in wanted:
         doing = f"Loading {component.key!r} of {info.path}"
+        if _is_in_shards(info, component):
+            _load_in_place(world, info, component, doing)
+            continue
         state = together(world, partial(_read, placement, info, component, report), doing)
         error = None
         if state is not None:
@@ -77,6 +81,26 @@ def _report_lost(info: CheckpointInfo, components: list[StateComponent]) -> None
                 key,
                 lost,
             )
+
+
+def _is_in_shards(info: CheckpointInfo, component: StateComponent) -> bool:
+    """Whether the component's state is in shards, in the checkpoint or in this run."""
+    entry = info.manifest.components.get(component.key)
+    patterns = (component.sharing_pattern, None if entry is None else entry.sharing_pattern)
+    return SharingPattern.SHARDED in patterns and all(pattern in WHOLE for pattern in patterns)
+
+
+def _load_in_place(world: World, info: CheckpointInfo, component: StateComponent, doing: str) -> None:
+    """Read what this rank holds of the component's state. Collective; nothing is changed before all ranks can read."""
+
+    def found() -> Filling:
+        (stored,) = _states_of(component.key, info.manifest.components[component.key])
+        outline = read_outline(info, stored)
+        return Filling(component, outline.state, outline.places)
+
+    filling = together(world, found, doing)
+    together(world, filling.fill, doing)
+    together(world, partial(component.stateful.load_state_dict, filling.state), doing)
 
 
 def _read(placement: Placement, info: CheckpointInfo, component: StateComponent, report: LoadReport) -> Any:
@@ -130,52 +154,91 @@ class StoredState:
 
     label: str
     """For example `model` or `rng/rank_0`."""
-    files: ComponentFiles
-    listed: frozenset[str]
-    """Those of the two files that exist."""
+    document: str
+    """The file with everything but tensors, relative to the checkpoint."""
+    tensors: tuple[str, ...]
+    """The tensor files: at most one, or those of all ranks for a state in shards."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """All files."""
+        return (self.document, *self.tensors)
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A state whose larger tensors are left in their file and represented by meta tensors."""
+    """A state whose larger tensors are left in their files and represented by meta tensors."""
 
     state: Any
-    places: dict[int, tuple[str, TensorInfo]]
-    """Location of each meta tensor, by `id`: its name in the file and its header entry."""
-    path: Path
-    """The tensor file."""
+    places: dict[int, StoredTensor]
+    """What is stored for each meta tensor, by `id`."""
 
     @property
     def num_tensors(self) -> int:
-        """Number of tensors left in the file."""
+        """Number of tensors left in the files."""
         return len(self.places)
 
+    def stored(self, value: object) -> StoredTensor | None:
+        """What is stored for a tensor of the outline; None for a value that is not left in a file."""
+        return self.places.get(id(value)) if isinstance(value, Tensor) else None
+
     def read(self, tensor: Tensor) -> Tensor:
-        """Read a tensor of the outline into newly allocated CPU memory."""
-        return read_tensor(self.path, *self.places[id(tensor)])
+        """Read a tensor of the outline, as a whole, into newly allocated CPU memory."""
+        return self.places[id(tensor)].read()
 
 
 def stored_states(manifest: Manifest) -> list[StoredState]:
     """All states that the manifest lists, in its order."""
-    return [state for key, entry in manifest.components.items() for state in _states_of(key, entry.files)]
+    return [state for key, entry in manifest.components.items() for state in _states_of(key, entry)]
 
 
-def read_outline(info: CheckpointInfo, stored: StoredState) -> Outline:
+def read_outline(info: CheckpointInfo, stored: StoredState, *, leaves_all: bool = False) -> Outline:
     """Read a state without its larger tensors.
 
+    Args:
+        leaves_all: leave single numbers in their file too, but not NumPy arrays.
+
     Raises:
-        CheckpointError: for a file that is damaged or was not written by Onstep.
+        CheckpointError: for a file that is damaged, of another step, or was not written by Onstep.
     """
-    path = info.path / stored.files.tensors
-    header = read_header(path) if stored.files.tensors in stored.listed else {}
-    document = _read_document(info.path / stored.files.document)
-    whole = set(_array_names(document)) | {name for name, one in header.items() if one.shape == ()}
+    there = open_tensors((info.path / name for name in stored.tensors), info.manifest.step)
+    document = _read_document(info.path / stored.document)
+    whole = set(_array_names(document))
+    if not leaves_all:
+        whole |= {name for name, one in there.items() if one.shape == ()}
     tensors = {
-        name: read_tensor(path, name, one) if name in whole else torch.empty(one.shape, dtype=one.dtype, device="meta")
-        for name, one in header.items()
+        name: one.read() if name in whole else torch.empty(one.shape, dtype=one.dtype, device="meta")
+        for name, one in there.items()
     }
-    places = {id(tensors[name]): (name, header[name]) for name in header if name not in whole}
-    return Outline(decode_state(tensors, document, stored.label), places, path)
+    places = {id(tensors[name]): there[name] for name in there if name not in whole}
+    return Outline(decode_state(tensors, document, stored.label), places)
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """The weights of a model in a checkpoint, each of which can be read alone, as a whole or a part of it."""
+
+    tensors: dict[str, StoredTensor]
+    """By name, tied ones once."""
+    tied: dict[str, str]
+    """For each omitted name, the name that has its tensor."""
+
+
+def open_weights(info: CheckpointInfo) -> StoredWeights:
+    """The model's weights, whole or in shards, without reading any.
+
+    Raises:
+        CheckpointError: if the checkpoint does not hold the weights as a single state, or its files are damaged.
+    """
+    outline = read_outline(info, _state_of_model(info), leaves_all=True)
+    if not isinstance(outline.state, dict):
+        raise CheckpointError(f"{info.path}: the state of 'model' is not a dictionary of tensors.")
+    stored = {str(name): one for name, value in outline.state.items() if (one := outline.stored(value)) is not None}
+    first: dict[str, str] = {}
+    for name, one in stored.items():
+        first.setdefault(one.name, name)
+    kept = {name: one for name, one in stored.items() if first[one.name] == name}
+    return StoredWeights(kept, {name: first[one.name] for name, one in stored.items() if name not in kept})
 
 
 def read_weights(info: CheckpointInfo) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -184,31 +247,35 @@ def read_weights(info: CheckpointInfo) -> tuple[dict[str, Tensor], dict[str, str
     Raises:
         CheckpointError: if the checkpoint does not hold the weights as a single state.
     """
+    weights = open_weights(info)
+    return {name: one.read() for name, one in weights.tensors.items()}, weights.tied
+
+
+def _state_of_model(info: CheckpointInfo) -> StoredState:
     entry = info.manifest.components.get("model")
     if entry is None:
         there = ", ".join(map(repr, info.manifest.components)) or "nothing"
         raise CheckpointError(f"{info.path} has no component 'model', only {there}; give a checkpoint that has one.")
-    states = _states_of("model", entry.files)
-    if len(states) != 1 or entry.sharing_pattern not in (SharingPattern.GLOBAL, SharingPattern.REPLICATED):
+    states = _states_of("model", entry)
+    if len(states) != 1 or entry.sharing_pattern not in WHOLE:
         raise CheckpointError(
             f"{info.path} holds the model as {len(states)} states ({entry.sharing_pattern}), not as a single set of "
             f"weights; load it in a run of {info.manifest.world_size} ranks and save the model there."
         )
-    state = read_state(info.path, states[0].files, states[0].listed)
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{info.path}: the state of 'model' is not a dictionary of tensors.")
-    return _without_twins({str(name): value for name, value in state.items() if isinstance(value, Tensor)})
+    return states[0]
 
 
-def _states_of(key: str, files: list[str]) -> list[StoredState]:
+def _states_of(key: str, entry: ComponentEntry) -> list[StoredState]:
+    files = entry.files
+    if entry.sharing_pattern == SharingPattern.SHARDED:
+        return [StoredState(key, f"{key}/state.json", tuple(name for name in files if name.endswith(".safetensors")))]
     found = []
     for document in [name for name in files if name.endswith(".json")]:
         stem = document.removesuffix(".json")
         label, tensors = stem, f"{stem}.safetensors"
         if document == f"{key}/state.json":
             label, tensors = key, tensors_at(key, tensors_at(key, True) in files)
-        listed = frozenset({document, tensors} & set(files))
-        found.append(StoredState(label, ComponentFiles(tensors, document), listed))
+        found.append(StoredState(label, document, (tensors,) if tensors in files else ()))
     return found
 
 
@@ -223,11 +290,3 @@ def _array_names(node: Any) -> Iterator[str]:
             yield array["tensor"]
         for each in node.values():
             yield from _array_names(each)
-
-
-def _without_twins(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    first: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        first.setdefault(id(tensor), name)
-    kept = {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}
-    return kept, {name: first[id(tensor)] for name, tensor in tensors.items() if name not in kept}

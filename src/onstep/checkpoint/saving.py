@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from onstep.checkpoint.components import ComponentFiles, Placement, StateComponent, make_durable
+from onstep.checkpoint.components import ComponentFiles, Placement, SharingPattern, StateComponent, make_durable
 from onstep.checkpoint.format.codec import document_to_bytes, encode_state
 from onstep.checkpoint.format.tensor_file import FileDigest, write_tensors
 from onstep.checkpoint.format.tensor_header import ordered_names
@@ -92,6 +92,13 @@ class EncodedState:
     files: ComponentFiles
     tensors: dict[str, Tensor]
     document: Any
+    """The rest as typed JSON; None if another rank writes it."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """Texts for the tensor file."""
+    offsets: Mapping[str, Sequence[int]] | None = None
+    """For tensors that are parts of others, the index of their first element; None if all are whole."""
+    full_shapes: Mapping[str, Sequence[int]] | None = None
+    """The shapes of those others."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +123,13 @@ def write_states(store: FileStore, directory: Path, states: Sequence[EncodedStat
         key, files = state.key, state.files
         store.make_dir(directory / key)
         if state.tensors:
+            metadata = dict(state.metadata) if "/" in files.tensors else {"format": "pt"}
             with store.open(directory / files.tensors) as file:
-                write_tensors(file, state.tensors, {} if "/" in files.tensors else {"format": "pt"})
+                write_tensors(file, state.tensors, metadata, offsets=state.offsets, full_shapes=state.full_shapes)
             written.append(WrittenFile(key, files.tensors, file.digest))
-        content = document_to_bytes(state.document, key)
-        written.append(WrittenFile(key, files.document, store.write_file(directory / files.document, content)))
+        if state.document is not None:
+            content = document_to_bytes(state.document, key)
+            written.append(WrittenFile(key, files.document, store.write_file(directory / files.document, content)))
     return written
 
 
@@ -271,6 +280,8 @@ class CollectedStates:
     """By key, including states that other ranks write."""
     encoded: list[EncodedState] = field(default_factory=list)
     """States that this rank writes."""
+    shards: dict[str, EncodedState] = field(default_factory=dict)
+    """States in shards, as this rank sees them: with DTensors, and what all ranks have."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Optional components that failed on this rank, and why."""
 
@@ -278,6 +289,11 @@ class CollectedStates:
     def size_bytes(self) -> int:
         """Total bytes of the tensors that this rank writes."""
         return sum(tensor.nbytes for state in self.encoded for tensor in state.tensors.values())
+
+
+def in_file_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as they follow each other in a file."""
+    return {name: tensors[name] for name in ordered_names(tensors)}
 
 
 def collect_states(components: Sequence[StateComponent], placement: Placement) -> CollectedStates:
@@ -293,10 +309,12 @@ def collect_states(components: Sequence[StateComponent], placement: Placement) -
         files = placement.files(component)  # outside the try: an unknown group is not the component's failure
         try:
             state = component.stateful.state_dict()
-            if placement.writes(component):
+            if component.sharing_pattern is SharingPattern.SHARDED:
+                encoded = encode_state(state, component.key, takes_shards=True)
+                taken.shards[component.key] = EncodedState(component.key, files, *encoded)
+            elif placement.writes(component):
                 tensors, document = encode_state(state, component.key)
-                in_file_order = {name: tensors[name] for name in ordered_names(tensors)}
-                taken.encoded.append(EncodedState(component.key, files, in_file_order, document))
+                taken.encoded.append(EncodedState(component.key, files, in_file_order(tensors), document))
             taken.states[component.key] = state
         except Exception as error:  # the component's code may raise anything
             if component.required:

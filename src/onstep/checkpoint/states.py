@@ -46,6 +46,20 @@ class ModelState:
             state |= module.state_dict(prefix=prefix)
         return state
 
+    def destinations(self, outline: dict[str, Any]) -> dict[str, Any]:
+        """The model's own tensors, into which a state in shards is read: see `Stateful`.
+
+        Args:
+            outline: the stored state, with tensors on the meta device.
+
+        Raises:
+            CheckpointError: listing what is missing, unexpected, or differs in shape or dtype.
+        """
+        own = self.state_dict()
+        if self._fits(own, outline):
+            return {name: own[name] if isinstance(value, Tensor) else value for name, value in outline.items()}
+        return outline
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy the values into the model's existing tensors; nothing is copied unless everything matches.
 
@@ -58,10 +72,7 @@ class ModelState:
         Raises:
             CheckpointError: listing what is missing, unexpected, or differs in shape or dtype.
         """
-        problems = mismatches(self.state_dict(), state_dict)
-        are_own = problems and all(_loads_its_own_way(module) for module in self._modules)
-        if problems and not are_own:
-            raise CheckpointError("The weights do not match this model: " + "; ".join(problems) + ". " + _REMEDY)
+        self._fits(self.state_dict(), state_dict)
         for prefix, module in self._prefixed():
             own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
             try:
@@ -76,6 +87,13 @@ class ModelState:
         """The parameters, with a tied one under each of its names."""
         for prefix, module in self._prefixed():
             yield from module.named_parameters(prefix.removesuffix("."), remove_duplicate=False)
+
+    def _fits(self, own: dict[str, Any], given: dict[str, Any]) -> bool:
+        """Whether the tensors match; False only for modules that have their own way of loading."""
+        problems = mismatches(own, given)
+        if problems and not all(_loads_its_own_way(module) for module in self._modules):
+            raise CheckpointError("The weights do not match this model: " + "; ".join(problems) + ". " + _REMEDY)
+        return not problems
 
     def _prefixed(self) -> list[tuple[str, nn.Module]]:
         if len(self._modules) == 1:
@@ -100,9 +118,15 @@ def _loads_its_own_way(module: nn.Module) -> bool:
     """Whether a module, or one inside it, overrides how torch loads weights, or has a hook for it."""
     own = type(module).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(module)
     return own or any(
-        not type(one)._load_from_state_dict.__module__.startswith("torch.") or one._load_state_dict_pre_hooks
+        not type(one)._load_from_state_dict.__module__.startswith("torch.")
+        or any(not _is_of_torch(hook) for hook in one._load_state_dict_pre_hooks.values())
         for one in module.modules()
     )
+
+
+def _is_of_torch(hook: Any) -> bool:
+    """Whether a hook is one of torch's wrappers, such as `fully_shard`, which renames nothing."""
+    return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
 def mismatches(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:

@@ -80,6 +80,19 @@ def local_part(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     return dtensor.to_local()
 
 
+def held_part(tensor: Tensor) -> Tensor:
+    """The memory of this rank that is its part of `tensor`, without communication; an unsharded tensor's is all of it.
+
+    Args:
+        tensor: a tensor on the device, of which the result is a view that autograd does not see.
+    """
+    dtensor = as_dtensor(tensor)
+    if dtensor is None:
+        return tensor.detach()
+    with torch.no_grad():
+        return dtensor.to_local()
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The whole value of `tensor`. Collective for a DTensor."""
     dtensor = as_dtensor(tensor)

@@ -24,6 +24,7 @@ from onstep.checkpoint.format.values import (
     is_plain_dtype,
     remedy_for,
 )
+from onstep.distributed.shards import as_dtensor, held_part
 from onstep.errors import UnsupportedStateError
 from onstep.files.bounded_reading import MAX_VALUES, number_of_values
 
@@ -38,7 +39,7 @@ FACTORIES: dict[str, Callable[[], Any]] = {
 KEY_TYPES = {*VALUE_ENCODERS, tuple, frozenset}
 
 
-def encode_state(state: Any, where: str = "state") -> tuple[dict[str, Tensor], Any]:
+def encode_state(state: Any, where: str = "state", *, takes_shards: bool = False) -> tuple[dict[str, Tensor], Any]:
     """The tensors of a state by name, and the document that holds everything else.
 
     Stored exactly: None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, deque, dict with any
@@ -52,11 +53,12 @@ def encode_state(state: Any, where: str = "state") -> tuple[dict[str, Tensor], A
     Args:
         state: what to save.
         where: the name used for the state in errors.
+        takes_shards: DTensors are among the tensors too, as they are.
 
     Raises:
         UnsupportedStateError: for a value that cannot be stored exactly, with its path and a remedy.
     """
-    encoder = _Encoder(where)
+    encoder = _Encoder(where, takes_shards)
     node = encoder.node(state)
     return encoder.tensors, {"onstep_state": FORMAT, "state": node}
 
@@ -128,8 +130,9 @@ class Walk:
 class _Encoder(Walk):
     """Splits a state into tensors and a JSON tree; refuses values that cannot be stored."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, takes_shards: bool = False) -> None:
         super().__init__(where)
+        self._takes_shards = takes_shards
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[Any, str] = {}
         self._containers: dict[type[Any], Callable[[Any], Any]] = {
@@ -150,6 +153,8 @@ class _Encoder(Walk):
     def node(self, value: Any) -> Any:
         """The JSON tree of a value; collects its tensors under their paths."""
         encode = VALUE_ENCODERS.get(type(value)) or self._containers.get(type(value))
+        if encode is None and self._takes_shards and isinstance(value, Tensor) and as_dtensor(value) is not None:
+            encode = self._shard
         if encode is None:
             self._refuse(value)
         if len(self._path) > MAX_DEPTH:
@@ -205,6 +210,19 @@ class _Encoder(Walk):
         place = (plain.data_ptr(), plain.device, plain.dtype, plain.shape, plain.stride())
         view = (*place, plain.is_conj(), plain.is_neg())
         return {"tensor": self._store(plain, view if plain.numel() else id(tensor))}
+
+    def _shard(self, tensor: Tensor) -> Any:
+        """A DTensor, which is one with another if both hold the same memory as the same part."""
+        dtensor = as_dtensor(tensor)
+        assert dtensor is not None
+        local = held_part(dtensor)
+        if local.layout is not torch.strided or local.is_quantized or local.is_meta or local.dtype not in DTYPE_NAMES:
+            self._refuse(tensor)
+        # of an empty part, only the storage has an address; where there is none, equal addresses say nothing
+        storage = local.untyped_storage().data_ptr()
+        place = (storage, local.storage_offset(), local.device, local.dtype, local.shape, local.stride())
+        layout = (tensor.shape, dtensor.device_mesh, dtensor.placements)
+        return {"tensor": self._store(dtensor.detach(), (*place, *layout) if storage else id(tensor))}
 
     def _array(self, array: np.ndarray[Any, Any]) -> Any:
         if not is_plain_dtype(array.dtype):

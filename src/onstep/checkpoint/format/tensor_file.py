@@ -19,6 +19,7 @@ from torch import Tensor
 
 from onstep.checkpoint.format.tensor_header import (
     LENGTH_BYTES,
+    TensorHeader,
     TensorInfo,
     build_header,
     header_length,
@@ -169,7 +170,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def _memory(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # a single element may have any strides and be contiguous
+    return flat.view(torch.uint8).numpy().data
 
 
 def _chunks(buffer: memoryview) -> Iterator[memoryview]:
@@ -186,7 +188,12 @@ def read_header(path: str | Path) -> dict[str, TensorInfo]:
     Raises:
         CheckpointError: for a file that is missing or not exactly a tensor file.
     """
-    with _opened(path) as file:
+    return read_file_header(path).tensors
+
+
+def read_file_header(path: str | Path) -> TensorHeader:
+    """Like `read_header`, with the metadata of the file."""
+    with opened(path) as file:
         return _header_of(file, path)
 
 
@@ -200,26 +207,20 @@ def read_tensors(path: str | Path, *, device: torch.device | str = "cpu") -> dic
     Raises:
         CheckpointError: for a file that is missing or not exactly a tensor file.
     """
-    with _opened(path) as file:
-        infos = _header_of(file, path)
+    with opened(path) as file:
+        infos = _header_of(file, path).tensors
         return {name: _read_next(file, path, name, info).to(device) for name, info in infos.items()}
 
 
-def read_tensor(path: str | Path, name: str, info: TensorInfo) -> Tensor:
-    """One tensor of a file, as described by `read_header`; raises like `read_tensors`."""
-    with _opened(path) as file:
-        file.seek(info.start)
-        return _read_next(file, path, name, info)
-
-
-def _opened(path: str | Path) -> BufferedReader:
+def opened(path: str | Path) -> BufferedReader:
+    """A tensor file, to be read."""
     try:
         return open_regular_file(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def _header_of(file: BufferedReader, path: str | Path) -> dict[str, TensorInfo]:
+def _header_of(file: BufferedReader, path: str | Path) -> TensorHeader:
     file_size = os.fstat(file.fileno()).st_size
     length = header_length(str(path), file.read(LENGTH_BYTES), file_size)
     text = bytearray(length)
@@ -229,13 +230,18 @@ def _header_of(file: BufferedReader, path: str | Path) -> dict[str, TensorInfo]:
 
 def _read_next(file: BufferedReader, path: str | Path, name: str, info: TensorInfo) -> Tensor:
     tensor = torch.empty(info.shape, dtype=info.dtype)
+    fill(file, path, name, tensor)
+    return tensor
+
+
+def fill(file: BufferedReader, path: str | Path, name: str, tensor: Tensor) -> None:
+    """Read the next bytes of a tensor file into a contiguous tensor on the host, whose name is for errors."""
     memory = _memory(tensor)
     _fill(file, path, memory)
-    if info.dtype == torch.bool and np.frombuffer(memory, np.uint8).max(initial=0) > 1:  # torch's threads hang in forks
+    if tensor.dtype == torch.bool and np.frombuffer(memory, np.uint8).max(initial=0) > 1:  # torch hangs in forks
         raise CheckpointError(
             f"{path} is not a tensor file: {name[:100]!r} is a bool tensor with bytes other than 0 and 1."
         )
-    return tensor
 
 
 def _fill(file: BufferedReader, path: str | Path, buffer: memoryview) -> None:

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -62,6 +62,15 @@ class TensorInfo:
     start: int
     """Bytes from the start of the file."""
     size_bytes: int
+
+
+class TensorHeader(NamedTuple):
+    """The header of a tensor file."""
+
+    tensors: dict[str, TensorInfo]
+    """In file order; together they fill the file exactly."""
+    metadata: dict[str, str]
+    """Texts by name."""
 
 
 def ordered_names(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -163,8 +172,8 @@ def header_length(where: str, first_bytes: bytes, file_size: int) -> int:
     return length
 
 
-def parse_header(where: str, text: bytes, file_size: int) -> dict[str, TensorInfo]:
-    """The tensors in file order; together they fill the file exactly.
+def parse_header(where: str, text: bytes, file_size: int) -> TensorHeader:
+    """The tensors and the metadata of a file.
 
     Raises:
         CheckpointError: for anything else, with the file and the reason.
@@ -192,7 +201,41 @@ def parse_header(where: str, text: bytes, file_size: int) -> dict[str, TensorInf
         position += info.size_bytes
     if position != file_size:
         _refuse(where, f"it has {file_size} bytes, but its header describes {position}; it was truncated or added to")
-    return ordered
+    return TensorHeader(ordered, metadata)
+
+
+def sharding_of(where: str, header: TensorHeader) -> dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]]:
+    """The offsets of each tensor in the full one, and the full one's shape (None if unknown), by `SHARDING_KEY`.
+
+    Empty for a file without.
+
+    Raises:
+        CheckpointError: for metadata that does not fit the tensors, with the file and the reason.
+    """
+    text = header.metadata.get(SHARDING_KEY)
+    if text is None:
+        return {}
+    of_all = parse_json(
+        text.encode(),
+        f"{where} is not a tensor file: its {SHARDING_KEY}",
+        error=CheckpointError,
+        allows_constants=False,
+    )
+    if not isinstance(of_all, dict) or set(of_all) != set(header.tensors):
+        _refuse(where, f"its {SHARDING_KEY} must name its tensors")
+    found = {}
+    for name, info in header.tensors.items():
+        entry = of_all[name] if isinstance(of_all[name], dict) else {}
+        offsets: Any = entry.get("saved_offsets")
+        full: Any = entry.get("full_shape")
+        given = [offsets] if full is None else [offsets, full]
+        fits = all(_are_sizes(one) and len(one) == len(info.shape) for one in given)
+        if fits and full is not None:
+            fits = all(at + size <= n for at, size, n in zip(offsets, info.shape, full, strict=True))
+        if not fits:
+            _refuse(where, f"the {SHARDING_KEY} of {name[:100]!r} does not fit a shard of shape {list(info.shape)}")
+        found[name] = (tuple(offsets), None if full is None else tuple(full))
+    return found
 
 
 def _tensor_info(where: str, full_name: str, entry: Any, data_start: int) -> TensorInfo:

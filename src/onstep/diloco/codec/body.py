@@ -38,7 +38,7 @@ def read_body(body: bytes | bytearray | memoryview) -> dict[str, Tensor]:
     memory = memoryview(bytearray(given)) if given.readonly else given
     try:
         length = header_length(_WHERE, bytes(memory[:LENGTH_BYTES]), len(memory))
-        infos = parse_header(_WHERE, bytes(memory[LENGTH_BYTES : LENGTH_BYTES + length]), len(memory))
+        infos = parse_header(_WHERE, bytes(memory[LENGTH_BYTES : LENGTH_BYTES + length]), len(memory)).tensors
     except CheckpointError as error:
         raise InvalidTensorsError(str(error)) from error
     return {name: _tensor(memory, info.dtype, info.shape, info.start) for name, info in infos.items()}

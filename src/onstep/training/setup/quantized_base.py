@@ -119,7 +119,7 @@ def weights_by_layer(info: CheckpointInfo) -> Iterator[dict[str, Tensor]]:
         names.setdefault(layer_of(name), []).append(name)
     for group in names.values():
         state = {name: outline.state[name] for name in group}
-        read = {name: outline.read(one) if id(one) in outline.places else one for name, one in state.items()}
+        read = {name: one if outline.stored(one) is None else outline.read(one) for name, one in state.items()}
         yield read if peft.peft_scheme is None else merged_state_dict(read, peft.alpha / peft.dim)
 
 

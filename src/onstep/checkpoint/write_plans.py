@@ -1,0 +1,168 @@
+"""Divides states in shards among the ranks that write them, by the planner of torch.distributed.checkpoint.
+
+A part that several ranks hold is written by one of them, so that all write about as many bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from onstep.checkpoint.components import SharingPattern, StateComponent
+from onstep.checkpoint.format.boxes import box_of
+from onstep.checkpoint.format.stored_tensors import STEP_KEY
+from onstep.checkpoint.saving import CollectedStates, SaveRequest, in_file_order
+from onstep.distributed import World
+from onstep.distributed.outcomes import together
+from onstep.distributed.shards import as_dtensor, held_part
+from onstep.errors import CheckpointError, UnsupportedStateError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlan
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The plan of a component in the previous save."""
+
+    mine: tuple[tuple[str, ...], SavePlan]
+    names: frozenset[str]
+
+
+class WritePlans:
+    """Which rank writes what of the components in shards; found once, as long as they stay alike.
+
+    Args:
+        world: the ranks.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._known: dict[str, _Known] = {}
+
+    def add_shares(self, taken: CollectedStates, request: SaveRequest, doing: str) -> SaveRequest:
+        """Add this rank's share of each component in shards to what it writes; the request, with their layouts.
+
+        Collective.
+
+        Args:
+            taken: the collected states of this rank.
+            request: the save.
+            doing: what is done, for errors.
+
+        Raises:
+            CheckpointError: on all ranks, for a state whose ranks hold something else than parts of the same tensors.
+        """
+        components = []
+        for component in request.components:
+            if component.sharing_pattern is SharingPattern.SHARDED:
+                component = self._with_share(component, taken, request.step, doing)
+            components.append(component)
+        return replace(request, components=components)
+
+    def _with_share(self, component: StateComponent, taken: CollectedStates, step: int, doing: str) -> StateComponent:
+        state = taken.shards.get(component.key)
+        names = self._divided(component.key, None if state is None else state.tensors, doing)
+        if state is None or names is None:
+            return component
+        own = {name: tensor for name, tensor in state.tensors.items() if name in names}
+        boxes = {name: box for name, tensor in own.items() if (box := box_of(tensor)) is not None}
+        taken.encoded.append(
+            replace(
+                state,
+                tensors=in_file_order({name: held_part(tensor) for name, tensor in own.items()}),
+                document=state.document if self._world.is_main else None,
+                metadata={STEP_KEY: str(step)},
+                offsets={name: box.offsets for name, box in boxes.items()},
+                full_shapes={name: tuple(tensor.shape) for name, tensor in own.items()},
+            )
+        )
+        layout = _layout(state.tensors)
+        return replace(component, metadata={**component.metadata, "layout": layout}) if layout else component
+
+    def _divided(self, key: str, tensors: Mapping[str, Tensor] | None, doing: str) -> frozenset[str] | None:
+        """The names of the tensors of which this rank writes its part; None if a rank has no state. Collective."""
+        world, known = self._world, self._known.get(key)
+        mine = together(world, partial(_local_plan, key, tensors), doing)
+        is_other = mine is None or known is None or known.mine != mine
+        if not world.agree([int(is_other)])[0]:
+            assert known is not None
+            return known.names
+        everyone = world.gather(mine)
+        if mine is None or None in everyone:
+            return None
+        names = together(world, partial(_own_names, key, everyone, world.rank), doing)
+        self._known[key] = _Known(mine, names)
+        return names
+
+
+def _local_plan(key: str, tensors: Mapping[str, Tensor] | None) -> tuple[tuple[str, ...], SavePlan] | None:
+    """The names of all tensors, and the parts that this rank could write."""
+    if tensors is None:
+        return None
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # costs 0.4 s to import
+
+    for name, tensor in tensors.items():
+        dtensor = as_dtensor(tensor)
+        if dtensor is not None and any(placement.is_partial() for placement in dtensor.placements):
+            raise UnsupportedStateError(
+                f"{key}.{name}: a DTensor whose ranks hold summands (Partial) has no parts to save; redistribute it "
+                f"to Replicate() or Shard(dim) before."
+            )
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(dict(tensors), is_coordinator=False)
+    plan = planner.create_local_plan()
+    # an empty part is written only where the tensor is as empty
+    return tuple(tensors), replace(plan, items=[item for item in plan.items if _has_content(item)])
+
+
+def _has_content(item: Any) -> bool:
+    data = item.tensor_data
+    return math.prod(data.chunk.sizes) > 0 or math.prod(data.size) == 0
+
+
+def _own_names(key: str, everyone: list[tuple[tuple[str, ...], SavePlan]], rank: int) -> frozenset[str]:
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    wanted = set(everyone[0][0])
+    plans = []
+    for other, (names, plan) in enumerate(everyone):
+        foreign = {item.index.fqn for item in plan.items} - wanted
+        lacking = wanted - set(names)
+        if foreign or lacking:
+            name, has = (min(foreign), "has") if foreign else (min(lacking), "lacks")
+            raise CheckpointError(
+                f"rank {other} {has} the tensor {key}.{name}, unlike rank 0; a component that is SHARDED must have "
+                f"the same tensors on all ranks, so use PER_RANK for one that has not."
+            )
+        plans.append(plan)
+    try:
+        final, _ = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
+    except ValueError as error:
+        raise CheckpointError(
+            f"the ranks do not hold each element of {key} as one layout says: {error}; make its DTensors by "
+            f"distribute_tensor or fully_shard."
+        ) from error
+    return frozenset(item.index.fqn for item in final[rank].items)
+
+
+def _layout(tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """How DTensors lie on their meshes, and how many lie so, for a manifest."""
+    found: Counter[tuple[tuple[tuple[str, int], ...], tuple[str, ...]]] = Counter()
+    for tensor in tensors.values():
+        dtensor = as_dtensor(tensor)
+        if dtensor is not None:
+            mesh = dtensor.device_mesh
+            axes = mesh.mesh_dim_names or tuple(f"axis_{number}" for number in range(mesh.ndim))
+            sizes = tuple((axis, mesh.size(number)) for number, axis in enumerate(axes))
+            found[sizes, tuple(map(repr, dtensor.placements))] += 1
+    return [
+        {"mesh": dict(mesh), "placements": list(placements), "tensors": count}
+        for (mesh, placements), count in found.items()
+    ]

@@ -1,0 +1,96 @@
+"""Checkpoints of models in shards: written by all ranks, loaded on any other layout, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onstep.checkpoint import read_header, resolve, verify
+from onstep.checkpoint.compare import compare
+from onstep.checkpoint.loading import open_weights, read_weights
+from tests.support.forked_processes import Processes
+
+pytestmark = pytest.mark.distributed
+
+JOBS = "tests.support.jobs.shard_jobs"
+LAYOUTS = {1: ["one"], 2: ["ddp2", "fsdp2"], 4: ["fsdp4", "hsdp4"], 3: ["fsdp3"]}
+SAVED = ["one", "ddp2", "fsdp2", "fsdp4", "hsdp4"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shards")
+
+
+@pytest.fixture(scope="module")
+def saved(processes: Processes, root: Path) -> dict[str, Any]:
+    """What each layout has saved, and the losses after it."""
+    found: dict[str, Any] = {}
+    for ranks in (1, 2, 4):
+        of_ranks = processes.results(JOBS, "cross", root, {"saves": LAYOUTS[ranks], "async": ranks > 2}, ranks=ranks)
+        assert all(one == of_ranks[0] for one in of_ranks)
+        found |= of_ranks[0]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_layout_loads_every_other(processes: Processes, root: Path, saved: dict[str, Any], ranks: int) -> None:
+    pairs = [(source, layout) for source in SAVED for layout in LAYOUTS[ranks]]
+    for found in processes.results(JOBS, "cross", root, {"loads": pairs}, ranks=ranks):
+        for source, layout in pairs:
+            loaded = found[f"{source} {layout}"]
+            assert loaded["digests"] == saved[source]["digests"], (source, layout)
+            assert loaded["losses"] == pytest.approx(saved[source]["losses"], rel=1e-5)
+            if source == layout:
+                assert loaded["losses"] == saved[source]["losses"]
+
+
+def test_each_rank_writes_its_share_and_plain_checkpoints_are_as_they_were(root: Path, saved: dict[str, Any]) -> None:
+    for layout in SAVED:
+        manifest = verify(root / layout / "checkpoint-3")
+        model = manifest.components["model"]
+        if layout in LAYOUTS[2][1:] + LAYOUTS[4]:
+            ranks = int(layout[-1])
+            assert model.sharing_pattern == "sharded"
+            assert model.ranks == list(range(ranks))
+            files = {f"model/rank_{rank}.safetensors" for rank in range(ranks)}
+            assert set(model.files) == {"model/state.json", *files}
+            axes = {"dp_replicate": 2, "dp_shard": 2} if layout == "hsdp4" else {"dp_shard": ranks}
+            placements = [*(["Replicate()"] if layout == "hsdp4" else []), "Shard(dim=0)"]
+            assert model.metadata == {"layout": [{"mesh": axes, "placements": placements, "tensors": 9}]}
+            headers = [read_header(root / layout / "checkpoint-3" / name) for name in files]
+            assert all(0 not in info.shape for header in headers for info in header.values())
+            sizes = [manifest.files[name].size for name in files]
+            assert max(sizes) < 2 * min(sizes)  # replicas too are divided
+        else:
+            assert (model.sharing_pattern, model.files) == (
+                "replicated",
+                ["model/model.safetensors", "model/state.json"],
+            )
+
+
+def test_weights_are_read_one_tensor_at_a_time_and_compare_across_layouts(root: Path, saved: dict[str, Any]) -> None:
+    one, parts = resolve(root / "one"), resolve(root / "hsdp4")
+    weights = open_weights(parts)
+    assert weights.tied == {"out.weight": "embed.weight"}
+    assert weights.tensors["embed.weight"].shape == (67, 12)
+    tensors, tied = read_weights(one)
+    assert tied == weights.tied
+    for name, stored in weights.tensors.items():
+        assert torch.equal(stored.read(), tensors[name])
+    assert compare(one, parts).is_equal
+
+
+def test_torch_reads_the_weights_without_onstep(root: Path, saved: dict[str, Any]) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    tensors, _ = read_weights(resolve(root / "fsdp4"))
+    state = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    reader = HuggingFaceStorageReader(str(root / "fsdp4" / "checkpoint-3" / "model"))
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    assert all(torch.equal(state[name], tensors[name]) for name in tensors)

@@ -1,0 +1,156 @@
+"""What the ranks of the tests of checkpoints in shards run: `job_*(settings)`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from onstep.checkpoint import (
+    CheckpointManager,
+    ModelState,
+    SaveRequest,
+    SharingPattern,
+    StateComponent,
+    resolve,
+)
+from onstep.config import DistributedInitConfig
+from onstep.distributed import World, open_world
+from onstep.distributed.shards import is_sharded, whole
+
+VOCABULARY, WIDTH, STEPS = 67, 12, 3
+
+
+class Small(nn.Module):
+    """Tied embeddings of a size that no number of ranks divides, a bias that has fewer items than ranks, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH)) for _ in range(2))
+        self.out = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.out.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros(5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.seen += 1
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.out(x)
+
+
+def laid_out(layout: str, world: World, seed: int = 0) -> nn.Module:
+    """The model, as a layout divides it: `one`, `ddp2`, `fsdp2`, `hsdp4`."""
+    torch.manual_seed(seed)
+    model: nn.Module = Small()
+    if layout.startswith("ddp"):
+        return DistributedDataParallel(model)
+    if layout != "one":
+        shape = (2, world.size // 2) if layout.startswith("hsdp") else (world.size,)
+        names = ("dp_replicate", "dp_shard")[-len(shape) :]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+class ByName:
+    """The state of an optimizer by the names of its parameters, as torch gives it."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_optimizer_state_dict(self.model, self.optimizer)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        set_optimizer_state_dict(self.model, self.optimizer, state_dict)
+
+
+class Training:
+    """A model on a layout, and its optimizer."""
+
+    def __init__(self, layout: str, world: World, seed: int = 0) -> None:
+        self.model = laid_out(layout, world, seed)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        sharded = is_sharded(self.model.parameters())
+        self.pattern = SharingPattern.SHARDED if sharded else SharingPattern.REPLICATED
+
+    def components(self) -> list[StateComponent]:
+        return [
+            StateComponent("model", ModelState([self.model]), self.pattern),
+            StateComponent("optimizer", ByName(self.model, self.optimizer), self.pattern),
+        ]
+
+    def steps(self, first: int, count: int) -> list[float]:
+        """The losses of steps with the same samples on each rank, so that layouts differ in what they hold only."""
+        losses = []
+        for step in range(first, first + count):
+            tokens = torch.randint(VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(step))
+            self.optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            self.optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    def digests(self) -> dict[str, str]:
+        """A hash of each whole tensor. Collective."""
+        found = {}
+        for component in self.components():
+            for name, value in leaves(component.stateful.state_dict(), component.key):
+                if isinstance(value, Tensor):
+                    content = whole(value).detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                    found[name] = hashlib.sha256(content).hexdigest()[:16]
+        return found
+
+
+def leaves(state: Any, path: str) -> Iterator[tuple[str, Any]]:
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else None
+    if items is None:
+        yield path, state
+    else:
+        for key, item in items:
+            yield from leaves(item, f"{path}.{key}")
+
+
+@contextmanager
+def world_of_ranks() -> Iterator[World]:
+    world = open_world(DistributedInitConfig(device="cpu"))
+    try:
+        yield world
+    finally:
+        world.close()
+
+
+def job_cross(settings: dict[str, Any]) -> dict[str, Any]:
+    """Save layouts, and load others: what is in them, and the losses after it."""
+    result: dict[str, Any] = {}
+    with world_of_ranks() as world:
+        for layout in settings.get("saves", []):
+            training = Training(layout, world)
+            training.steps(0, STEPS)
+            manager = CheckpointManager(Path(layout), world, async_save=settings.get("async", False))
+            manager.save(SaveRequest(STEPS, training.components(), {}))
+            digests = training.digests()
+            losses = training.steps(STEPS, 2)
+            manager.finalize()
+            manager.close()
+            result[layout] = {"digests": digests, "losses": losses}
+        for source, layout in settings.get("loads", []):
+            training = Training(layout, world, seed=1)
+            manager = CheckpointManager(Path(source), world)
+            manager.load(resolve(Path(source)), training.components())
+            result[f"{source} {layout}"] = {"digests": training.digests(), "losses": training.steps(STEPS, 2)}
+    return result

@@ -208,7 +208,7 @@ def _filled(
     if model.output is None:
         embedding_name, output_name = (_name_of(architecture, ours) for ours in ("embedding", "output"))
         tied = given.pop(output_name, None)
-    _check_weights(expected, given)
+    check_shapes(expected, given)
     if tied is not None and not _is_same(given[embedding_name], tied):
         raise OnstepError(
             f"the weights contain an {output_name} that differs from {embedding_name}, but the configuration ties "
@@ -231,7 +231,13 @@ def _name_of(architecture: Architecture, module: str) -> str:
     return f"{architecture.modules[module]}.weight"
 
 
-def _check_weights(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+def check_shapes(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Refuse (OnstepError) weights that are not those of a model, by name, shape and type.
+
+    Args:
+        expected: the model's weights under `transformers`' names.
+        given: the weights of files, which need no values.
+    """
     missing = [name for name in expected if name not in given]
     unknown = [name for name in given if name not in expected]
     misshaped = [
@@ -327,5 +333,5 @@ def load_hf(
     given = architecture.clean(shapes)
     if model.output is None:
         given.pop(_name_of(architecture, "output"), None)
-    _check_weights(expected, given)
+    check_shapes(expected, given)
     return _filled(model, expected, read_tensors(files), dtype)

@@ -36,11 +36,14 @@ from onstep.models.hf.documents_probe import prepare_for_data
 from onstep.models.offloading import check_offloading
 from onstep.training.run import Run
 from onstep.training.setup.lora import add_lora, statistics
+from onstep.training.setup.outlines import outline_of, with_stand_ins
 from onstep.training.setup.placement import place
-from onstep.training.setup.pretrained import find_pretrained, load_pretrained, load_quantized
+from onstep.training.setup.pretrained import PretrainedSource, find_pretrained, load_pretrained, load_quantized
 from onstep.training.setup.quantized_base import quantized_model
 from onstep.training.setup.weight_types import set_weight_types, type_at_first
 from onstep.training.stages.forward_step import only_chunk
+
+PRETRAINED_TIMER = "load-pretrained-checkpoint"
 
 
 def build_model(
@@ -57,7 +60,11 @@ def build_model(
     """
     check_offloading(config.model, world.device)
     check_fused_loss(config.model, world.device)
-    language_model = _language_model(config, world, state)
+    source, weights = _source(config, state), None
+    if world.sizes.dp_shard > 1 and not pre_wrap_hooks:  # hooks may read and change the weights
+        language_model, weights = outline_of(config, world, source)
+    else:
+        language_model = _language_model(config, world, state, source)
     if isinstance(language_model, CausalLM):
         prepare_for_data(language_model, has_documents=packs(config.dataset), seq_length=config.dataset.seq_length)
         idle = language_model.num_idle_parameters()
@@ -65,7 +72,8 @@ def build_model(
         idle = idle_parameters(config.model)
     state.flops_per_token = 6.0 * (language_model.num_parameters(exclude_embeddings=True) - idle)
     if config.peft.peft_scheme is not None:
-        add_lora(language_model, config.peft, config.rng.seed)
+        with with_stand_ins(language_model):
+            add_lora(language_model, config.peft, config.rng.seed)
         if world.is_main:
             print(statistics(language_model), flush=True)  # noqa: T201 - Megatron Bridge's block
     with torch.random.fork_rng(devices=[]):  # what hooks draw depends on the seed too, such as a new head's weights
@@ -73,7 +81,10 @@ def build_model(
         chunks = run_hooks([language_model], pre_wrap_hooks)
     only_chunk(chunks)
     set_weight_types(chunks, config)
-    return place(chunks, world, config)
+    if weights is None or source is None:
+        return place(chunks, world, config, weights=weights)
+    with state.timers(PRETRAINED_TIMER).measure(barrier=True):
+        return place(chunks, world, config, weights=weights)
 
 
 def run_hooks(chunks: list[nn.Module], hooks: Sequence[ModelHook]) -> list[nn.Module]:
@@ -100,23 +111,30 @@ def run_hooks(chunks: list[nn.Module], hooks: Sequence[ModelHook]) -> list[nn.Mo
     return chunks
 
 
-def _language_model(config: ConfigContainer, world: World, state: Run) -> LanguageModel:
-    quantizes = config.peft.base_quantization is not None
+def _source(config: ConfigContainer, state: Run) -> PretrainedSource | None:
+    """The pretrained weights to start from; None for a run that continues, and for one without any."""
     if state.checkpoints is not None and state.checkpoints.start is not None:
-        if quantizes:
-            return quantized_model(config, device=world.device)
-        return build_language_model(config.model, seed=config.rng.seed, dtype=type_at_first(config))
+        return None
     source = find_pretrained(config)
-    if source is not None:
-        with state.timers("load-pretrained-checkpoint").measure(barrier=True):
-            if quantizes:
-                return load_quantized(source, config, world)
-            return load_pretrained(source, config.model, world, type_at_first(config))
-    if config.checkpoint.finetune:
+    if source is None and config.checkpoint.finetune:
         raise MissingWeightsError(
             f"checkpoint.load={config.checkpoint.load} has no checkpoint yet, so there is nothing to fine-tune; set "
             f"checkpoint.pretrained_checkpoint to the weights to start from."
         )
+    return source
+
+
+def _language_model(
+    config: ConfigContainer, world: World, state: Run, source: PretrainedSource | None
+) -> LanguageModel:
+    quantizes = config.peft.base_quantization is not None
+    if source is not None:
+        with state.timers(PRETRAINED_TIMER).measure(barrier=True):
+            if quantizes:
+                return load_quantized(source, config, world)
+            return load_pretrained(source, config.model, world, type_at_first(config))
+    if quantizes and state.checkpoints is not None and state.checkpoints.start is not None:
+        return quantized_model(config, device=world.device)
     return build_language_model(config.model, seed=config.rng.seed, dtype=type_at_first(config))
 
 

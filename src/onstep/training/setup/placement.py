@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -10,7 +11,11 @@ from torch import nn
 from onstep.config import ConfigContainer, DistributedDataParallelConfig, TrainingConfig
 from onstep.config.suggestions import shown
 from onstep.distributed import World, check_weights, data_parallel
+from onstep.distributed.outcomes import together
 from onstep.errors import ConfigError
+from onstep.training.setup.filling import Filling, PendingWeights
+
+Shard = Callable[[list[nn.Module], World, ConfigContainer], list[nn.Module]]
 
 
 def place(
@@ -21,10 +26,12 @@ def place(
     ddp: DistributedDataParallelConfig | None = None,
     compiles: bool = True,
     moves: bool = True,
+    weights: PendingWeights | None = None,
+    shard: Shard | None = None,
 ) -> list[nn.Module]:
     """The chunks as a step calls them: compiled, on the device, and wrapped for the layout of the ranks. Collective.
 
-    Which activations are recomputed, the chunks have been told before: their calls of `torch.utils.checkpoint` must be
+    Which activations are recomputed, the chunks know before: their calls of `torch.utils.checkpoint` must be
     inside of what is compiled and wrapped here.
 
     Args:
@@ -34,13 +41,22 @@ def place(
         ddp: instead of `config.ddp`.
         compiles: whether to compile as `config.train` says; False for a caller that does so for a while.
         moves: whether to move the chunks to the device of `world`; False if they are where they belong.
+        weights: what the parameters are to be filled with once they are divided, if they are on `meta`.
+        shard: divides the chunks in place; None for a model that is whole on every rank.
 
     Raises:
         ConfigError: for an unknown backend of `torch.compile`, and for weights without values.
     """
     if compiles and config.train.torch_compile:
         compile_in_place(chunks, config.train)
-    check_weights(chunks)
+    if weights is None:
+        check_weights(chunks)
+    if shard is not None:
+        filling = [] if weights is None else [Filling(chunk, weights) for chunk in chunks]
+        sharded = shard(list(chunks), world, config)
+        for one, chunk in zip(filling, sharded, strict=False):
+            together(world, partial(one.fill, chunk, world.device), "filling the model")
+        return sharded
     placed = [chunk.to(world.device) for chunk in chunks] if moves else list(chunks)
     return data_parallel(placed, world, config.ddp if ddp is None else ddp)
 

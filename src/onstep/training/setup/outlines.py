@@ -1,0 +1,166 @@
+"""Builds models without the values of their parameters, for layouts in which no rank holds the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onstep.config import ConfigContainer
+from onstep.distributed import World, attempt, raise_together
+from onstep.errors import ConfigError
+from onstep.models.hf.any_directory import LanguageModel
+from onstep.models.hf.by_tensor import family_values, hf_values
+from onstep.models.hf.causal_lm import CausalLM
+from onstep.models.hf.family_directory import build_causal_lm, load_causal_lm
+from onstep.models.initial_weights import initial_values
+from onstep.models.transformer import Transformer
+from onstep.models.weight_values import Give, GiveAll, value_of
+from onstep.models.without_values import CannotRedrawError, redraw, without_values
+from onstep.training.setup.filling import PendingWeights
+from onstep.training.setup.pretrained import PretrainedSource, load_pretrained
+from onstep.training.setup.weight_types import type_at_first
+
+
+def outline_of(
+    config: ConfigContainer, world: World, source: PretrainedSource | None
+) -> tuple[LanguageModel, PendingWeights]:
+    """A model whose parameters are on the device `meta`, and what they are to be filled with.
+
+    The values are those that one process would have, whatever the number of ranks.
+
+    Args:
+        config: the configuration of the run.
+        world: its ranks.
+        source: the pretrained weights; None draws the initial ones from the seed.
+
+    Raises:
+        ConfigError: for a quantized base.
+    """
+    if config.peft.base_quantization is not None:
+        raise ConfigError(
+            f"peft.base_quantization={config.peft.base_quantization} cannot be divided between ranks by "
+            f"parallel.data_parallel_shard_size={world.sizes.dp_shard}; set the size to 1, or leave the base in "
+            f"bfloat16 by peft.base_quantization=null and mixed_precision=bf16_mixed."
+        )
+    if config.model.hf_config is None:
+        return _own(config, world, source)
+    return _of_transformers(config, world, source)
+
+
+def _own(config: ConfigContainer, world: World, source: PretrainedSource | None) -> tuple[Transformer, PendingWeights]:
+    with without_values():
+        model = Transformer(config.model).to(type_at_first(config))
+    if source is not None and source.is_hugging_face:
+        return model, PendingWeights(model, hf_values(source.path, model))
+    if source is not None:
+        return model, PendingWeights(model, _from_first_rank(model, world, lambda: _loaded(source, config)))
+    shapes = [(name, one.shape) for name, one in model.named_parameters()]
+
+    def draw(give: Give) -> None:
+        generator = torch.Generator(device="cpu").manual_seed(config.rng.seed)
+        for name, values in initial_values(shapes, model.config, generator):
+            give(name, value_of(values))
+
+    return model, PendingWeights(model, draw)
+
+
+def _of_transformers(
+    config: ConfigContainer, world: World, source: PretrainedSource | None
+) -> tuple[CausalLM, PendingWeights]:
+    dtype = type_at_first(config)
+
+    def build() -> CausalLM:
+        return build_causal_lm(config.model, config.rng.seed, dtype=dtype)
+
+    seen: list[nn.Parameter] = []
+    with without_values(lambda parameter, values: seen.append(parameter)):
+        model = build()
+    if source is not None and source.is_hugging_face:
+        read = family_values(source.path, model)
+        whole = _from_first_rank(model, world, lambda: load_causal_lm(source.path, config.model, dtype))
+        return model, PendingWeights(model, read or whole)
+    if source is not None:
+        return model, PendingWeights(model, _from_first_rank(model, world, lambda: _loaded(source, config)))
+    known = {id(one): name for name, one in model.named_parameters()}
+    names = [known.get(id(one)) for one in seen]
+
+    def draw(give: Give) -> None:
+        def put(number: int, values: Tensor) -> None:
+            if (name := names[number]) is not None:  # else it was replaced by another, as an output that is tied
+                give(name, value_of(values))
+
+        try:
+            twin = redraw(build, put)
+        except CannotRedrawError:
+            _from_first_rank(model, world, build)(give)
+        else:
+            for name, buffer in twin.named_buffers():
+                give(name, value_of(buffer))
+
+    return model, PendingWeights(model, draw)
+
+
+def _loaded(source: PretrainedSource, config: ConfigContainer) -> LanguageModel:
+    return load_pretrained(source, config.model, World(), type_at_first(config))  # by this rank alone
+
+
+def _from_first_rank(model: nn.Module, world: World, build: Callable[[], nn.Module]) -> GiveAll:
+    """What gives the values of a model that the first of the ranks with different samples builds whole.
+
+    Args:
+        model: the same without values.
+        world: the ranks of the run.
+        build: builds it.
+    """
+    stored = model.state_dict(keep_vars=True)
+    described = {id(one): (name, one.shape, one.dtype) for name, one in reversed(stored.items())}.values()
+
+    def give_all(give: Give) -> None:
+        whole, error = attempt(build) if world.data.rank == 0 else (None, None)
+        raise_together(world, error, "building the model")
+        tensors = (
+            {} if whole is None else dict(chain(whole.named_parameters(remove_duplicate=False), whole.named_buffers()))
+        )
+        for name, shape, dtype in list(described):
+            tensor = tensors[name].detach().to(world.device) if tensors else torch.empty(shape, dtype=dtype)
+            tensor = tensor.to(world.device).contiguous()
+            if world.data.size > 1:
+                dist.broadcast(tensor, group=world.data.group(), group_src=0)
+            give(name, value_of(tensor))
+
+    return give_all
+
+
+@contextmanager
+def with_stand_ins(model: nn.Module) -> Iterator[None]:
+    """Context in which parameters on `meta` are zeros on the CPU that take no memory, for code that adds to a model."""
+    stands: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+
+    def replace(found: nn.Parameter) -> nn.Parameter:
+        zeros = torch.zeros((), dtype=found.dtype).expand(found.shape)
+        return stands.setdefault(id(found), (found, nn.Parameter(zeros, found.requires_grad)))[1]
+
+    _exchange(model, lambda one: replace(one) if one.is_meta else one)
+    try:
+        yield
+    finally:
+        originals = {id(stand): (original, stand) for original, stand in stands.values()}
+
+        def restore(one: nn.Parameter) -> nn.Parameter:
+            original, stand = originals.get(id(one), (one, one))
+            original.requires_grad_(stand.requires_grad)
+            return original
+
+        _exchange(model, restore)
+
+
+def _exchange(model: nn.Module, by: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = by(parameter)

@@ -1,0 +1,85 @@
+"""What each rank gets of a model that is built without values, divided, and then filled: `job_*(settings)`."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from onstep.config import ConfigContainer, DistributedInitConfig, from_dict
+from onstep.distributed import ParallelSizes, World, open_world
+from onstep.distributed.shards import as_dtensor, whole
+from onstep.training import GlobalState
+from onstep.training.setup import model_and_data
+from onstep.training.setup.placement import place
+
+
+def by_hand(chunks: list[nn.Module], world: World, config: ConfigContainer) -> list[nn.Module]:
+    """The chunks divided as a user of torch does it."""
+    sizes = world.sizes
+    mesh = world.mesh["dp_shard"] if sizes.dp_replicate == 1 else world.mesh["dp_replicate", "dp_shard"]
+    for chunk in chunks:
+        lists = [one for one in chunk.modules() if isinstance(one, nn.ModuleList)][:1]
+        for block in (block for one in lists for block in one):
+            fully_shard(block, mesh=mesh)
+        fully_shard(chunk, mesh=mesh)
+    return chunks
+
+
+def built(config: ConfigContainer, world: World, hooks: Any = ()) -> nn.Module:
+    """The model of a run of this world."""
+    return model_and_data.build_model(config, world, GlobalState(config, world=world), hooks)[0]
+
+
+def job_compare(settings: dict[str, Any]) -> dict[str, Any]:
+    """How the divided model of each configuration differs from that of one process."""
+    model_and_data.place = lambda chunks, world, config, **options: place(
+        chunks, world, config, shard=None if world.size == 1 else by_hand, **options
+    )
+    found = {}
+    with closing(open_world(DistributedInitConfig(device="cpu"), ParallelSizes(**settings["sizes"]))) as world:
+        for name, values in settings["cases"].items():
+            config = from_dict(values)
+            one, divided = built(config, World()), built(config, world)
+            found[name] = differences(one, divided)
+    return found
+
+
+def differences(one: nn.Module, divided: nn.Module) -> list[str]:
+    """What differs between two models, in words; nothing if the second one is the first in shards."""
+    found = []
+    parameters = dict(divided.named_parameters(remove_duplicate=False))
+    expected = dict(one.named_parameters(remove_duplicate=False))
+    if list(parameters) != list(expected):
+        found.append(f"names: {sorted(set(parameters) ^ set(expected))}")
+    for name, parameter in expected.items():
+        other = parameters[name]
+        if as_dtensor(other) is None:
+            found.append(f"{name} is not divided")
+        if other.dtype != parameter.dtype or other.requires_grad != parameter.requires_grad:
+            found.append(f"{name} has {other.dtype}, {other.requires_grad}")
+        if not torch.equal(whole(other.detach()), parameter.detach()):
+            found.append(f"{name} has other values")
+    for names in ties(one):
+        if len({id(parameters[name]) for name in names}) != 1:
+            found.append(f"{names} are not shared")
+    buffers = dict(divided.named_buffers())
+    found += [name for name, one in one.named_buffers() if not torch.equal(one, buffers[name])]
+    tokens = torch.arange(24).view(2, 12)
+    torch.manual_seed(0)
+    expected_logits = one(tokens)
+    torch.manual_seed(0)
+    if not torch.equal(divided(tokens).detach(), expected_logits.detach()):
+        found.append("logits")
+    return found
+
+
+def ties(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]

@@ -33,6 +33,16 @@ EXPERTS = {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
 }
+QWEN3_MOE = {"qk_layernorm": True, "num_moe_experts": 4, "moe_router_topk": 2}
+NEOX = {
+    "model_type": "gpt_neox",
+    "vocab_size": 67,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+MIXTRAL = NEOX | {"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4}
 LORA = {"peft_scheme": "lora", "dim": 2}
 LLAMA = {
     "model_type": "llama",
@@ -61,6 +71,28 @@ def of_transformers(content: dict[str, Any], **options: Any) -> dict[str, Any]:
     return {"model": values, "dataset": {"seq_length": 32}}
 
 
+def pretrained(directory: Path, **options: Any) -> dict[str, Any]:
+    return {"checkpoint": {"pretrained_checkpoint": str(directory)}, "dataset": {"seq_length": 32}, **options}
+
+
+def of_files(directory: Path) -> dict[str, Any]:
+    """Models of directories, most with several files."""
+    kinds = {"llama": {}, "tied": TIED, "gpt2": GPT2, "experts": QWEN3_MOE}
+    for name, options in kinds.items():
+        model = build_transformer(ModelConfig(**SMALL | options), seed=3)
+        save_hf(model, directory / name, max_shard_bytes=4000)
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for name, content in {"neox": NEOX, "mixtral": MIXTRAL}.items():
+        torch.manual_seed(4)
+        config = AutoConfig.for_model(**content)
+        AutoModelForCausalLM.from_config(config).save_pretrained(directory / name, max_shard_size=4000)
+    found = {name: pretrained(directory / name, model={"seq_length": 32}) for name in (*kinds, "neox", "mixtral")}
+    found["bfloat16, lora"] = {**found["gpt2"], "peft": LORA, "mixed_precision": "bf16_mixed"}
+    found["neox, lora"] = {**found["neox"], "peft": LORA, "mixed_precision": "bf16_mixed"}
+    return found
+
+
 def cases(directory: Path) -> dict[str, Any]:
     return {
         "own": {"model": SMALL},
@@ -77,10 +109,12 @@ def cases(directory: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("sizes"), [{"dp_shard": 2}, {"dp_shard": 3}, {"dp_replicate": 2, "dp_shard": 2}])
+SIZES = [{"dp_shard": 2}, {"dp_shard": 3}, {"dp_replicate": 2, "dp_shard": 2}]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
 def test_divided_weights_are_those_of_one_process(processes: Processes, tmp_path: Path, sizes: dict[str, int]) -> None:
     ranks = sizes["dp_shard"] * sizes.get("dp_replicate", 1)
-    found = processes.results(JOBS, "compare", tmp_path, {"sizes": sizes, "cases": cases(tmp_path)}, ranks=ranks)
-    print(found[0])
-    for result in found:
+    settings = {"sizes": sizes, "cases": cases(tmp_path) | of_files(tmp_path)}
+    for result in processes.results(JOBS, "compare", tmp_path, settings, ranks=ranks):
         assert result == {name: [] for name in result}

@@ -27,7 +27,7 @@ def value_of(tensor: Tensor) -> Value:
 
 
 Give = Callable[[str, Value], None]
-"""Takes the value of the parameter or buffer of a name, before the next one exists."""
+"""Accepts the value of the parameter or buffer of a name, before the next one exists."""
 
 GiveAll = Callable[[Give], None]
 """Gives the values of all parameters of a model, and of its buffers that have any, in an order that ranks share."""

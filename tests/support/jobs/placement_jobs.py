@@ -15,6 +15,7 @@ from onstep.distributed.shards import as_dtensor, whole
 from onstep.training import GlobalState
 from onstep.training.setup import model_and_data
 from onstep.training.setup.placement import place
+from onstep.training.setup.pretrained import fill_from_pretrained
 
 
 def by_hand(chunks: list[nn.Module], world: World, config: ConfigContainer) -> list[nn.Module]:
@@ -43,6 +44,8 @@ def job_compare(settings: dict[str, Any]) -> dict[str, Any]:
     with closing(open_world(DistributedInitConfig(device="cpu"), ParallelSizes(**settings["sizes"]))) as world:
         for name, values in settings["cases"].items():
             config = from_dict(values)
+            if config.checkpoint.pretrained_checkpoint is not None:
+                config = fill_from_pretrained(config)
             one, divided = built(config, World()), built(config, world)
             found[name] = differences(one, divided)
     return found

@@ -71,29 +71,12 @@ def of_transformers(content: dict[str, Any], **options: Any) -> dict[str, Any]:
     return {"model": values, "dataset": {"seq_length": 32}}
 
 
-def pretrained(directory: Path, **options: Any) -> dict[str, Any]:
-    return {"checkpoint": {"pretrained_checkpoint": str(directory)}, "dataset": {"seq_length": 32}, **options}
+def pretrained(directory: Path) -> dict[str, Any]:
+    data = {"dataset": {"seq_length": 32}, "model": {"seq_length": 32}}
+    return {"checkpoint": {"pretrained_checkpoint": str(directory)}, **data}
 
 
-def of_files(directory: Path) -> dict[str, Any]:
-    """Models of directories, most with several files."""
-    kinds = {"llama": {}, "tied": TIED, "gpt2": GPT2, "experts": QWEN3_MOE}
-    for name, options in kinds.items():
-        model = build_transformer(ModelConfig(**SMALL | options), seed=3)
-        save_hf(model, directory / name, max_shard_bytes=4000)
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    for name, content in {"neox": NEOX, "mixtral": MIXTRAL}.items():
-        torch.manual_seed(4)
-        config = AutoConfig.for_model(**content)
-        AutoModelForCausalLM.from_config(config).save_pretrained(directory / name, max_shard_size=4000)
-    found = {name: pretrained(directory / name, model={"seq_length": 32}) for name in (*kinds, "neox", "mixtral")}
-    found["bfloat16, lora"] = {**found["gpt2"], "peft": LORA, "mixed_precision": "bf16_mixed"}
-    found["neox, lora"] = {**found["neox"], "peft": LORA, "mixed_precision": "bf16_mixed"}
-    return found
-
-
-def cases(directory: Path) -> dict[str, Any]:
+def of_configuration() -> dict[str, Any]:
     return {
         "own": {"model": SMALL},
         "tied, bfloat16": {"model": SMALL | TIED, "optimizer": {"params_dtype": "bfloat16"}},
@@ -101,20 +84,65 @@ def cases(directory: Path) -> dict[str, Any]:
         "experts": {"model": SMALL | EXPERTS},
         "lora": {"model": SMALL, "peft": LORA},
         "lora on bfloat16": {"model": SMALL | GPT2, "peft": LORA, "mixed_precision": "bf16_mixed"},
-        "llama of transformers": of_transformers(LLAMA),
-        "tied llama of transformers": of_transformers(LLAMA, tie_word_embeddings=True),
-        "gpt2 of transformers": of_transformers(OF_GPT2),
-        "llama of transformers, lora": {**of_transformers(LLAMA), "peft": LORA, "mixed_precision": "bf16_mixed"},
-        "mamba of transformers": of_transformers(MAMBA),
     }
 
 
-SIZES = [{"dp_shard": 2}, {"dp_shard": 3}, {"dp_replicate": 2, "dp_shard": 2}]
+def of_transformers_classes() -> dict[str, Any]:
+    return {
+        "llama class": of_transformers(LLAMA),
+        "tied llama class": of_transformers(LLAMA, tie_word_embeddings=True),
+        "gpt2 class": of_transformers(OF_GPT2),
+        "llama class, lora": {**of_transformers(LLAMA), "peft": LORA, "mixed_precision": "bf16_mixed"},
+        "mamba class, whose values cannot be drawn one by one": of_transformers(MAMBA),
+    }
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-def test_divided_weights_are_those_of_one_process(processes: Processes, tmp_path: Path, sizes: dict[str, int]) -> None:
+def of_own_files(directory: Path) -> dict[str, Any]:
+    """Models of directories with several files."""
+    kinds = {"llama": {}, "tied": TIED, "gpt2": GPT2, "experts": QWEN3_MOE}
+    for name, options in kinds.items():
+        model = build_transformer(ModelConfig(**SMALL | options), seed=3)
+        save_hf(model, directory / name, max_shard_bytes=4000)
+    return {f"{name} files": pretrained(directory / name) for name in kinds}
+
+
+def of_their_files(directory: Path) -> dict[str, Any]:
+    """The same of classes of transformers, of which it converts the second one's files."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for name, content in {"neox": NEOX, "mixtral": MIXTRAL}.items():
+        torch.manual_seed(4)
+        config = AutoConfig.for_model(**content)
+        AutoModelForCausalLM.from_config(config).save_pretrained(directory / name, max_shard_size=4000)
+    return {
+        "neox files": pretrained(directory / "neox"),
+        "mixtral files": pretrained(directory / "mixtral"),
+        "neox files, lora": pretrained(directory / "neox") | {"peft": LORA, "mixed_precision": "bf16_mixed"},
+    }
+
+
+def check(processes: Processes, directory: Path, sizes: dict[str, int], chosen: dict[str, Any]) -> None:
     ranks = sizes["dp_shard"] * sizes.get("dp_replicate", 1)
-    settings = {"sizes": sizes, "cases": cases(tmp_path) | of_files(tmp_path)}
-    for result in processes.results(JOBS, "compare", tmp_path, settings, ranks=ranks):
-        assert result == {name: [] for name in result}
+    for result in processes.results(JOBS, "compare", directory, {"sizes": sizes, "cases": chosen}, ranks=ranks):
+        assert result == {name: [] for name in chosen}
+
+
+def test_divided_weights_are_those_of_one_process(processes: Processes, tmp_path: Path) -> None:
+    processes.load("torch.distributed.fsdp", "torch.distributed.tensor")
+    chosen = {name: of_configuration()[name] for name in ("tied, bfloat16", "experts")} | of_own_files(tmp_path)
+    check(processes, tmp_path, {"dp_shard": 3}, chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"dp_shard": 3}, {"dp_replicate": 2, "dp_shard": 2}])
+def test_any_divided_model_has_the_weights_of_one_process(
+    processes: Processes, tmp_path: Path, sizes: dict[str, int]
+) -> None:
+    own = of_own_files(tmp_path)
+    lora = {"bfloat16, lora": own["gpt2 files"] | {"peft": LORA, "mixed_precision": "bf16_mixed"}}
+    check(
+        processes,
+        tmp_path,
+        sizes,
+        of_configuration() | of_transformers_classes() | own | lora | of_their_files(tmp_path),
+    )

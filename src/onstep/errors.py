@@ -45,6 +45,10 @@ class ShardingError(ConfigError, RuntimeError):
     """A tensor is not sharded over ranks as a computation requires; also a RuntimeError, as in Megatron Bridge."""
 
 
+class MainOnlyError(ConfigError, RuntimeError):
+    """A collective in what only rank 0 runs; the message names the callback, and all ranks raise it."""
+
+
 class CallbackError(ConfigError, TypeError):
     """A callback or handler that cannot be called as it is; also a TypeError, as a wrong argument of a function is."""
 

@@ -19,7 +19,7 @@ from onstep.events.events import EVENTS
 def loop_run(run):
     """A run with all that the loop's own has for its callbacks."""
     fields = {"trainer": None, "processing_class": "bpe", "train_dataloader": "train", "eval_dataloader": "eval"}
-    for name, value in {"control": Control(), "world": SimpleNamespace(rank=0), **fields}.items():
+    for name, value in {"control": Control(), "world": SimpleNamespace(rank=0, size=1), **fields}.items():
         setattr(run, name, value)
     return run
 

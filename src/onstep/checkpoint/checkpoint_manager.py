@@ -363,7 +363,12 @@ class CheckpointManager:
 
     def _on_main(self, work: Callable[[], T], doing: str) -> T:
         """Run `work` on rank 0 and return its result on all ranks. Collective."""
-        shared: T = self.world.share(together(self.world, lambda: work() if self.world.is_main else None, doing))
+
+        def alone() -> T:
+            with self.world.main_only(doing):
+                return work()
+
+        shared: T = self.world.share(together(self.world, lambda: alone() if self.world.is_main else None, doing))
         return shared
 
     def _on_tidy_main(self, work: Callable[[], T], doing: str) -> T:

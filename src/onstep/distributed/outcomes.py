@@ -10,6 +10,8 @@ from onstep.errors import CheckpointError, ConfigError
 
 T = TypeVar("T")
 
+_REMEDY = "call the collective on all ranks before it, and pass the result"
+
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """The result of the work, or the error it raised: for work whose outcome must be known to all ranks.
@@ -59,7 +61,10 @@ def on_main(world: World, work: Callable[[], T]) -> T:
         world: the ranks of the run.
         work: what rank 0 calls, without arguments.
     """
-    result, error = attempt(work) if world.is_main else (None, None)
+    result, error = None, None
+    if world.is_main:
+        with world.main_only("work of rank 0", _REMEDY):
+            result, error = attempt(work)
     result, error = world.share((result, error))
     if error is not None:
         raise error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from onstep.config.parallel_sizes import ParallelSizes
 from onstep.distributed.data_ranks import DataRanks
+from onstep.distributed.main_only import MainOnlySection, Postponed
 from onstep.distributed.mesh import AXES, EXPERT_AXES, RankGroups, check_sizes, grid_of
 from onstep.distributed.process_group import is_timeout
 from onstep.errors import CollectiveAfterErrorError
@@ -63,6 +64,8 @@ class World:
     """The identity of an error that was already being handled, such as that of a run which this one repeats."""
     _error: str | None = field(default=None, init=False, repr=False, compare=False)
     """The name of the error after which no collective may start."""
+    _postponed: Postponed = field(default_factory=Postponed, init=False, repr=False, compare=False)
+    """The error of a section of one rank, which all ranks raise at the next agreement."""
     _groups: RankGroups = field(init=False, repr=False, compare=False)
     """The process groups along the axes of `mesh`."""
 
@@ -135,6 +138,37 @@ class World:
         """Whether this is rank 0."""
         return self.rank == 0
 
+    def main_only(self, what: str | None = None, remedy: str | None = None) -> AbstractContextManager[None]:
+        """Context for what one rank does alone: a collective raises in it at once, where it would wait for the others.
+
+        Args:
+            what: what is done, for the message; None for the callback that is being called.
+            remedy: what to do instead of the collective; None for what a callback can do.
+
+        Raises:
+            MainOnlyError: at a collective, also one inside `full_tensor()` or the forward of a DDP or FSDP2 model.
+        """
+        return nullcontext() if self.size == 1 else MainOnlySection(self.rank, self.size, what, remedy)
+
+    @contextmanager
+    def postponing(self) -> Iterator[None]:
+        """Context at whose end, at the latest, all ranks raise what one of them has postponed. Collective.
+
+        Raises:
+            MainOnlyError: on all ranks.
+        """
+        with self._postponed.accepting():
+            yield
+            self.agree([])
+
+    def postpone(self, error: BaseException) -> bool:
+        """Whether all ranks will raise this error together, at the next agreement.
+
+        Args:
+            error: what a callback raised that one rank alone called; only an error of `main_only` is postponed.
+        """
+        return self._error is None and self._postponed.take(error)
+
     @contextmanager
     def error_scope(self) -> Iterator[None]:
         """Context for everything that happens because of an error; afterwards collectives are allowed as before."""
@@ -167,12 +201,18 @@ class World:
 
         Args:
             votes: flags of this rank; each is set on all ranks if it is set on one.
+
+        Raises:
+            MainOnlyError: on all ranks, if one of them has postponed it.
         """
         if not self._communicates("agree"):
             return votes
-        tensor = torch.tensor(votes, dtype=torch.int64)
+        tensor = torch.tensor([*votes, self._postponed.error is not None], dtype=torch.int64)
         self._run("agree", lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control_group))
-        return [int(vote) for vote in tensor.numpy()]
+        *agreed, fails = tensor.tolist()
+        if fails:
+            self._postponed.raise_together(self.gather)
+        return agreed
 
     def gather(self, item: Any) -> list[Any]:
         """Every rank's item, in rank order, on every rank. Collective; for small Python objects.

@@ -11,7 +11,7 @@ from onstep.events.control import Control, Request
 from onstep.events.events import BY_NAME
 from onstep.events.readable import ReadableField
 from onstep.events.run_state import RunState
-from onstep.events.views import OptimizerView, RunView, SchedulerView
+from onstep.events.views import OptimizerView, RunView, SchedulerView, WorldView
 from onstep.record.kinds import Metrics
 
 if TYPE_CHECKING:
@@ -107,6 +107,8 @@ class CallbackContext:
     """The directory of the checkpoint that is saved or loaded."""
     request: Request | None = None
     """The decision that was recorded, or the command to carry out."""
+    guard: WorldView | None = field(default=None, init=False, repr=False)
+    """The world of a run of several ranks, for what rank 0 does alone; None if there is nobody to wait for."""
     callback_timer: CallbackTimer | None = None
     """Measures how long callbacks take, once started."""
     hf_objects: Keywords = field(default_factory=dict, repr=False)

@@ -48,6 +48,7 @@ class Dispatcher:
         self.model = model if model is not None else []
         self.optimizer = optimizer
         self.scheduler = scheduler
+        self._guard = run.world if manager is not None and run.world.size > 1 else None
         self._user_state: UserState = {} if manager is None else manager.user_state
         if manager is not None:
             manager.follow(self)
@@ -117,6 +118,7 @@ def _method(event: Event) -> Callable[..., None]:
             "trainer": held.trainer,
             "processing_class": held.processing_class,
             "event": name,
+            "guard": self._guard,
             "callback_timer": manager.callback_timer,
             "hf_objects": {},
             "optimizer": self.optimizer,

@@ -23,6 +23,8 @@ from onstep.events.registration import (
     function_registration,
     registration_of,
 )
+from onstep.events.signatures import Handler
+from onstep.events.views import WorldView
 from onstep.processes.heartbeat import HEARTBEAT
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -232,7 +234,7 @@ class CallbackManager:
         Args:
             listeners: what is called, in order.
         """
-        disabled, clock, is_main = self._disabled, self.callback_timer, context.rank == 0
+        disabled, clock, is_main, guard = self._disabled, self.callback_timer, context.rank == 0, context.guard
         voice = vars(context.control)  # bypasses its __setattr__, which handles the flags
         outer = voice["author"], voice["event"], HEARTBEAT.callback  # a callback may fire an event itself
         try:
@@ -246,16 +248,17 @@ class CallbackManager:
                 voice["event"], voice["author"] = called
                 HEARTBEAT.beats += 1
                 try:
+                    handle = listener.handle if guard is None or not listener.main_only else _guarded(listener, guard)
                     if clock.is_running:
-                        clock.call(listener.author, listener.handle, context)
+                        clock.call(listener.author, handle, context)
                     else:
-                        listener.handle(context)
+                        handle(context)
                 except StopIteration as error:  # it would end a generator that fires the event
                     raised = of_exhausted_iterator(f"callback '{listener.author}'", error)
                     if not self._tolerates(listener, raised):
                         raise raised from error
                 except BaseException as error:
-                    if not self._tolerates(listener, error):
+                    if not self._tolerates(listener, error) and not (guard is not None and guard.postpone(error)):
                         raise
         finally:
             if HEARTBEAT.is_followed:
@@ -354,6 +357,16 @@ class CallbackManager:
             setattr(self.listeners, event, tuple(listening))
         for follower in self._followers:
             follower.refresh()
+
+
+def _guarded(listener: Listener, guard: WorldView) -> Handler:
+    """The handler of a listener that only rank 0 calls, in which collectives raise."""
+
+    def handle(context: CallbackContext) -> None:
+        with guard.main_only():
+            listener.handle(context)
+
+    return handle
 
 
 def _with_object(listener: Listener, given: object) -> Listener:

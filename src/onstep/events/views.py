@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -67,6 +68,21 @@ class WorldView(Protocol):
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0."""
+
+    def main_only(self, what: str | None = None, remedy: str | None = None) -> AbstractContextManager[None]:
+        """Context for what one rank does alone, in which a collective raises.
+
+        Args:
+            what: what is done, for the message; None for the callback that is being called.
+            remedy: what to do instead of the collective; None for what a callback can do.
+        """
+
+    def postpone(self, error: BaseException) -> bool:
+        """Whether all ranks will raise this error of `main_only` together.
+
+        Args:
+            error: what a callback raised that one rank alone called.
+        """
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in place. Collective, on the tensor's device.

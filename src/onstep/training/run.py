@@ -226,7 +226,8 @@ class Run:
         if self.world.is_main:
             at = self.train_state.step if step is None else step
             directory = None if self.run_dir is None else self.run_dir.path
-            self.record.append(directory, kind, at, self.trainer_state.epoch, data)
+            with self.world.main_only("a listener of the record", "use a callback's event in its place"):
+                self.record.append(directory, kind, at, self.trainer_state.epoch, data)
 
     @property
     def record_path(self) -> Path | None:

@@ -47,7 +47,8 @@ def on_main(world: World, owner: S | None, work: Callable[[S], T]) -> T:
     if world.size == 1:
         return work(owner)
     try:
-        value = work(owner)
+        with world.main_only("the exchange with the server"):
+            value = work(owner)
     except Exception as error:
         world.share((None, f"{type(error).__name__}: {text_of(error)}"))
         raise

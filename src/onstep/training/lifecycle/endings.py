@@ -46,7 +46,8 @@ def run_scope(run: Run, fire: Callable[..., None]) -> Iterator[None]:
     with current_calculator(run.batch_sizes):
         try:
             try:
-                yield
+                with run.world.postponing():
+                    yield
             except BaseException as error:
                 fire_endings(run, fire, error, is_outermost=True)
                 raise

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from onstep.analysis.reports.model_card import CARD_FILE, card_of_run
-from onstep.errors import CheckpointError, ConfigError, OnstepError
+from onstep.errors import CheckpointError, ConfigError, MainOnlyError, OnstepError
 from onstep.events.context import unwrap
 from onstep.files.durability import replace_durably
 from onstep.models import Transformer, hf_obstacle
@@ -43,7 +43,11 @@ def write_final_weights(state: Run, write: Callable[[RunDir], None]) -> None:
     if state.control.should_abort_without_save or state.exits.decided is not None:
         return
     try:
-        write(directory)
+        with state.world.main_only("writing the final weights", "export them from the newest checkpoint"):
+            write(directory)
+    except MainOnlyError as error:
+        if not state.world.postpone(error):
+            raise
     except ConfigError as error:
         logger.warning(
             "the final weights are only in the checkpoints, where onstep generate and finetune read them: %s", error

@@ -133,7 +133,8 @@ def write_decision(state: Run, request: Request, step: int | None = None) -> Non
     if not state.world.is_main:
         return
     append_decision(state, request, step)
-    state.entry_point.fire("on_decision", request=request)
+    with state.world.main_only(remedy="use an event that fires on all ranks; on_decision fires on rank 0"):
+        state.entry_point.fire("on_decision", request=request)
 
 
 def append_decision(state: Run, request: Request, step: int | None = None) -> None:

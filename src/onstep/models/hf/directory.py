@@ -16,6 +16,7 @@ from onstep.config.field_types import accepts_none, field_types
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError, OnstepError
 from onstep.files.durability import replace_durably
+from onstep.models.deferred import gathered
 from onstep.models.heads import replicated_layers
 from onstep.models.hf.architecture import HF_ACTIVATIONS, SHARED_KEYS, Architecture, UnsupportedModelError, described
 from onstep.models.hf.gpt2 import GPT2
@@ -151,6 +152,13 @@ def to_hf_state_dict(model: Transformer) -> dict[str, Tensor]:
     return architecture.to_hf(model.state_dict())
 
 
+def deferred_hf_weights(model: Transformer) -> dict[str, Tensor]:
+    """The same, with those deferred that are sharded over ranks."""
+    architecture = architecture_of(model.config)
+    check_heads(model, architecture.class_name)
+    return architecture.to_hf({name: gathered(tensor) for name, tensor in model.state_dict().items()})
+
+
 def hf_obstacle(model: Transformer) -> str | None:
     """The reason why `transformers` cannot open `model`, with a remedy; None if it can."""
     try:
@@ -278,16 +286,20 @@ def save_hf(
     tokenizer_files: Sequence[str | Path] = (),
     eos_id: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    writes: bool = True,
 ) -> None:
     """Write `model` to `directory`, created if needed, for `AutoModelForCausalLM.from_pretrained`.
 
-    Each file is replaced atomically: a kill leaves either the old or the new one. Call it from one process. Tied
-    weights are stored once.
+    Each file is replaced atomically: a kill leaves either the old or the new one. Call it from one process, or, if the
+    weights are sharded, on all ranks: they are gathered one at a time. Tied weights are stored once.
 
     Args:
+        model: the model.
+        directory: the directory.
         tokenizer_files: files to copy next to the weights (`tokenizer.json`, `tokenizer_config.json`, ...).
         eos_id: token at which `transformers` ends generated text; None for none.
         max_shard_bytes: size of a file of weights, in bytes, beyond which they are split into several with an index.
+        writes: whether this rank writes; the others join in gathering the weights.
 
     Raises:
         ConfigError: for a model that no `transformers` architecture computes, or one with a value head.
@@ -296,9 +308,11 @@ def save_hf(
     types = sorted({str(one.dtype).removeprefix("torch.") for one in model.parameters()})
     dtype = types[0] if len(types) == 1 else "float32"
     config = hf_config_dict(model.config, eos_id=eos_id, dtype=dtype)
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in to_hf_state_dict(model).items()}
-    target.mkdir(parents=True, exist_ok=True)
-    write_weights(tensors, target, max_shard_bytes)
+    if writes:
+        target.mkdir(parents=True, exist_ok=True)
+    write_weights(deferred_hf_weights(model), target, max_shard_bytes, writes=writes)
+    if not writes:
+        return
     replace_durably(target / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
     for file in tokenizer_files:
         shutil.copy(file, target)

@@ -7,13 +7,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from onstep.config import ModelConfig
 from onstep.errors import ConfigError
-from onstep.models.hf.directory import architecture_of, to_hf_state_dict
-from onstep.models.hf.gguf_types import DTYPES, converted, file_type_of, import_gguf, stored_as
+from onstep.models.deferred import value_of
+from onstep.models.hf.directory import architecture_of, deferred_hf_weights
+from onstep.models.hf.gguf_types import DTYPES, converted, file_type_of, import_gguf, stored_as, stored_bytes
 from onstep.models.layers.feed_forward import is_moe_layer
 from onstep.models.layers.rotary import RotaryTables, scaling_type
 from onstep.models.sizes import ffn_hidden_size, head_width, num_query_groups
@@ -51,17 +53,20 @@ def write_gguf(model: Transformer, path: Path, *, name: str, vocabulary: Metadat
         _add(writer, key, value)
     arch = next(one for one, theirs in gguf.MODEL_ARCH_NAMES.items() if theirs == architecture)
     names = gguf.get_tensor_name_map(arch, model.config.num_layers)
-    kinds: Counter[str] = Counter()
+    found: list[tuple[Tensor, str]] = []
     for hf_name, tensor in _tensors(model).items():
         gguf_name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
         own = stored_as(tensor, gguf_name, kind)
-        writer.add_tensor(gguf_name, converted(tensor, own), raw_dtype=gguf.GGMLQuantizationType[own])
-        kinds[own] += 1
+        raw = gguf.GGMLQuantizationType[own]
+        writer.add_tensor_info(gguf_name, tuple(tensor.shape), np.dtype("f4"), stored_bytes(tensor, own), raw)
+        found.append((tensor, own))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    writer.write_ti_data_to_file()
+    for tensor, own in found:  # so that one at a time is in memory
+        writer.write_tensor_data(converted(value_of(tensor), own))
     writer.close()
-    return kinds
+    return Counter(own for _, own in found)
 
 
 def check_gguf(config: ModelConfig) -> str:
@@ -134,7 +139,7 @@ def _tensors(model: Transformer) -> dict[str, Tensor]:
     heads = {"q": config.num_attention_heads, "k": num_query_groups(config)}
     found: dict[str, Tensor] = {}
     experts: dict[str, list[Tensor]] = {}
-    for name, tensor in to_hf_state_dict(model).items():
+    for name, tensor in deferred_hf_weights(model).items():
         rotated = _ROTATED.fullmatch(name)
         if expert := _EXPERT.fullmatch(name):
             experts.setdefault(".".join(expert.groups()), []).append(tensor)

@@ -99,6 +99,13 @@ def converted(tensor: Tensor, kind: str) -> Any:
     return gguf.quants.quantize(tensor.float().cpu().contiguous().numpy(), gguf.GGMLQuantizationType[kind])
 
 
+def stored_bytes(tensor: Tensor, kind: str) -> int:
+    """The bytes of a tensor in a type."""
+    gguf = import_gguf()
+    items, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    return int(tensor.numel() // items * size)
+
+
 def check_gguf_file(path: Any) -> dict[str, int]:
     """Read the header of a GGUF file and the places of its tensors; returns the number of tensors by type.
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from onstep.config import ModelConfig
 from onstep.errors import OnstepError
 from onstep.files.bounded_reading import read_json
 from onstep.files.durability import replace_durably
+from onstep.models.deferred import value_of
 from onstep.models.hf.values import short
 from onstep.models.layers.feed_forward import is_moe_layer
 from onstep.models.sizes import ffn_hidden_size, head_width, num_query_groups, vocabulary_size
@@ -30,15 +31,45 @@ PICKLE_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OTHER = torch.uint8
+_TYPE_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.complex64: "C64",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+}
+"""The types that a file can hold, narrow ones first, as `safetensors` orders them."""
+_ORDER = {dtype: place for place, dtype in enumerate(_TYPE_NAMES)}
+_WRITE_BYTES = 2**26
 FLOATS = frozenset(_DTYPES.values())
 """The types of weights that are numbers as they are; narrower ones are quantized."""
 _MAX_WORDS = 300
 
 
-def write_weights(tensors: Mapping[str, Tensor], target: Path, max_shard_bytes: int) -> None:
+def write_weights(tensors: Mapping[str, Tensor], target: Path, max_shard_bytes: int, *, writes: bool = True) -> None:
     """Write weights as `model.safetensors`, or as shards of at most `max_shard_bytes` with an index.
 
-    Each file is replaced atomically, and the files of the other form are removed at the end. A tensor is never split.
+    Each file is replaced atomically, and the files of the other form are removed at the end. A tensor is never split,
+    and the values of deferred tensors are computed one after the other, even after an error: other ranks may wait for
+    this one to take part in it.
+
+    Args:
+        tensors: the weights, some of which may be deferred.
+        target: the directory.
+        max_shard_bytes: size of a file, in bytes.
+        writes: whether this rank writes; if not, it joins in computing the values.
     """
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
@@ -48,13 +79,30 @@ def write_weights(tensors: Mapping[str, Tensor], target: Path, max_shard_bytes: 
             size = 0
         shards[-1][name] = tensor
         size += tensor.nbytes
+    values = _values(shards)
+    try:
+        if writes:
+            _write_shards(shards, values, target)
+    finally:
+        for _ in values:
+            pass
+
+
+def _values(shards: list[dict[str, Tensor]]) -> Iterator[Tensor]:
+    """The values of all weights, as they follow each other in the files."""
+    for shard in shards:
+        for name in _in_file_order(shard):
+            yield value_of(shard[name])
+
+
+def _write_shards(shards: list[dict[str, Tensor]], values: Iterator[Tensor], target: Path) -> None:
     number = len(shards)
     names = [WEIGHTS_FILE] if number == 1 else [f"model-{i + 1:05}-of-{number:05}.safetensors" for i in range(number)]
     for name, shard in zip(names, shards, strict=True):
-        _write_shard(shard, target / name)
+        _write_shard(shard, values, target / name)
     if number > 1:
         weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-        total = sum(tensor.nbytes for tensor in tensors.values())
+        total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
         content = {"metadata": {"total_size": total}, "weight_map": weight_map}
         replace_durably(target / INDEX_FILE, json.dumps(content, indent=2) + "\n")
     for old in [target / WEIGHTS_FILE, *target.glob("model-*-of-*.safetensors")]:
@@ -64,13 +112,38 @@ def write_weights(tensors: Mapping[str, Tensor], target: Path, max_shard_bytes: 
         (target / INDEX_FILE).unlink(missing_ok=True)
 
 
-def _write_shard(tensors: dict[str, Tensor], path: Path) -> None:
+def _write_shard(tensors: dict[str, Tensor], values: Iterator[Tensor], path: Path) -> None:
     partial = path.with_name(f"{path.name}.partial")
-    save_file(tensors, partial, metadata={"format": "pt"})
-    umask = os.umask(0o077)
-    os.umask(umask)
-    partial.chmod(0o666 & ~umask)  # safetensors makes it readable by its owner only
-    os.replace(partial, path)
+    try:
+        with partial.open("wb") as file:
+            file.write(_header(tensors))
+            for _ in tensors:
+                memory = next(values).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                for start in range(0, memory.nbytes, _WRITE_BYTES):
+                    file.write(memory[start : start + _WRITE_BYTES])
+                del memory
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _in_file_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names in the order of `safetensors`, which aligns each tensor to its items."""
+    return sorted(tensors, key=lambda name: (-_ORDER[tensors[name].dtype], name))
+
+
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    """The header of a file of weights, with its length in front, as `safetensors` writes it."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name in _in_file_order(tensors):
+        tensor, end = tensors[name], position + tensors[name].nbytes
+        kind = _TYPE_NAMES[tensor.dtype]
+        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def weight_files(target: Path) -> list[Path]:

@@ -118,3 +118,16 @@ def test_a_rank_that_waits_too_long_names_the_limit(processes: Processes, tmp_pa
     notes = processes.results(JOBS, "waits", tmp_path)[1]
     assert "rank 1 of 2 waited in World.barrier" in notes
     assert "dist.distributed_timeout_minutes=0.02" in notes
+
+
+def test_after_the_first_step_a_rank_waits_for_a_shorter_time(
+    processes: Processes, tmp_path: Path, corpus: Path, token_cache: Path
+) -> None:
+    settings = {"corpus": str(corpus), "cache": str(token_cache)}
+    waits, late = processes.results(JOBS, "comes_late", tmp_path, settings)
+    for result in (waits, late):
+        before, after = result["limits"]
+        assert len(before) > 1
+        assert set(before) == {1800.0}
+        assert after == [0.5] * len(before)
+    assert "waited in World.agree for longer than dist.timeout_after_first_step=0.5" in waits["notes"]

@@ -91,6 +91,11 @@ class RankGroups:
         self._made: dict[tuple[object, ...], ProcessGroup | None] = {}
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
 
+    @property
+    def made(self) -> list[ProcessGroup]:
+        """The groups that exist and have this rank, but for the default group."""
+        return [group for group in self._made.values() if group is not None]
+
     def over(self, axes: tuple[str, ...]) -> ProcessGroup:
         """The group of the ranks that differ from this one on these axes only. Collective over all ranks, once.
 
@@ -172,7 +177,7 @@ class RankGroups:
         Args:
             waits: False after an error, when the other ranks might be elsewhere.
         """
-        for group in filter(None, self._made.values()):
+        for group in self.made:
             if waits:
                 dist.destroy_process_group(group)
             else:

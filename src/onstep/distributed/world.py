@@ -25,6 +25,7 @@ from onstep.distributed.data_ranks import DataRanks
 from onstep.distributed.main_only import MainOnlySection, Postponed
 from onstep.distributed.mesh import AXES, EXPERT_AXES, RankGroups, check_sizes, grid_of
 from onstep.distributed.process_group import is_timeout
+from onstep.distributed.timeouts import TimeLimit
 from onstep.errors import CollectiveAfterErrorError
 
 
@@ -66,6 +67,8 @@ class World:
     """The name of the error after which no collective may start."""
     _postponed: Postponed = field(default_factory=Postponed, init=False, repr=False, compare=False)
     """The error of a section of one rank, which all ranks raise at the next agreement."""
+    _limit: TimeLimit = field(default_factory=TimeLimit, init=False, repr=False, compare=False)
+    """The time limit of collectives, while it is another than at first."""
     _groups: RankGroups = field(init=False, repr=False, compare=False)
     """The process groups along the axes of `mesh`."""
 
@@ -291,6 +294,21 @@ class World:
         if self._communicates("barrier"):
             self._run("barrier", lambda: dist.barrier(group=self.control_group))
 
+    def limit(self, seconds: float) -> None:
+        """Set the time limit of collectives over any of the ranks, from now until `unlimit`; not collective.
+
+        Args:
+            seconds: how long a collective waits for other ranks.
+        """
+        if self.size > 1 and dist.is_initialized():
+            groups = [dist.group.WORLD, self.control_group, *self._groups.made]
+            self._limit.set((one for one in groups if isinstance(one, ProcessGroup)), seconds)
+
+    def unlimit(self) -> None:
+        """Give collectives the time limits that they had before `limit`; not collective."""
+        if self._limit.seconds is not None and dist.is_initialized():
+            self._limit.restore()
+
     def _communicates(self, collective: str) -> bool:
         """Whether there are other ranks; raises if one of them might not have seen this rank's error."""
         if self.size > 1 and self._error is not None:
@@ -307,11 +325,14 @@ class World:
             work()
         except RuntimeError as error:
             if is_timeout(error):
-                limit = "" if self.timeout_minutes is None else f"={self.timeout_minutes:g}"
+                minutes, seconds = self.timeout_minutes, self._limit.seconds
+                limit = f"dist.distributed_timeout_minutes{'' if minutes is None else f'={minutes:g}'}"
+                if seconds is not None:
+                    limit = f"dist.timeout_after_first_step={seconds:g}"
                 error.add_note(
-                    f"rank {self.rank} of {self.size} waited in World.{collective} for longer than "
-                    f"dist.distributed_timeout_minutes{limit} (ddp_timeout of TrainingArguments); look for the rank "
-                    f"whose output ends first, or allow more time."
+                    f"rank {self.rank} of {self.size} waited in World.{collective} for longer than {limit} "
+                    f"(ddp_timeout of TrainingArguments); look for the rank whose output ends first, or allow more "
+                    f"time."
                 )
             raise
 

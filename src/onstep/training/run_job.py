@@ -52,5 +52,8 @@ def run_job(job: Job) -> None:
         warn_of_parameters_left_out(job)
         warn_of_hidden_weights(job.model, is_main=run.world.is_main)
         warn_of_wrapper(job)
-        Loop(job).train()
+        try:
+            Loop(job).train()
+        finally:
+            run.world.unlimit()
     exit_if_preempted(run)

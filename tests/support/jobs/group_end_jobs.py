@@ -14,10 +14,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from onstep import Trainer, TrainerCallback, pretrain
+from onstep import Callback, Trainer, TrainerCallback, pretrain
 from onstep.config import DistributedInitConfig
 from onstep.distributed import open_world, process_group
-from tests.support.jobs.rank_jobs import config
+from tests.support.jobs.rank_jobs import RANK, config
 from tests.support.small_models import Regression, arguments, regression_rows
 
 
@@ -84,3 +84,37 @@ def job_waits(settings: dict[str, Any]) -> str:
         ended.touch()
         world.abandon()
     return ""
+
+
+class ComesLate(Callback):
+    """On rank 1: late for the first step, and not at all after the second, as long as the other rank waits."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.limits = seconds, list[list[float]]()
+
+    def on_train_start(self, context: Any) -> None:
+        context.state.world.group("dp_replicate")
+        context.state.world.mesh.get_group("tp")
+
+    def on_step_begin(self, context: Any) -> None:
+        groups: Any = dist.distributed_c10d._world.pg_map
+        self.limits.append([one._get_backend(torch.device("cpu")).options._timeout.total_seconds() for one in groups])
+        if RANK == 1 and len(self.limits) == 1:
+            time.sleep(self.seconds)
+
+    def on_step_end(self, context: Any) -> None:
+        while RANK == 1 and len(self.limits) == 2 and not Path("ended").exists():
+            time.sleep(0.01)
+
+
+def job_comes_late(settings: dict[str, Any]) -> dict[str, Any]:
+    """The limits of all groups at the beginning of each step, and the notes of the error of the rank that waits."""
+    chosen, late, notes = config(settings), ComesLate(1.5), ""
+    chosen.ft.watchdog_seconds, chosen.dist.timeout_after_first_step = None, 0.5
+    try:
+        pretrain(chosen, callbacks=[late])
+    except RuntimeError as error:
+        notes = " ".join(getattr(error, "__notes__", ()))
+    finally:
+        Path("ended").touch()
+    return {"limits": late.limits, "notes": notes}

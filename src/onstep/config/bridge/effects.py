@@ -212,6 +212,7 @@ EFFECTS: dict[str, dict[str, Rule]] = {
             why="elements of 4 bytes there, MiB here; null leaves it as it is",
         ),
     },
+    "dist": {"distributed_timeout_seconds_after_init": _renamed("dist.timeout_after_first_step")},
     "straggler": {"enable_straggler_on_startup": _inverse("straggler.disable_straggler_on_startup")},
 }
 """By section."""

@@ -59,11 +59,6 @@ DIST = {
             "external_gpu_device_mapping": False,
         },
     ),
-    **neutral(
-        "collectives have one time limit from start to end",
-        "set dist.distributed_timeout_minutes for all of them, or ft.watchdog_seconds, which names the rank that hangs",
-        {"distributed_timeout_seconds_after_init": None},
-    ),
     **without_effect(
         "it acts only with pipeline parallelism, which is not supported",
         {"align_grad_reduce": True, "use_tp_pp_dp_mapping": False, "use_decentralized_pg": False},

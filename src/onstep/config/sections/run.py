@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from onstep.config.section import MINUTES, PATH, SAFE, TRAJECTORY, Bound, ConfigSection, option
+from onstep.config.section import MINUTES, PATH, SAFE, SECONDS, TRAJECTORY, Bound, ConfigSection, option
 
 _DEVICE = Bound(
     "cpu, cuda, cuda:<n> with n up to 127, or null for CUDA where there is one",
@@ -75,7 +75,22 @@ class DistributedInitConfig(ConfigSection):
         hf="ddp_backend",
         help="Communication backend: gloo | nccl; None is nccl where every rank has a GPU, else gloo.",
     )
-    distributed_timeout_minutes: float = option(10.0, SAFE, bound=MINUTES, help="Timeout of a collective in minutes.")
+    distributed_timeout_minutes: float = option(
+        30.0,
+        SAFE,
+        bound=MINUTES,
+        help="Timeout of a collective in minutes, until the first step is done: ranks wait for one that prepares data, "
+        "loads or compiles.",
+    )
+    timeout_after_first_step: float | None = option(
+        None,
+        SAFE,
+        bound=SECONDS,
+        known_as=("distributed_timeout_seconds_after_init",),
+        help="Timeout of a collective in seconds, once the first step is done. None is a minute more than "
+        "`ft.watchdog_seconds`, which then names the rank that hangs, but at least ten minutes, and no more than "
+        "`distributed_timeout_minutes`; without the watchdog, or in a process group of yours, it changes nothing.",
+    )
     device: str | None = option(
         None,
         SAFE,

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 from onstep.data import StepBatches
+from onstep.distributed.timeouts import seconds_after_first_step
 from onstep.errors import DataError
 from onstep.optim import ForeignOptimizer
 from onstep.training.compute.step import Step
@@ -141,7 +142,15 @@ def count(job: Job, step: Step) -> None:
     if job.tells_of_overflow and job.optimizer.overflowed:
         tell_of_overflow(job)
     if job.start.is_first:
+        limit_collectives(run)
         job.start.note_first_step(run, step)
+
+
+def limit_collectives(run: Run) -> None:
+    """From the first step on, a collective waits for other ranks for a shorter time, until the training ends."""
+    seconds = seconds_after_first_step(run.cfg, is_own=run.world.timeout_minutes is not None)
+    if seconds is not None and run.world.size > 1:
+        run.world.limit(seconds)
 
 
 def tell_of_overflow(job: Job) -> None:

@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from onstep.config import ModelConfig
+from onstep.checkpoint import CheckpointManager
+from onstep.checkpoint.components import SharingPattern, StateComponent
+from onstep.checkpoint.saving import SaveRequest
+from onstep.config import ConfigContainer, ModelConfig, PeftConfig
+from onstep.distributed import World
 from onstep.models import build_transformer
 from onstep.models.hf.directory import save_hf
+from onstep.training.setup.lora import add_lora
 from tests.support.forked_processes import Processes
 
 pytestmark = pytest.mark.distributed
@@ -121,6 +127,20 @@ def of_their_files(directory: Path) -> dict[str, Any]:
     }
 
 
+def of_checkpoints(directory: Path) -> dict[str, Any]:
+    """Models of checkpoints, the second one with LoRA."""
+    for name, peft in {"plain": PeftConfig(), "adapted": PeftConfig(peft_scheme="lora", dim=2)}.items():
+        config = ConfigContainer(model=ModelConfig(**SMALL | TIED), peft=peft)
+        model = build_transformer(config.model, seed=5)
+        if peft.peft_scheme is not None:
+            add_lora(model, peft, seed=6)
+            for parameter in model.parameters():
+                nn.init.normal_(parameter)
+        component = StateComponent("model", model, SharingPattern.GLOBAL)
+        CheckpointManager(directory / name, World()).save(SaveRequest(1, [component], config.to_dict()))
+    return {f"{name} checkpoint": pretrained(directory / name) for name in ("plain", "adapted")}
+
+
 def check(processes: Processes, directory: Path, sizes: dict[str, int], chosen: dict[str, Any]) -> None:
     ranks = sizes["dp_shard"] * sizes.get("dp_replicate", 1)
     for result in processes.results(JOBS, "compare", directory, {"sizes": sizes, "cases": chosen}, ranks=ranks):
@@ -139,6 +159,7 @@ def test_any_divided_model_has_the_weights_of_one_process(
     processes: Processes, tmp_path: Path, sizes: dict[str, int]
 ) -> None:
     own = of_own_files(tmp_path)
+    own |= of_checkpoints(tmp_path)
     lora = {"bfloat16, lora": own["gpt2 files"] | {"peft": LORA, "mixed_precision": "bf16_mixed"}}
     check(
         processes,

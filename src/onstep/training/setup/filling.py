@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from onstep.distributed.shards import as_dtensor
+from onstep.checkpoint.format.boxes import box_of
+from onstep.distributed.shards import local_part
 from onstep.errors import ConfigError, OnstepError
 from onstep.models.weight_values import GiveAll, Slices, Value
 
@@ -78,10 +79,10 @@ class Filling:
                     f"the value of {name} has the shape {value.shape}, but the model's has {tuple(target.shape)}; use "
                     f"the configuration that the weights were saved with."
                 )
-            local, part = _local(target)
-            if local.numel():
-                read = value.read(part)
-                local.copy_(read.to(self._weights.types.get(name, read.dtype)))
+            own = _local(target)
+            if own is not None:
+                read = value.read(own[1])
+                own[0].copy_(read.to(self._weights.types.get(name, read.dtype)))
             filled.add(self._names[name])
 
         self._weights.give_all(put)
@@ -121,13 +122,10 @@ def _get(chunk: nn.Module, name: str) -> Tensor:
     return found
 
 
-def _local(tensor: Tensor) -> tuple[Tensor, Slices]:
-    """What this rank has of a tensor, and where that lies in the whole one."""
-    dtensor = as_dtensor(tensor)
-    if dtensor is None:
-        return tensor, tuple(slice(0, size) for size in tensor.shape)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    sizes, starts = compute_local_shape_and_global_offset(dtensor.shape, dtensor.device_mesh, dtensor.placements)
-    part = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-    return dtensor.to_local(), part
+def _local(tensor: Tensor) -> tuple[Tensor, Slices] | None:
+    """What this rank has of a tensor, and where that lies in the whole one; None if it has nothing of it."""
+    box = box_of(tensor)
+    if box is None or not box.numel:
+        return None
+    part = tuple(slice(start, start + size) for start, size in zip(*box, strict=True))
+    return local_part(tensor), part

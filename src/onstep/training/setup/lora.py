@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -157,6 +157,26 @@ def merged_state_dict(state: Mapping[str, Tensor], scale: float) -> dict[str, Te
     changed = {name.replace(_BASE, ".") for name, tensor in whole.items() if tensor is not state[name]}
     stored = common_type({name: tensor for name, tensor in merged.items() if name not in changed})
     return {name: tensor.to(stored) if name in changed else tensor for name, tensor in merged.items()}
+
+
+def plain_name(name: str) -> str:
+    """The name that a weight of the base has without LoRA."""
+    return name.replace(_BASE, ".")
+
+
+def adapted_names(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """For each weight that `merged_state_dict` changes or drops, the names of all weights that it computes with it.
+
+    Args:
+        names: those of a state of a model changed by `add_lora`, whose base is not quantized.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    all_names = set(names)
+    for low in (name for name in all_names if _A in name):
+        module = low.partition(_A)[0]
+        group = tuple(name for name in (f"{module}{_BASE}weight", low, low.replace(_A, _B)) if name in all_names)
+        found |= dict.fromkeys(group, group)
+    return found
 
 
 def merged_model(model: LanguageModel, config: PeftConfig) -> LanguageModel:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onstep.config import ConfigContainer
+from onstep.checkpoint.format.boxes import Box
+from onstep.checkpoint.format.stored_tensors import StoredTensor
+from onstep.checkpoint.loading import open_weights
+from onstep.config import ConfigContainer, from_dict
 from onstep.distributed import World, attempt, raise_together
 from onstep.errors import ConfigError
 from onstep.models.hf.any_directory import LanguageModel
@@ -19,10 +23,12 @@ from onstep.models.hf.causal_lm import CausalLM
 from onstep.models.hf.family_directory import build_causal_lm, load_causal_lm
 from onstep.models.initial_weights import initial_values
 from onstep.models.transformer import Transformer
-from onstep.models.weight_values import Give, GiveAll, value_of
+from onstep.models.weight_values import Give, GiveAll, Slices, Value, value_of
 from onstep.models.without_values import CannotRedrawError, redraw, without_values
+from onstep.training.setup.checkpoint_models import model_of
 from onstep.training.setup.filling import PendingWeights
-from onstep.training.setup.pretrained import PretrainedSource, load_pretrained
+from onstep.training.setup.lora import adapted_names, merged_state_dict, plain_name
+from onstep.training.setup.pretrained import PretrainedSource, checked
 from onstep.training.setup.weight_types import type_at_first
 
 
@@ -58,7 +64,7 @@ def _own(config: ConfigContainer, world: World, source: PretrainedSource | None)
     if source is not None and source.is_hugging_face:
         return model, PendingWeights(model, hf_values(source.path, model))
     if source is not None:
-        return model, PendingWeights(model, _from_first_rank(model, world, lambda: _loaded(source, config)))
+        return model, PendingWeights(model, _of_checkpoint(source, model, config, world))
     shapes = [(name, one.shape) for name, one in model.named_parameters()]
 
     def draw(give: Give) -> None:
@@ -85,7 +91,7 @@ def _of_transformers(
         whole = _from_first_rank(model, world, lambda: load_causal_lm(source.path, config.model, dtype))
         return model, PendingWeights(model, read or whole)
     if source is not None:
-        return model, PendingWeights(model, _from_first_rank(model, world, lambda: _loaded(source, config)))
+        return model, PendingWeights(model, _of_checkpoint(source, model, config, world))
     known = {id(one): name for name, one in model.named_parameters()}
     names = [known.get(id(one)) for one in seen]
 
@@ -105,8 +111,30 @@ def _of_transformers(
     return model, PendingWeights(model, draw)
 
 
-def _loaded(source: PretrainedSource, config: ConfigContainer) -> LanguageModel:
-    return load_pretrained(source, config.model, World(), type_at_first(config))  # by this rank alone
+def _of_checkpoint(source: PretrainedSource, model: nn.Module, config: ConfigContainer, world: World) -> GiveAll:
+    """What gives the weights of a checkpoint, with LoRA merged into one matrix at a time. Collective."""
+    info = checked(source, world)
+    peft = from_dict(info.manifest.config).peft
+    if peft.base_quantization is not None:  # several tensors make up a matrix
+        dtype = type_at_first(config)
+        return _from_first_rank(model, world, lambda: model_of(info, config.model, dtype))
+    stored = open_weights(info).tensors
+    adapted = adapted_names(stored) if peft.peft_scheme is not None else {}
+
+    def give_all(give: Give) -> None:
+        for name, one in stored.items():
+            if name not in adapted:
+                give(plain_name(name), Value(one.shape, partial(_part, one)))
+        for names in dict.fromkeys(adapted.values()):
+            read = {name: stored[name].read() for name in names}
+            for name, tensor in merged_state_dict(read, peft.alpha / peft.dim).items():
+                give(name, value_of(tensor))
+
+    return give_all
+
+
+def _part(stored: StoredTensor, part: Slices) -> Tensor:
+    return stored.read_box(Box(tuple(one.start for one in part), tuple(one.stop - one.start for one in part)))
 
 
 def _from_first_rank(model: nn.Module, world: World, build: Callable[[], nn.Module]) -> GiveAll:

@@ -275,19 +275,24 @@ def load_pretrained(
     """
     if source.is_hugging_face:
         return load_directory(source.path, config, dtype)
-    return model_of(_checked(source, world), config, dtype)
+    return model_of(checked(source, world), config, dtype)
 
 
 def load_quantized(source: PretrainedSource, config: ConfigContainer, world: World) -> LanguageModel:
     """The same with the layers' weights as `peft.base_quantization` says; see `quantized_model`. Collective."""
     if source.is_hugging_face:
         return quantized_directory(source.path, config, world.device)
-    info = _checked(source, world)
+    info = checked(source, world)
     return quantized_model(config, weights_by_layer(info), str(info.path), world.device)
 
 
-def _checked(source: PretrainedSource, world: World) -> CheckpointInfo:
-    """The checkpoint of a source, of which every file was compared with the manifest."""
+def checked(source: PretrainedSource, world: World) -> CheckpointInfo:
+    """The checkpoint of a source, of which every file was compared with the manifest. Collective.
+
+    Args:
+        source: pretrained weights in a checkpoint.
+        world: the ranks of the run.
+    """
     return on_main(world, lambda: resolve(source.path, step=source.step))
 
 

@@ -154,11 +154,6 @@ def test_a_certificate_has_the_shards_of_its_rank(processes: Processes, tmp_path
     assert first["weights"] != second["weights"]
 
 
-def test_checkpoints_of_shards_are_refused_before_the_first_step(processes: Processes, tmp_path: Path) -> None:
-    results = processes.results(JOBS, "saves_shards", tmp_path)
-    assert all(" is a DTensor, and no checkpoint" in error and calls == 0 for error, calls in results), results
-
-
 def test_a_ddp_whose_sums_change_after_a_resume_is_named(processes: Processes, tmp_path: Path) -> None:
     settings = {"how": "ddp", "save": "checkpoints"}
     said = {size: processes.results(JOBS, "train", tmp_path / str(size), settings, ranks=size) for size in (2, 3)}

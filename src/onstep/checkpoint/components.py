@@ -87,7 +87,7 @@ class StateComponent:
     required: bool = True
     """Whether loading fails for a checkpoint without it."""
     validate_replication: bool = False
-    """Compare the state across ranks at each save, for REPLICATED."""
+    """Compare the state across ranks at each save, for REPLICATED, and for SHARDED what several ranks hold."""
     validation_level: str = "tensor"
     """none | quick (structure and the first values of each tensor) | tensor (all tensors) | full (everything)"""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -101,10 +101,10 @@ class StateComponent:
             raise ConfigError(f"key={self.key!r} of a StateComponent must consist of letters, digits, '_' and '-'.")
         if self.sharing_pattern is SharingPattern.PER_GROUP and self.process_group_name is None:
             raise ConfigError(f"{self.key}: PER_GROUP requires the name of a process group; set process_group_name.")
-        if self.validate_replication and self.sharing_pattern is not SharingPattern.REPLICATED:
+        if self.validate_replication and self.sharing_pattern not in WHOLE[1:]:
             raise ConfigError(
-                f"{self.key}: validate_replication requires REPLICATED, got {self.sharing_pattern.name}; only replicas "
-                f"can be compared."
+                f"{self.key}: validate_replication requires REPLICATED or SHARDED, got {self.sharing_pattern.name}; "
+                f"only replicas can be compared."
             )
         if self.validation_level not in VALIDATION_LEVELS:
             raise ConfigError(

@@ -10,11 +10,13 @@ from typing import Any
 from blake3 import blake3
 from torch import Tensor
 
-from onstep.checkpoint.components import StateComponent
+from onstep.checkpoint.components import SharingPattern, StateComponent
+from onstep.checkpoint.format.boxes import box_of
 from onstep.checkpoint.format.codec import encode_state
 from onstep.checkpoint.format.tensor_file import bytes_of
 from onstep.distributed import World
 from onstep.distributed.outcomes import together
+from onstep.distributed.shards import as_dtensor, held_part
 from onstep.errors import CheckpointError
 
 Fingerprints = list[tuple[str, str]]
@@ -35,11 +37,28 @@ def check_replicas(world: World, component: StateComponent, state: dict[str, Any
     if not component.validate_replication or component.validation_level == "none" or world.size == 1:
         return
     prints = together(world, lambda: fingerprints(state, component.validation_level), doing)
+    if component.sharing_pattern is SharingPattern.SHARDED:
+        _check_parts(component.key, world.gather(dict(prints)), doing)
+        return
     overall = None if state is None else blake3(json.dumps(prints).encode()).hexdigest()
     everywhere = world.gather(overall)
     if None in everywhere or len(set(everywhere)) == 1:
         return
     raise CheckpointError(f"{doing} failed: {_difference(component.key, world.gather(prints))}")
+
+
+def _check_parts(key: str, everywhere: list[dict[str, str]], doing: str) -> None:
+    """Compare what several ranks hold, the same part of a tensor or another value, with the first that holds it."""
+    first: dict[str, tuple[int, str]] = {}
+    for rank, prints in enumerate(everywhere):
+        for path, digest in prints.items():
+            other, known = first.setdefault(path, (rank, digest))
+            if known != digest:
+                raise CheckpointError(
+                    f"{doing} failed: component {key!r} differs between rank {other} and rank {rank}, which hold the "
+                    f"same part of it; first at {key}{path}: {known} on rank {other}, {digest} on rank {rank}. Find "
+                    f"out why the replicas diverge, or set checkpoint.validate_replication=false."
+                )
 
 
 def fingerprints(state: Any, level: str) -> Fingerprints:
@@ -49,7 +68,8 @@ def fingerprints(state: Any, level: str) -> Fingerprints:
 
 def _fingerprints(state: Any, path: str, level: str) -> Iterator[tuple[str, str]]:
     if isinstance(state, Tensor):
-        yield path, _of_tensor(state, level)
+        part = "" if as_dtensor(state) is None else str(box_of(state) or "")
+        yield path + part, _of_tensor(held_part(state), level)
     elif isinstance(state, Mapping):
         yield path, f"{type(state).__name__} of {len(state)}"
         for name, item in state.items():

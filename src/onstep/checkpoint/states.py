@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from onstep.config.suggestions import listed
+from onstep.distributed.shards import is_sharded
 from onstep.errors import CheckpointError
 
 NAMES_SHOWN = 5
@@ -38,6 +39,11 @@ class ModelState:
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._modules = [_bare_module(chunk) for chunk in chunks]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks hold parts of the model."""
+        return any(is_sharded((*module.parameters(), *module.buffers())) for module in self._modules)
 
     def state_dict(self) -> dict[str, Any]:
         """The tensors themselves, not copies; tied tensors share their storage."""

@@ -124,7 +124,7 @@ def _local_plan(key: str, tensors: Mapping[str, Tensor] | None) -> tuple[tuple[s
 
 def _has_content(item: Any) -> bool:
     data = item.tensor_data
-    return math.prod(data.chunk.sizes) > 0 or math.prod(data.size) == 0
+    return bool(math.prod(data.chunk.sizes) or not math.prod(data.size))
 
 
 def _own_names(key: str, everyone: list[tuple[tuple[str, ...], SavePlan]], rank: int) -> frozenset[str]:

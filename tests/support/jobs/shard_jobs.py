@@ -107,13 +107,18 @@ class Training:
 
     def digests(self) -> dict[str, str]:
         """A hash of each whole tensor. Collective."""
-        found = {}
-        for component in self.components():
-            for name, value in leaves(component.stateful.state_dict(), component.key):
-                if isinstance(value, Tensor):
-                    content = whole(value).detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-                    found[name] = hashlib.sha256(content).hexdigest()[:16]
-        return found
+        states = {component.key: component.stateful.state_dict() for component in self.components()}
+        return digests_of(states, "states")
+
+
+def digests_of(state: Any, path: str) -> dict[str, str]:
+    """A hash of each whole tensor of a state. Collective."""
+    found = {}
+    for name, value in leaves(state, path):
+        if isinstance(value, Tensor):
+            content = whole(value).detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            found[name] = hashlib.sha256(content).hexdigest()[:16]
+    return found
 
 
 def leaves(state: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -21,7 +21,7 @@ from onstep import Callback, CallbackManager, Trainer, TrainingArguments, pretra
 from onstep.config import ConfigContainer
 from onstep.data import EvalLoader, TrainLoader
 from onstep.distributed import World
-from onstep.errors import CheckpointError, ConfigError, NonFiniteError
+from onstep.errors import ConfigError, NonFiniteError
 from onstep.record import read_records
 from onstep.training import GlobalState, evaluate, train, train_step
 from onstep.training.runs.run_dir import RunDir
@@ -219,27 +219,6 @@ def job_checked(settings: dict[str, Any]) -> str | None:
     except NonFiniteError as error:
         return str(error)
     return None
-
-
-def job_saves_shards(settings: dict[str, Any]) -> tuple[str | None, int]:
-    """The error of a run with checkpoints whose model is sharded, and how many losses were computed before it."""
-    dist.init_process_group("gloo")
-    config, calls = given_config(), 0
-    config.checkpoint.save = "checkpoints"
-    model = wrapped("fsdp", TinyModel())
-
-    def counted(data: Any, model: nn.Module) -> Any:
-        nonlocal calls
-        calls += 1
-        return sum_step(data, model)
-
-    data = itertools.repeat(split(RaggedRows(2), [2]).micro_batches[0])
-    optimizer = torch.optim.SGD(model.parameters())
-    try:
-        train(counted, [model], optimizer, None, data, None, GlobalState(config, num_microbatches=1))
-    except CheckpointError as error:
-        return str(error), calls
-    return None, calls
 
 
 def job_left_alone(settings: dict[str, Any]) -> dict[str, Any]:

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from onstep.checkpoint import ModelState
 from onstep.checkpoint.states import NAMES_SHOWN
 from onstep.config.suggestions import listed
+from onstep.distributed.shards import is_sharded
 from onstep.errors import CheckpointError
 from onstep.train_state import StateDict
 from onstep.training.protocols import UserOptimizer
@@ -57,6 +59,32 @@ class OptimizerState:
                 {**group, "params": [of[number] for number in group["params"]]} for group in state["param_groups"]
             ],
         }
+
+    def destinations(self, outline: StateDict) -> StateDict:
+        """The tensors into which a state in shards is read (see `Stateful`), laid out as those of the parameters.
+
+        Raises:
+            CheckpointError: if it is of other parameters or groups than the optimizer's, or has a tensor for a sharded
+                parameter whose layout does not follow from it.
+        """
+        own = self._optimizer.state_dict()
+        params = _numbered(self._optimizer, own)
+        if params is None or not isinstance(outline.get("state"), Mapping):
+            return outline
+        if is_by_name(outline):
+            order = [*outline["state"]]
+            numbers = [*self._by_number(outline, params)["state"]]
+        else:
+            order = numbers = [*outline["state"]]
+        found = dict(outline["state"])
+        for key, number in zip(order, numbers, strict=True):
+            if number in params and isinstance(found[key], Mapping):
+                known = own["state"].get(number, {})
+                found[key] = {
+                    name: _destination(f"{key}.{name}", value, params[number], known.get(name))
+                    for name, value in found[key].items()
+                }
+        return {**outline, "state": found}
 
     def parameters(self) -> dict[str, Tensor]:
         """The parameters of the optimizer by the names that they have in its state."""
@@ -141,6 +169,23 @@ class OptimizerState:
                 logger.warning("the model has renamed %s, whose optimizer state is used by their places", names)
                 found |= renamed
         return found
+
+
+def _destination(where: str, value: Any, param: Tensor, known: Any) -> Any:
+    """Where a value of the state of `param` goes: to the optimizer's own tensor, or one laid out as the parameter."""
+    if not isinstance(value, Tensor) or not value.is_meta:
+        return value
+    if isinstance(known, Tensor) and (known.shape, known.dtype) == (value.shape, value.dtype):
+        return known
+    if value.shape == param.shape:
+        return torch.empty_like(param.detach(), dtype=value.dtype)
+    if is_sharded([param]):
+        raise CheckpointError(
+            f"{where} in the saved state of the optimizer has the shape {tuple(value.shape)}, but its parameter, which "
+            f"is in shards, {tuple(param.shape)}: how it is divided is unknown; load without the optimizer "
+            f"(checkpoint.load_optim=false), or use one whose state has the shape of the parameters, such as adamw"
+        )
+    return value
 
 
 def is_by_name(state_dict: Mapping[str, Any]) -> bool:

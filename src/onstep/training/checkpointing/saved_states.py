@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-
-from torch import nn
 
 from onstep.checkpoint import ModelState, RngState, SharingPattern, StateComponent, Stateful, check_encodable
 from onstep.checkpoint.components import make_durable
 from onstep.config import CheckpointConfig
 from onstep.data import StepSource
-from onstep.distributed.shards import as_dtensor
 from onstep.errors import CheckpointError
 from onstep.events import Dispatcher
 from onstep.optim import OptimizerParamScheduler
@@ -58,10 +55,13 @@ class RunComponents:
         config = self.state.cfg.checkpoint
         is_required = loads or config.components is None
 
-        def compared(key: str, part: Stateful) -> StateComponent:
-            return _replicated(key, part, required=is_required, validate_replication=config.validate_replication)
+        weights = ModelState(trained.model)
+        pattern, validates = pattern_of(weights), config.validate_replication
 
-        model = compared("model", ModelState(trained.model))
+        def compared(key: str, part: Stateful) -> StateComponent:
+            return StateComponent(key, part, pattern, required=is_required, validate_replication=validates)
+
+        model = compared("model", weights)
         run_dir = self.state.run_dir
         model.at_root = run_dir is not None and run_dir.layout == "hugging_face"
         parts = [] if loads and callbacks_give_weights(config, self.notify) else [model]
@@ -112,8 +112,6 @@ class RunComponents:
     def check_states(self, trained: Trained) -> None:
         """See `RunCheckpoints.check_states`."""
         config, optimizer = self.state.cfg.checkpoint, trained.optimizer
-        if config.components is None or "model" in config.components:
-            _check_whole(trained.model)
         if config.save_optim and optimizer is not None and not has_state(optimizer):
             raise CheckpointError(
                 f"the optimizer {type(optimizer).__name__} has no state_dict and load_state_dict, so no checkpoint can "
@@ -226,14 +224,9 @@ class DataPosition:
         self._reader.seek(progress.epoch, progress.samples_in_epoch)
 
 
-def _check_whole(chunks: Sequence[nn.Module]) -> None:
-    for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
-        if as_dtensor(parameter) is not None:
-            raise CheckpointError(
-                f"{name} is a DTensor, and no checkpoint of a run can hold weights in shards; set checkpoint.save=null "
-                f"and save them by torch.distributed.checkpoint in a callback, or train the whole model on each rank, "
-                f"wrapped by onstep.distributed.data_parallel."
-            )
+def pattern_of(weights: ModelState) -> SharingPattern:
+    """How ranks share a model and what belongs to it: whole on each of them, or in shards."""
+    return SharingPattern.SHARDED if weights.is_sharded else SharingPattern.REPLICATED
 
 
 def finite_numbers(metrics: Metrics) -> dict[str, float]:

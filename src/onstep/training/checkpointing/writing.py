@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from onstep.checkpoint import (
     Retention,
     SavedCheckpoint,
     SaveRequest,
-    SharingPattern,
     StateComponent,
 )
 from onstep.config import ChangeClass, ConfigContainer
@@ -29,7 +28,7 @@ from onstep.events import Dispatcher, Request
 from onstep.optim import OptimizerParamScheduler
 from onstep.training.checkpointing.current_values import current_values, place_scheduler
 from onstep.training.checkpointing.place import SavePlace
-from onstep.training.checkpointing.saved_states import DataPosition, RunComponents, finite_numbers
+from onstep.training.checkpointing.saved_states import DataPosition, RunComponents, finite_numbers, pattern_of
 from onstep.training.checkpointing.starts import (
     DECISIONS,
     asked_start,
@@ -249,7 +248,7 @@ class RunCheckpoints:
                 components=components,
                 config=state.cfg.to_dict(),
                 metrics=finite_numbers(state.evaluated.last_metrics) if state.evaluated.at_step == step else {},
-                layout={"world_size": state.world.data.size, "num_microbatches": state.num_microbatches},
+                layout=self._layout(),
                 persistent=persistent,
                 adopts=adopts,
                 extra=self._extra(),
@@ -325,6 +324,13 @@ class RunCheckpoints:
         if info.path.parent.resolve() == self.root.resolve():
             self.manager.set_aside_newer(info.step)
 
+    def _layout(self) -> dict[str, Any]:
+        """How the run is divided among its ranks; axes of one rank say nothing, and neither do replicas alone."""
+        state = self.state
+        layout = {"world_size": state.world.data.size, "num_microbatches": state.num_microbatches}
+        axes = {axis: size for axis, size in asdict(state.world.sizes).items() if size > 1}
+        return layout if set(axes) <= {"dp_replicate"} else {**layout, "mesh": axes}
+
     def _extra(self) -> dict[str, Any]:
         state = self.state
         extra: dict[str, Any] = {"identity": dict(self._identity)} if self._identity else {}
@@ -372,7 +378,8 @@ class RunCheckpoints:
 
 def weights_of(model: Sequence[nn.Module]) -> StateComponent:
     """The weights of a model, as a component to load."""
-    return StateComponent("model", ModelState(model), SharingPattern.REPLICATED)
+    weights = ModelState(model)
+    return StateComponent("model", weights, pattern_of(weights))
 
 
 def _branch_of(manifest: Manifest, most: int) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,13 @@ def test_each_rank_writes_its_share_and_plain_checkpoints_are_as_they_were(root:
                 "replicated",
                 ["model/model.safetensors", "model/state.json"],
             )
+
+
+def test_replicas_of_a_part_that_differ_are_refused_by_their_ranks(saved: dict[str, Any]) -> None:
+    said = saved["hsdp4"]["said"]
+    assert re.search(
+        r"rank 1 and rank 3, which hold the same part of it; first at model\.embed\.weight\[34:67", said
+    ), said
 
 
 def test_weights_are_read_one_tensor_at_a_time_and_compare_across_layouts(root: Path, saved: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from onstep.checkpoint import (
 )
 from onstep.config import DistributedInitConfig
 from onstep.distributed import World, open_world
-from onstep.distributed.shards import is_sharded, whole
+from onstep.distributed.shards import held_part, is_sharded, whole
+from onstep.errors import CheckpointError
 
 VOCABULARY, WIDTH, STEPS = 67, 12, 3
 
@@ -130,6 +132,19 @@ def leaves(state: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from leaves(item, f"{path}.{key}")
 
 
+def error_of_other_replicas(training: Training, world: World) -> str | None:
+    """The error of a save in which a rank holds something else than the other rank with the same part."""
+    if world.rank == 3:
+        held_part(training.model.embed.weight)[-1].zero_()
+    model, _ = training.components()
+    request = SaveRequest(STEPS + 1, [replace(model, validate_replication=True)], {})
+    try:
+        CheckpointManager(Path("replicas"), world).save(request)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
 @contextmanager
 def world_of_ranks() -> Iterator[World]:
     world = open_world(DistributedInitConfig(device="cpu"))
@@ -153,6 +168,8 @@ def job_cross(settings: dict[str, Any]) -> dict[str, Any]:
             manager.finalize()
             manager.close()
             result[layout] = {"digests": digests, "losses": losses}
+            if layout.startswith("hsdp"):
+                result[layout]["said"] = error_of_other_replicas(training, world)
         for source, layout in settings.get("loads", []):
             training = Training(layout, world, seed=1)
             manager = CheckpointManager(Path(source), world)

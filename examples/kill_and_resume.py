@@ -61,7 +61,7 @@ def train(directory: str, name: str, *, is_killed: bool = False) -> None:
 
 def chain(directory: str, name: str) -> str:
     """The last link of a run's trajectory hash."""
-    records = json.loads(Path(directory, name, "certificate", "rank_0.json").read_text(encoding="utf-8"))
+    records = json.loads(Path(directory, name, "certificate", "chain.json").read_text(encoding="utf-8"))
     return str(records[-1]["chain"])
 
 

@@ -113,13 +113,13 @@ def test_the_first_step_and_item_that_differ_are_named(
     words = [*job, "checkpoint.save_interval=4", "--seed", "2"]
     assert main(["verify-resume", *words, "--import", "my.py", "callbacks=[my:Draws]", "--kills", "1"]) == 1
     captured = capsys.readouterr().out
-    step = re.search(r"NOT equal. First difference: step (\d+), rank 0: rng differs", captured)
+    step = re.search(r"NOT equal. First difference: step (\d+): rng differs", captured)
     assert step is not None, captured
     assert int(step[1]) in (5, 9), "the first step after a checkpoint"
     assert "Code draws random numbers when a process starts" in captured
     kept = re.search(r"Both runs are kept in (\S+)\.\n", captured)
     assert kept is not None
-    assert (Path(kept[1]) / "whole" / "run" / "certificate" / "rank_0.json").exists()
+    assert (Path(kept[1]) / "whole" / "run" / "certificate" / "chain.json").exists()
 
 
 @pytest.mark.usefixtures("forked")
@@ -129,7 +129,7 @@ def test_weights_that_are_disturbed_at_each_start_are_found(
     (tmp_path / "my.py").write_text(DISTURBS)
     words = [*job, "checkpoint.save_interval=4", "--import", "my.py", "callbacks=[my:Disturbs]"]
     assert main(["verify-resume", *words, "--kills", "1", "--seed", "2"]) == 1
-    assert re.search(r"First difference: step (5|9), rank 0: loss differs", capsys.readouterr().out)
+    assert re.search(r"First difference: step (5|9): loss differs", capsys.readouterr().out)
 
 
 @pytest.mark.usefixtures("forked")
@@ -149,7 +149,7 @@ def test_two_ranks_are_proved_by_torchrun(job: list[str], tmp_path: Path, capsys
     directory = tmp_path / "proof"
     assert main(["verify-resume", *job, "--kills", "2", "--ranks", "2", "--directory", str(directory)]) == 0
     assert "12 steps on 2 ranks; killed 2 times" in capsys.readouterr().out
-    assert (directory / "killed" / "run" / "certificate" / "rank_1.json").exists(), "a directory that was given is kept"
+    assert (directory / "killed" / "run" / "certificate" / "chain.json").exists(), "a directory that was given is kept"
 
 
 def test_a_job_that_fails_by_itself_shows_its_last_words(

@@ -36,7 +36,7 @@ def test_the_command_lists_every_feature_in_the_order_of_the_table(processes: Pr
     lines = done.stdout.splitlines()
     [place] = [number for number, line in enumerate(lines) if "  certificate  " in line]
     assert lines[place].endswith("  checkpoint.certify")
-    assert lines[place + 1].strip() == "session, after_count; state per rank"
+    assert lines[place + 1].strip() == "session, begin, after_count; state same on all ranks; collective"
 
 
 def test_the_parts_are_the_whole_table() -> None:

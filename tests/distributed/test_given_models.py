@@ -148,10 +148,12 @@ def test_no_samples_are_blamed_for_a_bad_gradient_that_ranks_have_exchanged(
         assert "sample ids" not in error
 
 
-def test_a_certificate_has_the_shards_of_its_rank(processes: Processes, tmp_path: Path) -> None:
-    first, second = processes.results(JOBS, "train", tmp_path, {"how": "fsdp", "certify": True})
-    assert len(set(first["weights"])) == len(first["losses"]), "the shards change with each step"
-    assert first["weights"] != second["weights"]
+@pytest.mark.parametrize(("how", "ranks"), [("fsdp", 3), ("hsdp", 4)])
+def test_a_certificate_of_shards_is_one_chain(processes: Processes, tmp_path: Path, how: str, ranks: int) -> None:
+    found = processes.results(JOBS, "train", tmp_path, {"how": how, "certify": True}, ranks=ranks)
+    records = found[0]["chain"]
+    assert all(one["chain"] == records for one in found)
+    assert len({record["weights"] for record in records}) == len(found[0]["losses"]), "they change with each step"
 
 
 def test_a_ddp_whose_sums_change_after_a_resume_is_named(processes: Processes, tmp_path: Path) -> None:

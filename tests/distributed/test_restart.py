@@ -45,7 +45,7 @@ def test_a_killed_rank_is_started_again_and_the_run_is_the_same(
     whole, killed = (tmp_path / "runs" / name for name in ("whole", "killed"))
     assert json.loads((killed / "run.json").read_text())["status"] == "completed"
     assert "continued_at" in json.loads((killed / "run.json").read_text()), "it was started again"
-    for file in ("model/model.safetensors", "certificate/rank_0.json", "certificate/rank_1.json"):
+    for file in ("model/model.safetensors", "certificate/chain.json"):
         assert (killed / file).read_bytes() == (whole / file).read_bytes(), file
     metrics_logs = [
         [without_wall_clock(one) for one in read_records(run / "trainer_logs.json")] for run in (whole, killed)

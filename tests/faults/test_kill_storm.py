@@ -110,7 +110,7 @@ def test_killed_in_each_phase_on_several_ranks(
     storm = Storm(replace(whole, directory=tmp_path / "killed"), server, 4, 12, aims, fresh_share=0, end_kills=0)
     kills = storm.rage()
     print(f"\n{histogram(kills)}")
-    compare(whole.run, storm.job.run, ranks)
+    compare(whole.run, storm.job.run)
     record_property("kills", len(kills))
     assert {Phase.SAVE, Phase.EVALUATION} <= {kill.phase for kill in kills}
 
@@ -141,7 +141,7 @@ def test_a_hundred_kills_in_runs_of_200_steps_change_nothing(
         whole.complete(server)
         storm = Storm(replace(whole, directory=tmp_path / f"killed-{number}"), server, num_kills, seed=number)
         kills += storm.rage()
-        fields = compare(whole.run, storm.job.run, ranks)
+        fields = compare(whole.run, storm.job.run)
         calls.append(f"{ranks} rank(s) {' '.join(more)}: equal but for {', '.join(sorted(fields))}\n")
         calls.append(f"{histogram(storm.kills)}\nexit codes {Counter(storm.codes)}\n")
         print("".join(("\n", *calls[-2:])), flush=True)

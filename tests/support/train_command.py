@@ -71,7 +71,7 @@ class Command:
     def outcome(self, name: str) -> dict[str, Any]:
         run = self.run(name)
         return {
-            "certificate": json.loads((run / "certificate" / "rank_0.json").read_text()),
+            "certificate": json.loads((run / "certificate" / "chain.json").read_text()),
             "weights": (run / "model" / "model.safetensors").read_bytes(),
             "journal": [without_wall_clock(record) for record in read_records(run / "trainer_logs.json")],
         }

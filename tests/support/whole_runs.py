@@ -79,7 +79,7 @@ def left_by(run: Path) -> dict[str, Any]:
         "step": newest.step,
         "files": exact,
         "weights": hashlib.sha256(weights.read_bytes()).hexdigest() if weights.exists() else None,
-        "certificates": [json.loads(path.read_text()) for path in sorted((run / "certificate").glob("rank_?.json"))],
+        "certificates": [json.loads(path.read_text()) for path in sorted((run / "certificate").glob("chain.json"))],
         "journal": [without_wall_clock(record) for record in read_records(run / "trainer_logs.json")],
     }
 

@@ -260,7 +260,7 @@ def test_a_power_failure_right_after_a_checkpoint_loses_nothing_that_it_covers(
         power = PowerCut(patch)
         run(config, GradNormLogger(), dies_at=5)
     on_disk = power.at_rename["checkpoint-4"]
-    files = ["trainer_logs.json", "gradient_norms.json", "metrics.csv", "decisions.jsonl", "certificate/rank_0.json"]
+    files = ["trainer_logs.json", "gradient_norms.json", "metrics.csv", "decisions.jsonl", "certificate/chain.json"]
     for name in [*files, "record.jsonl"]:
         place = path.parent / name
         assert str(place) in on_disk, f"{name} is not durable when the checkpoint is committed"
@@ -269,7 +269,7 @@ def test_a_power_failure_right_after_a_checkpoint_loses_nothing_that_it_covers(
     for log in (path, path.with_name("record.jsonl")):
         assert steps(log) == [1, 2, 3, 4, 5, 6, 7, 8]
         assert gaps(log) == []
-    assert [record["step"] for record in read_records(path.parent / "certificate" / "rank_0.json")] == [*range(1, 9)]
+    assert [record["step"] for record in read_records(path.parent / "certificate" / "chain.json")] == [*range(1, 9)]
     norms = [record["global_step"] for record in read_records(path.parent / "gradient_norms.json")]
     assert norms == [2, 4, 6, 8]
     rows = [row.split(",")[:2] for row in (path.parent / "metrics.csv").read_text().splitlines()]

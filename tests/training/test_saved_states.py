@@ -13,13 +13,16 @@ import torch
 from onstep import CallbackManager, ExportableState, TrainerCallback, pretrain
 from onstep.checkpoint import SharingPattern, StateComponent, decode_state, encode_state
 from onstep.config import ConfigContainer
+from onstep.distributed import World
 from onstep.errors import CheckpointError, UnsupportedStateError
+from onstep.record import read_records
 from onstep.train_state import TrainState
 from onstep.training import forward_step
 from onstep.training.checkpointing.callback_states import CallbackStates
 from onstep.training.compute.loss_sums import StepLoss
 from onstep.training.reporting.loss_accumulator import LossAccumulator
-from onstep.training.verification.trajectory_hash import HashChain, fingerprint
+from onstep.training.verification.fingerprint import fingerprint
+from onstep.training.verification.trajectory_hash import HashChain
 from tests.support.resuming import Interrupted
 from tests.support.small_runs import TinyModel, run, small_state
 
@@ -254,15 +257,25 @@ def test_a_fingerprint_sees_a_single_bit() -> None:
     tensors = [torch.randn(100), torch.randn(3, 3).to(torch.bfloat16), torch.zeros(0)]
     before = fingerprint(tensors)
     assert fingerprint([one.clone() for one in tensors]) == before
+    assert fingerprint([*reversed(tensors)]) != before
     tensors[0].view(torch.int32)[50] ^= 1
     assert fingerprint(tensors) != before
+
+
+@pytest.mark.parametrize("changes", [{0: 1, 1: -1}, {0: 1, 1: -2, 2: 1}, {0: -(2**31), 7: -(2**31)}, {40000: 256}])
+def test_a_fingerprint_sees_changes_that_add_up_to_nothing(changes: dict[int, int]) -> None:
+    words = torch.arange(100_000, dtype=torch.int32)
+    before = fingerprint([words.view(torch.float32)])
+    for position, change in changes.items():
+        words[position] += change
+    assert fingerprint([words.view(torch.float32)]) != before
 
 
 def test_a_trajectory_hash_is_a_chain(tmp_path: Path) -> None:
     model, optimizer = torch.nn.Linear(2, 2), torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
 
     def chain(ids: list[int]) -> str:
-        chain = HashChain(None, torch.device("cpu"))
+        chain = HashChain(None, World())
         for one in ids:
             chain.extend(one, [one], optimizer, torch.tensor(1.0), [model])
         return chain.chain
@@ -393,3 +406,18 @@ def test_an_exportable_state_saved_by_version_0_4_still_loads() -> None:
     assert counts.count == 5
     states.load_state_dict({key: {"args": {}, "attributes": {"count": 6}}})
     assert states.state_dict() == {key: {"args": {}, "attributes": {"count": 6}}}
+
+
+def test_a_chain_begins_where_a_run_with_hashes_of_an_older_version_continues(
+    named: ConfigContainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    named.train.deterministic = True
+    pretrain(named)
+    chains = Path(named.run.output_dir) / "mine" / "certificate"
+    chains.mkdir()
+    (chains / "rank_0.json").write_text("[]")
+    named.train.train_iters, named.checkpoint.certify, named.checkpoint.on_config_change = 6, True, "apply"
+    pretrain(named)
+    assert [record["step"] for record in read_records(chains / "chain.json")] == [5, 6]
+    assert "begins after step 4: the earlier steps have a hash for each rank, by an older version" in caplog.text
+    assert (chains / "rank_0.json").exists()

@@ -54,9 +54,9 @@ class UserJob:
         return max((int(step) for step in names if step.isdigit()), default=0)
 
     def step(self) -> int:
-        """The last step in the trajectory hash of rank 0, which may be incomplete; 0 without one."""
+        """The last step in the trajectory hash, which may be incomplete; 0 without one."""
         try:
-            with (self.run / "certificate" / "rank_0.json").open("rb") as file:
+            with (self.run / "certificate" / "chain.json").open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
                 found = _STEP.findall(file.read())
         except FileNotFoundError:

@@ -26,7 +26,7 @@ from onstep.config.lengths import train_iters
 from onstep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from onstep.training.verification.trajectory_hash import Difference
+    from onstep.training.verification.comparison import Difference
 
 WORDS = (
     "checkpoint.certify=true",
@@ -216,9 +216,9 @@ def _show(bar: tqdm[NoReturn], step: int) -> None:
 
 
 def _report_result(whole: UserJob, killed: UserJob, landed: list[Kill], advise: Callable[[Difference], str]) -> bool:
-    from onstep.training.verification.trajectory_hash import first_difference, hash_chains
+    from onstep.training.verification.comparison import first_difference
 
-    steps, ranks = whole.step(), len(hash_chains(whole.run))
+    steps, ranks = whole.step(), whole.ranks
     where = ", ".join(f"{one.step} ({one.victim})" if ranks > 1 else str(one.step) for one in landed)
     print(f"\n{steps} steps on {ranks} rank{'s' * (ranks > 1)}; killed {len(landed)} times, after steps {where}.")
     difference = first_difference(whole.run, killed.run)

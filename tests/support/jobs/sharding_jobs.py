@@ -157,8 +157,7 @@ def job_train(settings: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": watch.losses, "norms": watch.norms, "ranks": state.world.size}
     found["said"] = said
     if run_dir is not None:
-        records = read_records(run_dir.path / "certificate" / f"rank_{rank}.json")
-        found["weights"] = [record["weights"] for record in records]
+        found["chain"] = read_records(run_dir.path / "certificate" / "chain.json")
     return found
 
 

@@ -154,7 +154,7 @@ FORMATS: dict[str, Format] = {
                 ("runs/run/checkpoints/ft_state.json", "json"),
                 ("runs/run/checkpoints/progress.txt", "bytes"),
                 ("runs/run/.run.lock", "bytes"),
-                ("runs/run/certificate/rank_0.json", "json"),
+                ("runs/run/certificate/chain.json", "json"),
                 ("runs/run/metrics.csv", "bytes"),
             ),
             (resume(), onstep("logs", "list", share=0.2)),

@@ -1,0 +1,112 @@
+"""Digests weights so that shards add up: a sum over their elements, each mixed with its position in the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onstep.distributed import World
+from onstep.distributed.shards import Box, as_dtensor, box_of, local_part, split_of
+
+_AS_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BLOCK = {"cpu": 1 << 15}
+"""Elements that are mixed at a time: on the CPU so many that they stay in its cache."""
+_BLOCK_ELSEWHERE = 1 << 22
+_OF_WORD, _OF_POSITION, _FIRST, _SECOND = (
+    -7046029254386353131,
+    -4417276706812531889,
+    6364136223846793005,
+    -7723592293110705685,
+)
+"""Odd factors modulo 2^64."""
+
+
+@dataclass(frozen=True)
+class LocalSums:
+    """What this rank knows of a fingerprint: integers modulo 2^64, as PyTorch's int64."""
+
+    counted: int = 0
+    """The sum over the elements whose first copy this rank holds: those of all ranks add up to the fingerprint."""
+    plain: int = 0
+    """The sum over the elements of tensors that are not sharded."""
+    sharded: int = 0
+    """The sum over the elements of shards."""
+    boxes: int = 0
+    """Which shards these are; ranks with equal `boxes` hold replicas of each other."""
+
+
+def local_sums(tensors: Iterable[Tensor], world: World) -> LocalSums:
+    """This rank's part of the fingerprint of a model; reads the device once.
+
+    Args:
+        tensors: plain ones and DTensors, in the same order on all ranks.
+        world: the ranks that hold them.
+    """
+    firsts = set(world.parts("pp")[0])
+    start, boxes, sums, marks = 0, [], [], []
+    for tensor in tensors:
+        box, is_sharded = box_of(tensor), as_dtensor(tensor) is not None
+        if is_sharded:
+            boxes.append((start, box.offset, box.shape))
+        holders = split_of(tensor).plane() if is_sharded else {world.rank}
+        sums.append(_sum(local_part(tensor.detach()), box, start))
+        marks.append((min(holders) in firsts, not is_sharded, is_sharded))
+        start += tensor.numel()
+    if not sums:
+        return LocalSums()
+    found = torch.stack(sums).cpu()
+    counted, plain, sharded = (int((found * of).sum()) for of in torch.tensor(marks, dtype=torch.int64).T)
+    return LocalSums(counted, plain, sharded, hash(tuple(boxes)) if boxes else 0)
+
+
+def fingerprint(tensors: Iterable[Tensor], world: World | None = None) -> str:
+    """A digest of the bits of whole tensors, the same in every layout of the same bits. Collective: one sum.
+
+    A differing bit changes it, barring collisions that a forger could make.
+
+    Args:
+        tensors: plain ones and DTensors, in the same order on all ranks; a replica counts once.
+        world: the ranks that hold them; None is this process alone.
+    """
+    world = world or World()
+    counted = torch.tensor([local_sums(tensors, world).counted])
+    return hexadecimal(int(world.reduce(counted, dist.ReduceOp.SUM, "sum of fingerprints", world.control_group)))
+
+
+def hexadecimal(word: int) -> str:
+    """An integer modulo 2^64, in 16 digits."""
+    return f"{word % 2**64:016x}"
+
+
+def _sum(local: Tensor, box: Box, start: int) -> Tensor:
+    """The sum over the elements of a box, on their device; `start` is the position of the whole tensor."""
+    words = local.contiguous().flatten().view(_AS_INTEGER.get(local.element_size(), torch.int64))
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for mine, positions in _positions(box, words, start):
+        mixed = mine.to(torch.int64).mul_(_OF_WORD).add_(positions, alpha=_OF_POSITION)
+        mixed.bitwise_xor_(mixed >> 32).mul_(_FIRST)
+        total += mixed.bitwise_xor_(mixed >> 29).mul_(_SECOND).sum()
+    return total
+
+
+def _positions(box: Box, words: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The words in blocks, with the position of each in the whole model."""
+    block = _BLOCK.get(words.device.type, _BLOCK_ELSEWHERE)
+    for begin in range(0, len(words), block):
+        mine = words[begin : begin + block]
+        first = begin + (start + box.first if box.is_contiguous else 0)
+        index = torch.arange(first, first + len(mine), device=words.device)
+        yield mine, index if box.is_contiguous else _position(index, box).add_(start)
+
+
+def _position(index: Tensor, box: Box) -> Tensor:
+    """The positions in the whole tensor of elements of a box, by their positions in it."""
+    found, stride = torch.zeros_like(index), 1
+    for size, of_whole, offset in zip(reversed(box.shape), reversed(box.whole), reversed(box.offset), strict=True):
+        found += (index % size + offset) * stride
+        index, stride = index // size, stride * of_whole
+    return found

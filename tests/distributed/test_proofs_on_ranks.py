@@ -1,0 +1,71 @@
+"""Proofs over real gloo ranks: fingerprints of shards, the chain of a run, replicas that drift apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.forked_processes import Processes
+
+pytestmark = pytest.mark.distributed
+
+JOBS = "tests.support.jobs.proof_jobs"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported(processes: Processes) -> None:
+    processes.load("torch.distributed.fsdp", "torch.distributed.tensor", JOBS)
+
+
+@pytest.fixture(scope="module")
+def of_one(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The fingerprint of one process."""
+    [found] = processes.results(JOBS, "fingerprint", tmp_path_factory.mktemp("one"), {"how": "one"}, ranks=1)
+    return str(found)
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks"),
+    [("ddp", 2), ("fsdp", 2), ("fsdp but for one", 2), ("fsdp", 3), ("dims", 3), ("hsdp", 4), ("dims", 4)],
+)
+def test_a_fingerprint_is_that_of_one_process_in_every_layout(
+    processes: Processes, tmp_path: Path, of_one: str, how: str, ranks: int
+) -> None:
+    assert processes.results(JOBS, "fingerprint", tmp_path, {"how": how}, ranks=ranks) == [of_one] * ranks
+
+
+def test_a_fingerprint_sees_the_last_element_of_the_last_shard(
+    processes: Processes, tmp_path: Path, of_one: str
+) -> None:
+    first, second = processes.results(JOBS, "fingerprint", tmp_path, {"how": "fsdp", "changed": True})
+    assert first == second != of_one
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "drifts"),
+    [("ddp", 2, 1), ("hsdp", 4, 3), ("fsdp but for one", 2, 1)],
+)
+def test_a_chain_serves_all_ranks_and_shows_a_replica_that_drifts(
+    processes: Processes, tmp_path: Path, how: str, ranks: int, drifts: int
+) -> None:
+    settings: dict[str, Any] = {"how": how, "drifts": drifts}
+    results = processes.results(JOBS, "chain", tmp_path, settings, ranks=ranks)
+    assert all(one == results[0] for one in results), "all ranks have the same chain"
+    first, second, state = results[0]
+    assert len(set(first["samples"])) == ranks
+    assert isinstance(second["samples"], str), "what all ranks have alike is one value"
+    assert (first["loss"], first["learning_rate"]) == ((2.5).hex(), (0.5).hex())
+    assert isinstance(first["weights"], str)
+    assert len(second["weights"]) == ranks
+    assert state == {"chain": second["chain"], "num_records": 2}
+    if how == "ddp":
+        assert [one != second["weights"][0] for one in second["weights"]] == [False, True]
+
+
+def test_a_change_of_shards_is_no_drift(processes: Processes, tmp_path: Path) -> None:
+    results = processes.results(JOBS, "chain", tmp_path, {"how": "fsdp", "drifts": 1})
+    first, second, _ = results[0]
+    assert isinstance(second["weights"], str)
+    assert first["weights"] != second["weights"]

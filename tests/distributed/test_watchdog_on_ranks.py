@@ -437,7 +437,7 @@ def test_ranks_that_all_wait_in_the_set_up_are_found(
     first = {**settings, "fault": "kill", "event": "on_step_end", "nth": 3}
     assert all(processes.run("tests.support.jobs.fault_jobs", "pretrain", tmp_path, first, ranks=2))
     error = fail(processes, tmp_path, corpus, token_cache, "pretrain", "on_checkpoint_load", "barrier", 0)
-    assert re.match("rank 0 hangs: no progress for [23]", error), error
+    assert re.match("rank 0 hangs: no progress for [1-3]", error), error
     assert "callback 'Faulty' entered a collective while handling 'on_checkpoint_load', which other ranks did" in error
 
 

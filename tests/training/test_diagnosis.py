@@ -180,3 +180,31 @@ def test_an_interrupt_of_all_ranks_needs_no_report() -> None:
     assert diagnosis_of(rank(failure=interrupted), waiting, since=5.0) == FailureDiagnosis("raised", 0)
     waiting.is_interrupted = True
     assert diagnosis_of(rank(failure=interrupted), waiting) == FailureDiagnosis("alike", 0)
+
+
+def test_ranks_that_are_all_in_collectives_are_named_sooner() -> None:
+    """A backward pass, which waits for others inside of it, may compute for long."""
+    stuck: dict[str, Any] = {"idle_seconds": 160.0, "is_waiting": True, "is_in_collective": True}
+
+    def named(limit: float | None = 600.0, **fields: Any) -> bool:
+        ranks = {0: RankReport(0, limit_seconds=limit, **stuck)}
+        ranks[1] = RankReport(1, limit_seconds=limit, **{**stuck, **fields})
+        return diagnose(ranks, interval=0.5, stopped_seconds=600.0) is not None
+
+    assert named()
+    assert not named(is_in_collective=False)
+    assert not named(idle_seconds=140.0)
+    assert not named(limit=None)
+    stuck["idle_seconds"] = 310.0
+    assert named(limit=None), "in the setup"
+    brief = dict.fromkeys((0, 1), RankReport(0, limit_seconds=100.0, **{**stuck, "idle_seconds": 50.0}))
+    assert diagnose(brief, interval=0.5, stopped_seconds=100.0) is None
+
+
+def test_a_rank_that_others_have_waited_for_in_vain_is_named() -> None:
+    """In the setup, which is not limited, or with a limit of collectives below the watchdog's."""
+    timed_out = rank(failure=failure(text="Timed out waiting 1800000ms for recv", consequence=True))
+    late = rank(limit_seconds=None, idle_seconds=1799.0)
+    assert diagnosis_of(timed_out, rank(is_waiting=True), late) == FailureDiagnosis("hung", 2)
+    assert diagnosis_of(timed_out, late, since=60.0) == FailureDiagnosis("raised", 0)
+    assert diagnosis_of(timed_out, rank(silence=9.0, gone=True), late) == FailureDiagnosis("died", 1)

@@ -36,7 +36,12 @@ def group_options(backend: str, device: torch.device) -> dict[str, Any]:
 
 def is_timeout(error: BaseException) -> bool:
     """Whether an error of torch says that other ranks did not answer in time."""
-    return re.search("timed? ?out", str(error), re.IGNORECASE) is not None
+    return says_timeout(str(error))
+
+
+def says_timeout(text: str) -> bool:
+    """Whether the text of an error of torch says so."""
+    return re.search("timed? ?out", text, re.IGNORECASE) is not None
 
 
 def join_group(

@@ -26,8 +26,9 @@ class FaultToleranceConfig(ConfigSection):
         bound=_SECONDS,
         help="Seconds without progress of a rank (an event fired, a micro-batch, a component saved) after which "
         "the run is ended with a diagnosis of the rank that stopped first; choose more than the longest "
-        "single operation lasts, of which the first step has three times as long. Set-up is not limited, except for "
-        "its callbacks. None disables the watchdog.",
+        "single operation lasts. The first step has one and a half times as long, and ranks that are all in "
+        "collectives, where nobody can arrive, a quarter. Set-up is not limited, except for its callbacks. None "
+        "disables the watchdog.",
     )
     calc_ft_timeouts: bool = option(
         False,

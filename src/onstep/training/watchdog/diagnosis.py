@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from onstep.training.watchdog.rank_report import Failure, RankReport
+from onstep.distributed.process_group import says_timeout
+from onstep.training.watchdog.rank_report import FIRST_STEP, Failure, RankReport
 
 Kind = Literal["raised", "died", "hung", "alike", "left"]
 
@@ -19,6 +20,10 @@ SILENT_BEATS = 4.0
 """Missed publications after which a rank counts as silent, if something else indicates that it is gone."""
 ANSWER_SECONDS = 3.0
 """How long a rank suspected of hanging has to check itself; without an answer, or news before, others decide."""
+_DEADLOCK, _DEADLOCK_IN_SETUP = 0.25, 0.5
+"""The share of the limit after which ranks hang that are all in collectives, where nobody can arrive any more."""
+_DEADLOCK_SECONDS = 60.0
+"""But not sooner, unless the limit is shorter: a large collective over a slow network takes its time."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,16 @@ def diagnose(
     gone = [rank for rank, one in running.items() if one.is_gone]  # known before its silence is long
     if silent or gone:
         return FailureDiagnosis("died", min([*silent, *gone], key=lambda rank: running[rank].is_terminated))
+    if since_first_failure < CONSEQUENCE_SECONDS + ANSWER_SECONDS + 1 and all(map(_waited_in_vain, failures.values())):
+        missing = [rank for rank, one in running.items() if not (one.is_done or one.is_waiting)]
+        if missing:
+            return FailureDiagnosis("hung", max(missing, key=lambda rank: running[rank].idle))
     return FailureDiagnosis("raised", in_order[0]) if since_first_failure >= CONSEQUENCE_SECONDS else None
+
+
+def _waited_in_vain(failure: Failure) -> bool:
+    """Whether it only indicates that another rank has not come to a collective in time."""
+    return failure.is_consequence and says_timeout(failure.text)
 
 
 def _is_interrupted(one: RankReport) -> bool:
@@ -141,13 +155,17 @@ def _diagnose_stalls(
         return None
     fewest = min(one.collectives for one in running.values())
     all_wait = all(one.is_waiting for one in running.values())
+    is_deadlock = all(one.is_in_collective for one in running.values())
     running = with_uneven(running) if all_wait else running
     is_uneven = any(one.is_alone_there for one in running.values())
     found = []
     for rank, one in running.items():
         limit = (is_uneven and stopped_seconds) or one.limit_seconds
         if limit is None and stopped_seconds is not None and (one.is_stopped or all_wait):
-            limit = stopped_seconds if one.is_stopped else 3 * stopped_seconds  # as until the first step
+            limit = stopped_seconds if one.is_stopped else FIRST_STEP * stopped_seconds
+        if limit is not None and stopped_seconds is not None and is_deadlock:
+            share = _DEADLOCK_IN_SETUP if one.limit_seconds is None else _DEADLOCK
+            limit = min(limit, max(_DEADLOCK_SECONDS, share * stopped_seconds))
         idle = min(other.idle for other in running.values()) if all_wait else one.idle
         is_ahead = one.collectives > fewest and (one.is_waiting or on_cuda)
         if limit is not None and idle >= limit and (all_wait or not is_ahead):

@@ -23,6 +23,8 @@ from onstep.training.watchdog import stacks as rank_stacks
 _LOST = ("onnection", "roken pipe", "imed out", "NCCL", "gloo", "ocket", "peer")
 TERMINATED = f"{ENDING} SIGTERM"
 """The last activity of a rank that leaves an evaluation because of that signal."""
+FIRST_STEP = 1.5
+"""How many times as long a rank may be without progress until the first step is done."""
 _LOOKED_AT_SECONDS = 0.5
 """A rank without progress for this long inspects its own stack, to report where it is."""
 
@@ -72,6 +74,8 @@ class RankReport:
     """As seen with the others: its callbacks have entered more collectives than those of another rank."""
     is_waiting: bool = False
     """Its main thread is inside a collective."""
+    is_in_collective: bool = False
+    """Likewise, and it computes nothing meanwhile."""
     waits_for_worker: bool = False
     """Its main thread is in a data loader."""
     is_debugged: bool = False
@@ -273,6 +277,7 @@ class RankObserver:
             entered_in_callbacks=self._entered_in_callbacks,
             entered_by=self._entered_by,
             is_waiting=self._has_peers and rank_stacks.waits_in_collective(places),
+            is_in_collective=self._has_peers and rank_stacks.is_in_collective(places),
             waits_for_worker=rank_stacks.waits_for_worker(places),
             is_debugged=self.base.is_debugged or rank_stacks.is_in_debugger(places),
             is_interrupted=self._interrupts is not None and self._interrupts.look(),
@@ -291,11 +296,11 @@ class RankObserver:
     def _limit(self, called: tuple[str, str] | None) -> float | None:
         """Seconds that this rank may be without progress here; None in the set-up, except in its callbacks.
 
-        Three times as long until the first step is done, which may compile the model.
+        Longer until the first step is done, which may compile the model.
         """
         is_watched = HEARTBEAT.phase == "training" or called is not None
         section = HEARTBEAT.section or ("out_of_section" if is_watched else None)
-        seconds = self._seconds if self._state.stage.has_stepped or called is not None else 3 * self._seconds
+        seconds = self._seconds if self._state.stage.has_stepped or called is not None else FIRST_STEP * self._seconds
         return self._state.features.room(SectionLimits).get(section or "", seconds if is_watched else None)
 
 

@@ -40,6 +40,9 @@ _TORCH = str(Path(torch.__file__).parent)
 _ONSTEP = str(Path(__file__).parents[1])
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _COLLECTIVE = (f"{_TORCH}/distributed/", f"{_TORCH}/nn/parallel/distributed.py")
+_CALLS = tuple(
+    f"{_TORCH}/distributed/{name}.py" for name in ("distributed_c10d", "c10d_logger", "_functional_collectives")
+)
 
 
 def this_host() -> str:
@@ -143,6 +146,11 @@ def waits_in_collective(places: list[Place]) -> bool:
         if name.startswith(_COLLECTIVE) or function == "_engine_run_backward":
             return True
     return False
+
+
+def is_in_collective(places: list[Place]) -> bool:
+    """Whether the innermost frame is that of a collective, which computes nothing, as a backward pass may."""
+    return bool(places) and places[0][0] in _CALLS
 
 
 def waits_for_worker(places: list[Place]) -> bool:

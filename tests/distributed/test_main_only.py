@@ -72,3 +72,22 @@ def test_a_world_of_one_has_nobody_to_wait_for() -> None:
     world = World()
     with world.main_only():
         assert world.agree([1]) == [1]
+
+
+@pytest.mark.parametrize("kind", ["own", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_all_ranks_generate_with_a_model_that_is_sharded(processes: Processes, tmp_path: Path, kind: str) -> None:
+    main, other = processes.results(JOBS, "generate", tmp_path, {"kind": kind})
+    assert len(main["whole"]) == 1
+    assert main["sharded"] == main["whole"]
+    assert other["sharded"] == other["whole"] == []
+    for one in (main, other):
+        assert one["is_sharded"]
+        assert one["sharded norm"] == pytest.approx(one["whole norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("fails_on", "error"), [([0, 1], None), ([1], "RankFailedError")])
+def test_a_generation_that_fails_on_some_ranks_only_ends_the_run(
+    processes: Processes, tmp_path: Path, fails_on: list[int], error: str | None
+) -> None:
+    for one in processes.results(JOBS, "generate", tmp_path, {"kind": "own", "fails_on": fails_on}):
+        assert (one.get("error") or "None").split(":")[0] == str(error)

@@ -15,7 +15,7 @@ from onstep.analysis.logs.samples_log import FILE_NAME, keep_samples, set_sample
 from onstep.config import TrainingArguments
 from onstep.config.field_types import is_integer_from
 from onstep.config.hf.checks import evaluates
-from onstep.errors import ConfigError, require, text_of
+from onstep.errors import ConfigError, RankFailedError, require, text_of
 from onstep.events import RunState, Setting, TrainerCallback
 from onstep.files.bounded_reading import read_bytes
 from onstep.models.generation.prompts import (
@@ -28,7 +28,7 @@ from onstep.models.generation.prompts import (
 )
 from onstep.record.writer import logging_dir_of
 from onstep.train_state import StateDict
-from onstep.training.compute.undisturbed import preserve_state
+from onstep.training.compute.undisturbed import generate_undisturbed, is_run_by_all, preserve_state
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -47,13 +47,13 @@ class TextgenCallback(TrainerCallback):
 
     Works with Onstep's transformer (`pretrain`, with the tokenizer of the run) and with models that have the `generate`
     method of `transformers` (`Trainer`, with its `processing_class`), both with a key/value cache. Rank 0 generates
-    while the other ranks wait at their next collective; a trainer's `pipeline_generate` method, if any, is called on
-    all ranks instead.
+    while the other ranks wait at their next collective. All ranks generate together if the model is sharded, and a
+    trainer's `pipeline_generate` method, if any, is called on all ranks.
 
     Training is not affected: random generators, the mode of every module and compiled forwards are restored, even after
     an error. The texts depend only on the weights, `seed` and the step. A failed generation only causes a warning, the
-    first time with its traceback; with `on_generation_error = "raise"` it ends the run. With `pipeline_generate`, an
-    error always ends the run, since the ranks would otherwise deadlock.
+    first time with its traceback; with `on_generation_error = "raise"` it ends the run. An error of some of the ranks
+    that generate together always ends it, and so does any with `pipeline_generate`.
 
     Args:
         summary_writer: a TensorBoard `SummaryWriter`; None logs the texts instead.
@@ -128,7 +128,7 @@ class TextgenCallback(TrainerCallback):
             return
         if getattr(trainer, "pipeline_generate", None):
             self._write(args, state, self._with_pipeline(model, tokenizer, trainer))
-        elif state.is_world_process_zero:
+        elif state.is_world_process_zero or is_run_by_all(model):
             self._generate(args, state, model, tokenizer)
 
     def state_dict(self) -> StateDict:
@@ -157,12 +157,12 @@ class TextgenCallback(TrainerCallback):
 
     def _generate(self, args: TrainingArguments, state: RunState, model: nn.Module, tokenizer: object) -> None:
         seed = (self.seed * 1_000_003 + state.global_step * 1_009) % 2**32
+        options = (self.prompts, self.generation_config, self.max_new_tokens, seed)
         try:
-            with preserve_state(model):
-                texts = continue_prompts(
-                    model, tokenizer, self.prompts, self.generation_config, self.max_new_tokens, seed
-                )
+            texts = generate_undisturbed(model, lambda: continue_prompts(model, tokenizer, *options))
             self._write(args, state, texts)
+        except RankFailedError:
+            raise
         except Exception as error:  # models and writers can raise anything; a failed sample must not end the run
             if self.on_generation_error == "raise":
                 raise

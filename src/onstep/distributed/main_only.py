@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from threading import get_ident
 from types import TracebackType
@@ -32,6 +32,18 @@ _REMEDY = "declare ranks = 'all' in the callback, so that all ranks call it"
 
 _open: list[MainOnlySection] = []
 """The open sections of all threads, the innermost last."""
+
+
+def main_only(what: str, remedy: str) -> AbstractContextManager[None]:
+    """`World.main_only` for code without a world: of the default process group, if there is one.
+
+    Args:
+        what: what is done, for the message.
+        remedy: what to do instead of the collective.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return nullcontext()
+    return MainOnlySection(dist.get_rank(), dist.get_world_size(), what, remedy)
 
 
 class MainOnlySection:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,9 +15,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from onstep import Callback, pretrain
-from onstep.config import DistributedInitConfig
+from onstep.callbacks import TextgenCallback
+from onstep.config import DistributedInitConfig, ModelConfig
 from onstep.distributed import open_world
+from onstep.distributed.shards import is_sharded
 from onstep.errors import MainOnlyError, OnstepError
+from onstep.models import build_transformer
 from tests.support.small_configs import small_pretrain_config
 
 WIDTH = 8
@@ -117,3 +121,88 @@ def job_callback(settings: dict[str, Any]) -> dict[str, Any]:
         notes = getattr(error, "__notes__", [])
         return {"error": type(error).__name__, "text": str(error), "notes": notes, "seen": seen}
     return {"error": None, "seen": seen}
+
+
+class Letters:
+    """A tokenizer whose tokens are the characters of a small alphabet."""
+
+    eos_id = None
+
+    def encode_text(self, text: str) -> list[int]:
+        return [ord(one) - ord("a") for one in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(one + ord("a")) for one in ids)
+
+
+class Texts:
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def add_text(self, tag: str, text: str, step: int) -> None:
+        self.texts.append(text)
+
+    def flush(self) -> None: ...
+
+
+def _language_model(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "own":
+        sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 26}
+        return build_transformer(ModelConfig(**sizes), seed=0)
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=26, n_embd=16, n_layer=2, n_head=2, n_positions=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        )
+    )
+
+
+def job_generate(settings: dict[str, Any]) -> dict[str, Any]:
+    """The texts of a model and of its shards, and whether a training step finds the shards as they were."""
+    world = open_world(DistributedInitConfig(device="cpu", distributed_timeout_minutes=0.5))
+    whole, sharded = _language_model(settings["kind"]), _language_model(settings["kind"])
+    mesh = init_device_mesh("cpu", (world.size,))
+    for block in next(module for module in sharded.modules() if isinstance(module, nn.ModuleList)):
+        fully_shard(block, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    ids = torch.arange(8)[None]
+    found: dict[str, Any] = {"rank": world.rank}
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        outputs: Any = model(ids)
+        return getattr(outputs, "logits", outputs).square().mean()
+
+    for name, model in (("whole", whole), ("sharded", sharded)):
+        loss(model)
+        writer = Texts()
+        callback = TextgenCallback(writer, ["abc", "x"], max_new_tokens=8)
+        if settings.get("fails_on") is not None:
+            _fail_on(callback, settings["fails_on"], world.rank)
+        state: Any = SimpleNamespace(global_step=2, is_world_process_zero=world.is_main, eval_steps=1)
+        arguments: Any = SimpleNamespace(logging_dir=None, eval_strategy="steps")
+        try:
+            callback.on_evaluate(arguments, state, None, model, processing_class=Letters())
+        except OnstepError as error:
+            found["error"] = f"{type(error).__name__}: {error}"
+        found[name] = writer.texts
+        loss(model).backward()
+        found[f"{name} norm"] = float(
+            sum(one.full_tensor().norm() if is_sharded([one]) else one.norm() for one in _gradients(model))
+        )
+    found["is_sharded"] = all(is_sharded([one]) for one in sharded.parameters())
+    world.close()
+    return found
+
+
+def _gradients(model: nn.Module) -> list[Any]:
+    return [one.grad for one in model.parameters() if one.grad is not None]
+
+
+def _fail_on(callback: TextgenCallback, ranks: list[int], rank: int) -> None:
+    """Let the generation fail at its beginning on these ranks."""
+    if rank in ranks:
+        callback.prompts = [None]  # type: ignore[list-item]
+    else:
+        callback.prompts = []

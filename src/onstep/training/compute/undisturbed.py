@@ -2,17 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
+
+import torch.distributed as dist
 
 from onstep.checkpoint import RngState
+from onstep.distributed.main_only import main_only
+from onstep.distributed.shards import is_sharded
+from onstep.errors import RankFailedError, named_text
 from onstep.models.generation.generate import preserve_modes
+
+T = TypeVar("T")
+
+
+def is_run_by_all(model: Any) -> bool:
+    """Whether all ranks must call the model together, because each has only a part of it."""
+    return hasattr(model, "parameters") and is_sharded(model.parameters())
+
+
+def generate_undisturbed(model: Any, generate: Callable[[], T]) -> T:
+    """What `generate` makes of the model, without any effect on the training. Collective if the model is sharded.
+
+    Args:
+        model: the model that it calls.
+        generate: without arguments; called on this rank.
+
+    Raises:
+        RankFailedError: on all ranks, if `generate` has failed on some of those of a sharded model. If it has failed on
+            all of them, they raise its error.
+    """
+    if not is_run_by_all(model):
+        with preserve_state(model), main_only("the generation of text", "let the model's forward exchange nothing"):
+            return generate()
+    result, error = None, None
+    try:
+        with preserve_state(model):
+            result = generate()
+    except Exception as failure:  # noqa: BLE001 - what all ranks have met is raised below
+        error = failure
+    errors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, None if error is None else named_text(error))
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text is not None]
+    if failed and len(failed) < len(errors):
+        raise RankFailedError(f"the generation of text failed on some ranks only: {'; '.join(failed)}") from error
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]
+
+
+@contextmanager
+def _usable_shards(model: Any) -> Iterator[None]:
+    """Gather what a model sharded by `fully_shard` has outside of its blocks; afterwards all of it is sharded again.
+
+    A generation calls parts of the model, and only a call of the whole would gather these parameters.
+    """
+    if not is_run_by_all(model):
+        yield
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(model, FSDPModule):
+        model.unshard()
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 @contextmanager
 def preserve_state(model: Any) -> Iterator[None]:
-    """Switch to evaluation mode without compiled forwards, and restore these and the random generators on exit."""
+    """Switch to evaluation mode without compiled forwards, and restore these and the random generators on exit.
+
+    Collective if the model is sharded.
+    """
     modules = list(model.modules()) if hasattr(model, "modules") else []
     # `module.compile()` stores its compiled call here; every new text length would recompile
     compiled = [(one, one._compiled_call_impl) for one in modules if getattr(one, "_compiled_call_impl", None)]
@@ -24,7 +90,8 @@ def preserve_state(model: Any) -> Iterator[None]:
                 module.training = False
             for module, _ in compiled:
                 module._compiled_call_impl = None
-            yield
+            with _usable_shards(model):
+                yield
     finally:
         for module, call in compiled:
             module._compiled_call_impl = call

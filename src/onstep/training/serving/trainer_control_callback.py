@@ -22,7 +22,7 @@ from onstep.control.inbox import Inbox
 from onstep.control.job_server import Address, JobServer, absolute, generated_id, missing_packages
 from onstep.control.live_status import LiveStatus
 from onstep.control.registry import check_job_id
-from onstep.errors import ConfigError, MissingExtraError, named_text
+from onstep.errors import ConfigError, MissingExtraError, RankFailedError, named_text
 from onstep.events import CallbackContext, CallbackManager, RunView, TrainerCallback
 from onstep.events.settings import check_setting
 from onstep.metrics.torch_profiler import NextSteps, is_recording
@@ -30,7 +30,7 @@ from onstep.models.generation.prompts import can_generate, continue_prompts
 from onstep.record.kinds import FILE_NAME as RECORD_NAME
 from onstep.record.kinds import Kind
 from onstep.record.writer import logging_dir_of
-from onstep.training.compute.undisturbed import preserve_state
+from onstep.training.compute.undisturbed import generate_undisturbed, is_run_by_all
 from onstep.training.watchdog.stack_exchange import StackExchange
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -213,7 +213,7 @@ class TrainerControlCallback(TrainerCallback):
         request = context.request
         assert request is not None
         command, data = request.details.get("command"), request.details.get("data", {})
-        if command == "generate" and context.state.world.is_main:
+        if command == "generate" and (context.state.world.is_main or is_run_by_all(self._model)):
             request.details["result"] = self._generate(context, **data)
         elif command == "profile":
             self._begin_profile(context, data["steps"])
@@ -252,13 +252,15 @@ class TrainerControlCallback(TrainerCallback):
 
     def _generate(self, context: CallbackContext, prompts: list[str], max_new_tokens: int) -> list[dict[str, str]]:
         try:
-            with preserve_state(self._model):
-                tokenizer = context.state.processing_class
-                texts = continue_prompts(self._model, tokenizer, prompts, _SAMPLING, max_new_tokens, seed=context.step)
+            options = (context.state.processing_class, prompts, _SAMPLING, max_new_tokens, context.step)
+            texts = generate_undisturbed(self._model, lambda: continue_prompts(self._model, *options))
+        except RankFailedError:
+            raise
         except Exception as error:  # noqa: BLE001 - models can raise anything; a failed sample must not end the run
             return [{"error": named_text(error)}]
         try:
-            keep_samples(context.trainer_state, logging_dir_of(context.args), texts)
+            if context.state.world.is_main:
+                keep_samples(context.trainer_state, logging_dir_of(context.args), texts)
         except OSError as error:
             logger.warning("control: cannot keep the texts: %s", error)
         return [{"prompt": prompt, "text": text} for prompt, text in texts]

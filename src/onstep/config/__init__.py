@@ -28,6 +28,7 @@ from onstep.config.sections.fault_tolerance import (
     NVRxStragglerDetectionConfig,
     StragglerDetectionConfig,
 )
+from onstep.config.sections.fsdp import FullyShardedConfig
 from onstep.config.sections.logger import LoggerConfig
 from onstep.config.sections.model import ModelConfig
 from onstep.config.sections.optimizer import OptimizerConfig, SchedulerConfig
@@ -51,6 +52,7 @@ __all__ = [
     "FaultToleranceConfig",
     "KEYS",
     "Key",
+    "FullyShardedConfig",
     "LoggerConfig",
     "ModelConfig",
     "NVRxStragglerDetectionConfig",

@@ -19,6 +19,7 @@ from onstep.config.sections.fault_tolerance import (
     NVRxStragglerDetectionConfig,
     StragglerDetectionConfig,
 )
+from onstep.config.sections.fsdp import FullyShardedConfig
 from onstep.config.sections.logger import LoggerConfig
 from onstep.config.sections.model import ModelConfig
 from onstep.config.sections.optimizer import OptimizerConfig, SchedulerConfig
@@ -50,6 +51,7 @@ class ConfigContainer(ConfigSection):
     ddp: DistributedDataParallelConfig = field(default_factory=DistributedDataParallelConfig)
     dist: DistributedInitConfig = field(default_factory=DistributedInitConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    fsdp: FullyShardedConfig = field(default_factory=FullyShardedConfig)
     rng: RNGConfig = field(default_factory=RNGConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     anomaly: AnomalyConfig = field(default_factory=AnomalyConfig)

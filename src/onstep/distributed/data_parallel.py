@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import chain
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from onstep.config import DistributedDataParallelConfig
+from onstep.distributed.exchanges import parameter_groups, sharded_modules
 from onstep.distributed.gradient_exchange import BucketHook, LocalGradients, check_exchange, hook_of, notes_of
 from onstep.distributed.refusals import check_version, check_world, exchanges
 from onstep.distributed.shards import as_dtensor, world_size
@@ -194,17 +194,9 @@ def check_ranks(chunks: Sequence[nn.Module], world: World) -> None:
 
 def _data_meshes(chunk: nn.Module) -> Iterator[tuple[tuple[int, str], DeviceMesh]]:
     """The mesh over which FSDP2 shards or replicates each parameter, by the id of its module and its name there."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in chunk.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state: Any = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # torch before 2.13 has at most one
-        for group in [state._fsdp_param_group] if groups is None else groups:
-            for one in () if group is None else group.fsdp_params:
+    for module in sharded_modules(chunk):
+        for group in parameter_groups(module):
+            for one in group.fsdp_params:
                 info = one._module_info
                 owners, names = [info.module, *info.shared_modules], [info.param_name, *info.shared_param_names]
                 for owner, name in zip(owners, names, strict=True):

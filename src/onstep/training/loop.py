@@ -124,7 +124,7 @@ class Loop:
             batch, is_filler = micro_batches.stage(index), step.batches.is_filler[index]
             on.before_micro_batch(is_filler)
             notify.on_forward_backward_start(micro_batch=batch)
-            with compute.exchanging(job.model, index == last):
+            with compute.exchanging(job, index == last):
                 micro = self.forward(micro_batches, batch, is_filler)
                 start = compute.backward_start_of(job, micro, last + 1)
                 on.before_backward(step, micro, start)

@@ -94,6 +94,8 @@ class Run:
     start_time: float = field(default_factory=time.time)
     autocasts_forward_only: bool = False
     """Whether the model's `forward` enters mixed precision itself, and its loss is computed in float32."""
+    model_casts: bool = False
+    """Whether the model in training or evaluation casts the weights that it gathers, in place of autocast."""
 
     def __post_init__(self) -> None:
         self.control.rank = self.world.rank
@@ -325,8 +327,8 @@ class Run:
         return nullcontext() if self.autocasts_forward_only else self.precision()
 
     def precision(self) -> AbstractContextManager[object]:
-        """bfloat16 or float16 autocast over float32 weights, or nothing."""
-        if self.cfg.mixed_precision is None:
+        """bfloat16 or float16 autocast over float32 weights; nothing where the model casts the weights it gathers."""
+        if self.cfg.mixed_precision is None or self.model_casts:
             return nullcontext()
         return torch.autocast(self.world.device.type, dtype=_AUTOCAST[self.cfg.mixed_precision])
 

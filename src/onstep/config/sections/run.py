@@ -119,6 +119,13 @@ class DistributedDataParallelConfig(ConfigSection):
         help="Every step uses the same parameters in the same order, which torch then relies on; ranks exchange "
         "gradients after each micro-batch.",
     )
+    sync_each_micro_batch: bool | None = option(
+        None,
+        SAFE,
+        help="Exchange gradients after each micro-batch; false does so after the last one of a step, true after each "
+        "one. null is false for replicas, and true for a model in shards, which then has no gradients of the whole "
+        "model in memory.",
+    )
     grad_reduce_in_bf16: bool = option(
         False,
         TRAJECTORY,

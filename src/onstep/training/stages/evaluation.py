@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from onstep.data import Batch, StepBatches
 from onstep.data.loaders.dead_workers import dead_workers_named
 from onstep.distributed import World, attempt, check_groups, check_loader, check_ranks, raise_together
+from onstep.distributed.exchanges import casts_weights
 from onstep.events import CallbackManager, Dispatcher
 from onstep.models.generation.generate import preserve_modes
 from onstep.training.compute.forward_errors import call_forward_step
@@ -79,6 +80,7 @@ def evaluate(
     """
     only_chunk(model)  # before any event
     check_ranks(model, state.world)
+    state.model_casts = casts_weights(model)
     check_groups(pg_collection, state.world)
     refusal = attempt(lambda: check_loader(data_iterator, state.world))[1]
     raise_together(state.world, refusal, "the evaluation")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from onstep.data import Batch
 from onstep.distributed import no_sync
+from onstep.distributed.exchanges import keeping_local
 from onstep.training.compute.forward_errors import call_forward_step
 from onstep.training.compute.loss_sums import divisor, is_known
 from onstep.training.compute.losses import MicroLoss, Scalar, read_loss
@@ -43,7 +44,7 @@ def forward_of(job: Job) -> ForwardPass:
 
 def backward_of(job: Job) -> Callable[[MicroLoss, Scalar | None], None]:
     """The backward pass of one micro-batch; empty for a forward step with `runs_backward`, which has run it."""
-    return _nothing if getattr(job.forward_step_func, "runs_backward", False) else MicroLoss.backward
+    return _nothing if job.runs_backward else MicroLoss.backward
 
 
 def _nothing(micro: MicroLoss, start: Scalar | None) -> None:
@@ -53,11 +54,11 @@ def _nothing(micro: MicroLoss, start: Scalar | None) -> None:
 def backward_start_of(job: Job, micro: MicroLoss, num_micro_batches: int) -> Scalar | None:
     """The value that a micro-batch's backward pass starts from, including the loss scale of float16; None means 1.
 
-    For a step of one micro-batch on one rank, the weight is known at once. Data parallelism divides the summed
-    gradients by the number of ranks with different samples; a share must not be divided.
+    For a step of one micro-batch on one rank, the weight is known at once. A share is not divided, so where the ranks
+    average their gradients it is multiplied by what that divides by.
     """
     run, kind, weight = job.run, micro.kind, micro.weight
-    alone = num_micro_batches == 1 and run.world.data.size == 1
+    alone = num_micro_batches == 1 and run.world.data.size == job.divisor == 1
     nominal = 1.0 if alone else run.nominal_step_size
     start: Scalar | None = None
     if kind == "mean":
@@ -69,7 +70,7 @@ def backward_start_of(job: Job, micro: MicroLoss, num_micro_batches: int) -> Sca
     elif kind == "sum":
         start = 1.0 / nominal
     else:
-        start = None if run.world.data.size == 1 else float(run.world.data.size)
+        start = None if job.divisor == 1 else job.divisor
     if job.scaler is None:
         return start
     return job.scaler.scale if start is None else start * job.scaler.scale
@@ -79,10 +80,12 @@ def gradient_factor_of(job: Job, step: Step) -> Scalar | None:
     """The factor for the step's gradients, now that there are some and the step's weight is known; None means 1."""
     if not job.has_gradients:
         check_for_gradients(job)
-    run, size = job.run, job.run.world.data.size
-    if step.micros[0].kind == "share" or (len(step.micros) == 1 and size == 1):
+    run, size, divisor_of_sum = job.run, job.run.world.data.size, job.divisor
+    if step.micros[0].kind == "share":  # a user's own backward pass is made for an average over the ranks
+        return divisor_of_sum / size if job.runs_backward and divisor_of_sum != size else None
+    if len(step.micros) == 1 and size == divisor_of_sum == 1:
         return None
-    factor = run.nominal_step_size * size / divisor(step.total.weight, step.total.numerator)
+    factor = run.nominal_step_size * divisor_of_sum / divisor(step.total.weight, step.total.numerator)
     return None if is_known(factor, 1) else factor
 
 
@@ -107,9 +110,11 @@ def needs_norm(job: Job) -> bool:
     )
 
 
-def exchanging(model: list[nn.Module], is_last: bool) -> AbstractContextManager[object]:
-    """Context of a micro-batch: ranks exchange gradients only with the last one of a step."""
-    return _EXCHANGING if is_last else no_sync(model)
+def exchanging(job: Job, is_last: bool) -> AbstractContextManager[object]:
+    """Context of a micro-batch: ranks exchange gradients with each one, or only with the last one of a step."""
+    if is_last or job.exchanges_each:
+        return _EXCHANGING
+    return keeping_local(job.sharded) if job.sharded else no_sync(job.model)
 
 
 _EXCHANGING: AbstractContextManager[object] = nullcontext()

@@ -21,6 +21,7 @@ from onstep.distributed import (
     is_bare,
     refused_together,
 )
+from onstep.distributed.exchanges import casts_weights, divisor_of, sharded_modules
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager, Dispatcher
 from onstep.metrics.norms.named_parameters import reshard
@@ -101,6 +102,7 @@ class Job:
             check_weights(model)
             reshard(model)
             check_ranks(model, run.world)
+            run.model_casts = casts_weights(model)
             check_loader(data, run.world)
             check_parallel(run.cfg, run.world.size)
             driven = drive(optimizer, model, run)
@@ -130,6 +132,15 @@ class Job:
 
     def __post_init__(self) -> None:
         self.begin()
+        self.divisor = divisor_of(self.model, self.run.world)
+        """What the exchange of gradients divides their sum over the ranks by."""
+        self.sharded = [module for chunk in self.model for module in sharded_modules(chunk)]
+        """The parts of the model that FSDP2 gathers."""
+        exchanges_each = self.run.cfg.ddp.sync_each_micro_batch
+        self.exchanges_each = bool(self.sharded) if exchanges_each is None else exchanges_each
+        """Whether ranks exchange gradients after each micro-batch of a step, not only after the last."""
+        self.runs_backward = bool(getattr(self.forward_step_func, "runs_backward", False))
+        """Whether the forward step runs the backward pass, as a user's `training_step` does."""
         self.scaler = self.optimizer.scaler
         """The loss scaler of float16; None in any other precision."""
         self.tells_of_overflow = self.scaler is not None

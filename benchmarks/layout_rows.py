@@ -1,0 +1,290 @@
+"""One row of the table of layouts: a tiny model trained for some steps on this rank, with what was sent and held.
+
+`run_row` is called on each rank of a row, with `$RANK` and `$WORLD_SIZE` set; one process is the row that the others are
+compared with.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from onstep import Callback, CallbackManager
+from onstep.config import ConfigContainer, ModelConfig, apply_overrides
+from onstep.config.checks import parallel as checks
+from onstep.data import TrainLoader
+from onstep.distributed import World, open_world
+from onstep.distributed.shards import local_part, whole
+from onstep.models.transformer import build_transformer
+from onstep.training import GlobalState, train
+from onstep.training.setup.placement import place
+
+ROWS, LENGTH, VOCABULARY = 12, 12, 67
+"""Rows of a step, their tokens, and a vocabulary that no number of ranks divides."""
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["query", "value"], "lora_dropout": 0.0}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks of a row hold the model."""
+
+    ranks: int
+    keys: tuple[str, ...] = ()
+    """Overrides of the configuration."""
+
+
+def _sharded(ranks: int, *keys: str, replicas: int = 1) -> Layout:
+    size = (
+        f"parallel.data_parallel_replicate_size={replicas}",
+        f"parallel.data_parallel_shard_size={ranks // replicas}",
+    )
+    return Layout(ranks, (*size, *keys))
+
+
+LAYOUTS = {
+    "one": Layout(1),
+    "ddp2": Layout(2),
+    "ddp4": Layout(4),
+    "fsdp2": _sharded(2),
+    "fsdp4": _sharded(4),
+    "fsdp2 keep": _sharded(2, "fsdp.reshard_after_forward=false"),
+    "fsdp4 in twos": _sharded(4, "fsdp.reshard_after_forward=2"),
+    "fsdp2 last": _sharded(2, "ddp.sync_each_micro_batch=false"),
+    "fsdp2 prefetch": _sharded(2, "fsdp.prefetch=2"),
+    "hsdp 2x2": _sharded(4, replicas=2),
+    "fsdp2 offload": _sharded(2, "fsdp.cpu_offload=true"),
+    "fsdp2 checkpointed": _sharded(2, "model.recompute_granularity=full"),
+    "fsdp2 compiled": _sharded(2, "train.torch_compile=true"),
+    "fsdp2 bf16": _sharded(2, "mixed_precision=bf16_mixed"),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is trained: a model and the data of its steps."""
+
+    model: str = "own"
+    """own | llama | gpt2"""
+    keys: tuple[str, ...] = ()
+    """Overrides of the configuration."""
+    accumulation: int = 1
+    """Micro-batches of a step on each rank."""
+    has_empty_rank: bool = False
+    """Whether the last rank of four, or what is its share with fewer, has no labels."""
+    groups: bool = False
+    """Two groups of the optimizer, and a frozen embedding."""
+    lora: bool = False
+    same_micro_batches: bool = False
+    """Whether one process takes the micro-batches that the ranks take, as a loss of each micro-batch requires."""
+    dtype: str = "float32"
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the configuration of a model of transformers."""
+
+
+VARIANTS = {
+    "plain": Variant(),
+    "accumulated": Variant(accumulation=3),
+    "unclipped": Variant(keys=("optimizer.clip_grad=0",)),
+    "an empty rank": Variant(has_empty_rank=True, accumulation=3),
+    "tied": Variant(keys=("model.share_embeddings_and_output_weights=true",)),
+    "groups": Variant(groups=True),
+    "lora": Variant(lora=True),
+    "dropout": Variant(keys=("model.hidden_dropout=0.1",)),
+    "moe": Variant(keys=("model.num_moe_experts=4", "model.moe_aux_loss_coeff=0.01"), same_micro_batches=True),
+    "float64": Variant(dtype="float64"),
+    "llama": Variant("llama", accumulation=3),
+    "llama tied": Variant("llama", options={"tie_word_embeddings": True}),
+    "gpt2": Variant("gpt2"),
+}
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """Rows of tokens with 1 to 9 labels each; of every twelve, the last three may have none."""
+
+    def __init__(self, has_empty_rank: bool) -> None:
+        self.has_empty_rank = has_empty_rank
+
+    def __len__(self) -> int:
+        return 100 * ROWS
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        labels = tokens.roll(-1).clone()
+        labels[0 if self.has_empty_rank and index % ROWS >= ROWS * 3 // 4 else 1 + index % 9 :] = -100
+        return {"tokens": tokens, "labels": labels}
+
+
+class _Watch(Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def on_train_step_end(self, context: Any) -> None:
+        """Note the loss and the norm of a step."""
+        self.losses.append(float(next(iter(context.loss_dict.values()))))
+        self.norms.append(float(context.grad_norm))
+
+
+def _step(data_iterator: Any, model: nn.Module) -> Any:
+    batch = next(data_iterator)
+    tokens, labels = batch["tokens"], batch["labels"]
+    found = model(tokens)
+    logits = found if isinstance(found, Tensor) else found.logits
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    loss = cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="sum")
+    return loss, lambda loss: (loss, labels.ne(-100).sum(), {})
+
+
+def model_of(variant: Variant, config: ConfigContainer) -> nn.Module:
+    """The model of a variant, with weights drawn from one seed."""
+    if variant.model == "own":
+        model: nn.Module = build_transformer(config.model, seed=0)
+    else:
+        model = _of_transformers(variant)
+    if variant.lora:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(1)
+        names = {name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, nn.Linear)}
+        targets = sorted(names - {"lm_head", "head", "output", "out"})
+        model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets))  # type: ignore[arg-type]
+    if variant.groups:
+        next(model.parameters()).requires_grad_(False)
+    return model.to(getattr(torch, variant.dtype))
+
+
+def _of_transformers(variant: Variant) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, **variant.options}
+    if variant.model == "llama":
+        sizes |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+        sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 32}
+    else:
+        sizes |= {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32}
+        sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    torch.manual_seed(0)
+    made: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(variant.model, **sizes))
+    return made
+
+
+def config_of(layout: Layout, variant: Variant, steps: int) -> ConfigContainer:
+    """The configuration of a row."""
+    config = ConfigContainer(model=ModelConfig(vocab_size=VOCABULARY, seq_length=LENGTH))
+    config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads = 3, 32, 4
+    config.dist.device, config.dataset.seq_length = "cpu", LENGTH
+    config.train.global_batch_size, config.train.train_iters = ROWS, steps
+    config.train.micro_batch_size = ROWS // layout.ranks // variant.accumulation
+    config.logger.log_interval, config.validation.eval_iters = 0, None
+    apply_overrides(config, [*layout.keys, *variant.keys])
+    return config
+
+
+def optimizer_of(model: nn.Module, variant: Variant) -> torch.optim.Optimizer:
+    """AdamW; with two groups, biases and norms have no weight decay and half the rate."""
+    trained = [one for one in model.parameters() if one.requires_grad]
+    if not variant.groups:
+        return torch.optim.AdamW(trained, lr=1e-2)
+    vectors = [one for one in trained if one.ndim < 2]
+    matrices = [one for one in trained if one.ndim > 1]
+    return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "lr": 5e-3, "weight_decay": 0.0}], lr=1e-2)
+
+
+def run_row(layout: Layout, variant: Variant, steps: int, *, parameters: str | None = None) -> dict[str, Any]:
+    """Train; what rank 0 found, with its whole parameters written to a file.
+
+    Args:
+        layout: how the ranks hold the model.
+        variant: what is trained.
+        steps: the number of steps.
+        parameters: where rank 0 writes the parameters at the end; None writes none.
+    """
+    checks.shards_are_supported = True
+    config = config_of(layout, variant, steps)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    world = open_world(config.dist, config.parallel_sizes(ranks))
+    model = model_of(variant, config)
+    numel = sum(one.numel() for one in model.parameters())
+    [wrapped] = place([model], world, config)
+    optimizer = optimizer_of(wrapped, variant)
+    found = _train(wrapped, optimizer, config, world, variant)
+    held = [local_part(one) for one in wrapped.parameters()]
+    state = [local_part(one) for kept in optimizer.state.values() for one in kept.values() if one.ndim]
+    found |= {"parameters": numel, "held": _bytes(held), "state": _bytes(state)}
+    values = {name.removeprefix("module."): whole(one.detach()) for name, one in wrapped.named_parameters()}
+    if parameters is not None and world.rank == 0:
+        torch.save(values, parameters)
+    world.close()
+    return found
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(one.numel() * one.element_size() for one in tensors)
+
+
+def _train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: ConfigContainer, world: World, variant: Variant
+) -> dict[str, Any]:
+    state = GlobalState(config, num_microbatches=variant.accumulation, world=world)
+    loader = TrainLoader(
+        Rows(variant.has_empty_rank),
+        micro_batch_size=config.train.micro_batch_size,
+        global_batch_size=ROWS,
+        rank=world.data.rank,
+        world_size=world.data.size,
+        shuffle=False,
+    )
+    watch, manager = _Watch(), CallbackManager()
+    manager.add(watch)
+    torch.manual_seed(100 + world.data.rank)
+    with counted() as sent:
+        train(_step, [model], optimizer, None, loader, None, state, callback_manager=manager)
+    steps = len(watch.losses)
+    per_step = {kind: number / steps for kind, number in sent.items()}
+    return {"losses": watch.losses, "norms": watch.norms, "sent": per_step}
+
+
+_COUNTED = {
+    "all_gather_into_tensor": ("gather", 0),
+    "all_gather_single": ("gather", 0),
+    "reduce_scatter_tensor": ("scatter", 1),
+    "reduce_scatter_single": ("scatter", 1),
+    "all_reduce": ("reduce", 0),
+}
+"""Functions of torch.distributed: what they do, and which argument is the larger tensor."""
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Counts the bytes of collectives by kind: of what is gathered, of what is scattered, of what is summed."""
+    sent: Counter[str] = Counter()
+    kept: dict[str, Any] = {name: getattr(dist, name) for name in _COUNTED if hasattr(dist, name)}
+
+    def counts(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        kind, place = _COUNTED[name]
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            tensors = [one for one in islice((*args, *kwargs.values()), 2) if isinstance(one, Tensor)]
+            tensor = tensors[place] if place < len(tensors) else tensors[0]
+            sent[kind] += tensor.numel() * tensor.element_size()
+            return own(*args, **kwargs)
+
+        return called
+
+    for name, own in kept.items():
+        setattr(dist, name, counts(name, own))
+    try:
+        yield sent
+    finally:
+        for name, own in kept.items():
+            setattr(dist, name, own)

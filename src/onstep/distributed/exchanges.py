@@ -1,0 +1,105 @@
+"""What a layout makes of the gradients of several ranks: their sum or average, after which backward passes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from onstep.distributed.world import World
+from onstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+def sharded_modules(chunk: nn.Module) -> list[FSDPModule]:
+    """The modules of a chunk that FSDP2 gathers.
+
+    Args:
+        chunk: a model chunk.
+    """
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in chunk.modules() if isinstance(module, FSDPModule)]
+
+
+def parameter_groups(module: FSDPModule) -> list[Any]:
+    """What FSDP2 gathers together for a module, in torch's private form.
+
+    Args:
+        module: one of `sharded_modules`.
+    """
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch before 2.13 has at most one
+    return [one for one in ([state._fsdp_param_group] if groups is None else groups) if one is not None]
+
+
+def divisor_of(chunks: Sequence[nn.Module], world: World) -> float:
+    """The number by which the exchange divides the sum of the gradients of all ranks with different samples.
+
+    One for what `fully_sharded` has divided. DistributedDataParallel averages, and so does a model that the user has
+    divided by `fully_shard`, unless its `set_gradient_divide_factor` says otherwise. Where nothing exchanges, as with
+    a user's own hooks, an average is assumed.
+
+    Args:
+        chunks: the model chunks; one unless the model is split into several.
+        world: the ranks of the run.
+
+    Raises:
+        ConfigError: if the parts of a model divide by different numbers.
+    """
+    size = world.data.size
+    divisors: dict[float, str] = {}
+    for chunk in chunks:
+        names = {id(module): name for name, module in chunk.named_modules()}
+        for module in sharded_modules(chunk):
+            for group in parameter_groups(module):
+                factor = group.gradient_divide_factor
+                divisors.setdefault(float(size if factor is None else factor), names[id(module)] or "the model")
+    if len(divisors) > 1:
+        parts = " and ".join(f"{name} by {divisor:g}" for divisor, name in divisors.items())
+        raise ConfigError(
+            f"the gradients of a model must be divided by one number, but fully_shard divides those of {parts}; call "
+            f"set_gradient_divide_factor with the same number on every module that fully_shard was given."
+        )
+    return next(iter(divisors), float(size))
+
+
+def casts_weights(chunks: Sequence[nn.Module]) -> bool:
+    """Whether the modules of a model cast what they gather, so that nothing is to be computed under autocast.
+
+    Args:
+        chunks: the model chunks; one unless the model is split into several.
+    """
+    return any(
+        group.mp_policy.param_dtype is not None
+        for chunk in chunks
+        for module in sharded_modules(chunk)
+        for group in parameter_groups(module)
+    )
+
+
+def keeping_local(modules: Sequence[FSDPModule]) -> AbstractContextManager[object]:
+    """Backward passes in this context keep the gradients of the whole model; the next one outside sums them.
+
+    Args:
+        modules: those of `sharded_modules`.
+    """
+    return _keeping_local(modules) if modules else nullcontext()
+
+
+@contextmanager
+def _keeping_local(modules: Sequence[FSDPModule]) -> Iterator[None]:
+    for module in modules:
+        module.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_requires_gradient_sync(True, recurse=False)

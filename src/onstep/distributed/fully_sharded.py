@@ -1,0 +1,231 @@
+"""Divides a model between ranks by torch's `fully_shard` (FSDP2): block by block, with sums of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from onstep.config import ConfigContainer
+from onstep.config.suggestions import listed, nearest, shown
+from onstep.distributed.world import World
+from onstep.errors import ConfigError
+
+FindBlocks = Callable[[nn.Module], Iterable[nn.Module]]
+"""Returns the blocks of a model: modules in it whose weights are gathered together."""
+_COMPUTED_IN = {"bf16_mixed": torch.bfloat16, "fp16_mixed": torch.float16}
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+_NAMES_SHOWN = 8
+
+
+def fully_sharded(
+    chunks: list[nn.Module], world: World, config: ConfigContainer, find_blocks: FindBlocks | None = None
+) -> list[nn.Module]:
+    """Divide the chunks between the ranks of `dp_shard`, in place, once for each replica along `dp_replicate`.
+
+    Gradients are summed over these ranks. In mixed precision, the weights that a block gathers are in 16 bits: nothing
+    is computed under autocast. Collective: weights are broadcast from the first rank, unless they are on `meta`.
+
+    Args:
+        chunks: the model chunks; one unless the model is split into several.
+        world: the ranks of the run.
+        config: the configuration of the run.
+        find_blocks: finds the blocks of a chunk; None follows `fsdp.wrap`.
+
+    Raises:
+        ConfigError: for a model without blocks, an unknown class of blocks, a parameter that is shared between two
+            blocks, or models that differ between the ranks.
+    """
+    for chunk in chunks:
+        blocks = list(find_blocks(chunk)) if find_blocks is not None else blocks_of(chunk, config.fsdp.wrap)
+        check_shared(chunk, blocks)
+        _check_alike(chunk, world)
+        _broadcast(chunk, world)
+        _shard(chunk, blocks, world, config)
+    return chunks
+
+
+def _shard(chunk: nn.Module, blocks: list[nn.Module], world: World, config: ConfigContainer) -> None:
+    mesh, options = _mesh_of(world), config.fsdp
+    offloads = options.cpu_offload
+    given: dict[str, Any] = {
+        "mesh": mesh,
+        "offload_policy": CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offloads else OffloadPolicy(),
+    }
+    policy, reshard = policy_of(config, chunk), options.reshard_after_forward
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=reshard, mp_policy=policy, **given)
+    widened = policy if policy.param_dtype is None else _with_wide_results(policy)
+    fully_shard(chunk, reshard_after_forward=reshard, mp_policy=widened, **given)
+    for module in [*blocks, chunk]:
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # torch scales within a sum otherwise, which gloo cannot
+        if config.ddp.find_unused_parameters:
+            module.set_reduce_scatter_unused_params(True)
+    if options.prefetch:
+        _prefetch([block for block in blocks if isinstance(block, FSDPModule)], options.prefetch)
+
+
+def _mesh_of(world: World) -> DeviceMesh:
+    """The ranks that hold one replica in shards; with several replicas, all ranks with different samples."""
+    return world.mesh["dp_shard"] if world.sizes.dp_replicate == 1 else world.mesh["dp_replicate", "dp_shard"]
+
+
+def policy_of(config: ConfigContainer, chunk: nn.Module) -> MixedPrecisionPolicy:
+    """The types in which blocks compute, and in which gradients are summed.
+
+    Args:
+        config: the configuration of the run.
+        chunk: the model chunk.
+    """
+    computed_in = None if config.mixed_precision is None else _COMPUTED_IN[config.mixed_precision]
+    is_low = any(one.dtype in _LOW_PRECISION for one in chunk.parameters() if one.requires_grad)
+    summed_in: torch.dtype | None = None
+    if config.ddp.grad_reduce_in_bf16:
+        summed_in = torch.bfloat16
+    elif (computed_in is not None and not is_low) or (is_low and config.ddp.grad_reduce_in_fp32):
+        summed_in = torch.float32
+    return MixedPrecisionPolicy(param_dtype=computed_in, reduce_dtype=summed_in)
+
+
+def _with_wide_results(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """For the whole model: what it returns is in float32, in which losses are computed."""
+    return MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, output_dtype=torch.float32)
+
+
+def _prefetch(blocks: list[FSDPModule], ahead: int) -> None:
+    """Gather the weights of the blocks that come next; blocks are called in the order in which they are registered."""
+    for number, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + ahead])
+        block.set_modules_to_backward_prefetch(blocks[max(0, number - ahead) : number][::-1])
+
+
+def blocks_of(model: nn.Module, classes: list[str] | None = None) -> list[nn.Module]:
+    """The blocks of a model, each before those that contain it.
+
+    Args:
+        model: a model, perhaps one that contains the model which names its blocks.
+        classes: the names of the blocks' classes; None is what the model itself names (`_no_split_modules`), or else
+            the modules in its outermost lists.
+
+    Raises:
+        ConfigError: if no module is of one of these classes, or there are no blocks.
+    """
+    found = _of_classes(model, classes) if classes else _named_by_model(model) or list(_in_lists(model))
+    blocks = [one for one in found if one is not model and next(one.parameters(), None) is not None]
+    if blocks:
+        return blocks
+    kinds = listed(sorted({type(one).__name__ for one in model.modules() if one is not model}), _NAMES_SHOWN)
+    raise ConfigError(
+        f"{type(model).__name__} has no blocks to divide between ranks: it names none (_no_split_modules), and has no "
+        f"nn.ModuleList; set fsdp.wrap to the classes of its blocks, from {kinds or 'those of another model'}."
+    )
+
+
+def _of_classes(model: nn.Module, classes: list[str]) -> list[nn.Module]:
+    kinds = {kind.__name__ for module in model.modules() for kind in _kinds(module)}
+    for name in classes:
+        if name not in kinds:
+            own = sorted({type(module).__name__ for module in model.modules()})
+            hint = nearest(name, own) or f" Its classes are {listed(own, _NAMES_SHOWN)}."
+            raise ConfigError(f"fsdp.wrap names {shown(name)}, a class of no module in {type(model).__name__}.{hint}")
+    wanted = set(classes)
+    return [one for one in _inner_first(model) if not wanted.isdisjoint(kind.__name__ for kind in _kinds(one))]
+
+
+def _kinds(module: nn.Module) -> Iterator[type]:
+    """Its class, and what this is derived from below `nn.Module`."""
+    return (kind for kind in type(module).__mro__ if issubclass(kind, nn.Module) and kind is not nn.Module)
+
+
+def _named_by_model(model: nn.Module) -> list[nn.Module]:
+    for module in model.modules():
+        if names := getattr(module, "_no_split_modules", None):
+            wanted = set(names)
+            return [one for one in _inner_first(module) if type(one).__name__ in wanted]
+    return []
+
+
+def _in_lists(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules in the outermost lists in a module."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from child.children()
+        else:
+            yield from _in_lists(child)
+
+
+def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
+    seen: set[int] = set()
+
+    def walk(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if id(child) not in seen:
+                seen.add(id(child))
+                yield from walk(child)
+        yield module
+
+    return walk(module)
+
+
+def check_shared(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """Refuse (ConfigError) a parameter of a block that is also used outside of it, where it would not be gathered.
+
+    Args:
+        model: the model.
+        blocks: its blocks.
+    """
+    holders: dict[int, nn.Module] = {}
+    for block in reversed(blocks):  # an inner block, which comes before the outer one, has the last word
+        holders.update((id(module), block) for module in block.modules())
+    first: dict[int, tuple[str, nn.Module]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False):
+            here = f"{prefix}.{name}".removeprefix("."), holders.get(id(module), model)
+            there = first.setdefault(id(parameter), here)
+            if there[1] is not here[1]:
+                raise ConfigError(
+                    f"{there[0]} and {here[0]} are one parameter, in {_named(model, there[1])} and "
+                    f"{_named(model, here[1])}, but a block gathers its weights for itself; set fsdp.wrap to a class "
+                    f"that contains both, or give each weights of its own."
+                )
+
+
+def _named(model: nn.Module, block: nn.Module) -> str:
+    name = next(name for name, module in model.named_modules() if module is block)
+    return f"block {name}" if name else "the model outside of its blocks"
+
+
+def _check_alike(chunk: nn.Module, world: World) -> None:
+    """Refuse (ConfigError) models that differ between the ranks, on all of them. Collective."""
+    own = [(name, tuple(one.shape), str(one.dtype), one.is_meta) for name, one in chunk.named_parameters()]
+    for rank, other in enumerate(world.gather(own)):
+        if other != own:
+            here, there = next(((a, b) for a, b in zip(own, other, strict=False) if a != b), (len(own), len(other)))
+            raise ConfigError(
+                f"the model of rank {rank} differs from that of rank {world.rank}: it has {there}, here is {here}; "
+                f"build the same model on all ranks."
+            )
+
+
+@torch.no_grad()
+def _broadcast(chunk: nn.Module, world: World) -> None:
+    """Give all ranks the weights and buffers of the first. Collective."""
+    if world.data.size == 1:
+        return
+    seen: set[int] = set()
+    for tensor in (*chunk.parameters(), *chunk.buffers()):
+        if id(tensor) in seen or tensor.is_meta:
+            continue
+        seen.add(id(tensor))
+        sent = tensor.detach().to(world.device)
+        sent = sent if sent.is_contiguous() else sent.contiguous()
+        dist.broadcast(sent, group=world.data.group(), group_src=0)
+        if sent.data_ptr() != tensor.data_ptr():
+            tensor.copy_(sent)

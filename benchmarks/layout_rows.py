@@ -194,10 +194,10 @@ def optimizer_of(model: nn.Module, variant: Variant) -> torch.optim.Optimizer:
     """AdamW; with two groups, biases and norms have no weight decay and half the rate."""
     trained = [one for one in model.parameters() if one.requires_grad]
     if not variant.groups:
-        return torch.optim.AdamW(trained, lr=1e-2)
+        return torch.optim.AdamW(trained, lr=3e-3)
     vectors = [one for one in trained if one.ndim < 2]
     matrices = [one for one in trained if one.ndim > 1]
-    return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "lr": 5e-3, "weight_decay": 0.0}], lr=1e-2)
+    return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "lr": 1e-3, "weight_decay": 0.0}], lr=3e-3)
 
 
 def run_row(layout: Layout, variant: Variant, steps: int, *, parameters: str | None = None) -> dict[str, Any]:

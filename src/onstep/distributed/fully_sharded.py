@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from onstep.config import ConfigContainer
+from onstep.config import ConfigContainer, DistributedDataParallelConfig
 from onstep.config.suggestions import listed, nearest, shown
 from onstep.distributed.world import World
 from onstep.errors import ConfigError
@@ -24,7 +24,11 @@ _NAMES_SHOWN = 8
 
 
 def fully_sharded(
-    chunks: list[nn.Module], world: World, config: ConfigContainer, find_blocks: FindBlocks | None = None
+    chunks: list[nn.Module],
+    world: World,
+    config: ConfigContainer,
+    ddp: DistributedDataParallelConfig | None = None,
+    find_blocks: FindBlocks | None = None,
 ) -> list[nn.Module]:
     """Divide the chunks between the ranks of `dp_shard`, in place, once for each replica along `dp_replicate`.
 
@@ -35,29 +39,37 @@ def fully_sharded(
         chunks: the model chunks; one unless the model is split into several.
         world: the ranks of the run.
         config: the configuration of the run.
+        ddp: instead of `config.ddp`.
         find_blocks: finds the blocks of a chunk; None follows `fsdp.wrap`.
 
     Raises:
         ConfigError: for a model without blocks, an unknown class of blocks, a parameter that is shared between two
             blocks, or models that differ between the ranks.
     """
+    ddp = config.ddp if ddp is None else ddp
     for chunk in chunks:
         blocks = list(find_blocks(chunk)) if find_blocks is not None else blocks_of(chunk, config.fsdp.wrap)
         check_shared(chunk, blocks)
         _check_alike(chunk, world)
         _broadcast(chunk, world)
-        _shard(chunk, blocks, world, config)
+        _shard(chunk, blocks, world, config, ddp)
     return chunks
 
 
-def _shard(chunk: nn.Module, blocks: list[nn.Module], world: World, config: ConfigContainer) -> None:
+def _shard(
+    chunk: nn.Module,
+    blocks: list[nn.Module],
+    world: World,
+    config: ConfigContainer,
+    ddp: DistributedDataParallelConfig,
+) -> None:
     mesh, options = _mesh_of(world), config.fsdp
     offloads = options.cpu_offload
     given: dict[str, Any] = {
         "mesh": mesh,
         "offload_policy": CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offloads else OffloadPolicy(),
     }
-    policy, reshard = policy_of(config, chunk), options.reshard_after_forward
+    policy, reshard = policy_of(config.mixed_precision, ddp, chunk), options.reshard_after_forward
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard, mp_policy=policy, **given)
     widened = policy if policy.param_dtype is None else _with_wide_results(policy)
@@ -66,7 +78,7 @@ def _shard(chunk: nn.Module, blocks: list[nn.Module], world: World, config: Conf
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # torch scales within a sum otherwise, which gloo cannot
-        if config.ddp.find_unused_parameters:
+        if ddp.find_unused_parameters:
             module.set_reduce_scatter_unused_params(True)
     if options.prefetch:
         _prefetch([block for block in blocks if isinstance(block, FSDPModule)], options.prefetch)
@@ -77,19 +89,22 @@ def _mesh_of(world: World) -> DeviceMesh:
     return world.mesh["dp_shard"] if world.sizes.dp_replicate == 1 else world.mesh["dp_replicate", "dp_shard"]
 
 
-def policy_of(config: ConfigContainer, chunk: nn.Module) -> MixedPrecisionPolicy:
+def policy_of(
+    mixed_precision: str | None, ddp: DistributedDataParallelConfig, chunk: nn.Module
+) -> MixedPrecisionPolicy:
     """The types in which blocks compute, and in which gradients are summed.
 
     Args:
-        config: the configuration of the run.
+        mixed_precision: the precision of the run.
+        ddp: the section of the configuration.
         chunk: the model chunk.
     """
-    computed_in = None if config.mixed_precision is None else _COMPUTED_IN[config.mixed_precision]
+    computed_in = None if mixed_precision is None else _COMPUTED_IN[mixed_precision]
     is_low = any(one.dtype in _LOW_PRECISION for one in chunk.parameters() if one.requires_grad)
     summed_in: torch.dtype | None = None
-    if config.ddp.grad_reduce_in_bf16:
+    if ddp.grad_reduce_in_bf16:
         summed_in = torch.bfloat16
-    elif (computed_in is not None and not is_low) or (is_low and config.ddp.grad_reduce_in_fp32):
+    elif (computed_in is not None and not is_low) or (is_low and ddp.grad_reduce_in_fp32):
         summed_in = torch.float32
     return MixedPrecisionPolicy(param_dtype=computed_in, reduce_dtype=summed_in)
 
@@ -119,6 +134,8 @@ def blocks_of(model: nn.Module, classes: list[str] | None = None) -> list[nn.Mod
     """
     found = _of_classes(model, classes) if classes else _named_by_model(model) or list(_in_lists(model))
     blocks = [one for one in found if one is not model and next(one.parameters(), None) is not None]
+    if not classes:
+        blocks = _without_shared(model, blocks)
     if blocks:
         return blocks
     kinds = listed(sorted({type(one).__name__ for one in model.modules() if one is not model}), _NAMES_SHOWN)
@@ -126,6 +143,18 @@ def blocks_of(model: nn.Module, classes: list[str] | None = None) -> list[nn.Mod
         f"{type(model).__name__} has no blocks to divide between ranks: it names none (_no_split_modules), and has no "
         f"nn.ModuleList; set fsdp.wrap to the classes of its blocks, from {kinds or 'those of another model'}."
     )
+
+
+def _without_shared(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """The blocks that share no parameter with the rest of the model, as an embedding with tied weights does."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    outside = {
+        id(parameter)
+        for module in model.modules()
+        if id(module) not in inside
+        for parameter in module.parameters(recurse=False)
+    }
+    return [block for block in blocks if outside.isdisjoint(map(id, block.parameters()))]
 
 
 def _of_classes(model: nn.Module, classes: list[str]) -> list[nn.Module]:

@@ -12,6 +12,7 @@ from onstep.files.bounded_reading import integer_from_environment
 
 logger = logging.getLogger(__name__)
 
+shards_are_supported = False
 _told: set[str] = set()
 """Warnings so far: a run checks its configuration more than once."""
 
@@ -33,7 +34,7 @@ def check_parallel(config: ConfigContainer, ranks: int) -> None:
             allowed = " or ".join({None: "null", False: "false"}.get(one, str(one)) for one in part.values)
             raise ConfigError(f"parallel.{name}={shown(value)} must be {allowed}: {part.why}; {part.remedy}.")
     shards = config.parallel_sizes(ranks).dp_shard
-    if parallel.data_parallel_shard_size != 1 and shards > 1:
+    if parallel.data_parallel_shard_size != 1 and shards > 1 and not shards_are_supported:
         instances = config.ddp.given_of_bridge.get("num_distributed_optimizer_instances", 1)
         because = f", as ddp.num_distributed_optimizer_instances={instances} asks for" if instances != 1 else ""
         raise ConfigError(

@@ -47,6 +47,9 @@ def place(
     Raises:
         ConfigError: for an unknown backend of `torch.compile`, and for weights without values.
     """
+    ddp = config.ddp if ddp is None else ddp
+    if config.is_sharded:
+        return _sharded(chunks, world, config, ddp, compiles=compiles, moves=moves)
     if compiles and config.train.torch_compile:
         compile_in_place(chunks, config.train)
     if weights is None:
@@ -58,7 +61,27 @@ def place(
             together(world, partial(one.fill, chunk, world.device), "filling the model")
         return sharded
     placed = [chunk.to(world.device) for chunk in chunks] if moves else list(chunks)
-    return data_parallel(placed, world, config.ddp if ddp is None else ddp)
+    return data_parallel(placed, world, ddp)
+
+
+def _sharded(
+    chunks: Sequence[nn.Module],
+    world: World,
+    config: ConfigContainer,
+    ddp: DistributedDataParallelConfig,
+    *,
+    compiles: bool,
+    moves: bool,
+) -> list[nn.Module]:
+    """The chunks in shards: each block compiled by itself, since weights are gathered between two blocks."""
+    from onstep.distributed.fully_sharded import blocks_of, fully_sharded  # torch takes a second to import it
+
+    if compiles and config.train.torch_compile:
+        for chunk in chunks:
+            compile_in_place(blocks_of(chunk, config.fsdp.wrap), config.train)
+    check_weights(chunks)
+    device = torch.device("cpu") if config.fsdp.cpu_offload else world.device
+    return fully_sharded([chunk.to(device) for chunk in chunks] if moves else list(chunks), world, config, ddp)
 
 
 def compile_in_place(modules: Sequence[nn.Module], train: TrainingConfig) -> None:

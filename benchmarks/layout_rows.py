@@ -1,37 +1,41 @@
 """One row of the table of layouts: a tiny model trained for some steps on this rank, with what was sent and held.
 
-`run_row` is called on each rank of a row, with `$RANK` and `$WORLD_SIZE` set; one process is the row that the others are
-compared with.
+`run_row` is called on each rank of a row, with `$RANK` and `$WORLD_SIZE` set; one process is the row that the others
+are compared with.
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
-from onstep import Callback, CallbackManager
+from onstep import Callback, CallbackManager, Trainer, TrainingArguments, pretrain
 from onstep.config import ConfigContainer, ModelConfig, apply_overrides
 from onstep.config.checks import parallel as checks
 from onstep.data import TrainLoader
-from onstep.distributed import World, open_world
+from onstep.distributed import open_world
+from onstep.distributed.gradient_exchange import average_in
 from onstep.distributed.shards import local_part, whole
 from onstep.models.transformer import build_transformer
 from onstep.training import GlobalState, train
+from onstep.training.checkpointing import saved_states
 from onstep.training.setup.placement import place
 
 ROWS, LENGTH, VOCABULARY = 12, 12, 67
 """Rows of a step, their tokens, and a vocabulary that no number of ranks divides."""
-LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["query", "value"], "lora_dropout": 0.0}
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ class Variant:
     same_micro_batches: bool = False
     """Whether one process takes the micro-batches that the ranks take, as a loss of each micro-batch requires."""
     dtype: str = "float32"
+    door: str = "train"
+    """train | pretrain (our transformer on a text of its own) | Trainer"""
     options: dict[str, Any] = field(default_factory=dict)
     """Of the configuration of a model of transformers."""
 
@@ -105,6 +111,8 @@ VARIANTS = {
     "llama": Variant("llama", accumulation=3),
     "llama tied": Variant("llama", options={"tie_word_embeddings": True}),
     "gpt2": Variant("gpt2"),
+    "pretrain": Variant(door="pretrain", accumulation=3),
+    "Trainer": Variant("llama", door="Trainer", accumulation=3),
 }
 
 
@@ -124,15 +132,45 @@ class Rows(torch.utils.data.Dataset[Any]):
         return {"tokens": tokens, "labels": labels}
 
 
-class _Watch(Callback):
+class Watch(Callback):
+    """What a training comes to, and what this rank holds of it."""
+
+    ranks = "all"
+
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.norms: list[float] = []
+        self.sent: list[Counter[str]] = []
+        """What has been sent by the end of each step."""
+        self.held: dict[str, int] = {}
+        """Bytes of parameters, gradients and optimizer state."""
+        self.shapes: list[tuple[list[int], bool, int]] = []
+        """Of each parameter, whether it is trained, and the bytes of an element."""
+        self.values: dict[str, Tensor] = {}
 
     def on_train_step_end(self, context: Any) -> None:
-        """Note the loss and the norm of a step."""
+        """Note the loss and the norm of a step, and the bytes of its gradients."""
         self.losses.append(float(next(iter(context.loss_dict.values()))))
         self.norms.append(float(context.grad_norm))
+        self.sent.append(Counter(SENT))
+        self.held["gradients"] = _bytes([one.grad for one in context.model[0].parameters() if one.grad is not None])
+
+    def on_train_end(self, context: Any) -> None:
+        """Gather the parameters. Collective."""
+        [model] = context.model
+        named = [(name.removeprefix("module."), one) for name, one in model.named_parameters()]
+        self.values = {name: whole(one.detach()) for name, one in named}
+        self.shapes = [(list(one.shape), one.requires_grad, one.element_size()) for _, one in named]
+        self.held["parameters"] = _bytes([one for _, one in named])
+        self.held["state"] = _bytes(
+            [one for kept in context.optimizer.state.values() for one in kept.values() if one.ndim]
+        )
+
+
+class _InputIds(Rows):
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = super().__getitem__(index)
+        return {"input_ids": row["tokens"], "labels": row["tokens"]}
 
 
 def _step(data_iterator: Any, model: nn.Module) -> Any:
@@ -185,7 +223,7 @@ def config_of(layout: Layout, variant: Variant, steps: int) -> ConfigContainer:
     config.dist.device, config.dataset.seq_length = "cpu", LENGTH
     config.train.global_batch_size, config.train.train_iters = ROWS, steps
     config.train.micro_batch_size = ROWS // layout.ranks // variant.accumulation
-    config.logger.log_interval, config.validation.eval_iters = 0, None
+    config.logger.log_interval, config.validation.eval_iters, config.optimizer.lr = 0, None, 3e-3
     apply_overrides(config, [*layout.keys, *variant.keys])
     return config
 
@@ -210,31 +248,29 @@ def run_row(layout: Layout, variant: Variant, steps: int, *, parameters: str | N
         parameters: where rank 0 writes the parameters at the end; None writes none.
     """
     checks.shards_are_supported = True
-    config = config_of(layout, variant, steps)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    world = open_world(config.dist, config.parallel_sizes(ranks))
-    model = model_of(variant, config)
-    numel = sum(one.numel() for one in model.parameters())
-    [wrapped] = place([model], world, config)
-    optimizer = optimizer_of(wrapped, variant)
-    found = _train(wrapped, optimizer, config, world, variant)
-    held = [local_part(one) for one in wrapped.parameters()]
-    state = [local_part(one) for kept in optimizer.state.values() for one in kept.values() if one.ndim]
-    found |= {"parameters": numel, "held": _bytes(held), "state": _bytes(state)}
-    values = {name.removeprefix("module."): whole(one.detach()) for name, one in wrapped.named_parameters()}
-    if parameters is not None and world.rank == 0:
-        torch.save(values, parameters)
-    world.close()
-    return found
+    config, watch = config_of(layout, variant, steps), Watch()
+    with counted(), tempfile.TemporaryDirectory() as directory:
+        _DOORS[variant.door](config, layout, variant, watch, directory)
+    if parameters is not None and os.environ.get("RANK", "0") == "0":
+        torch.save(watch.values, parameters)
+    return {
+        "losses": watch.losses,
+        "norms": watch.norms,
+        "sent": watch.sent[_STEADY] - watch.sent[_STEADY - 1],
+        "shapes": watch.shapes,
+        "held": watch.held,
+    }
 
 
-def _bytes(tensors: list[Tensor]) -> int:
-    return sum(one.numel() * one.element_size() for one in tensors)
-
-
-def _train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: ConfigContainer, world: World, variant: Variant
-) -> dict[str, Any]:
+def _by_hand(config: ConfigContainer, layout: Layout, variant: Variant, watch: Watch, directory: str) -> None:
+    """`train()` of a model that is placed here."""
+    world = open_world(config.dist, config.parallel_sizes(layout.ranks))
+    [model] = place([model_of(variant, config)], world, config)
+    if isinstance(model, DistributedDataParallel):
+        model.register_comm_hook(
+            None, lambda state, bucket: _average(bucket)
+        )  # torch wants no annotations that are text
+    optimizer = optimizer_of(model, variant)
     state = GlobalState(config, num_microbatches=variant.accumulation, world=world)
     loader = TrainLoader(
         Rows(variant.has_empty_rank),
@@ -244,39 +280,89 @@ def _train(
         world_size=world.data.size,
         shuffle=False,
     )
-    watch, manager = _Watch(), CallbackManager()
+    manager = CallbackManager()
     manager.add(watch)
     torch.manual_seed(100 + world.data.rank)
-    with counted() as sent:
-        train(_step, [model], optimizer, None, loader, None, state, callback_manager=manager)
-    steps = len(watch.losses)
-    per_step = {kind: number / steps for kind, number in sent.items()}
-    return {"losses": watch.losses, "norms": watch.norms, "sent": per_step}
+    train(_step, [model], optimizer, None, loader, None, state, callback_manager=manager)
+    world.close()
+
+
+def _average(bucket: Any) -> Any:
+    """What DistributedDataParallel does by itself, where `counted` sees it."""
+    return average_in(None, bucket.buffer(), dist.get_world_size())
+
+
+def _pretrained(config: ConfigContainer, layout: Layout, variant: Variant, watch: Watch, directory: str) -> None:
+    """`pretrain` on a text of its own."""
+    text = Path(directory) / "text.txt"
+    text.write_text("".join(f"{index} squared is {index * index}.\n" for index in range(4000)))
+    config.dataset.kind, config.dataset.paths, config.dataset.split = "text", [str(text)], "100,0,0"
+    config.dataset.cache_dir, config.tokenizer.tokenizer_type = directory, "bytes"
+    config.run.save_weights, config.checkpoint.save, config.model.vocab_size = False, None, 261
+    pretrain(config, callbacks=[watch])
+
+
+def _by_trainer(config: ConfigContainer, layout: Layout, variant: Variant, watch: Watch, directory: str) -> None:
+    """`Trainer` of a model of transformers."""
+    saved_states._check_whole = lambda chunks: None
+    keys = dict(map(_pair, layout.keys))
+    arguments = TrainingArguments(
+        output_dir=directory,
+        max_steps=config.train.train_iters,
+        per_device_train_batch_size=config.train.micro_batch_size,
+        gradient_accumulation_steps=variant.accumulation,
+        learning_rate=3e-3,
+        lr_scheduler_type="constant",
+        use_cpu=True,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        config_overrides={"run.save_weights": False, **keys},
+    )
+    data = _InputIds(variant.has_empty_rank)
+    Trainer(model_of(variant, config), arguments, train_dataset=data, callbacks=[watch]).train()
+
+
+_DOORS = {"train": _by_hand, "pretrain": _pretrained, "Trainer": _by_trainer}
+
+
+def _pair(override: str) -> tuple[str, Any]:
+    key, _, value = override.partition("=")
+    return key, yaml.safe_load(value)
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(local_part(one).nbytes for one in tensors)
 
 
 _COUNTED = {
-    "all_gather_into_tensor": ("gather", 0),
-    "all_gather_single": ("gather", 0),
-    "reduce_scatter_tensor": ("scatter", 1),
-    "reduce_scatter_single": ("scatter", 1),
-    "all_reduce": ("reduce", 0),
+    "all_gather_into_tensor": "gather",
+    "all_gather_single": "gather",
+    "reduce_scatter_tensor": "scatter",
+    "reduce_scatter_single": "scatter",
+    "all_reduce": "reduce",
 }
-"""Functions of torch.distributed: what they do, and which argument is the larger tensor."""
+"""Functions of torch.distributed, and what they do."""
+SENT: Counter[str] = Counter()
+"""What this process has sent: bytes by kind, those of the whole tensor; of small sums their number."""
+_STEADY = 2
+"""A step that does nothing else, from 0."""
+_SMALL = 512
+"""Bytes of a sum that is not one of gradients: a loss, a norm, a flag."""
 
 
 @contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """Counts the bytes of collectives by kind: of what is gathered, of what is scattered, of what is summed."""
-    sent: Counter[str] = Counter()
+def counted() -> Iterator[None]:
+    """Counts in `SENT` while it is open."""
     kept: dict[str, Any] = {name: getattr(dist, name) for name in _COUNTED if hasattr(dist, name)}
 
     def counts(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
-        kind, place = _COUNTED[name]
+        kind = _COUNTED[name]
 
         def called(*args: Any, **kwargs: Any) -> Any:
-            tensors = [one for one in islice((*args, *kwargs.values()), 2) if isinstance(one, Tensor)]
-            tensor = tensors[place] if place < len(tensors) else tensors[0]
-            sent[kind] += tensor.numel() * tensor.element_size()
+            size = max(one.nbytes for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+            is_small = kind == "reduce" and size <= _SMALL
+            SENT["small" if is_small else kind] += 1 if is_small else size
             return own(*args, **kwargs)
 
         return called
@@ -284,7 +370,7 @@ def counted() -> Iterator[Counter[str]]:
     for name, own in kept.items():
         setattr(dist, name, counts(name, own))
     try:
-        yield sent
+        yield
     finally:
         for name, own in kept.items():
             setattr(dist, name, own)

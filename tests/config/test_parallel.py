@@ -28,6 +28,7 @@ def config_with(section: str = "parallel", **values: Any) -> ConfigContainer:
         ({}, 4, ParallelSizes(dp_replicate=4)),
         ({REPLICATE: 2}, 2, ParallelSizes(dp_replicate=2)),
         ({SHARD: 2}, 8, ParallelSizes(dp_replicate=4, dp_shard=2)),
+        ({SHARD: -1}, 4, ParallelSizes(dp_shard=4)),
         ({REPLICATE: 2, SHARD: -1}, 8, ParallelSizes(dp_replicate=2, dp_shard=4)),
         ({SHARD: -1, REPLICATE: 1, TENSOR: 2, PIPELINE: 2}, 8, ParallelSizes(pp=2, dp_shard=2, tp=2)),
         ({"context_parallel_size": 2, EXPERT: 4}, 4, ParallelSizes(dp_replicate=2, cp=2, ep=4)),
@@ -53,7 +54,6 @@ def test_the_rest_of_the_ranks_is_one_of_the_sizes(values: dict[str, Any], ranks
         ),
         ({REPLICATE: 1}, 2, r"^parallel: 1 must be .* set parallel.data_parallel_replicate_size=-1"),
         ({REPLICATE: 2, SHARD: 3}, 8, r"^parallel: 2 \(replicate\) x 3 \(shard\) = 6 must be the number of ranks"),
-        ({SHARD: -1}, 4, r"are both -1, .* default of the former; set parallel.data_parallel_shard_size=1, "),
         ({EXPERT: 3}, 4, r"4 \(replicate\) x 1 .* = 4 must be a multiple of 3 \(expert\)"),
     ],
 )
@@ -76,7 +76,7 @@ def test_sizes_that_are_not_the_ranks_are_refused_with_the_arithmetic(
             4,
             "tensor_model_parallel_size=2 must be 1: tensor parallelism is not supported; ",
         ),
-        ("dist", {"use_torch_fsdp2": True}, 2, "use_torch_fsdp2=True must be false: .* by onstep.training.train"),
+        ("dist", {"use_torch_fsdp2": True}, 2, "shard_size=-1 divides the model between 2 of 2 ranks, which is not"),
         ("dist", {"use_megatron_fsdp": True}, 1, "use_megatron_fsdp=True must be false: .*; shard the model by FSDP2"),
         ("ddp", {"use_megatron_fsdp": True}, 1, "use_megatron_fsdp=True must be false: .*; shard the model by FSDP2"),
     ],
@@ -86,6 +86,33 @@ def test_what_is_not_supported_is_refused_by_name_with_what_works(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         validate(config_with(section, **values), ranks)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "said"),
+    [
+        ("fsdp", {"reshard_after_forward": 4}, "reshard_after_forward=4 must divide the 4 ranks of .*, and be less"),
+        ("fsdp", {"reshard_after_forward": 3}, "reshard_after_forward=3 must divide the 4 ranks of"),
+        ("fsdp", {"reshard_after_forward": 1}, "fsdp.reshard_after_forward=1 must be true, false, or a number of"),
+        ("optimizer", {"optimizer": "adamw_8bit"}, "=adamw_8bit is one of bitsandbytes, .* between 4 ranks; use adam,"),
+        ("peft", {"peft_scheme": "lora", "base_quantization": "nf4"}, "=nf4 holds weights that cannot be divided"),
+    ],
+)
+def test_what_cannot_be_in_shards_is_refused(
+    monkeypatch: pytest.MonkeyPatch, section: str, values: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setattr(parallel, "shards_are_supported", True)
+    config = config_with(section, **values)
+    config.parallel.data_parallel_shard_size = -1
+    with pytest.raises(ConfigError, match=said):
+        validate(config, 4)
+
+
+def test_the_flag_of_bridge_divides_the_model_between_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "shards_are_supported", True)
+    config = resolve(config_with("dist", use_torch_fsdp2=True), 4)
+    assert config.parallel_sizes(4) == ParallelSizes(dp_shard=4)
+    assert resolve(config_with("dist", use_torch_fsdp2=False), 4).parallel_sizes(4) == ParallelSizes(dp_replicate=4)
 
 
 def test_replicas_are_data_parallel_ranks_and_shards_of_one_rank_are_whole() -> None:

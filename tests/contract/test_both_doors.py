@@ -292,6 +292,7 @@ ONE_DOOR = {
         ("model.recompute_granularity", "model.offload_activations", "model.fused_linear_loss"),
         "a Trainer sets it in models of transformers too, pretrain builds them with it",
     ),
+    "train.torch_compile": "a Trainer compiles for the time of a run, pretrain where it places the model",
     "optimizer.optimizer": "pretrain looks for the package of an optimizer before it builds the model",
     **dict.fromkeys(
         (

@@ -133,11 +133,6 @@ class ConfigContainer(ConfigSection):
         """
         return self.parallel.sizes(num_ranks)
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether a model is divided between ranks, even if there is only one."""
-        return self.parallel.data_parallel_shard_size != 1
-
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dictionaries, as they go to YAML."""
         return {**asdict(self), "mixed_precision": getattr(self.mixed_precision, "name", self.mixed_precision)}

@@ -54,14 +54,7 @@ def data_parallel(chunks: list[nn.Module], world: World, config: DistributedData
     hooks = [hook_of(config, chunk, world.data.size, notes, group) for chunk in chunks]
     for chunk in chunks:
         check_version(chunk)
-    for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
-        dtensor = as_dtensor(parameter)
-        if dtensor is not None:
-            raise ShardingError(
-                f"{name} is sharded over {dtensor.device_mesh}, but the model is to be wrapped in "
-                f"DistributedDataParallel, for which it must be whole on every rank; pass it without fully_shard, or "
-                f"train it with onstep.training.train."
-            )
+    check_undivided(chunks, "wrapped in DistributedDataParallel, for which it must be whole on every rank")
     device_ids: list[Any] | None = [world.device] if world.device.type == "cuda" else None
     sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: config.broadcast_buffers}
     wrapped = [
@@ -82,6 +75,22 @@ def data_parallel(chunks: list[nn.Module], world: World, config: DistributedData
             _exchange_by(hook, chunk)
             chunk.notes = notes
     return list(wrapped)
+
+
+def check_undivided(chunks: Sequence[nn.Module], what: str) -> None:
+    """Refuse (ShardingError) a parameter that is sharded over ranks.
+
+    Args:
+        chunks: the model chunks.
+        what: what is to be done with the model, and what it must be for that.
+    """
+    for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
+        dtensor = as_dtensor(parameter)
+        if dtensor is not None:
+            raise ShardingError(
+                f"{name} is sharded over {dtensor.device_mesh}, but the model is to be {what}; pass it without "
+                f"fully_shard, or train it with onstep.training.train."
+            )
 
 
 def _exchange_by(hook: BucketHook, chunk: DistributedDataParallel) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from onstep.config import ConfigContainer, DistributedDataParallelConfig
 from onstep.config.suggestions import listed, nearest, shown
+from onstep.distributed.data_parallel import check_undivided
+from onstep.distributed.refusals import check_version
 from onstep.distributed.world import World
 from onstep.errors import ConfigError
 
@@ -21,6 +24,8 @@ FindBlocks = Callable[[nn.Module], Iterable[nn.Module]]
 _COMPUTED_IN = {"bf16_mixed": torch.bfloat16, "fp16_mixed": torch.float16}
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _NAMES_SHOWN = 8
+_DIVIDED: WeakSet[nn.Module] = WeakSet()
+"""The chunks that were divided here."""
 
 
 def fully_sharded(
@@ -45,14 +50,20 @@ def fully_sharded(
     Raises:
         ConfigError: for a model without blocks, an unknown class of blocks, a parameter that is shared between two
             blocks, or models that differ between the ranks.
+        ShardingError: for a parameter that is sharded over ranks.
     """
     ddp = config.ddp if ddp is None else ddp
     for chunk in chunks:
+        if chunk in _DIVIDED:  # by an earlier training
+            continue
+        check_version(chunk)
+        check_undivided([chunk], "divided between ranks here")
         blocks = list(find_blocks(chunk)) if find_blocks is not None else blocks_of(chunk, config.fsdp.wrap)
         check_shared(chunk, blocks)
         _check_alike(chunk, world)
         _broadcast(chunk, world)
         _shard(chunk, blocks, world, config, ddp)
+        _DIVIDED.add(chunk)
     return chunks
 
 

@@ -12,10 +12,11 @@ sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 from layout_rows import LAYOUTS, VARIANTS, run_row
 
 
-def job_row(settings: dict[str, Any]) -> dict[str, Any]:
-    """Variants of one layout, one after the other."""
-    layout = LAYOUTS[settings["layout"]]
-    return {
-        name: run_row(layout, replace(VARIANTS[name], **settings.get("changes", {})), settings["steps"], parameters=f"{number}.pt")
-        for number, name in enumerate(settings["variants"])
-    }
+def job_rows(settings: dict[str, Any]) -> list[Any]:
+    """Variants of one layout, one after the other; their weights are in `<number>.pt`."""
+    return [
+        run_row(
+            LAYOUTS[settings["layout"]], replace(VARIANTS[name], **more), settings["steps"], parameters=f"{number}.pt"
+        )
+        for number, (name, more) in enumerate(settings["variants"])
+    ]

@@ -93,6 +93,13 @@ def wrapped(how: str, model: nn.Module) -> nn.Module:
     if how == "fsdp":
         fully_shard(model.out)
         return fully_shard(model)
+    if how.startswith("fsdp summed"):
+        fully_shard(model.out)
+        fully_shard(model)
+        for module in (model, model.out) if how == "fsdp summed" else (model,):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        return model
     if how == "hsdp":
         return fully_shard(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
     if how == "tp":
@@ -224,7 +231,7 @@ def job_left_alone(settings: dict[str, Any]) -> dict[str, Any]:
     """The errors of `train()` for models in which something exchanges the gradients of a part only."""
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
-    for how in ("ddp of a part", "fsdp of a part", "fsdp but for one", "first fsdp"):
+    for how in ("ddp of a part", "fsdp of a part", "fsdp but for one", "fsdp summed in part", "first fsdp"):
         model = wrapped(how, TinyModel())
         data = itertools.repeat(split(RaggedRows(2), [2]).micro_batches[0])
         try:

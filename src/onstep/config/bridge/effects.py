@@ -60,6 +60,12 @@ def _set_instances(config: Any, value: Any) -> None:
         _set(config, "parallel.data_parallel_shard_size", -1)
 
 
+def _set_fsdp2(config: Any, value: Any) -> None:
+    """All ranks that are left hold one replica in shards, unless the shards have a size; false changes nothing."""
+    if value and config.parallel.data_parallel_shard_size == 1:
+        config.parallel.data_parallel_shard_size = -1
+
+
 def _precision(name: str) -> Rule:
     """`bf16` or `fp16`; as in Bridge, `mixed_precision` decides where it is set."""
 
@@ -212,7 +218,17 @@ EFFECTS: dict[str, dict[str, Rule]] = {
             why="elements of 4 bytes there, MiB here; null leaves it as it is",
         ),
     },
-    "dist": {"distributed_timeout_seconds_after_init": _renamed("dist.timeout_after_first_step")},
+    "dist": {
+        "distributed_timeout_seconds_after_init": _renamed("dist.timeout_after_first_step"),
+        "use_torch_fsdp2": _rule(
+            "parallel.data_parallel_shard_size",
+            _set_fsdp2,
+            lambda config: config.parallel.data_parallel_shard_size != 1,
+            default=False,
+            accepts=Either.of(False, True),
+            why="true divides the model between the ranks, as -1 does; false leaves the size as it is",
+        ),
+    },
     "straggler": {"enable_straggler_on_startup": _inverse("straggler.disable_straggler_on_startup")},
 }
 """By section."""

@@ -43,11 +43,6 @@ DIST = {
         {"use_megatron_fsdp": False},
     ),
     **neutral(
-        "a configuration cannot shard a model by FSDP2, each rank has all of it",
-        _FSDP2,
-        {"use_torch_fsdp2": False},
-    ),
-    **neutral(
         "process groups are torch's, set up at the start",
         "leave it out, and set NCCL's environment variables in env_vars",
         {

@@ -6,6 +6,7 @@ import logging
 
 from onstep.config.container import ConfigContainer
 from onstep.config.later_parts import LATER_PARTS
+from onstep.config.sections.optimizer import OF_BITSANDBYTES
 from onstep.config.suggestions import shown
 from onstep.errors import ConfigError
 from onstep.files.bounded_reading import integer_from_environment
@@ -13,6 +14,7 @@ from onstep.files.bounded_reading import integer_from_environment
 logger = logging.getLogger(__name__)
 
 shards_are_supported = False
+"""Whether a model may be divided between ranks, which is not so until its checkpoints can be."""
 _told: set[str] = set()
 """Warnings so far: a run checks its configuration more than once."""
 
@@ -43,10 +45,34 @@ def check_parallel(config: ConfigContainer, ranks: int) -> None:
             f"the whole model, or shard it by torch's fully_shard and train it by onstep.training.train, without "
             f"checkpoints."
         )
+    _check_shards(config, shards)
     if ranks > 1 and getattr(config.ddp, "use_distributed_optimizer", False):
         _tell_once(
             "ddp.use_distributed_optimizer=true does not divide the state of the optimizer between the ranks: each "
             "has all of it, and the updates are the same; set it to false in ddp and optimizer to drop this line"
+        )
+
+
+def _check_shards(config: ConfigContainer, shards: int) -> None:
+    """Refuse what cannot be divided between ranks."""
+    within, optimizer = config.fsdp.reshard_after_forward, config.optimizer.optimizer
+    if shards == 1 or config.parallel.data_parallel_shard_size == 1:
+        return
+    if within is not True and within is not False and (within >= shards or shards % within):
+        raise ConfigError(
+            f"fsdp.reshard_after_forward={within} must divide the {shards} ranks of "
+            f"parallel.data_parallel_shard_size, and be less; or true (all of them), or false (gathered weights are "
+            f"kept)."
+        )
+    if optimizer in OF_BITSANDBYTES:
+        raise ConfigError(
+            f"optimizer.optimizer={optimizer} is one of bitsandbytes, whose kernels cannot update a model that is "
+            f"divided between {shards} ranks; use adam, adamw_torch_8bit or adamw_torch_4bit."
+        )
+    if config.peft.base_quantization is not None:
+        raise ConfigError(
+            f"peft.base_quantization={config.peft.base_quantization} holds weights that cannot be divided between "
+            f"{shards} ranks; set parallel.data_parallel_shard_size=1, by which each rank has them whole."
         )
 
 

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from onstep.config.section import SAFE, Bound, ConfigSection, option
 
 _SHARDED = "parallel.data_parallel_shard_size other than 1"
-_RESHARD = Bound("true, false, or a number of ranks from 2 to 1,048,576", lambda value: value is True or value != 1)
+_RESHARD = Bound(
+    "true, false, or a number of ranks from 2 to 1,048,576",
+    lambda value: isinstance(value, bool) or 2 <= value <= 1 << 20,
+)
 _AHEAD = ">= 0 and at most 1,024"
 
 

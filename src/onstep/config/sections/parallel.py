@@ -22,6 +22,7 @@ _AXES = {
 }
 """The sizes whose product is the number of ranks, in the order of `ParallelSizes`."""
 _REST_OF_RANKS = -1
+_REPLICATE = "data_parallel_replicate_size"
 
 
 @dataclass
@@ -34,7 +35,7 @@ class ParallelConfig(ConfigSection):
         bound=_REST,
         known_as=("dp_replicate_size",),
         help="Number of replicas of the model, each with samples of its own; -1 is what the other sizes leave of the "
-        "ranks.",
+        "ranks, or 1 if data_parallel_shard_size is -1 too.",
     )
     data_parallel_shard_size: int = option(
         1,
@@ -102,12 +103,9 @@ class ParallelConfig(ConfigSection):
         """
         sizes = {name: int(getattr(self, name)) for name in _AXES}
         rest = [name for name, size in sizes.items() if size == _REST_OF_RANKS]
-        if len(rest) > 1:
-            raise ConfigError(
-                f"{' and '.join(f'parallel.{name}' for name in rest)} are both -1, the rest of the ranks, which is the "
-                f"default of the former; set parallel.data_parallel_shard_size=1, by which each rank has the whole "
-                f"model."
-            )
+        if len(rest) > 1:  # shards have the rest, for one replica
+            sizes[_REPLICATE] = 1
+            rest.remove(_REPLICATE)
         given = [f"{size} ({_AXES[name]})" for name, size in sizes.items() if size not in (1, _REST_OF_RANKS)]
         product = self.least_ranks
         arithmetic = f"parallel: {' x '.join(given) or 1}" + (f" = {product}" if len(given) > 1 else "")

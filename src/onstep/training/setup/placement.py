@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from onstep.config import ConfigContainer, DistributedDataParallelConfig, TrainingConfig
+from onstep.config.checks import parallel
 from onstep.config.suggestions import shown
 from onstep.distributed import World, check_weights, data_parallel
 from onstep.distributed.outcomes import together
@@ -48,7 +49,7 @@ def place(
         ConfigError: for an unknown backend of `torch.compile`, and for weights without values.
     """
     ddp = config.ddp if ddp is None else ddp
-    if config.is_sharded:
+    if is_sharded(config, world):
         return _sharded(chunks, world, config, ddp, compiles=compiles, moves=moves)
     if compiles and config.train.torch_compile:
         compile_in_place(chunks, config.train)
@@ -62,6 +63,17 @@ def place(
         return sharded
     placed = [chunk.to(world.device) for chunk in chunks] if moves else list(chunks)
     return data_parallel(placed, world, ddp)
+
+
+def is_sharded(config: ConfigContainer, world: World) -> bool:
+    """Whether the model is divided between ranks, or is on the only one because `-1` asks for the rest of them.
+
+    Args:
+        config: the configuration of the run.
+        world: the ranks of the run.
+    """
+    is_asked, sizes = config.parallel.data_parallel_shard_size != 1, world.sizes
+    return is_asked and (sizes.dp_shard > 1 or (sizes.ranks == 1 and parallel.shards_are_supported))
 
 
 def _sharded(

@@ -10,7 +10,7 @@ HEAVY := .venv-heavy
 # Compiled modules are kept whatever the environment says: the tests start hundreds of processes that import the package.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-heavy test-slow faults faults-diloco promises release-check check lint bench bench-peers brought walk gpu-check browser docs docs-serve docs-tables clean
+.PHONY: demo test test-all test-heavy test-slow test-distributed faults faults-diloco promises release-check check lint bench bench-peers brought walk gpu-check browser docs docs-serve docs-tables clean
 
 demo: $(READY)
 	$(BIN)/onstep demo
@@ -31,6 +31,10 @@ test-heavy: $(HEAVY)/.ready
 # The long sweeps, which neither of them runs.
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
+
+# Every layout of ranks beside one process, over real processes: losses, norms, weights, bytes sent and held.
+test-distributed: $(READY)
+	$(BIN)/python benchmarks/layouts.py
 
 faults: $(READY)
 	$(BIN)/python -m pytest -m "faults or not faults" tests/faults

@@ -195,7 +195,7 @@ def model_of(variant: Variant, config: ConfigContainer) -> nn.Module:
         torch.manual_seed(1)
         names = {name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, nn.Linear)}
         targets = sorted(names - {"lm_head", "head", "output", "out"})
-        model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets))  # type: ignore[arg-type]
+        model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets))
     if variant.groups:
         next(model.parameters()).requires_grad_(False)
     return model.to(getattr(torch, variant.dtype))
@@ -212,7 +212,7 @@ def _of_transformers(variant: Variant) -> nn.Module:
         sizes |= {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32}
         sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     torch.manual_seed(0)
-    made: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(variant.model, **sizes))
+    made: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(variant.model, **sizes))  # type: ignore[no-untyped-call]
     return made
 
 
@@ -222,10 +222,14 @@ def config_of(layout: Layout, variant: Variant, steps: int) -> ConfigContainer:
     config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads = 3, 32, 4
     config.dist.device, config.dataset.seq_length = "cpu", LENGTH
     config.train.global_batch_size, config.train.train_iters = ROWS, steps
-    config.train.micro_batch_size = ROWS // layout.ranks // variant.accumulation
+    config.train.micro_batch_size = _micro_batch_of(layout, variant)
     config.logger.log_interval, config.validation.eval_iters, config.optimizer.lr = 0, None, 3e-3
     apply_overrides(config, [*layout.keys, *variant.keys])
     return config
+
+
+def _micro_batch_of(layout: Layout, variant: Variant) -> int:
+    return ROWS // layout.ranks // variant.accumulation
 
 
 def optimizer_of(model: nn.Module, variant: Variant) -> torch.optim.Optimizer:
@@ -235,7 +239,11 @@ def optimizer_of(model: nn.Module, variant: Variant) -> torch.optim.Optimizer:
         return torch.optim.AdamW(trained, lr=3e-3)
     vectors = [one for one in trained if one.ndim < 2]
     matrices = [one for one in trained if one.ndim > 1]
-    return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "lr": 1e-3, "weight_decay": 0.0}], lr=3e-3)
+    groups: list[dict[str, Any]] = [
+        {"params": matrices},
+        {"params": vectors, "lr": 1e-3, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=3e-3)
 
 
 def run_row(layout: Layout, variant: Variant, steps: int, *, parameters: str | None = None) -> dict[str, Any]:
@@ -274,7 +282,7 @@ def _by_hand(config: ConfigContainer, layout: Layout, variant: Variant, watch: W
     state = GlobalState(config, num_microbatches=variant.accumulation, world=world)
     loader = TrainLoader(
         Rows(variant.has_empty_rank),
-        micro_batch_size=config.train.micro_batch_size,
+        micro_batch_size=_micro_batch_of(layout, variant),
         global_batch_size=ROWS,
         rank=world.data.rank,
         world_size=world.data.size,
@@ -308,8 +316,8 @@ def _by_trainer(config: ConfigContainer, layout: Layout, variant: Variant, watch
     keys = dict(map(_pair, layout.keys))
     arguments = TrainingArguments(
         output_dir=directory,
-        max_steps=config.train.train_iters,
-        per_device_train_batch_size=config.train.micro_batch_size,
+        max_steps=config.train.train_iters or 0,
+        per_device_train_batch_size=_micro_batch_of(layout, variant),
         gradient_accumulation_steps=variant.accumulation,
         learning_rate=3e-3,
         lr_scheduler_type="constant",

@@ -193,7 +193,7 @@ def main() -> None:
     )
     ended_well = True
     with tempfile.TemporaryDirectory() as directory:
-        known: dict[tuple[str, Variant], tuple[Any, Any]] = {}
+        known: dict[tuple[str, str], tuple[Any, Any]] = {}
         for variant in variants:
             for layout in layouts:
                 if (reference := alone_of(layout, variant))[0] == layout:

@@ -65,7 +65,9 @@ def test_parameters_outside_of_what_averages_gradients_are_refused_by_name(
 ) -> None:
     alone = r"each rank would train 1 of 3 parameters by itself \(embed.weight\)"
     said = dict.fromkeys(("ddp of a part", "fsdp of a part", "fsdp but for one"), alone)
-    said["fsdp summed in part"] = "fully_shard divides those of .* by [12] and .* by [12]; call set_gradient_divide_factor"
+    said["fsdp summed in part"] = (
+        "fully_shard divides those of .* by [12] and .* by [12]; call set_gradient_divide_factor"
+    )
     said["first fsdp"] = "the model is in FullyShardedDataParallel, .* use torch.distributed.fsdp.fully_shard"
     for found in processes.results(JOBS, "left_alone", tmp_path):
         assert sorted(found) == sorted(said)

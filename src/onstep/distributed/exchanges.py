@@ -1,4 +1,4 @@
-"""What a layout makes of the gradients of several ranks: their sum or average, after which backward passes."""
+"""Tells how a layout exchanges gradients: by what their sum is divided, and after which backward passes."""
 
 from __future__ import annotations
 

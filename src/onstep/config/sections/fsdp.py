@@ -11,7 +11,6 @@ _RESHARD = Bound(
     "true, false, or a number of ranks from 2 to 1,048,576",
     lambda value: isinstance(value, bool) or 2 <= value <= 1 << 20,
 )
-_AHEAD = ">= 0 and at most 1,024"
 
 
 @dataclass
@@ -45,7 +44,7 @@ class FullyShardedConfig(ConfigSection):
     prefetch: int = option(
         0,
         SAFE,
-        bound=_AHEAD,
+        bound=">= 0 and at most 1,024",
         needs=_SHARDED,
         known_as=("forward_prefetch", "backward_prefetch"),
         help="Number of blocks whose weights are gathered ahead of the one that computes, in the forward and the "

@@ -86,7 +86,7 @@ def _sharded(
     moves: bool,
 ) -> list[nn.Module]:
     """The chunks in shards: each block compiled by itself, since weights are gathered between two blocks."""
-    from onstep.distributed.fully_sharded import blocks_of, fully_sharded  # torch takes a second to import it
+    from onstep.distributed.fully_sharded import blocks_of, fully_sharded  # importing DTensor costs 0.7 s
 
     if compiles and config.train.torch_compile:
         for chunk in chunks:

@@ -115,6 +115,7 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"parallel.data_parallel_replicate_size": 2, "parallel.data_parallel_shard_size": -1},
     ),
     "ddp.bucket_size": (2**20, {"ddp.bucket_cap_mb": 4.0}),
+    "dist.distributed_timeout_seconds_after_init": (45.0, {"dist.timeout_after_first_step": 45.0}),
     "dist.use_torch_fsdp2": (True, {"parallel.data_parallel_shard_size": -1}),
     "straggler.enable_straggler_on_startup": (False, {"straggler.disable_straggler_on_startup": True}),
 }

@@ -69,3 +69,25 @@ def test_a_change_of_shards_is_no_drift(processes: Processes, tmp_path: Path) ->
     first, second, _ = results[0]
     assert isinstance(second["weights"], str)
     assert first["weights"] != second["weights"]
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "drifts", "named"),
+    [
+        ("ddp", 3, [2], "rank 2 differs in tied, all.1"),
+        ("hsdp", 4, [3], "rank 3, dp_shard 1, dp_replicate 1 differs in tied, all.1"),
+        ("hsdp", 4, [0, 2], None),
+        ("fsdp but for one", 3, [1], "rank 1 differs in tied"),
+        ("fsdp", 2, [1], None),
+    ],
+)
+def test_a_replica_that_drifts_is_named_by_its_rank_and_its_place(
+    processes: Processes, tmp_path: Path, how: str, ranks: int, drifts: list[int], named: str | None
+) -> None:
+    settings: dict[str, Any] = {"how": how, "drifts": drifts}
+    for equal, drifted in processes.results(JOBS, "compared", tmp_path, settings, ranks=ranks):
+        assert equal is None
+        if named is None:
+            assert drifted is None, "these ranks have no replicas, or have changed alike"
+        else:
+            assert f"across DP replicas after 7 iterations: {named}. A rank modified" in drifted

@@ -45,7 +45,7 @@ class Replicas(World):
         self.others = others
 
     def gather(self, item: Any) -> list[Any]:
-        return [item, *(weight_hashes([other]) for other in self.others)]
+        return [item, *((weight_hashes([other]), {}) for other in self.others)]
 
 
 @pytest.fixture

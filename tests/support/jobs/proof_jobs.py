@@ -13,10 +13,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from onstep.distributed import World
+from onstep.distributed import ParallelSizes, World
 from onstep.distributed.shards import local_part
+from onstep.errors import ReplicaMismatchError
 from onstep.training.verification.fingerprint import fingerprint
 from onstep.training.verification.trajectory_hash import HashChain
+from onstep.training.verification.weight_hash import check_param_hashes_across_dp_replicas
 
 SHAPES = ((67, 6), (3,), (5, 4, 3), (1, 40000))
 """Not divisible by the ranks, smaller than their number, and longer than what is mixed at a time."""
@@ -91,3 +93,24 @@ def job_chain(settings: dict[str, Any]) -> list[Any]:
     if world.rank == settings["drifts"]:
         local_part(next(model.parameters()).detach())[0] += 1
     return [*records, chain.extend(2, [0], optimizer, torch.tensor(1.5), [model]), chain.state_dict()]
+
+
+def job_compared(settings: dict[str, Any]) -> list[str | None]:
+    """What the comparison of replicas says of equal ones, and after ranks have changed weights that they hold."""
+    dist.init_process_group("gloo")
+    size, how = dist.get_world_size(), settings["how"]
+    sizes = ParallelSizes(dp_replicate=2, dp_shard=size // 2) if how == "hsdp" else ParallelSizes(dp_replicate=size)
+    world, model = World(rank=dist.get_rank(), size=size, sizes=sizes), sharded(how, Odd())
+    said = [_mismatch(model, world)]
+    if world.rank in settings["drifts"]:
+        for parameter in list(model.parameters())[:2]:
+            local_part(parameter.detach())[:1] += 1
+    return [*said, _mismatch(model, world)]
+
+
+def _mismatch(model: nn.Module, world: World) -> str | None:
+    try:
+        check_param_hashes_across_dp_replicas([model], world, 7)
+    except ReplicaMismatchError as error:
+        return str(error)
+    return None

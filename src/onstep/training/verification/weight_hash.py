@@ -1,12 +1,13 @@
-"""Compares the replicas' weights bit for bit, by a hash of each parameter."""
+"""Compares replicas bit for bit, by a hash of each parameter or of the shard of it that a rank holds."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from blake3 import blake3
 from torch import nn
+from torch.nn import Parameter
 
 from onstep.checkpoint.format.tensor_file import bytes_of
 from onstep.config.suggestions import listed
@@ -20,25 +21,22 @@ from onstep.training.stages.job import Job
 def weight_hashes(model: Sequence[nn.Module]) -> dict[str, bytes]:
     """The hash of each parameter's bytes by name, including frozen ones; tied parameters count once.
 
-    A parameter that is sharded over the ranks (a DTensor) has no replica here and is skipped. Every byte passes through
-    the host.
+    Of a parameter that is sharded over the ranks (a DTensor) the hash is that of this rank's shard. Every byte passes
+    through the host.
     """
-    seen: set[int] = set()
-    hashes: dict[str, bytes] = {}
-    for number, chunk in enumerate(model):
-        prefix = f"chunk {number}: " if len(model) > 1 else ""
-        for name, parameter in chunk.named_parameters():
-            if id(parameter) in seen or shards.as_dtensor(parameter) is not None:
-                continue
-            seen.add(id(parameter))
-            hashes[prefix + name.removeprefix("module.")] = blake3(bytes_of(parameter)).digest(length=16)
-    return hashes
+    return {
+        name: blake3(bytes_of(shards.local_part(parameter.detach()))).digest(length=16)
+        for name, parameter in _named_once(model)
+    }
 
 
 def check_param_hashes_across_dp_replicas(
     model: Sequence[nn.Module], world: World | None = None, iteration: int | None = None
 ) -> None:
-    """Compare the hashes of all parameters over the data-parallel ranks. Collective: one gather.
+    """Compare the hashes of all parameters over the ranks that hold replicas of them. Collective: one gather.
+
+    These are the data-parallel ranks for a parameter that each of them holds, and for a shard the ranks that hold the
+    same one: those along `dp_replicate`.
 
     Args:
         model: list of model chunks.
@@ -46,13 +44,13 @@ def check_param_hashes_across_dp_replicas(
         iteration: the step, for the message.
 
     Raises:
-        ReplicaMismatchError: on every rank, naming the ranks and parameters that differ from the majority (from rank 0
-            without a majority).
+        ReplicaMismatchError: on every rank, naming the ranks and parameters that differ from the majority (from the
+            lowest rank without a majority).
     """
     world = world or World(rank=shards.rank(), size=shards.world_size())
-    differing = _differing(world.gather(weight_hashes(model)))
+    differing = _differing(world.gather((weight_hashes(model), _shards(model))))
     if differing:
-        listing = "; ".join(f"rank {rank} differs in {listed(names, 3)}" for rank, names in differing.items())
+        listing = "; ".join(f"{world.place(rank)} differs in {listed(names, 3)}" for rank, names in differing.items())
         when = "" if iteration is None else f" after {iteration} iterations"
         raise ReplicaMismatchError(
             f"Parameter hashes not matching across DP replicas{when}: {listing}. A rank modified weights on "
@@ -60,16 +58,36 @@ def check_param_hashes_across_dp_replicas(
         )
 
 
-def _differing(by_rank: list[dict[str, bytes]]) -> dict[int, list[str]]:
-    """The parameters by rank that differ from those of most ranks."""
+def _named_once(model: Sequence[nn.Module]) -> Iterator[tuple[str, Parameter]]:
+    """The parameters by name; a tied one comes once."""
+    seen: set[int] = set()
+    for number, chunk in enumerate(model):
+        prefix = f"chunk {number}: " if len(model) > 1 else ""
+        for name, parameter in chunk.named_parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield prefix + name.removeprefix("module."), parameter
+
+
+def _shards(model: Sequence[nn.Module]) -> dict[str, shards.Box]:
+    """Which part of each sharded parameter this rank holds."""
+    sharded = ((name, one) for name, one in _named_once(model) if shards.as_dtensor(one) is not None)
+    return {name: shards.box_of(parameter) for name, parameter in sharded}
+
+
+def _differing(by_rank: list[tuple[dict[str, bytes], dict[str, shards.Box]]]) -> dict[int, list[str]]:
+    """The parameters by rank that differ from those of most ranks that hold the same part."""
     differing: dict[int, list[str]] = {}
-    for name in dict.fromkeys(name for hashes in by_rank for name in hashes):
-        found = [hashes.get(name) for hashes in by_rank]
-        # equal counts are in order of first appearance, so rank 0 wins
-        right = Counter(found).most_common(1)[0][0]
-        for rank, one in enumerate(found):
-            if one != right:
-                differing.setdefault(rank, []).append(name)
+    for name in dict.fromkeys(name for hashes, _ in by_rank for name in hashes):
+        replicas: dict[shards.Box | None, list[tuple[int, bytes | None]]] = {}
+        for rank, (hashes, boxes) in enumerate(by_rank):
+            replicas.setdefault(boxes.get(name), []).append((rank, hashes.get(name)))
+        for found in replicas.values():
+            # equal counts are in order of first appearance, so the lowest rank wins
+            right = Counter(digest for _, digest in found).most_common(1)[0][0]
+            for rank, digest in found:
+                if digest != right:
+                    differing.setdefault(rank, []).append(name)
     return dict(sorted(differing.items()))
 
 

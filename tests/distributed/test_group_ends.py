@@ -131,3 +131,9 @@ def test_after_the_first_step_a_rank_waits_for_a_shorter_time(
         assert set(before) == {1800.0}
         assert after == [0.5] * len(before)
     assert "waited in World.agree for longer than dist.timeout_after_first_step=0.5" in waits["notes"]
+
+
+def test_a_process_keeps_no_group_of_a_run_that_is_over(processes: Processes, tmp_path: Path) -> None:
+    for found in processes.results(JOBS, "opens_again", tmp_path):
+        assert [one[:3] for one in found] == [[0, 0, 0]] * 5
+        assert len({one[3] for one in found}) == 1, "nor the threads of one"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from onstep.config import DistributedInitConfig
 from onstep.config.parallel_sizes import ParallelSizes
 from onstep.distributed.mesh import check_sizes
-from onstep.distributed.process_group import Facts, compare_ranks, control_group, join_group, timeout_of
+from onstep.distributed.process_group import Facts, compare_ranks, control_group, join_group, leave_group, timeout_of
 from onstep.distributed.world import World
 from onstep.errors import ConfigError
 from onstep.files.bounded_reading import integer_from_environment
@@ -48,8 +48,16 @@ def open_world(config: DistributedInitConfig, sizes: ParallelSizes | None = None
         join_group(config, size, rank, device, facts)
     elif size > 1 and facts is not None:
         compare_ranks(facts, timeout_of(config))
-    minutes, decides = (config.distributed_timeout_minutes if owns_group else None), control_group(timeout_of(config))
-    world = World(rank, size, local_rank, device, owns_group, decides, minutes, sizes=sizes)
+    try:
+        minutes, decides = (
+            (config.distributed_timeout_minutes if owns_group else None),
+            control_group(timeout_of(config)),
+        )
+        world = World(rank, size, local_rank, device, owns_group, decides, minutes, sizes=sizes)
+    except BaseException:
+        if owns_group:
+            leave_group()
+        raise
     if owns_group:
         world.keep_excepthook(hook)
     return world

@@ -95,6 +95,12 @@ def _joined_store(address: str, port: str, rank: int, size: int, timeout: timede
     return next(rendezvous("env://", rank, size, timeout=timeout))[0]
 
 
+def leave_group() -> None:
+    """Leave the default group and all others, without waiting for any rank."""
+    if dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()
+
+
 def compare_ranks(facts: Facts, timeout: timedelta) -> None:
     """Check that the ranks of the existing group have the same facts. Collective, by its store.
 

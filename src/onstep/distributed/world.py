@@ -24,7 +24,7 @@ from onstep.config.parallel_sizes import ParallelSizes
 from onstep.distributed.data_ranks import DataRanks
 from onstep.distributed.main_only import MainOnlySection, Postponed
 from onstep.distributed.mesh import AXES, EXPERT_AXES, RankGroups, check_sizes, grid_of
-from onstep.distributed.process_group import is_timeout
+from onstep.distributed.process_group import is_timeout, leave_group
 from onstep.distributed.timeouts import TimeLimit
 from onstep.errors import CollectiveAfterErrorError
 
@@ -365,8 +365,7 @@ class World:
 
     def abandon(self) -> None:
         """Leave the process group and all others without waiting for any rank."""
-        if dist.is_initialized():
-            dist.distributed_c10d._abort_process_group()
+        leave_group()
 
     def keep_excepthook(self, before: Any) -> None:
         """Let torch's hook name the rank if there are several; once, if an earlier group's is still there."""

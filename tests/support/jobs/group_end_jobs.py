@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from onstep import Callback, Trainer, TrainerCallback, pretrain
-from onstep.config import DistributedInitConfig
-from onstep.distributed import open_world, process_group
+from onstep.config import DistributedDataParallelConfig, DistributedInitConfig
+from onstep.distributed import data_parallel, open_world, opening, process_group
 from tests.support.jobs.rank_jobs import RANK, config
 from tests.support.small_models import Regression, arguments, regression_rows
 
@@ -118,3 +119,38 @@ def job_comes_late(settings: dict[str, Any]) -> dict[str, Any]:
     finally:
         Path("ended").touch()
     return {"limits": late.limits, "notes": notes}
+
+
+def held() -> list[int]:
+    """How many groups torch knows, by each of its tables, and the threads of this process, also those of gloo."""
+    gc.collect()
+    torchs: Any = dist.distributed_c10d._world
+    tables = torchs.pg_map, torchs.pg_names, torchs.pg_group_ranks
+    return [*map(len, tables), len(list(Path("/proc/self/task").iterdir()))]
+
+
+def use_a_group(fails: bool = False) -> None:
+    """Train a model in DDP for a step, with all groups of a mesh."""
+    with closing(open_world(DistributedInitConfig(device="cpu"))) as world:
+        assert world.mesh["dp_replicate"].size() == world.expert_mesh["expt_dp"].size() == 2
+        world.group("pp", "tp")
+        [model] = data_parallel([torch.nn.Linear(2, 1)], world, DistributedDataParallelConfig())
+        model(torch.ones(1, 2)).sum().backward()
+        if fails:
+            raise ValueError("of the test")
+
+
+def job_opens_again(settings: dict[str, Any]) -> list[list[int]]:
+    """What is held after each of several runs of one process, of which some fail, also as they begin."""
+    use_a_group()
+    found = [held()]
+    use_a_group()
+    found.append(held())
+    with suppress(ValueError):
+        use_a_group(fails=True)
+    found.append(held())
+    with suppress(ValueError), mock.patch.object(opening, "control_group", side_effect=ValueError):
+        open_world(DistributedInitConfig(device="cpu"))
+    found.append(held())
+    use_a_group()
+    return [*found, held()]

@@ -80,6 +80,28 @@ def test_replicas_of_a_part_that_differ_are_refused_by_their_ranks(saved: dict[s
     ), said
 
 
+SPOILED = {
+    "another step": r"rank_1.safetensors is of step 3, but its checkpoint is of step 4; put back",
+    "truncated": r"rank_1.safetensors is not a tensor file: .* it was truncated",
+    "lost": r"rank_1.safetensors cannot be read: No such file",
+    "overlap": r"model: the parts .* overlap \(rank_0.safetensors, rank_1.safetensors\)",
+    "shape": r"rank_1.safetensors: '.*' is a part of a tensor of shape .*, but of one of .* in rank_0",
+}
+
+
+def test_files_that_do_not_belong_together_are_refused_on_all_ranks_before_anything_changes(
+    processes: Processes, tmp_path: Path
+) -> None:
+    one, other = processes.results(JOBS, "spoiled", tmp_path, {"cases": [*SPOILED]})
+    assert one == other
+    for how, said in SPOILED.items():
+        assert re.search(f"^Loading 'model' of .* failed: rank 0: .*{said}", one[how]), one[how]
+        assert "\n" not in one[how]
+        assert re.search("rank_1.safetensors", one[f"{how} verified"]), how
+    assert one["unchanged"]
+    assert "'parts' of parts/checkpoint-1 failed: rank 0: it has no b, which would keep the values" in one["unfilled"]
+
+
 def test_weights_are_read_one_tensor_at_a_time_and_compare_across_layouts(root: Path, saved: dict[str, Any]) -> None:
     one, parts = resolve(root / "one"), resolve(root / "hsdp4")
     weights = open_weights(parts)

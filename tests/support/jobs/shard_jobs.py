@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,13 @@ from onstep.checkpoint import (
     SaveRequest,
     SharingPattern,
     StateComponent,
+    checkpoints,
+    read_tensors,
     resolve,
+    write_tensors,
 )
+from onstep.checkpoint.format.tensor_file import read_file_header
+from onstep.checkpoint.format.tensor_header import sharding_of
 from onstep.config import DistributedInitConfig
 from onstep.distributed import World, open_world
 from onstep.distributed.shards import held_part, is_sharded, whole
@@ -138,11 +145,7 @@ def error_of_other_replicas(training: Training, world: World) -> str | None:
         held_part(training.model.embed.weight)[-1].zero_()
     model, _ = training.components()
     request = SaveRequest(STEPS + 1, [replace(model, validate_replication=True)], {})
-    try:
-        CheckpointManager(Path("replicas"), world).save(request)
-    except CheckpointError as error:
-        return str(error)
-    return None
+    return outcome(lambda: CheckpointManager(Path("replicas"), world).save(request))
 
 
 @contextmanager
@@ -152,6 +155,80 @@ def world_of_ranks() -> Iterator[World]:
         yield world
     finally:
         world.close()
+
+
+class Parts:
+    """A state of tensors."""
+
+    def __init__(self, **tensors: Tensor) -> None:
+        self.tensors = tensors
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.tensors
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.tensors = state_dict
+
+
+def rewritten(path: Path, row: int, more_rows: int) -> None:
+    """Move the parts in a file to another row of tensors with more of them."""
+    header = read_file_header(path)
+    sharding, tensors = sharding_of(str(path), header), read_tensors(path)
+    offsets = {name: (row, *at[1:]) for name, (at, _) in sharding.items()}
+    shapes = {name: (full[0] + more_rows, *full[1:]) for name, (_, full) in sharding.items() if full is not None}
+    with path.open("wb") as file:
+        write_tensors(file, tensors, header.metadata, offsets=offsets, full_shapes=shapes)
+
+
+def spoil(how: str, root: Path) -> None:
+    """Spoil a file of the checkpoint of step 4."""
+    path = root / "checkpoint-4" / "model" / "rank_1.safetensors"
+    if how == "another step":
+        shutil.copy(root / "checkpoint-3" / "model" / "rank_1.safetensors", path)
+    elif how == "truncated":
+        path.write_bytes(path.read_bytes()[:-12])
+    elif how == "lost":
+        path.unlink()
+    else:
+        rewritten(path, 0, 1 if how == "shape" else 0)
+
+
+def job_spoiled(settings: dict[str, Any]) -> dict[str, Any]:
+    """The errors of loading checkpoints whose files do not belong together, and whether anything has changed then."""
+    found: dict[str, Any] = {}
+    with world_of_ranks() as world:
+        training = Training("fsdp2", world)
+        own = CheckpointManager(Path("whole"), world)
+        for step in (3, 4):
+            training.steps(step, 1)
+            own.save(SaveRequest(step, training.components(), {}))
+        training.steps(5, 1)
+        before = training.digests()
+        for how in settings["cases"]:
+            if world.is_main:
+                shutil.copytree("whole", how)
+                spoil(how, Path(how))
+            world.barrier()
+            info = checkpoints(Path(how))[0]
+            found[how] = outcome(partial(CheckpointManager(Path(how), world).load, info, training.components()))
+            found[f"{how} verified"] = outcome(partial(resolve, info.path))
+        found["unchanged"] = training.digests() == before
+        weights = {"a": training.model.embed.weight, "b": training.model.blocks[0][0].weight}
+        one, both = (
+            StateComponent("parts", Parts(**kept), SharingPattern.SHARDED) for kept in ({"a": weights["a"]}, weights)
+        )
+        parts = CheckpointManager(Path("parts"), world)
+        parts.save(SaveRequest(1, [one], {}))
+        found["unfilled"] = outcome(partial(parts.load, checkpoints(Path("parts"))[0], [both]))
+    return found
+
+
+def outcome(work: Callable[[], object]) -> str | None:
+    try:
+        work()
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def job_cross(settings: dict[str, Any]) -> dict[str, Any]:

@@ -78,6 +78,7 @@ POINTS = [["write", "rank_", 8], ["open", "manifest", 3], ["rename", "checkpoint
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "hsdp"])
 def test_a_storm_of_kills_changes_nothing(processes: Processes, tmp_path: Path, how: str) -> None:
     ranks, pick = RANKS[how], random.Random(how)

@@ -141,6 +141,15 @@ def test_a_rank_that_does_not_come_to_a_collective_is_named(processes: Processes
 
 
 @pytest.mark.slow
+def test_a_block_that_is_not_called_by_all_ranks_is_said_to_be(processes: Processes, tmp_path: Path) -> None:
+    codes = processes.run(JOBS, "leave_out_a_block", tmp_path, {}, ranks=2)
+    assert all(codes), output_of(tmp_path)
+    (report,) = reports(tmp_path)
+    assert "rank 0 waits to gather the weights of a block, and rank 1 waits in another collective" in report, report
+    assert "set fsdp.wrap to classes that leave out that of the module" in report
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("suspect", [0, 1])
 def test_a_stopped_process_is_named_and_ended(processes: Processes, tmp_path: Path, suspect: int) -> None:
     codes, report = run(processes, tmp_path, how="stop", suspect=suspect, pace=0.4)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from onstep.training.watchdog.diagnosis import FailureDiagnosis, diagnose, worker_frame
+from onstep.training.watchdog.gathers import gather_hint
 from onstep.training.watchdog.rank_report import TERMINATED, Failure, RankReport
 
 LIMIT = 10.0
@@ -208,3 +209,17 @@ def test_a_rank_that_others_have_waited_for_in_vain_is_named() -> None:
     assert diagnosis_of(timed_out, rank(is_waiting=True), late) == FailureDiagnosis("hung", 2)
     assert diagnosis_of(timed_out, late, since=60.0) == FailureDiagnosis("raised", 0)
     assert diagnosis_of(timed_out, rank(silence=9.0, gone=True), late) == FailureDiagnosis("died", 1)
+
+
+FSDP = '  File "/torch/distributed/fsdp/_fully_shard/_fsdp_'
+GATHERS = f'{FSDP}collectives.py", line 364 in foreach_all_gather\n{FSDP}param_group.py", line 407 in unshard\n'
+REDUCES = f'{FSDP}collectives.py", line 619 in foreach_reduce\n{FSDP}param_group.py", line 688 in post_backward\n'
+
+
+def test_ranks_that_wait_for_a_block_that_others_do_not_call_are_said_to() -> None:
+    waits = rank(**WAITING)
+    hint = gather_hint({0: waits, 1: waits, 2: waits}, {0: GATHERS, 1: REDUCES, 2: ""})
+    assert hint.startswith("rank 0 waits to gather the weights of a block, and ranks 1, 2 wait in another collective.")
+    assert not gather_hint({0: waits, 1: rank(idle_seconds=12.0)}, {0: GATHERS, 1: ""}), "it has not arrived yet"
+    assert not gather_hint({0: waits, 1: waits}, {0: GATHERS, 1: GATHERS})
+    assert not gather_hint({0: waits, 1: waits}, {0: REDUCES, 1: ""})

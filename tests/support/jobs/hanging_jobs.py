@@ -19,7 +19,12 @@ import torch
 from torch import nn
 
 from onstep import Callback, Trainer, TrainingArguments
+from onstep.config import ConfigContainer
+from onstep.data import TrainLoader
+from onstep.distributed import open_world
+from onstep.training import GlobalState, train
 from onstep.training.watchdog.stacks import StackDump
+from tests.support.small_runs import RaggedRows, TinyModel, sum_step
 
 ROWS, LENGTH, VOCABULARY = 64, 12, 16
 
@@ -177,6 +182,34 @@ def job_train(settings: dict[str, Any]) -> None:
     Trainer(
         Model(settings), args, train_dataset=Rows(stands=stands), callbacks=[callback], default_callbacks=False
     ).train()
+
+
+class Deep(TinyModel):
+    """A model with a block that rank 1 leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8)])
+
+    def forward(self, tokens: Any, labels: Any, reduction: str = "sum") -> Any:
+        losses = super().forward(tokens, labels, reduction)
+        return losses if os.environ["RANK"] == "1" else losses + 0 * self.blocks[0](torch.ones(8)).sum()
+
+
+def job_leave_out_a_block(settings: dict[str, Any]) -> None:
+    """Train a model whose block is divided and not called by all ranks."""
+    from torch.distributed.fsdp import fully_shard
+
+    config = ConfigContainer()
+    config.train.micro_batch_size, config.train.global_batch_size, config.train.train_iters = 2, 4, 6
+    config.dist.device, config.ft.watchdog_seconds, config.run.output_dir = "cpu", 3.0, "."
+    world = open_world(config.dist)
+    model = Deep()
+    fully_shard(model.blocks[0])
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TrainLoader(RaggedRows(24), micro_batch_size=2, global_batch_size=4, rank=world.rank, world_size=2)
+    train(sum_step, [model], optimizer, None, data, None, GlobalState(config, world))
 
 
 def job_train_and_look(settings: dict[str, Any]) -> None:

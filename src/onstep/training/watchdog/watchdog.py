@@ -38,6 +38,7 @@ from onstep.training.watchdog.diagnosis import (
     with_uneven,
 )
 from onstep.training.watchdog.exchange import LEAVING_SECONDS, LINGER_SECONDS, RankExchange
+from onstep.training.watchdog.gathers import gather_hint
 from onstep.training.watchdog.publication import announcing_end, publish, record_failure
 from onstep.training.watchdog.rank_report import RankObserver, RankReport
 
@@ -390,6 +391,7 @@ class Watching(Feature[Run]):
 
         Ends the processes of this machine that cannot end themselves; a launcher would wait for them for a long time.
         """
+        hint = hint or gather_hint(rank_reports, stacks)
         publish(self.host, decision, report(decision, rank_reports, stacks, hint))
         for one in rank_reports.values():
             if one.silence > 0 and not one.is_over and self._is_here(one):

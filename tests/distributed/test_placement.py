@@ -15,7 +15,7 @@ from onstep.checkpoint.saving import SaveRequest
 from onstep.config import ConfigContainer, ModelConfig, PeftConfig
 from onstep.distributed import World
 from onstep.models import build_transformer
-from onstep.models.hf.directory import save_hf
+from onstep.models.hf.writing import save_hf
 from onstep.training.setup.lora import add_lora
 from tests.support.forked_processes import Processes
 

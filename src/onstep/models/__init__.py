@@ -17,11 +17,9 @@ from onstep.models.hf.directory import (
     config_from_hf,
     from_hf_state_dict,
     hf_config_dict,
-    hf_obstacle,
     load_hf,
-    save_hf,
-    to_hf_state_dict,
 )
+from onstep.models.hf.writing import hf_obstacle, save_hf, to_hf_state_dict
 from onstep.models.initial_weights import init_weights
 from onstep.models.layers.feed_forward import MixtureOfExperts, is_moe_layer
 from onstep.models.layers.router import Router

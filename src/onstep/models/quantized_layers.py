@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from onstep.errors import MissingExtraError
+from onstep.models.deferred import applied, value_of
 
 THRESHOLD = 6.0
 """Inputs above this are multiplied in float16, not in int8: the default of LLM.int8() and of transformers."""
@@ -139,14 +141,23 @@ def dequantized(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     functional, found = import_module("bitsandbytes").functional, dict(state)
     for name in four:
         inner = f"{name}.weight."
-        parts = {one.removeprefix(inner): found.pop(one) for one in [one for one in found if one.startswith(inner)]}
+        parts = {
+            one.removeprefix(inner): value_of(found.pop(one)) for one in [one for one in found if one.startswith(inner)]
+        }
         quantization = functional.QuantState.from_dict(parts, device=found[f"{name}.weight"].device)
-        found[f"{name}.weight"] = functional.dequantize_4bit(found[f"{name}.weight"], quantization).float()
+        expand = partial(_expanded, functional, quantization)
+        found[f"{name}.weight"] = applied(expand, found[f"{name}.weight"], quantization.shape, torch.float32)
     for name in eight:
         found.pop(f"{name}.weight_format", None)
-        scales = found.pop(f"{name}{_SCALES_8BIT}")
-        found[f"{name}.weight"] = functional.int8_vectorwise_dequant(found[f"{name}.weight"], scales)
+        scales, weight = value_of(found.pop(f"{name}{_SCALES_8BIT}")), found[f"{name}.weight"]
+        scale = partial(functional.int8_vectorwise_dequant, stats=scales)
+        found[f"{name}.weight"] = applied(scale, weight, weight.shape, torch.float32)
     return found
+
+
+def _expanded(functional: Any, quantization: Any, packed: Tensor) -> Tensor:
+    expanded: Tensor = functional.dequantize_4bit(packed, quantization).float()
+    return expanded
 
 
 def num_weights(parameter: Tensor) -> int:

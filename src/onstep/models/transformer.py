@@ -287,15 +287,16 @@ class Transformer(nn.Module):
         return embedded
 
 
-def empty_transformer(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Transformer:
-    """A model on the CPU with uninitialized weights of a type, for a caller that fills them all.
+def empty_transformer(config: ModelConfig, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Transformer:
+    """A model with uninitialized weights of a type, on the CPU or on `meta`, for a caller that fills them all.
 
     Raises:
         ConfigError: as for `Transformer`.
     """
     with torch.device("meta"):
         model = Transformer(config)
-    return model.to(dtype).to_empty(device="cpu")
+    model = model.to(dtype)
+    return model if device == "meta" else model.to_empty(device=device)
 
 
 def build_transformer(config: ModelConfig, seed: int | None = None, dtype: torch.dtype = torch.float32) -> Transformer:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from onstep.analysis.reports.model_card import CARD_FILE, card_of_run
 from onstep.analysis.text_tables import printable
-from onstep.checkpoint import CheckpointInfo, FileStore, ModelState, write_tensors
-from onstep.checkpoint.loading import read_weights
+from onstep.checkpoint import CheckpointInfo, FileStore, SharingPattern
+from onstep.checkpoint.loading import open_weights
 from onstep.checkpoint.states import mismatches
 from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.checkpoint.storage.store import TEMPORARY
@@ -25,14 +25,21 @@ from onstep.data import Tokenizer, build_tokenizer, tokenizer_in_run
 from onstep.data.corpus.tokenizer_files import tokenizer_in_dir
 from onstep.errors import CheckpointError, ConfigError, DataError, MissingExtraError
 from onstep.models import Transformer, load_hf
+from onstep.models.deferred import deferred
 from onstep.models.hf.any_directory import LanguageModel, save_directory
-from onstep.models.hf.directory import load_hf_config
+from onstep.models.hf.directory import deferred_from_hf, load_hf_config
 from onstep.models.hf.gguf_file import check_gguf, write_gguf
 from onstep.models.hf.gguf_types import DTYPES, check_gguf_file, check_type, import_gguf
-from onstep.models.hf.weight_files import INDEX_FILE, WEIGHTS_FILE
+from onstep.models.hf.weight_files import INDEX_FILE, MAX_SHARD_BYTES, WEIGHTS_FILE, write_file, write_weights
 from onstep.training.runs.identity import changed_tokenizer
-from onstep.training.setup.checkpoint_models import empty_for, model_of
-from onstep.training.setup.lora import merged_state_dict
+from onstep.training.setup.checkpoint_models import (
+    cast_deferred,
+    deferred_model_of,
+    deferred_weights,
+    empty_for,
+    fill_deferred,
+    in_types_of,
+)
 
 _EXPORTED = (".json", ".safetensors", ".txt", ".model", ".jinja", ".md")
 """Suffixes of files in a Hugging Face model directory; a directory that contains anything else is never replaced."""
@@ -64,17 +71,17 @@ def export_safetensors(info: CheckpointInfo, out: Path, *, force: bool, dtype: t
     stored under, so `safetensors.torch.load_model` restores the whole model.
 
     Raises:
-        CheckpointError: when `out` cannot be written or replaced, or the checkpoint has no unsharded weights.
+        CheckpointError: when `out` cannot be written or replaced, or the checkpoint has not one set of weights.
     """
     _check_file(out, "model.safetensors", force)
-    tensors, tied = read_weights(info)
+    tensors, tied = _as_stored(info), open_weights(info).tied
     if dtype is not None:
         tensors = {name: one.to(dtype) if one.is_floating_point() else one for name, one in tensors.items()}
     store = FileStore()
 
     def write(temporary: Path) -> None:
         with store.open(temporary) as file:
-            write_tensors(file, tensors, {"format": "pt", **tied})
+            write_file(file.write, tensors, tied)
 
     _put_in_place(store, out, write)
     return [f"{len(tensors)} tensors", *(f"{name} is stored as {kept}" for name, kept in tied.items())]
@@ -105,7 +112,8 @@ def export_gguf(
                 f"{info.path} has no tokenizer, which a GGUF file requires; pass processing_class to the Trainer, or "
                 "export with --format hf, put the tokenizer's files there and use convert_hf_to_gguf.py of llama.cpp."
             )
-        model = load_hf(info.path)
+        hf_config = load_hf_config(info.path)
+        model = deferred_from_hf(hf_config, deferred_weights(info)) if is_in_shards(info) else load_hf(info.path)
     else:
         config = _stored_config(info)
         _check_family(config)
@@ -151,20 +159,26 @@ def export_hf(info: CheckpointInfo, out: Path, *, force: bool, dtype: torch.dtyp
             for name in ready:
                 shutil.copyfile(info.path / name, temporary / name)
                 store.adopt(temporary / name)
+            if is_in_shards(info):
+                write_weights(_as_stored(info), temporary, MAX_SHARD_BYTES)
+                for path in temporary.glob("model*"):
+                    store.adopt(path)
             if CARD_FILE not in ready and (run := run_of(info)) is not None:
                 (temporary / CARD_FILE).write_text(card_of_run(run, out.name, info.step), encoding="utf-8")
             store.sync_dir(temporary)
 
         _put_in_place(store, out, copy)
-        return [f"{len(ready)} files, as they are in the checkpoint"]
+        weights = ", and the weights of all ranks" if is_in_shards(info) else ""
+        return [f"{len(ready)} files, as they are in the checkpoint{weights}"]
     config = _stored_config(info)
     model: LanguageModel
     if config.model.hf_config is None:
         model = _model(info, config)
-        model = model.to(dtype or model.embedding.weight.dtype)
+        cast_deferred(model, dtype or model.embedding.weight.dtype)
     else:
-        model = model_of(info, config.model)
-        model = model if dtype is None else model.to(dtype)
+        model = deferred_model_of(info, config.model)
+        if dtype is not None:
+            cast_deferred(model, dtype)
     tokenizer, notes = _tokenizer(config.tokenizer, info)
     run = run_of(info)
 
@@ -204,7 +218,18 @@ def _top_files(info: CheckpointInfo) -> list[str]:
 def _is_hf_directory(info: CheckpointInfo) -> bool:
     """Whether the checkpoint is that of a Trainer with a `transformers` model, which its own files describe."""
     names = set(_top_files(info))
-    return "config.json" in names and not names.isdisjoint((WEIGHTS_FILE, INDEX_FILE))
+    return "config.json" in names and (is_in_shards(info) or not names.isdisjoint((WEIGHTS_FILE, INDEX_FILE)))
+
+
+def is_in_shards(info: CheckpointInfo) -> bool:
+    """Whether several ranks have written parts of the weights."""
+    entry = info.manifest.components.get("model")
+    return entry is not None and entry.sharing_pattern == SharingPattern.SHARDED
+
+
+def _as_stored(info: CheckpointInfo) -> dict[str, Tensor]:
+    """The weights as they are in the checkpoint, tied ones once."""
+    return {name: deferred(one.shape, one.dtype, one.read) for name, one in open_weights(info).tensors.items()}
 
 
 def _stored_config(info: CheckpointInfo) -> ConfigContainer:
@@ -222,10 +247,8 @@ _INSTEAD = "export its weights with --format safetensors."
 
 
 def _model(info: CheckpointInfo, config: ConfigContainer) -> Transformer:
-    tensors, tied = read_weights(info)
-    state = {**tensors, **{name: tensors[kept] for name, kept in tied.items()}}
-    if config.peft.peft_scheme is not None:
-        state = merged_state_dict(state, config.peft.alpha / config.peft.dim)
+    """The model of a checkpoint, each of whose weights is read when it is written."""
+    state = deferred_weights(info)
     problems = _why_not(config, state)
     if problems:
         raise CheckpointError(
@@ -233,10 +256,9 @@ def _model(info: CheckpointInfo, config: ConfigContainer) -> Transformer:
             f"config.json for transformers can be written. For your own model, {_INSTEAD} For a transformers model, "
             f"load that file into it and call save_pretrained."
         )
-    model = empty_for(config.model, state)
+    model = empty_for(config.model, state, device="meta")
     assert isinstance(model, Transformer)
-    kinds = {name: one.dtype for name, one in model.state_dict().items()}
-    ModelState([model]).load_state_dict({name: one.to(kinds[name]) for name, one in state.items()})
+    fill_deferred(model, in_types_of(model, state))
     return model
 
 
@@ -245,7 +267,7 @@ def _why_not(config: ConfigContainer, state: dict[str, Tensor]) -> str:
     if config.model.vocab_size is None:
         return "its configuration does not set model.vocab_size"
     try:
-        model = empty_for(config.model, state)
+        model = empty_for(config.model, state, device="meta")
     except ConfigError as error:
         return str(error)
     weights = model.state_dict()

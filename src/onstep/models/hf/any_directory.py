@@ -9,8 +9,9 @@ import torch
 from onstep.config import ModelConfig
 from onstep.models.hf.architecture import UnsupportedModelError
 from onstep.models.hf.causal_lm import CausalLM
-from onstep.models.hf.directory import load_hf, load_hf_config, save_hf
+from onstep.models.hf.directory import load_hf, load_hf_config
 from onstep.models.hf.family_directory import build_causal_lm, family_config, load_causal_lm, save_causal_lm
+from onstep.models.hf.writing import save_hf
 from onstep.models.transformer import Transformer, build_transformer, empty_transformer
 
 LanguageModel = Transformer | CausalLM
@@ -54,9 +55,11 @@ def empty_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Lang
     return build_causal_lm(config, is_empty=True, dtype=dtype)
 
 
-def save_directory(model: LanguageModel, directory: str | Path, *, eos_id: int | None = None) -> None:
+def save_directory(
+    model: LanguageModel, directory: str | Path, *, eos_id: int | None = None, writes: bool = True
+) -> None:
     """Write `model` to `directory`, for `AutoModelForCausalLM.from_pretrained`; see `save_hf` and `save_causal_lm`."""
     if isinstance(model, Transformer):
-        save_hf(model, directory, eos_id=eos_id)
+        save_hf(model, directory, eos_id=eos_id, writes=writes)
     else:
-        save_causal_lm(model, directory)
+        save_causal_lm(model, directory, writes=writes)

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from onstep.config import ModelConfig
 from onstep.config.field_types import accepts_none, field_types
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError, OnstepError
-from onstep.files.durability import replace_durably
-from onstep.models.deferred import gathered
-from onstep.models.heads import replicated_layers
+from onstep.models.deferred import value_of
 from onstep.models.hf.architecture import HF_ACTIVATIONS, SHARED_KEYS, Architecture, UnsupportedModelError, described
 from onstep.models.hf.gpt2 import GPT2
 from onstep.models.hf.llama import LLAMA, QWEN2, QWEN3, QWEN3_MOE
 from onstep.models.hf.values import check_types, short
 from onstep.models.hf.weight_files import (
     FLOATS,
-    MAX_SHARD_BYTES,
     check_room,
     read_object,
     read_shapes,
     read_tensors,
     weight_files,
-    write_weights,
 )
 from onstep.models.sizes import check_model_config
 from onstep.models.transformer import Transformer
@@ -136,51 +130,6 @@ def _check_null(architecture: Architecture, options: Mapping[str, Any]) -> None:
             )
 
 
-def to_hf_state_dict(model: Transformer) -> dict[str, Tensor]:
-    """The weights under `transformers`' names; tied ones once, as the embedding.
-
-    They share memory with the model if `transformers` stores them in the same layout.
-
-    Args:
-        model: the model whose weights are renamed.
-
-    Raises:
-        ConfigError: for a model that no `transformers` architecture computes, or one with a value head.
-    """
-    architecture = architecture_of(model.config)
-    check_heads(model, architecture.class_name)
-    return architecture.to_hf(model.state_dict())
-
-
-def deferred_hf_weights(model: Transformer) -> dict[str, Tensor]:
-    """The same, with those deferred that are sharded over ranks."""
-    architecture = architecture_of(model.config)
-    check_heads(model, architecture.class_name)
-    return architecture.to_hf({name: gathered(tensor) for name, tensor in model.state_dict().items()})
-
-
-def hf_obstacle(model: Transformer) -> str | None:
-    """The reason why `transformers` cannot open `model`, with a remedy; None if it can."""
-    try:
-        check_heads(model, architecture_of(model.config).class_name)
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
-def check_heads(model: nn.Module, class_name: str) -> None:
-    """Refuse a model with a layer that has no counterpart in `transformers`' language models.
-
-    Raises:
-        ConfigError: naming the layer.
-    """
-    for name, layer in replicated_layers(model).items():
-        raise ConfigError(
-            f"the model's {name!r} is a value head ({type(layer).__name__}), which transformers' {class_name} does "
-            f"not have; keep the model in Onstep checkpoints, or restore its language-model head."
-        )
-
-
 def from_hf_state_dict(config: ModelConfig, state: Mapping[str, Tensor]) -> Transformer:
     """A model of `config` with the weights of a `transformers` model, copied into float32 on the CPU.
 
@@ -194,6 +143,19 @@ def from_hf_state_dict(config: ModelConfig, state: Mapping[str, Tensor]) -> Tran
         OnstepError: for missing, unknown or misshaped weights.
     """
     return _filled(*_unfilled(config), state)
+
+
+def deferred_from_hf(config: ModelConfig, state: Mapping[str, Tensor]) -> Transformer:
+    """The same with deferred weights, in the type that holds them all. Raises like `from_hf_state_dict`."""
+    model, expected = _unfilled(config)
+    architecture = architecture_of(config)
+    given = _untied(model, architecture, expected, state)
+    dtype = next(iter(given.values())).dtype
+    for tensor in given.values():
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    ours = {name: tensor.to(dtype) for name, tensor in architecture.from_hf(given).items()}
+    model.to(dtype).load_state_dict(ours, assign=True)
+    return model
 
 
 def _unfilled(config: ModelConfig) -> tuple[Transformer, dict[str, Tensor]]:
@@ -230,9 +192,27 @@ def _filled(
     return model
 
 
+def _untied(
+    model: Transformer, architecture: Architecture, expected: Mapping[str, Tensor], state: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The weights of `state`, which must be those that are expected, without the second name of a tied one."""
+    given = architecture.clean(state)
+    tied = None
+    if model.output is None:
+        embedding_name, output_name = (_name_of(architecture, ours) for ours in ("embedding", "output"))
+        tied = given.pop(output_name, None)
+    check_shapes(expected, given)
+    if tied is not None and not _is_same(given[embedding_name], tied):
+        raise OnstepError(
+            f"the weights contain an {output_name} that differs from {embedding_name}, but the configuration ties "
+            "them; set tie_word_embeddings (share_embeddings_and_output_weights) to false."
+        )
+    return given
+
+
 def _is_same(one: Tensor, other: Tensor) -> bool:
     dtype = torch.promote_types(one.dtype, other.dtype)
-    return torch.equal(one.to(dtype), other.to(dtype))
+    return one is other or torch.equal(value_of(one).to(dtype), value_of(other).to(dtype))
 
 
 def _name_of(architecture: Architecture, module: str) -> str:
@@ -277,45 +257,6 @@ def _first(names: list[str]) -> str:
 
 
 CONFIG_FILE = "config.json"
-
-
-def save_hf(
-    model: Transformer,
-    directory: str | Path,
-    *,
-    tokenizer_files: Sequence[str | Path] = (),
-    eos_id: int | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    writes: bool = True,
-) -> None:
-    """Write `model` to `directory`, created if needed, for `AutoModelForCausalLM.from_pretrained`.
-
-    Each file is replaced atomically: a kill leaves either the old or the new one. Call it from one process, or, if the
-    weights are sharded, on all ranks: they are gathered one at a time. Tied weights are stored once.
-
-    Args:
-        model: the model.
-        directory: the directory.
-        tokenizer_files: files to copy next to the weights (`tokenizer.json`, `tokenizer_config.json`, ...).
-        eos_id: token at which `transformers` ends generated text; None for none.
-        max_shard_bytes: size of a file of weights, in bytes, beyond which they are split into several with an index.
-        writes: whether this rank writes; the others join in gathering the weights.
-
-    Raises:
-        ConfigError: for a model that no `transformers` architecture computes, or one with a value head.
-    """
-    target = Path(directory)
-    types = sorted({str(one.dtype).removeprefix("torch.") for one in model.parameters()})
-    dtype = types[0] if len(types) == 1 else "float32"
-    config = hf_config_dict(model.config, eos_id=eos_id, dtype=dtype)
-    if writes:
-        target.mkdir(parents=True, exist_ok=True)
-    write_weights(deferred_hf_weights(model), target, max_shard_bytes, writes=writes)
-    if not writes:
-        return
-    replace_durably(target / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
-    for file in tokenizer_files:
-        shutil.copy(file, target)
 
 
 def load_hf_config(directory: str | Path) -> ModelConfig:

@@ -13,9 +13,10 @@ import torch
 from onstep.config import ModelConfig
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError, MissingExtraError, OnstepError
+from onstep.models.deferred import DeferredTensor, gathered
 from onstep.models.hf.causal_lm import CausalLM
 from onstep.models.hf.values import short
-from onstep.models.hf.weight_files import read_object, weight_files
+from onstep.models.hf.weight_files import MAX_SHARD_BYTES, read_object, weight_files, write_weights
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 GENERATION = "generation_config"
@@ -175,22 +176,53 @@ def load_causal_lm(
     return _for_text(CausalLM(config, model))
 
 
-def save_causal_lm(model: CausalLM, directory: str | Path) -> None:
+def save_causal_lm(model: CausalLM, directory: str | Path, *, writes: bool = True) -> None:
     """Write a directory for `AutoModelForCausalLM.from_pretrained`, in shards of at most 5 GB.
 
     It is written beside `directory` and renamed, so a kill leaves either the old or the new one; files that are not
-    the model's, such as a tokenizer's, are written afterwards. Call it from one process.
+    the model's, such as a tokenizer's, are written afterwards. Call it from one process, or, if the weights are
+    sharded, on all ranks: they are gathered one at a time.
+
+    Args:
+        model: the model.
+        directory: the directory.
+        writes: whether this rank writes; the others join in gathering the weights.
     """
     target = Path(directory)
     partial, old = target.with_name(f"{target.name}.partial"), target.with_name(f"{target.name}.old")
-    for one in (partial, old):
-        shutil.rmtree(one, ignore_errors=True)
-    with _quiet():
-        model.model.save_pretrained(partial, max_shard_size=MAX_SHARD_SIZE, safe_serialization=True)
+    if writes:
+        for one in (partial, old):
+            shutil.rmtree(one, ignore_errors=True)
+    save_pretrained(model.model, partial, writes=writes)
+    if not writes:
+        return
     if target.exists():
         target.rename(old)
     partial.rename(target)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def save_pretrained(theirs: Any, directory: Path, *, writes: bool = True) -> None:
+    """Call `save_pretrained` of a model of `transformers`; its weights may be deferred, or sharded over ranks.
+
+    Collective if they are sharded. The weights are then written one at a time, in the format that it would write.
+    """
+    state = {name: gathered(tensor) for name, tensor in theirs.state_dict().items()}
+    with _quiet():
+        if not any(isinstance(tensor, DeferredTensor) for tensor in state.values()):
+            if writes:
+                theirs.save_pretrained(directory, max_shard_size=MAX_SHARD_SIZE, safe_serialization=True)
+            return
+        from transformers.core_model_loading import revert_weight_conversion
+
+        left_out = {*(getattr(theirs, "all_tied_weights_keys", None) or ()), *(theirs._keys_to_ignore_on_save or ())}
+        kept = {name: tensor for name, tensor in state.items() if name not in left_out}
+        weights = revert_weight_conversion(theirs, kept)
+        try:
+            if writes:
+                theirs.save_pretrained(directory, state_dict={})  # all but the weights
+        finally:
+            write_weights(weights, directory, MAX_SHARD_BYTES, writes=writes)
 
 
 def _for_text(model: CausalLM) -> CausalLM:

@@ -14,8 +14,9 @@ from torch import Tensor
 from onstep.config import ModelConfig
 from onstep.errors import ConfigError
 from onstep.models.deferred import value_of
-from onstep.models.hf.directory import architecture_of, deferred_hf_weights
+from onstep.models.hf.directory import architecture_of
 from onstep.models.hf.gguf_types import DTYPES, converted, file_type_of, import_gguf, stored_as, stored_bytes
+from onstep.models.hf.writing import deferred_hf_weights
 from onstep.models.layers.feed_forward import is_moe_layer
 from onstep.models.layers.rotary import RotaryTables, scaling_type
 from onstep.models.sizes import ffn_hidden_size, head_width, num_query_groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -116,15 +116,33 @@ def _write_shard(tensors: dict[str, Tensor], values: Iterator[Tensor], path: Pat
     partial = path.with_name(f"{path.name}.partial")
     try:
         with partial.open("wb") as file:
-            file.write(_header(tensors))
-            for _ in tensors:
-                memory = next(values).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-                for start in range(0, memory.nbytes, _WRITE_BYTES):
-                    file.write(memory[start : start + _WRITE_BYTES])
-                del memory
+            write_file(file.write, tensors, {}, values)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_file(
+    write: Callable[[bytes | memoryview], object],
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    values: Iterator[Tensor] | None = None,
+) -> None:
+    """Write one file of weights, each of which is computed when it is written, if it is deferred.
+
+    Args:
+        write: is given the bytes in order.
+        tensors: the weights.
+        metadata: texts for the header.
+        values: those of the weights, in the order of the file; None computes them.
+    """
+    values = _values([dict(tensors)]) if values is None else values
+    write(_header(tensors, metadata))
+    for _ in tensors:
+        memory = next(values).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        for start in range(0, memory.nbytes, _WRITE_BYTES):
+            write(memory[start : start + _WRITE_BYTES])
+        del memory
 
 
 def _in_file_order(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -132,9 +150,9 @@ def _in_file_order(tensors: Mapping[str, Tensor]) -> list[str]:
     return sorted(tensors, key=lambda name: (-_ORDER[tensors[name].dtype], name))
 
 
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     """The header of a file of weights, with its length in front, as `safetensors` writes it."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     position = 0
     for name in _in_file_order(tensors):
         tensor, end = tensors[name], position + tensors[name].nbytes

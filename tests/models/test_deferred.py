@@ -89,6 +89,7 @@ def test_all_values_are_computed_by_who_does_not_write_and_after_an_error(tmp_pa
     }
     write_weights(tensors, tmp_path, 10**9, writes=False)
     assert (computed, [*tmp_path.iterdir()]) == ([0, 1, 2], [])
-    with pytest.raises(FileNotFoundError):
-        write_weights(tensors, tmp_path / "absent", 10**9)
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        write_weights(tensors, tmp_path / "file", 10**9)
     assert computed == [0, 1, 2, 0, 1, 2]

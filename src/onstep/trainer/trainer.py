@@ -175,7 +175,7 @@ class Trainer(TrainerMethods):
         elif self.args.load_best_model_at_end and state.train_state.best_model_checkpoint and not state.exits.decided:
             self._load_best_model()
         self._finish_current_push()
-        write_final_weights(state, partial(write_final_files, self))
+        write_final_weights(state, partial(write_final_files, self), self.model)
         return _train_output(state)
 
     def _train_once(

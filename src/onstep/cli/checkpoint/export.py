@@ -26,7 +26,7 @@ from onstep.data.corpus.tokenizer_files import tokenizer_in_dir
 from onstep.errors import CheckpointError, ConfigError, DataError, MissingExtraError
 from onstep.models import Transformer, load_hf
 from onstep.models.deferred import deferred
-from onstep.models.hf.any_directory import LanguageModel, save_directory
+from onstep.models.hf.any_directory import LanguageModel, fill_deferred, save_directory
 from onstep.models.hf.directory import deferred_from_hf, load_hf_config
 from onstep.models.hf.gguf_file import check_gguf, write_gguf
 from onstep.models.hf.gguf_types import DTYPES, check_gguf_file, check_type, import_gguf
@@ -37,7 +37,6 @@ from onstep.training.setup.checkpoint_models import (
     deferred_model_of,
     deferred_weights,
     empty_for,
-    fill_deferred,
     in_types_of,
 )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from onstep.config import ModelConfig
 from onstep.models.hf.architecture import UnsupportedModelError
@@ -48,11 +50,19 @@ def build_model(config: ModelConfig, seed: int | None = None, dtype: torch.dtype
     return build_causal_lm(config, seed, dtype=dtype)
 
 
-def empty_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> LanguageModel:
-    """A model on the CPU for a caller that fills all its weights; see `empty_transformer`."""
+def empty_model(config: ModelConfig, dtype: torch.dtype = torch.float32, device: str = "cpu") -> LanguageModel:
+    """A model on the CPU, or on `meta`, for a caller that fills all its weights; see `empty_transformer`."""
     if config.hf_config is None:
-        return empty_transformer(config, dtype)
-    return build_causal_lm(config, is_empty=True, dtype=dtype)
+        return empty_transformer(config, dtype, device)
+    with torch.device(device):
+        return build_causal_lm(config, is_empty=True, dtype=dtype)
+
+
+def fill_deferred(model: LanguageModel, state: Mapping[str, Tensor]) -> None:
+    """Give a model deferred weights in place of its own (`onstep.models.deferred`)."""
+    model.load_state_dict(state, assign=True)
+    if isinstance(model, CausalLM):
+        model.model.tie_weights()
 
 
 def save_directory(

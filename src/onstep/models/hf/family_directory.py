@@ -218,11 +218,13 @@ def save_pretrained(theirs: Any, directory: Path, *, writes: bool = True) -> Non
         left_out = {*(getattr(theirs, "all_tied_weights_keys", None) or ()), *(theirs._keys_to_ignore_on_save or ())}
         kept = {name: tensor for name, tensor in state.items() if name not in left_out}
         weights = revert_weight_conversion(theirs, kept)
-        try:
-            if writes:
+        if writes:
+            try:
                 theirs.save_pretrained(directory, state_dict={})  # all but the weights
-        finally:
-            write_weights(weights, directory, MAX_SHARD_BYTES, writes=writes)
+            except Exception:
+                write_weights(weights, directory, MAX_SHARD_BYTES, writes=False)  # which other ranks wait for
+                raise
+        write_weights(weights, directory, MAX_SHARD_BYTES, writes=writes)
 
 
 def _for_text(model: CausalLM) -> CausalLM:

@@ -58,7 +58,14 @@ FLOATS = frozenset(_DTYPES.values())
 _MAX_WORDS = 300
 
 
-def write_weights(tensors: Mapping[str, Tensor], target: Path, max_shard_bytes: int, *, writes: bool = True) -> None:
+def write_weights(
+    tensors: Mapping[str, Tensor],
+    target: Path,
+    max_shard_bytes: int,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    writes: bool = True,
+) -> None:
     """Write weights as `model.safetensors`, or as shards of at most `max_shard_bytes` with an index.
 
     Each file is replaced atomically, and the files of the other form are removed at the end. A tensor is never split,
@@ -67,8 +74,9 @@ def write_weights(tensors: Mapping[str, Tensor], target: Path, max_shard_bytes: 
 
     Args:
         tensors: the weights, some of which may be deferred.
-        target: the directory.
+        target: the directory, created if needed.
         max_shard_bytes: size of a file, in bytes.
+        metadata: texts for the headers, beside the format.
         writes: whether this rank writes; if not, it joins in computing the values.
     """
     shards: list[dict[str, Tensor]] = [{}]
@@ -82,7 +90,8 @@ def write_weights(tensors: Mapping[str, Tensor], target: Path, max_shard_bytes: 
     values = _values(shards)
     try:
         if writes:
-            _write_shards(shards, values, target)
+            target.mkdir(parents=True, exist_ok=True)
+            _write_shards(shards, values, target, metadata or {})
     finally:
         for _ in values:
             pass
@@ -95,11 +104,13 @@ def _values(shards: list[dict[str, Tensor]]) -> Iterator[Tensor]:
             yield value_of(shard[name])
 
 
-def _write_shards(shards: list[dict[str, Tensor]], values: Iterator[Tensor], target: Path) -> None:
+def _write_shards(
+    shards: list[dict[str, Tensor]], values: Iterator[Tensor], target: Path, metadata: Mapping[str, str]
+) -> None:
     number = len(shards)
     names = [WEIGHTS_FILE] if number == 1 else [f"model-{i + 1:05}-of-{number:05}.safetensors" for i in range(number)]
     for name, shard in zip(names, shards, strict=True):
-        _write_shard(shard, values, target / name)
+        _write_shard(shard, values, target / name, metadata)
     if number > 1:
         weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
         total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
@@ -112,11 +123,11 @@ def _write_shards(shards: list[dict[str, Tensor]], values: Iterator[Tensor], tar
         (target / INDEX_FILE).unlink(missing_ok=True)
 
 
-def _write_shard(tensors: dict[str, Tensor], values: Iterator[Tensor], path: Path) -> None:
+def _write_shard(tensors: dict[str, Tensor], values: Iterator[Tensor], path: Path, metadata: Mapping[str, str]) -> None:
     partial = path.with_name(f"{path.name}.partial")
     try:
         with partial.open("wb") as file:
-            write_file(file.write, tensors, {}, values)
+            write_file(file.write, tensors, metadata, values)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

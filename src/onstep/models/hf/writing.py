@@ -92,8 +92,6 @@ def save_hf(
     types = sorted({str(one.dtype).removeprefix("torch.") for one in model.parameters()})
     dtype = types[0] if len(types) == 1 else "float32"
     config = hf_config_dict(model.config, eos_id=eos_id, dtype=dtype)
-    if writes:
-        target.mkdir(parents=True, exist_ok=True)
     write_weights(deferred_hf_weights(model), target, max_shard_bytes, writes=writes)
     if not writes:
         return

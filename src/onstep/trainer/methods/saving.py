@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
+import torch.distributed as dist
 from safetensors.torch import save_file
 from safetensors.torch import save_model as save_safetensors
 from torch import nn
 
 from onstep.checkpoint.catalog.unfinished import being_written
 from onstep.config import TrainingArguments
+from onstep.distributed import World
+from onstep.distributed.shards import is_sharded, whole
 from onstep.errors import ConfigError
 from onstep.events.context import unwrap
 from onstep.models import Transformer, hf_obstacle, save_hf
+from onstep.models.deferred import gathered
+from onstep.models.hf.family_directory import save_pretrained
+from onstep.models.hf.weight_files import write_weights
 from onstep.train_state import StateDict
 from onstep.trainer.methods.state_files import StateFileMethods
 from onstep.trainer.overrides import overrides
@@ -41,6 +48,9 @@ class SavingMethods(StateFileMethods):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the weights, processing class and arguments to `output_dir` (default: `args.output_dir`), on rank 0.
 
+        If the model is sharded over ranks, all of them call this, and gather its weights one at a time; an override of
+        `_save` is given them all as `state_dict`.
+
         An override, also of `_save`, is called for the final weights and, as in Hugging Face's Trainer, at each
         checkpoint, with its directory.
 
@@ -51,16 +61,26 @@ class SavingMethods(StateFileMethods):
             raise ConfigError(
                 "Trainer has no model to save yet: model_init runs when training starts; call train() first."
             )
-        if self.args.should_save:
-            self._save(str(self.args.output_dir) if output_dir is None else output_dir)
+        directory = str(self.args.output_dir) if output_dir is None else output_dir
+        in_parts = is_sharded(self.model.parameters())
+        if in_parts and overrides(self, "_save"):
+            weights = whole_weights(self.model, keeps=self.args.should_save)
+            if self.args.should_save:
+                self._save(directory, state_dict=weights)
+        elif in_parts or self.args.should_save:
+            self._save(directory)
 
     def _save(self, output_dir: str | None = None, state_dict: StateDict | None = None) -> None:
         """Write the model, or the given weights, and what belongs to them, on rank 0."""
         is_main = self.args.should_save if self.global_state is None else self.global_state.world.is_main
-        if is_main and self.model is not None:
-            directory = Path(str(self.args.output_dir) if output_dir is None else output_dir)
+        if self.model is None:
+            return
+        directory = Path(str(self.args.output_dir) if output_dir is None else output_dir)
+        if is_main:
             save_model(self.model, directory, self.saved_processing_class, state_dict)
             write_arguments(self.args, directory)
+        elif state_dict is None and is_sharded(self.model.parameters()):
+            save_model(self.model, directory, writes=False)
 
     def _get_output_dir(self, trial: object = None) -> str:
         """The directory with the checkpoints, `checkpoint-<step>`."""
@@ -169,20 +189,29 @@ class SavingMethods(StateFileMethods):
 
 
 def save_model(
-    model: nn.Module, directory: Path, processing_class: object = None, state_dict: StateDict | None = None
+    model: nn.Module,
+    directory: Path,
+    processing_class: object = None,
+    state_dict: StateDict | None = None,
+    *,
+    writes: bool = True,
 ) -> None:
     """Write `model` to `directory`: with its own `save_pretrained`, as a Hugging Face directory, or as safetensors.
 
     A plain module, and a `Transformer` without an architecture in `transformers`, can be loaded with
     `safetensors.torch.load_model(module, directory / "model.safetensors")`. `state_dict` is written in place of the
-    model's own weights.
+    model's own weights. If these are sharded, all ranks call this, and those that do not write join in gathering them.
     """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ConfigError(f"the model cannot be saved in {directory}: {error}; name a directory, not a file") from error
     module = unwrap(model)
-    if hasattr(module, "save_pretrained"):
+    in_parts = state_dict is None and is_sharded(module.parameters())
+    error = _not_made(directory) if writes else None
+    if in_parts:
+        error = next((one for one in World(dist.get_rank(), dist.get_world_size()).gather(error) if one), None)
+    if error is not None:
+        raise error
+    if in_parts:
+        _save_shards(module, directory, writes=writes)
+    elif hasattr(module, "save_pretrained"):
         module.save_pretrained(directory, **({} if state_dict is None else {"state_dict": dict(state_dict)}))
     elif state_dict is not None:
         save_file({name: tensor.contiguous() for name, tensor in state_dict.items()}, directory / "model.safetensors")
@@ -190,8 +219,51 @@ def save_model(
         save_hf(module, directory)
     else:
         save_safetensors(module, str(directory / "model.safetensors"))
-    if hasattr(processing_class, "save_pretrained"):
+    if writes and hasattr(processing_class, "save_pretrained"):
         processing_class.save_pretrained(directory)
+
+
+def _not_made(directory: Path) -> ConfigError | None:
+    """Make a directory; why it cannot be made."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        return ConfigError(f"the model cannot be saved in {directory}: {error}; name a directory, not a file")
+    return None
+
+
+def _save_shards(module: nn.Module, directory: Path, *, writes: bool) -> None:
+    """Write a model that is sharded over ranks, one tensor at a time. Collective."""
+    bases = {base.__module__.partition(".")[0] for base in type(module).__mro__}
+    if "transformers" in bases:
+        save_pretrained(module, directory, writes=writes)
+    elif hasattr(module, "save_pretrained"):
+        weights = whole_weights(module, keeps=writes)
+        if writes:
+            cast(Any, module).save_pretrained(directory, state_dict=weights)
+    elif isinstance(module, Transformer) and hf_obstacle(module) is None:
+        save_hf(module, directory, writes=writes)
+    else:
+        names: dict[int, str] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), name)
+        tied = {
+            name: names[id(parameter)]
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+            if names[id(parameter)] != name
+        }
+        kept = {name: gathered(tensor) for name, tensor in module.state_dict().items() if name not in tied}
+        write_weights(kept, directory, sys.maxsize, metadata=tied, writes=writes)
+
+
+def whole_weights(model: nn.Module, *, keeps: bool) -> StateDict:
+    """The weights of a sharded model in host memory, on a rank that keeps them. Collective."""
+    found: StateDict = {}
+    for name, tensor in unwrap(model).state_dict().items():
+        value = whole(tensor)
+        if keeps:
+            found[name] = value.detach().cpu()
+    return found
 
 
 def write_arguments(args: TrainingArguments, directory: Path) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from torch import nn
 
+from onstep.distributed import on_main
+from onstep.distributed.shards import is_sharded
 from onstep.errors import DataError
 from onstep.events import TrainerState
 from onstep.events.context import unwrap
@@ -62,12 +64,18 @@ def recall_history(run: Run) -> None:
 
 
 def write_final_files(trainer: TrainerMethods, directory: RunDir) -> None:
-    """Write the final weights, and what belongs to them, to the run's directory; weights from before it are moved."""
-    if directory.layout == "hugging_face":
+    """Write the final weights, and what belongs to them, to the run's directory; weights from before it are moved.
+
+    Called by rank 0, or, if the model is sharded, by all ranks.
+    """
+    assert trainer.global_state is not None
+    world, in_layout = trainer.global_state.world, directory.layout == "hugging_face"
+    if in_layout and is_sharded(trainer.model.parameters() if trainer.model is not None else ()):
+        on_main(world, lambda: _set_weights_aside(directory))
+    elif in_layout:
         _set_weights_aside(directory)
     trainer.save_model(str(directory.model))
-    if directory.layout == "hugging_face":
-        assert trainer.global_state is not None
+    if in_layout and world.is_main:
         _write_records(trainer, trainer.global_state.trainer_state.to_json_string(), directory.model)
 
 

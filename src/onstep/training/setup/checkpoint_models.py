@@ -16,9 +16,7 @@ from onstep.config.checks.single_values import check_values
 from onstep.errors import CheckpointError, ConfigError
 from onstep.metrics.model_shape import ModelShape, num_parameters
 from onstep.models.deferred import deferred
-from onstep.models.hf.any_directory import LanguageModel
-from onstep.models.hf.causal_lm import CausalLM
-from onstep.models.hf.family_directory import build_causal_lm
+from onstep.models.hf.any_directory import LanguageModel, empty_model, fill_deferred
 from onstep.models.transformer import empty_transformer
 from onstep.training.setup.lora import merged_state_dict
 from onstep.training.setup.weight_types import common_type
@@ -87,13 +85,6 @@ def merged_weights(info: CheckpointInfo, state: dict[str, Tensor]) -> dict[str, 
     return state if peft.peft_scheme is None else merged_state_dict(state, peft.alpha / peft.dim)
 
 
-def fill_deferred(model: LanguageModel, state: Mapping[str, Tensor]) -> None:
-    """Give a model deferred weights in place of its own."""
-    model.load_state_dict(state, assign=True)
-    if isinstance(model, CausalLM):
-        model.model.tie_weights()
-
-
 def cast_deferred(model: LanguageModel, dtype: torch.dtype) -> None:
     """Convert the deferred weights of a model that are numbers to a type."""
     state = model.state_dict()
@@ -139,8 +130,7 @@ def empty_for(
     """
     dtype = dtype or common_type(state)
     if config.hf_config is not None:
-        with torch.device(device):
-            return build_causal_lm(config, is_empty=True, dtype=dtype)
+        return empty_model(config, dtype, device)
     check_values(config, "model.")
     num_layers, shape = config.num_layers + (config.mtp_num_layers or 0), None
     num_weights = sum(tensor.numel() for tensor in state.values())

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from safetensors import SafetensorError
 from torch import nn
 
 from onstep.analysis.reports.model_card import CARD_FILE, card_of_run
+from onstep.distributed import World, attempt
+from onstep.distributed.shards import is_sharded
 from onstep.errors import CheckpointError, ConfigError, MainOnlyError, OnstepError
 from onstep.events.context import unwrap
 from onstep.files.durability import replace_durably
@@ -23,35 +26,43 @@ logger = logging.getLogger(__name__)
 
 
 def save_weights(state: Run, model: list[nn.Module]) -> None:
-    """Write the final weights to the run's directory, as a directory that Hugging Face loads, on rank 0.
+    """Write the final weights to the run's directory, as a directory that Hugging Face loads, on rank 0. Collective.
 
     With LoRA these are the merged weights, and the adapter goes to `adapter/`. A model that has no class in
     `transformers` is left to its checkpoints, with a warning.
     """
-    write_final_weights(state, lambda directory: _save(state, unwrap(model[0])))
+    module = unwrap(model[0])
+    write_final_weights(state, lambda directory: _save(state, module, directory), module)
 
 
-def write_final_weights(state: Run, write: Callable[[RunDir], None]) -> None:
-    """Call `write` on rank 0 if the run should export weights; `checkpoint.on_save_error` decides about failures.
+def write_final_weights(state: Run, write: Callable[[RunDir], None], model: nn.Module | None) -> None:
+    """Call `write` if the run should export weights; `checkpoint.on_save_error` decides about failures. Collective.
+
+    It is called on rank 0 alone, unless `model` is sharded: then on all ranks, which gather the weights together.
 
     Raises:
-        CheckpointError: if they cannot be written and `on_save_error` is stop.
+        CheckpointError: if they cannot be written and `on_save_error` is stop; on all ranks, if all write.
     """
-    directory = state.run_dir
-    if directory is None or not state.world.is_main or not state.cfg.run.save_weights:
+    directory, world = state.run_dir, state.world
+    in_parts = model is not None and is_sharded(model.parameters())
+    if directory is None or not (world.is_main or in_parts) or not state.cfg.run.save_weights:
         return
     if state.control.should_abort_without_save or state.exits.decided is not None:
         return
     try:
-        with state.world.main_only("writing the final weights", "export them from the newest checkpoint"):
-            write(directory)
+        if in_parts:
+            _on_all(world, partial(write, directory))
+        else:
+            with world.main_only("writing the final weights", "export them from the newest checkpoint"):
+                write(directory)
     except MainOnlyError as error:
-        if not state.world.postpone(error):
+        if not world.postpone(error):
             raise
     except ConfigError as error:
-        logger.warning(
-            "the final weights are only in the checkpoints, where onstep generate and finetune read them: %s", error
-        )
+        if world.is_main:
+            logger.warning(
+                "the final weights are only in the checkpoints, where onstep generate and finetune read them: %s", error
+            )
     except (OSError, SafetensorError) as error:
         message = (
             f"cannot write the final weights to {directory.model} ({error}); free some space and run the same command "
@@ -59,20 +70,30 @@ def write_final_weights(state: Run, write: Callable[[RunDir], None]) -> None:
         )
         if state.cfg.checkpoint.on_save_error == "stop":
             raise CheckpointError(message) from error
-        logger.warning("%s", message)
+        if world.is_main:
+            logger.warning("%s", message)
         if state.checkpoints is not None:
             state.checkpoints.failure = message
 
 
-def _save(state: Run, model: LanguageModel) -> None:
-    directory, eos_id = state.run_dir, state.tokenizer.eos_id
-    assert directory is not None
+def _on_all(world: World, write: Callable[[], None]) -> None:
+    """Call `write` on all ranks; the first error is raised on all of them. Collective."""
+    _, error = attempt(write)
+    failed = [one for one in world.gather(error) if one is not None]
+    if failed:
+        raise failed[0]
+
+
+def _save(state: Run, model: LanguageModel, directory: RunDir) -> None:
+    eos_id, writes = state.tokenizer.eos_id, state.world.is_main
     obstacle = hf_obstacle(model) if isinstance(model, Transformer) else None
     if has_lora(model):
         if obstacle is not None or has_hf_names(model):
-            save_adapter(model, state.cfg.peft, directory.adapter, _base(state))
-            state.tokenizer.save(directory.adapter)
-        else:
+            if is_sharded(model.parameters()):
+                _on_all(state.world, lambda: _save_adapter(state, model, directory))
+            else:
+                _save_adapter(state, model, directory)
+        elif writes:
             logger.warning(
                 "transformers stores several projections of this model in one matrix, so the adapter cannot be saved; "
                 "the merged weights are in %s",
@@ -82,10 +103,18 @@ def _save(state: Run, model: LanguageModel) -> None:
         raise ConfigError(obstacle)
     if has_lora(model):
         model = merged_model(model, state.cfg.peft)
-    save_directory(model, directory.model, eos_id=eos_id)
-    state.tokenizer.save(directory.model)
-    card = card_of_run(directory.path, step=state.train_state.step)
-    replace_durably(directory.model / CARD_FILE, card)
+    save_directory(model, directory.model, eos_id=eos_id, writes=writes)
+    if writes:
+        state.tokenizer.save(directory.model)
+        card = card_of_run(directory.path, step=state.train_state.step)
+        replace_durably(directory.model / CARD_FILE, card)
+
+
+def _save_adapter(state: Run, model: LanguageModel, directory: RunDir) -> None:
+    writes = state.world.is_main
+    save_adapter(model, state.cfg.peft, directory.adapter, _base(state), writes=writes)
+    if writes:
+        state.tokenizer.save(directory.adapter)
 
 
 def _base(state: Run) -> str | None:

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from onstep.config import PeftConfig
 from onstep.config.checks.model import LORA_PROJECTIONS
 from onstep.config.suggestions import nearest
+from onstep.distributed.shards import is_sharded, whole
 from onstep.errors import ConfigError, MissingExtraError
 from onstep.files.durability import replace_durably
 from onstep.metrics.model_shape import is_target
 from onstep.models import hf_config_dict
-from onstep.models.hf.any_directory import LanguageModel, empty_model
+from onstep.models.deferred import gathered
+from onstep.models.hf.any_directory import LanguageModel, empty_model, fill_deferred
 from onstep.models.hf.causal_lm import CausalLM
 from onstep.models.quantized_layers import dequantized, is_quantized, num_weights
 from onstep.training.setup.weight_types import common_type
@@ -180,11 +182,18 @@ def adapted_names(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def merged_model(model: LanguageModel, config: PeftConfig) -> LanguageModel:
-    """A copy on the CPU with LoRA's matrices merged into the weights; `model` is not changed."""
-    state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    """A copy on the CPU with LoRA's matrices merged into the weights; `model` is not changed.
+
+    The weights of a model that is sharded over ranks are deferred: all ranks write the copy, which gathers them.
+    """
+    state = {name: gathered(tensor.detach()).cpu() for name, tensor in model.state_dict().items()}
     state = merged_state_dict(state, config.alpha / config.dim)
-    merged = empty_model(model.config, common_type(state))
-    merged.load_state_dict(state)
+    if is_sharded(model.state_dict().values()):
+        merged = empty_model(model.config, common_type(state), "meta")
+        fill_deferred(merged, state)
+    else:
+        merged = empty_model(model.config, common_type(state))
+        merged.load_state_dict(state)
     return merged
 
 
@@ -193,19 +202,29 @@ def has_hf_names(model: LanguageModel) -> bool:
     return isinstance(model, CausalLM) or hf_config_dict(model.config)["model_type"] not in _FUSED
 
 
-def save_adapter(model: LanguageModel, config: PeftConfig, directory: str | Path, base_model: str | None) -> None:
+def save_adapter(
+    model: LanguageModel,
+    config: PeftConfig,
+    directory: str | Path,
+    base_model: str | None,
+    *,
+    writes: bool = True,
+) -> None:
     """Write the LoRA weights to `directory`, for `PeftModel.from_pretrained(base, directory)`.
 
-    Each file is replaced atomically. One process calls this.
+    Each file is replaced atomically. One process calls this, or, if the weights are sharded, all ranks.
 
     Args:
         model: a model changed by `add_lora`.
         config: the configuration that it was changed with.
         base_model: the Hugging Face directory that the adapter applies to, as recorded in the file; None if unknown.
+        writes: whether this rank writes; the others join in gathering the weights.
     """
+    tensors = _tensors(model)
+    if not writes:
+        return
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
-    tensors = _tensors(model)
     described = _described(list(tensors), _everywhere(model), config, base_model)
     partial = target / "adapter.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
@@ -221,7 +240,7 @@ def _tensors(model: LanguageModel) -> dict[str, Tensor]:
         theirs = _theirs(model)(module)
         if matrix and theirs is not None:
             kind = name.removeprefix(module + matrix).partition(f".{ADAPTER}.")[0]
-            found[f"base_model.model.{theirs}.lora_{kind}.weight"] = tensor.detach().cpu().contiguous()
+            found[f"base_model.model.{theirs}.lora_{kind}.weight"] = whole(tensor.detach()).cpu().contiguous()
     return found
 
 

@@ -1,0 +1,42 @@
+"""The weights of models in shards are written by rank 0, and gathered by all ranks one tensor at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_model
+
+from onstep import Trainer
+from tests.support.forked_processes import Processes
+from tests.support.jobs.written_weights_jobs import MODELS, made, write, write_by_trainer
+from tests.support.small_models import Regression
+
+pytestmark = pytest.mark.distributed
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_they_are_those_of_one_process_and_an_error_reaches_all_ranks(
+    processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, ranks = tmp_path / "alone", tmp_path / "ranks"
+    alone.mkdir()
+    found = processes.results("tests.support.jobs.written_weights_jobs", "written", ranks, {})
+    monkeypatch.chdir(alone)
+    for name in MODELS:
+        write(name, name)
+        assert files(ranks / name) == files(alone / name), name
+    write_by_trainer(Trainer, made("family").model, "theirs")  # type: ignore[arg-type]
+    weights = "model.safetensors"
+    assert (ranks / "theirs" / weights).read_bytes() == (alone / "theirs" / weights).read_bytes()
+    plain = Regression(seed=7)
+    load_model(plain, ranks / "plain" / weights)
+    own = torch.load(ranks / "own" / "own.pt")
+    for name, value in Regression().state_dict().items():
+        assert torch.equal(plain.state_dict()[name], value)
+        assert torch.equal(own[name], value)
+    assert all(one["error"].startswith("cannot write the final weights to full/model") for one in found), found

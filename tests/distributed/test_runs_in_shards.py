@@ -23,7 +23,7 @@ STEPS = 6
 def untouched(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A run of two ranks that nobody stops, and what it computes."""
     directory = tmp_path_factory.mktemp("untouched")
-    settings = {"how": "fsdp", "steps": STEPS, "validates": True}
+    settings = {"how": "fsdp", "steps": STEPS, "averages": True, "validates": True}
     return directory, processes.results(JOBS, "run", directory, settings)[0]
 
 
@@ -41,10 +41,11 @@ def test_a_run_continues_on_its_layout_and_on_others(
     processes: Processes, tmp_path: Path, untouched: tuple[Path, dict[str, Any]], how: str, ranks: int
 ) -> None:
     directory, whole = until(2, untouched[0], tmp_path / "run"), untouched[1]
-    settings = {"how": how, "steps": STEPS, "seed": 1, "async": ranks == 2}
+    settings = {"how": how, "steps": STEPS, "averages": True, "seed": 1, "async": ranks == 2}
     for found in processes.results(JOBS, "run", directory, settings, ranks=ranks):
         if (how, ranks) == ("fsdp", 2):
             assert found == {**whole, "losses": whole["losses"][2:], "norms": whole["norms"][2:]}
+            assert len(found["averages"]) == 3
         assert found["losses"] == pytest.approx(whole["losses"][2:], rel=1e-5)
         assert found["norms"] == pytest.approx(whole["norms"][2:], rel=1e-5)
 
@@ -52,7 +53,7 @@ def test_a_run_continues_on_its_layout_and_on_others(
 def killed(processes: Processes, directory: Path, how: str, rank: int, at: list[Any]) -> None:
     """A part of a run in which a rank is killed at a file operation; the last checkpoint stays whole."""
     before = [info.step for info in checkpoints(directory / "checkpoints")]
-    settings = {"how": how, "steps": STEPS, "async": True, "killed": rank, "at": at}
+    settings = {"how": how, "steps": STEPS, "averages": True, "async": True, "killed": rank, "at": at}
     codes = processes.run(JOBS, "run", directory, settings, ranks=RANKS[how])
     assert -9 in codes, (at, codes, output_of(directory))
     there = [info.step for info in checkpoints(directory / "checkpoints")]
@@ -67,7 +68,8 @@ def test_a_run_that_is_killed_within_saves_and_between_write_and_commit_ends_as_
     directory, whole = tmp_path / "run", untouched[1]
     killed(processes, directory, "fsdp", 1, ["write", "rank_1", 5])
     killed(processes, directory, "fsdp", 0, ["open", "manifest", 1])
-    [found, _] = processes.results(JOBS, "run", directory, {"how": "fsdp", "steps": STEPS, "seed": 2})
+    settings = {"how": "fsdp", "steps": STEPS, "averages": True, "seed": 2}
+    [found, _] = processes.results(JOBS, "run", directory, settings)
     assert found["digests"] == whole["digests"]
     assert found["losses"] == whole["losses"][-len(found["losses"]) :]
     assert len(found["losses"]) < STEPS

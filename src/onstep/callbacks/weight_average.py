@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from onstep.checkpoint import SharingPattern, StateComponent
+from onstep.checkpoint.format.boxes import laid_out_like
 from onstep.config import TrainingArguments
 from onstep.config.field_types import is_integer_from, is_number
+from onstep.distributed.exchanges import sharded_modules
+from onstep.distributed.shards import held_part, is_sharded
 from onstep.errors import require, warn_once
 from onstep.events import Control, RunState, TrainerCallback
 from onstep.train_state import StateDict
@@ -58,9 +61,10 @@ class _Averaging(TrainerCallback):
         return why if self.evaluate else None
 
     def state_components(self) -> list[StateComponent]:
-        """The averages, which every checkpoint holds once for all ranks."""
+        """The averages, which every checkpoint holds once for all ranks; those of a model in shards are in shards."""
         key = f"average_{type(self).__name__.lower()}"
-        return [StateComponent(key, self._averages, SharingPattern.REPLICATED, required=False)]
+        pattern = SharingPattern.SHARDED if is_sharded(self.averages.values()) else SharingPattern.REPLICATED
+        return [StateComponent(key, self._averages, pattern, required=False)]
 
     def on_train_begin(
         self, args: TrainingArguments, state: RunState, control: Control, model: object = None, **kwargs: object
@@ -195,7 +199,7 @@ class _Averages:
         else:
             averages = self._of(weights)
             for dtype in {weight.dtype for weight in weights.values()}:
-                pairs = [(a, w.detach()) for a, w in zip(averages, weights.values(), strict=True) if w.dtype == dtype]
+                pairs = [(a, w) for a, w in zip(averages, _held(weights), strict=True) if w.dtype == dtype]
                 update([a for a, _ in pairs], [w for _, w in pairs], self.count)
         self.count += 1
 
@@ -210,14 +214,14 @@ class _Averages:
             )
             return
         weights = _trainable(model)
-        self._weights = [weight.detach().clone() for weight in weights.values()]
-        torch._foreach_copy_(list(weights.values()), self._of(weights))
+        self._weights = [weight.clone() for weight in _held(weights)]
+        torch._foreach_copy_(_held(weights), self._of(weights))
 
     @torch.no_grad()
     def put_back(self, model: nn.Module) -> None:
         """Put the kept weights back, if any."""
         if self._weights:
-            torch._foreach_copy_(list(_trainable(model).values()), self._weights)
+            torch._foreach_copy_(_held(_trainable(model)), self._weights)
             self._weights = []
             _EVALUATED.pop(model, None)
 
@@ -226,7 +230,7 @@ class _Averages:
         """Copy the averages into the weights."""
         if self.by_name:
             weights = _trainable(model)
-            torch._foreach_copy_(list(weights.values()), self._of(weights))
+            torch._foreach_copy_(_held(weights), self._of(weights))
 
     def state_dict(self) -> StateDict:
         """The averages by name, and their count."""
@@ -238,12 +242,23 @@ class _Averages:
         self._weights, self.is_loaded = [], True
 
     def _of(self, weights: Mapping[str, Tensor]) -> list[Tensor]:
-        """The averages in the order of the weights, and on their devices."""
+        """What this rank holds of the averages, in the order of the weights, and on their devices."""
         for name, weight in weights.items():
-            if self.by_name[name].device != weight.device:
-                self.by_name[name] = self.by_name[name].to(weight.device)
-        return [self.by_name[name] for name in weights]
+            average = self.by_name[name]
+            if average.device != weight.device:
+                average = average.to(weight.device)
+            if is_sharded([weight]) and not is_sharded([average]):  # a checkpoint gives them whole
+                average = laid_out_like(average, weight)
+            self.by_name[name] = average
+        return [held_part(self.by_name[name]) for name in weights]
+
+
+def _held(weights: Mapping[str, Tensor]) -> list[Tensor]:
+    """What this rank holds of the weights."""
+    return [held_part(weight) for weight in weights.values()]
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    for module in sharded_modules(model):
+        module.reshard()  # an evaluation leaves what it has gathered
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}

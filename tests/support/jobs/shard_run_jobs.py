@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onstep import CallbackManager
+from onstep.callbacks import EMA
 from onstep.checkpoint import FileStore, Operation, checkpoint_manager
 from onstep.checkpoint.format import tensor_parts
 from onstep.data import TrainLoader
@@ -71,13 +72,17 @@ def job_run(settings: dict[str, Any]) -> dict[str, Any]:
         model = wrapped(settings["how"], model)
     state = GlobalState(cfg=config, num_microbatches=BATCH // (MICRO * ranks))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    watch, manager = Watch(), CallbackManager()
+    watch, manager, average = Watch(), CallbackManager(), EMA(0.9)
     manager.add(watch)
+    if settings.get("averages"):
+        manager.add(average)
     loader = TrainLoader(
         RaggedRows(144), seed=1, micro_batch_size=MICRO, global_batch_size=BATCH, rank=rank, world_size=ranks
     )
     train(sum_step, [model], optimizer, None, loader, None, state, callback_manager=manager)
+    averages = {name.removeprefix("module."): value for name, value in average.averages.items()}
     return {
+        "averages": digests_of(averages, "average"),
         "losses": watch.losses,
         "norms": watch.norms,
         "digests": digests_of(

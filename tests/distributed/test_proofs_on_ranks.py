@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,57 @@ def test_a_replica_that_drifts_is_named_by_its_rank_and_its_place(
             assert drifted is None, "these ranks have no replicas, or have changed alike"
         else:
             assert f"across DP replicas after 7 iterations: {named}. A rank modified" in drifted
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks"),
+    [pytest.param("ddp", 2, marks=pytest.mark.slow), ("fsdp", 2), pytest.param("hsdp", 4, marks=pytest.mark.slow)],
+)
+def test_a_resumed_run_has_the_chain_of_an_uninterrupted_one(
+    processes: Processes, tmp_path: Path, how: str, ranks: int
+) -> None:
+    def run(name: str, **settings: Any) -> Any:
+        return processes.results(JOBS, "trained", tmp_path / name, {"how": how, **settings}, ranks=ranks)[0]
+
+    whole = run("whole")
+    assert [record["step"] for record in whole["chain"]] == [1, 2, 3, 4, 5, 6]
+    assert all(isinstance(record["weights"], str) for record in whole["chain"])
+    run("killed", dies=3)
+    assert run("killed", seed=7, **{"async": True})["chain"] == whole["chain"]
+
+
+@pytest.mark.parametrize("policy", [pytest.param("skip", marks=pytest.mark.slow), "rollback"])
+def test_all_ranks_act_alike_on_a_nan_in_one_shard_and_blame_the_same_samples_as_replicas_do(
+    processes: Processes, tmp_path: Path, policy: str
+) -> None:
+    settings = {"on_nonfinite": policy, "bad_sample": 84}
+    found = {}
+    for how in ("ddp", "fsdp"):
+        found[how] = processes.results(JOBS, "trained", tmp_path / how, {"how": how, **settings})
+    (first, second), (expected, _) = found["fsdp"], found["ddp"]
+    assert first["counts"] == second["counts"] == expected["counts"]
+    assert first["counts"][1:] == ([1, 0] if policy == "skip" else [0, 1])
+    assert first["skip_list"] == second["skip_list"] == expected["skip_list"] != []
+    assert first["losses"] == second["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    [said] = [line for line in first["said"] if "action: " in line]
+    assert re.search(r"step 4: rank 0, micro-batch 4: gradient norm nan, sample ids \[\d+, 84\]", said), said
+
+
+def test_all_ranks_recompute_what_is_suspicious_on_one_and_continue_from_its_shards(
+    processes: Processes, tmp_path: Path
+) -> None:
+    def run(name: str, **settings: Any) -> Any:
+        return processes.results(JOBS, "trained", tmp_path / name, {"how": "fsdp", **settings})
+
+    whole, *_ = run("whole")
+    per_step = whole["num_calls"] // 6
+    first_call = 3 * per_step + 1
+    validated = {"rerun_mode": "validate_results"}
+    for one in run("transient", bad_calls=[first_call], **validated):
+        assert (one["exit_code"], one["num_calls"], one["counts"][0]) == (17, 5 * per_step, 3)
+        assert one["losses"] == whole["losses"][:3]
+    for one in run("persistent", bad_calls=[first_call, first_call + per_step], **validated):
+        assert (one["exit_code"], one["num_calls"], one["counts"][0]) == (16, 5 * per_step, 3)
+    resumed, *_ = run("persistent", seed=7)
+    assert len(resumed["losses"]) == 3, "it continues from the shards before the step"
+    assert resumed["chain"] == whole["chain"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from onstep.distributed.shards import as_dtensor
 from onstep.distributed.world import World
 from onstep.errors import ConfigError
 
@@ -103,3 +105,34 @@ def _keeping_local(modules: Sequence[FSDPModule]) -> Iterator[None]:
     finally:
         for module in modules:
             module.set_requires_gradient_sync(True, recurse=False)
+
+
+@contextmanager
+def own_gradients(modules: Sequence[FSDPModule]) -> Iterator[list[Tensor]]:
+    """The squared norms of the gradients that this rank computes in this context, before any are summed over ranks.
+
+    What is exchanged are zeros, so that a NaN stays on the rank that has computed it. The weights must be gathered in
+    this context, by forward passes.
+
+    Args:
+        modules: those of `sharded_modules`.
+    """
+    squares: list[Tensor] = []
+    watched: set[int] = set()
+    with ExitStack() as stack:
+
+        def note(gradient: Tensor) -> Tensor:
+            squares.append(gradient.double().square().sum())
+            return torch.zeros_like(gradient)
+
+        def watch(module: nn.Module, _: object) -> None:
+            for parameter in module.parameters():
+                is_new = parameter.requires_grad and id(parameter) not in watched
+                if is_new and as_dtensor(parameter) is None:
+                    watched.add(id(parameter))
+                    handle = parameter.register_hook(note)  # type: ignore[no-untyped-call]
+                    stack.callback(handle.remove)
+
+        for module in modules:
+            stack.callback(cast("nn.Module", module).register_forward_pre_hook(watch).remove)  # after it has gathered
+        yield squares

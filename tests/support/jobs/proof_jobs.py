@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import random
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from onstep import CallbackManager
+from onstep.data import TrainLoader
 from onstep.distributed import ParallelSizes, World
 from onstep.distributed.shards import local_part
 from onstep.errors import ReplicaMismatchError
+from onstep.record import read_records
+from onstep.training import GlobalState, train
+from onstep.training.runs.run_dir import RunDir
 from onstep.training.verification.fingerprint import fingerprint
 from onstep.training.verification.trajectory_hash import HashChain
 from onstep.training.verification.weight_hash import check_param_hashes_across_dp_replicas
+from tests.support.jobs.sharding_jobs import BATCH, MICRO, Watch, given_config, wrapped
+from tests.support.small_runs import VOCABULARY, RaggedRows, TinyModel, sum_step
 
 SHAPES = ((67, 6), (3,), (5, 4, 3), (1, 40000))
 """Not divisible by the ranks, smaller than their number, and longer than what is mixed at a time."""
@@ -114,3 +127,89 @@ def _mismatch(model: nn.Module, world: World) -> str | None:
     except ReplicaMismatchError as error:
         return str(error)
     return None
+
+
+class Poisoned(TinyModel):
+    """One row of the gradient of the embedding, the last one, is NaN by a sample; the loss is by some calls."""
+
+    def __init__(self, seed: int, sample: int | None, calls: list[int]) -> None:
+        super().__init__(seed)
+        self._bad = None if sample is None else RaggedRows(144)[sample]["tokens"]
+        self._bad_calls, self.num_calls = calls, 0
+
+    def forward(self, tokens: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
+        self.num_calls += 1
+        if self.num_calls in self._bad_calls:
+            return super().forward(tokens, labels, reduction) * torch.nan
+        is_bad = torch.zeros(len(tokens)) if self._bad is None else (tokens == self._bad).all(-1)
+        if not is_bad.any():
+            return super().forward(tokens, labels, reduction)
+        poison = torch.zeros(*tokens.shape, 8)
+        poison[is_bad, 0] = torch.nan
+        tokens = tokens.clone()
+        tokens[is_bad, 0] = VOCABULARY - 1
+        embedded = self.embed(tokens)
+        if embedded.requires_grad:
+            embedded.register_hook(lambda gradient: gradient + poison)
+        return cross_entropy(self.out(embedded).flatten(0, 1), labels.flatten(), reduction=reduction)
+
+
+class Died(Exception):
+    """The process could have died here."""
+
+
+def job_trained(settings: dict[str, Any]) -> dict[str, Any]:
+    """`train()` of a certified run with checkpoints; `dies` ends it after a step, and the next call continues it."""
+    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if ranks > 1:
+        dist.init_process_group("gloo")
+    random.seed(rank)
+    np.random.seed(rank)
+    config = given_config()
+    config.train.on_nonfinite = settings.get("on_nonfinite", "raise")
+    config.rerun_state_machine.rerun_mode = settings.get("rerun_mode", "disabled")
+    config.checkpoint.certify = True
+    config.checkpoint.save, config.checkpoint.save_interval = "checkpoints", 2
+    config.checkpoint.async_save = settings.get("async", False)
+    bad_calls = settings.get("bad_calls", []) if rank == 1 else []
+    model: nn.Module = Poisoned(settings.get("seed", 0), settings.get("bad_sample"), bad_calls)
+    inner = model
+    torch.manual_seed(rank)
+    if ranks > 1:
+        model = wrapped(settings["how"], model)
+    Path("run").mkdir(exist_ok=True)
+    Path("run", "run.json").write_text('{"config": {}}')
+    state = GlobalState(cfg=config, num_microbatches=BATCH // (MICRO * ranks), run_dir=RunDir(Path("run")))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    watch, manager = Watch(), CallbackManager()
+    manager.add(watch)
+
+    def die(context: Any) -> None:
+        if context.state.train_state.step == settings.get("dies"):
+            raise Died
+
+    manager.register("on_train_step_end", die)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("onstep").addHandler(handler)
+    sizes = {"micro_batch_size": MICRO, "global_batch_size": BATCH, "rank": rank, "world_size": ranks}
+    loader = TrainLoader(RaggedRows(144), seed=1, **sizes)
+    code = None
+    try:
+        train(sum_step, [model], optimizer, None, loader, None, state, callback_manager=manager)
+    except Died:
+        pass
+    except SystemExit as error:
+        code = error.code
+    progress = state.train_state
+    return {
+        "exit_code": code,
+        "num_calls": inner.num_calls,
+        "losses": watch.losses,
+        "norms": watch.norms,
+        "chain": read_records(Path("run", "certificate", "chain.json")) if rank == 0 else [],
+        "skip_list": progress.skip_list,
+        "counts": [progress.step, progress.num_skips, progress.num_rollbacks],
+        "said": said,
+    }

@@ -11,6 +11,7 @@ from torch import nn
 
 from onstep.checkpoint import RngState
 from onstep.distributed import no_sync
+from onstep.distributed.exchanges import own_gradients
 from onstep.optim import clip_grad_norm
 from onstep.training.anomalies.worst_samples import WorstSample
 from onstep.training.compute.losses import MicroLoss
@@ -135,10 +136,13 @@ def _gradient_norms(job: Job, step: Step) -> Iterator[float]:
     for index in range(len(iterator)):
         _drop_gradients(model)
         batch = iterator.stage(index)
-        with no_sync(model):
+        with no_sync(model), own_gradients(job.sharded) as squares:
             micro = forward(iterator, batch, step.batches.is_filler[index])
             backward(micro, backward_start_of(job, micro, len(iterator)))
-        yield float(clip_grad_norm((p for chunk in model for p in chunk.parameters()), math.inf))
+        if job.sharded:
+            yield math.sqrt(sum(map(float, squares)))
+        else:
+            yield float(clip_grad_norm((p for chunk in model for p in chunk.parameters()), math.inf))
 
 
 def _drop_gradients(model: list[nn.Module]) -> None:

@@ -72,7 +72,7 @@ from onstep.training.runs.claims import Claim
 from onstep.training.runs.facts import facts_of
 from onstep.training.runs.hold import Hold
 from onstep.training.setup.model_and_data import idle_parameters
-from onstep.training.setup.placement import place
+from onstep.training.setup.placement import compiled_parts, is_sharded, place
 from onstep.training.setup.setup import (
     DATA_TIMER,
     MODEL_TIMER,
@@ -248,7 +248,8 @@ def _session(
         check_fused_loss(state.cfg.model, state.world.device)
         if trains and state.cfg.optimizer.params_dtype != "float32":  # else weights stay as the user loaded them
             set_weight_types([module], state.cfg)
-        if trainer.place_model_on_device and trainer.args.place_model_on_device is not False:
+        divides = trains and is_sharded(state.cfg, state.world)  # which moves its blocks one by one
+        if not divides and trainer.place_model_on_device and trainer.args.place_model_on_device is not False:
             trainer._move_model_to_device(module, state.world.device)
     if trains:
         align_special_tokens(module, trainer.processing_class, logs=state.world.is_main)
@@ -273,7 +274,7 @@ def _session(
             state.features.open((TrainerFeature, LoopMethods), state, state.world),
         ):
             if not trains:
-                session.compiled.enter_context(compiled(state.cfg.train, module))
+                session.compiled.enter_context(compiled(state.cfg.train, [module]))
             yield session
     finally:
         trainer.session = None
@@ -303,7 +304,8 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
         session.collate.check(trainer.train_dataset)
     with state.timers(MODEL_TIMER).measure(barrier=True):
         session.model = notify.model = [_wrapped(trainer, session)]
-        session.compiled.enter_context(compiled(config.train, session.model[0]))
+        parts = compiled_parts(session.model[0], config, state.world)
+        session.compiled.enter_context(compiled(config.train, parts))
         iters = train_iters(config, num_samples, world_size=state.world.data.size)
         made = make_optimizers(trainer, session.module, config, Length(iters, state.world.data.size, num_samples))
         session.optimizer, session.scheduler = notify.optimizer, notify.scheduler = made

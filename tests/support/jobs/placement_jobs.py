@@ -7,46 +7,31 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from onstep.config import ConfigContainer, DistributedInitConfig, from_dict
 from onstep.distributed import ParallelSizes, World, open_world
 from onstep.distributed.shards import as_dtensor, whole
 from onstep.training import GlobalState
-from onstep.training.setup import model_and_data
-from onstep.training.setup.placement import place
+from onstep.training.setup.model_and_data import build_model
 from onstep.training.setup.pretrained import fill_from_pretrained
-
-
-def by_hand(chunks: list[nn.Module], world: World, config: ConfigContainer) -> list[nn.Module]:
-    """The chunks divided as a user of torch does it."""
-    sizes = world.sizes
-    mesh = world.mesh["dp_shard"] if sizes.dp_replicate == 1 else world.mesh["dp_replicate", "dp_shard"]
-    for chunk in chunks:
-        lists = [one for one in chunk.modules() if isinstance(one, nn.ModuleList)][:1]
-        for block in (block for one in lists for block in one):
-            fully_shard(block, mesh=mesh)
-        fully_shard(chunk, mesh=mesh)
-    return chunks
 
 
 def built(config: ConfigContainer, world: World, hooks: Any = ()) -> nn.Module:
     """The model of a run of this world."""
-    return model_and_data.build_model(config, world, GlobalState(config, world=world), hooks)[0]
+    return build_model(config, world, GlobalState(config, world=world), hooks)[0]
 
 
 def job_compare(settings: dict[str, Any]) -> dict[str, Any]:
     """How the divided model of each configuration differs from that of one process."""
-    model_and_data.place = lambda chunks, world, config, **options: place(
-        chunks, world, config, shard=None if world.size == 1 else by_hand, **options
-    )
-    found = {}
-    with closing(open_world(DistributedInitConfig(device="cpu"), ParallelSizes(**settings["sizes"]))) as world:
+    found, sizes = {}, ParallelSizes(**settings["sizes"])
+    with closing(open_world(DistributedInitConfig(device="cpu"), sizes)) as world:
         for name, values in settings["cases"].items():
             config = from_dict(values)
             if config.checkpoint.pretrained_checkpoint is not None:
                 config = fill_from_pretrained(config)
-            one, divided = built(config, World()), built(config, world)
+            one = built(config, World())
+            config.parallel.data_parallel_shard_size = sizes.dp_shard
+            divided = built(config, world)
             found[name] = differences(one, divided)
     return found
 

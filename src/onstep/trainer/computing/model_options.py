@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Protocol
@@ -178,17 +178,17 @@ def checkpoint_activations(module: nn.Module, options: dict[str, object]) -> Non
 
 
 @contextmanager
-def compiled(config: TrainingConfig, model: nn.Module) -> Iterator[None]:
-    """Context in which calls of a model run its compiled code. The module stays the same, with its names of weights."""
-    if not config.torch_compile or "_orig_mod" in model._modules:
-        yield
-        return
-    before = model._compiled_call_impl
-    model.compile(backend=config.torch_compile_backend or "inductor", mode=config.torch_compile_mode)
+def compiled(config: TrainingConfig, parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Context in which calls of modules run their compiled code. They stay the same, with their names of weights."""
+    parts = [one for one in parts if config.torch_compile and "_orig_mod" not in one._modules]
+    before = [one._compiled_call_impl for one in parts]
+    for one in parts:
+        one.compile(backend=config.torch_compile_backend or "inductor", mode=config.torch_compile_mode)
     try:
         yield
     finally:
-        model._compiled_call_impl = before
+        for one, call in zip(parts, before, strict=True):
+            one._compiled_call_impl = call
 
 
 def _use_liger_kernel(model: nn.Module, options: dict[str, object]) -> None:

@@ -49,9 +49,9 @@ def outline_of(
     """
     if config.peft.base_quantization is not None:
         raise ConfigError(
-            f"peft.base_quantization={config.peft.base_quantization} cannot be divided between ranks by "
-            f"parallel.data_parallel_shard_size={world.sizes.dp_shard}; set the size to 1, or leave the base in "
-            f"bfloat16 by peft.base_quantization=null and mixed_precision=bf16_mixed."
+            f"peft.base_quantization={config.peft.base_quantization} cannot be divided between ranks, as "
+            f"parallel.data_parallel_shard_size={config.parallel.data_parallel_shard_size} asks for; set the size to "
+            f"1, or keep the base in bfloat16: peft.base_quantization=null and mixed_precision=bf16_mixed."
         )
     if config.model.hf_config is None:
         return _own(config, world, source)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -16,8 +16,6 @@ from onstep.distributed.outcomes import together
 from onstep.errors import ConfigError
 from onstep.training.setup.filling import Filling, PendingWeights
 
-Shard = Callable[[list[nn.Module], World, ConfigContainer], list[nn.Module]]
-
 
 def place(
     chunks: Sequence[nn.Module],
@@ -28,7 +26,6 @@ def place(
     compiles: bool = True,
     moves: bool = True,
     weights: PendingWeights | None = None,
-    shard: Shard | None = None,
 ) -> list[nn.Module]:
     """The chunks as a step calls them: compiled, on the device, and wrapped for the layout of the ranks. Collective.
 
@@ -42,25 +39,17 @@ def place(
         ddp: instead of `config.ddp`.
         compiles: whether to compile as `config.train` says; False for a caller that does so for a while.
         moves: whether to move the chunks to the device of `world`; False if they are where they belong.
-        weights: what the parameters are to be filled with once they are divided, if they are on `meta`.
-        shard: divides the chunks in place; None for a model that is whole on every rank.
+        weights: what the parameters are filled with once they are divided; None if they have values.
 
     Raises:
         ConfigError: for an unknown backend of `torch.compile`, and for weights without values.
     """
     ddp = config.ddp if ddp is None else ddp
     if is_sharded(config, world):
-        return _sharded(chunks, world, config, ddp, compiles=compiles, moves=moves)
+        return _sharded(list(chunks), world, config, ddp, compiles=compiles, weights=weights)
     if compiles and config.train.torch_compile:
         compile_in_place(chunks, config.train)
-    if weights is None:
-        check_weights(chunks)
-    if shard is not None:
-        filling = [] if weights is None else [Filling(chunk, weights) for chunk in chunks]
-        sharded = shard(list(chunks), world, config)
-        for one, chunk in zip(filling, sharded, strict=False):
-            together(world, partial(one.fill, chunk, world.device), "filling the model")
-        return sharded
+    check_weights(chunks)
     placed = [chunk.to(world.device) for chunk in chunks] if moves else list(chunks)
     return data_parallel(placed, world, ddp)
 
@@ -77,23 +66,47 @@ def is_sharded(config: ConfigContainer, world: World) -> bool:
 
 
 def _sharded(
-    chunks: Sequence[nn.Module],
+    chunks: list[nn.Module],
     world: World,
     config: ConfigContainer,
     ddp: DistributedDataParallelConfig,
     *,
     compiles: bool,
-    moves: bool,
+    weights: PendingWeights | None,
 ) -> list[nn.Module]:
-    """The chunks in shards: each block compiled by itself, since weights are gathered between two blocks."""
-    from onstep.distributed.fully_sharded import blocks_of, fully_sharded  # importing DTensor costs 0.7 s
+    """The chunks in shards: each block compiled by itself, since weights are gathered between two blocks.
+
+    `fully_shard` moves the values that there are to the device, block by block.
+    """
+    from onstep.distributed.fully_sharded import fully_sharded  # importing DTensor costs 0.7 s
 
     if compiles and config.train.torch_compile:
         for chunk in chunks:
-            compile_in_place(blocks_of(chunk, config.fsdp.wrap), config.train)
-    check_weights(chunks)
+            compile_in_place(compiled_parts(chunk, config, world), config.train)
+    if weights is None:
+        check_weights(chunks)
+        return fully_sharded(chunks, world, config, ddp)
+    filling = [Filling(chunk, weights) for chunk in chunks]
+    chunks = fully_sharded(chunks, world, config, ddp)
     device = torch.device("cpu") if config.fsdp.cpu_offload else world.device
-    return fully_sharded([chunk.to(device) for chunk in chunks] if moves else list(chunks), world, config, ddp)
+    for one, chunk in zip(filling, chunks, strict=True):
+        together(world, partial(one.fill, chunk, device), "filling the model")
+    return chunks
+
+
+def compiled_parts(chunk: nn.Module, config: ConfigContainer, world: World) -> list[nn.Module]:
+    """What is compiled of a chunk: its blocks if it is divided between ranks, else all of it.
+
+    Args:
+        chunk: a model chunk.
+        config: the configuration of the run.
+        world: the ranks of the run.
+    """
+    if not is_sharded(config, world):
+        return [chunk]
+    from onstep.distributed.fully_sharded import blocks_of
+
+    return blocks_of(chunk, config.fsdp.wrap)
 
 
 def compile_in_place(modules: Sequence[nn.Module], train: TrainingConfig) -> None:

@@ -222,22 +222,27 @@ def test_the_update_of_bfloat16_weights_is_the_peak_of_a_short_sequence(types: t
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "bytes_per_weight"),
+    ("optimizer", "bytes_per_weight", "of_embedding"),
     [
-        ("adamw_8bit", 2 + 2 * 4 / 256),
-        ("lion_8bit", 1 + 4 / 256),
-        ("lion_32bit", 4),
-        ("ademamix", 12),
-        ("adamw_torch_4bit", 1 + 2 * 4 / 128),
-        ("paged_adamw_32bit", 0),
+        ("adamw_8bit", 2 + 2 * 4 / 256, 8),
+        ("lion_8bit", 1 + 4 / 256, 4),
+        ("lion_32bit", 4, 4),
+        ("ademamix", 12, 12),
+        ("adamw_torch_8bit", 2 + 2 * 4 / 256, 2 + 2 * 4 / 256),
+        ("adamw_torch_4bit", 1 + 2 * 4 / 128, 1 + 2 * 4 / 128),
+        ("paged_adamw_32bit", 0, 0),
     ],
 )
-def test_optimizers_of_packages_are_counted_and_paged_ones_are_not(optimizer: str, bytes_per_weight: float) -> None:
+def test_optimizers_of_packages_are_counted_and_paged_ones_are_not(
+    optimizer: str, bytes_per_weight: float, of_embedding: float
+) -> None:
     config = config_of()
     config.optimizer.optimizer = optimizer
     estimate = estimate_training_memory(config)
     assert estimate is not None
-    assert estimate.optimizer == pytest.approx(bytes_per_weight * estimate.num_trainable, rel=1e-3)
+    embedding = config.model.vocab_size * config.model.hidden_size
+    rest = estimate.num_trainable - embedding
+    assert estimate.optimizer == pytest.approx(bytes_per_weight * rest + of_embedding * embedding, rel=1e-3)
 
 
 def test_offloaded_activations_are_counted_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from onstep.config import ConfigContainer, ModelConfig, apply_overrides
+from onstep.config import ConfigContainer, ModelConfig, apply_overrides, resolve
 from onstep.errors import ConfigError
 from onstep.metrics.memory.changes import changes_that_fit
 from onstep.metrics.memory.estimate import MemoryEstimate, estimate_training_memory
@@ -48,8 +48,13 @@ def less(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield {**rest, key: "selective", "model.recompute_interval": 1}
             if "model.recompute_interval" not in values:
                 yield {**rest, key: value, "model.recompute_interval": 2}
-        elif key not in ("model.recompute_interval", "dataset.seq_length"):  # which belong to others
+        elif key == "optimizer.optimizer" and value == "paged_adamw_8bit":
+            yield {**rest, key: "adamw_8bit"}
+        elif key not in _OF_OTHERS and not (key == "optimizer.main_params_dtype" and "optimizer.optimizer" in values):
             yield rest
+
+
+_OF_OTHERS = ("model.recompute_interval", "dataset.seq_length", "optimizer.rounding")
 
 
 @pytest.mark.parametrize("share", [0.7, 0.4, 0.2])
@@ -64,6 +69,29 @@ def test_changes_differ_and_nothing_in_them_can_be_left_out_or_made_milder(cause
         assert estimated(given(**CAUSES[cause] | change.values)[0]).total == change.total <= limit
         for values in less(change.values):
             assert estimated(given(**CAUSES[cause] | values)[0]).total > limit, values
+
+
+@pytest.mark.parametrize("share", [0.7, 0.4, 0.2])
+@pytest.mark.parametrize("cause", CAUSES)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_each_change_is_a_valid_configuration(device: str, cause: str, share: float) -> None:
+    rest = {"optimizer.lr": 1e-3, "train.train_iters": 10, "dataset.seq_length": 2048}
+    config, whole = given(**rest | CAUSES[cause])
+    for change in changes_that_fit(config, int(share * whole.total), device=device, most=10):
+        changed, _ = given(**rest | CAUSES[cause] | change.values)
+        resolve(changed, 1)
+        assert device == "cuda" or not {"model.offload_activations", "bitsandbytes"} & {
+            *change.values,
+            *change.packages,
+        }
+
+
+def test_an_optimizer_with_less_state_is_named_with_its_package() -> None:
+    config, whole = given(**{"model.num_layers": 96, "train.micro_batch_size": 1, "model.seq_length": 256})
+    changes = changes_that_fit(config, whole.held - whole.optimizer // 2, most=10)
+    shown = {next(iter(change.values)): str(change) for change in changes}["optimizer.optimizer"]
+    assert shown.startswith("optimizer.optimizer=adamw_8bit ")
+    assert shown.endswith(" GiB; requires bitsandbytes)")
 
 
 def test_a_smaller_micro_batch_comes_first_and_alone_where_it_is_enough() -> None:
@@ -109,7 +137,9 @@ def test_a_gpu_that_may_be_large_enough_is_not_refused() -> None:
 
 def test_what_no_change_makes_fit_is_refused_with_the_least_figure() -> None:
     config, estimate = given()
-    with pytest.raises(ConfigError, match=r"Even model\.seq_length=256 .* \(\d+\.\d GiB\) is too much: use a smaller"):
+    with pytest.raises(
+        ConfigError, match=r"Even model\.seq_length=256 .* \(\d+\.\d GiB; requires bitsandbytes\) is too much"
+    ):
         check_gpu(config, estimate, 2**30, "NVIDIA A10G")
 
 

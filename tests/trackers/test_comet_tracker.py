@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ RUN_ID = "0123456789abcdef" * 2
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     without_keys(monkeypatch, tmp_path)
+    monkeypatch.delenv("COMET_LOGGING_CONSOLE", raising=False)
 
 
 @pytest.fixture
@@ -45,6 +47,24 @@ def test_without_a_key_the_run_is_recorded_in_an_archive(
     assert archive.meta["tags"] == ["a"]
     assert "comet upload" in caplog.text
     assert capfd.readouterr() == ("", "")
+
+
+def test_nothing_is_printed_if_comet_was_imported_before(
+    run: RunIdentity, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As `transformers` does, when nobody has told Comet yet what to print."""
+    import comet_ml  # noqa: F401
+
+    printed = io.StringIO()
+    console = logging.StreamHandler(printed)
+    console.setLevel(logging.INFO)
+    caplog.set_level(logging.INFO, "comet_ml")
+    monkeypatch.setattr(logging.getLogger("comet_ml"), "handlers", [console])
+    monkeypatch.delenv("COMET_LOGGING_CONSOLE", raising=False)
+    tracker = CometTracker()
+    tracker.open(run, {})
+    tracker.close("completed")
+    assert printed.getvalue() == ""
 
 
 def test_experiments_that_are_open_at_once_have_all_their_points(tmp_path: Path) -> None:

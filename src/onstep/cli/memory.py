@@ -81,19 +81,19 @@ def _changes(config: ConfigContainer, estimate: MemoryEstimate, gigabytes: int, 
     """What would make the training fit a GPU of this size, a line for each way."""
     if estimate.total <= _usable(gigabytes):
         return f"It fits {gigabytes} GB as it is."
-    found = changes_that_fit(config, _usable(gigabytes), estimate=estimator)
+    found = changes_that_fit(config, _usable(gigabytes), device="cuda", estimate=estimator)
     if not found:
         return f"No change of the configuration makes it fit {gigabytes} GB; use a smaller model."
     return "\n".join([f"To fit {gigabytes} GB, from cheap to dear:", *(f"  {change}" for change in found)])
 
 
 def _estimator(config: ConfigContainer, ranks: int) -> Estimator:
-    """The estimate by a formula, or for a model of `transformers`, with seconds of importing torch, by a trace."""
+    """The estimate by a formula, or for a model of `transformers`, with seconds of importing torch, by traces."""
     if config.model.hf_config is None:
         return partial(estimate_training_memory, ranks=ranks)
-    from onstep.training.setup.family_memory import traced_memory
+    from onstep.training.setup.family_memory import TracedMemory
 
-    return partial(traced_memory, ranks=ranks)
+    return TracedMemory(ranks)
 
 
 def _configuration(words: list[str], recipe: str | None, ranks: int, hf_model: str | None = None) -> ConfigContainer:

@@ -23,7 +23,7 @@ from onstep.events import Callback
 from onstep.metrics.memory.estimate import MemoryEstimate
 from onstep.training import pretrain
 from onstep.training.profiling.live_memory import ACTIVATIONS, OF_WEIGHTS, LiveMemory
-from onstep.training.setup.family_memory import estimate_memory
+from onstep.training.setup.family_memory import memory_estimator
 
 _MIB = 2**20
 EXACT = (*OF_WEIGHTS, "masters", "gradients", "optimizer state")
@@ -67,7 +67,7 @@ def measure(config: ConfigContainer) -> Measurement:
             pretrain(short, callbacks=[meter])
     assert meter.memory is not None
     device = "cpu" if meter.device.type == "cpu" else "cuda"
-    estimate = estimate_memory(meter.config, device=device)
+    estimate = memory_estimator(meter.config, device=device)(meter.config)
     assert estimate is not None
     found = {**meter.memory.most, **meter.held, ACTIVATIONS: meter.memory.kept[ACTIVATIONS]}
     kinds = {name: found.get(name, 0) for name in estimate.kinds}

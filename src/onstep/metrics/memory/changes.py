@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from onstep.config.sections.optimizer import OF_PACKAGES
+from onstep.config.sections.optimizer import OF_BITSANDBYTES, OF_PACKAGES, OF_TORCHAO
 from onstep.metrics.memory.estimate import MemoryEstimate, estimate_training_memory
 
 Values = Mapping[str, Any]
@@ -30,24 +30,36 @@ class Change:
     """Estimated bytes of the training with them."""
 
     def __str__(self) -> str:
-        """The values as words of a command line, and the figure."""
+        """The values as words of a command line, the figure, and the packages that they require."""
         words = " ".join(
             f"{key}={str(value).lower() if value is True else value}" for key, value in self.values.items()
         )
-        return f"{words} ({self.total / 2**30:,.1f} GiB)"
+        needed = "".join(f"; requires {package}" for package in self.packages)
+        return f"{words} ({self.total / 2**30:,.1f} GiB{needed})"
+
+    @property
+    def packages(self) -> list[str]:
+        """The packages that the values require besides torch."""
+        optimizer, is_quantized = self.values.get("optimizer.optimizer"), "peft.base_quantization" in self.values
+        needs = {"bitsandbytes": is_quantized or optimizer in OF_BITSANDBYTES, "torchao": optimizer in OF_TORCHAO}
+        return [package for package, is_needed in needs.items() if is_needed]
 
 
 def changes_that_fit(
-    cfg: Any, limit: int, *, estimate: Estimator = estimate_training_memory, most: int = 3
+    cfg: Any, limit: int, *, device: str = "cuda", estimate: Estimator = estimate_training_memory, most: int = 3
 ) -> list[Change]:
     """At most `most` changes, from cheap to dear, each of which makes the training fit into `limit` bytes.
 
     Cheap is what leaves the result as it is (smaller micro-batches, a loss in chunks, then recomputation, which costs
-    up to a third more time); then comes what changes precision, then what trains fewer weights, and last what shortens
-    the sequences. No two changes begin with the same of these; the cheaper ones that a change requires besides follow.
+    up to a third more time, and activations in the memory of the host); then comes what changes precision, of the
+    computation, of the optimizer's state and of the weights, then what trains fewer weights, and last what shortens the
+    sequences. No two changes begin with the same of these; the cheaper ones that a change requires besides follow.
     Nothing in a change can be left out or made milder.
+
+    Args:
+        device: the type of the device, cpu or cuda: activations leave a GPU only.
     """
-    search, found = _Search(cfg, estimate), []
+    search, found = _Search(cfg, estimate, device), []
     for index in range(len(search.levers)):
         change = search.least_that_fits(index, limit)
         if change is not None:
@@ -57,9 +69,9 @@ def changes_that_fit(
     return found
 
 
-def smallest_total(cfg: Any, *, estimate: Estimator = estimate_training_memory) -> Change | None:
+def smallest_total(cfg: Any, *, device: str = "cuda", estimate: Estimator = estimate_training_memory) -> Change | None:
     """The change with the smallest total, when none makes the training fit; None if nothing makes it smaller."""
-    search = _Search(cfg, estimate)
+    search = _Search(cfg, estimate, device)
     totals = [search.change(search.with_cheaper(index, lever[-1])).total for index, lever in enumerate(search.levers)]
     return search.least_that_fits(totals.index(min(totals)), min(totals)) if totals else None
 
@@ -67,8 +79,8 @@ def smallest_total(cfg: Any, *, estimate: Estimator = estimate_training_memory) 
 class _Search:
     """Tries the levers of a configuration."""
 
-    def __init__(self, cfg: Any, estimate: Estimator) -> None:
-        self.levers = list(_levers(cfg))
+    def __init__(self, cfg: Any, estimate: Estimator, device: str) -> None:
+        self.levers = list(_levers(cfg, device))
         self._cfg, self._estimate = cfg, estimate
         self._totals: dict[tuple[tuple[str, Any], ...], int] = {}
 
@@ -140,7 +152,7 @@ _RECOMPUTED = (("selective", 1), ("full", 2), ("full", 1))
 """Granularity and interval of recomputation, from the least to the most."""
 
 
-def _levers(cfg: Any) -> Iterator[Lever]:
+def _levers(cfg: Any, device: str) -> Iterator[Lever]:
     """What may be changed, from cheap to dear."""
     size = cfg.train.micro_batch_size or 1
     if size > 1:
@@ -152,20 +164,42 @@ def _levers(cfg: Any) -> Iterator[Lever]:
     stronger = recompute[_RECOMPUTED.index(now) + 1 :] if now in _RECOMPUTED else recompute[-1:] if now else recompute
     if stronger:
         yield stronger
+    if device == "cuda" and not cfg.model.offload_activations:
+        yield [{"model.offload_activations": True}]
     if cfg.mixed_precision is None:
         yield [{"mixed_precision": "bf16_mixed"}]
+    yield from _of_weights(cfg, device)
+    length = cfg.model.seq_length
+    if cfg.model.position_embedding_type != "learned_absolute" and length >= 2 * _SHORTEST:
+        parts = [length // 2**n for n in range(1, length.bit_length()) if length // 2**n >= _SHORTEST]
+        yield [{"model.seq_length": part, "dataset.seq_length": part} for part in parts]
+
+
+def _of_weights(cfg: Any, device: str) -> Iterator[Lever]:
+    """What may be changed in the optimizer's state and in the weights.
+
+    Each states all the settings that go together, so that it can replace a cheaper one of these.
+    """
     optimizer, is_lora = cfg.optimizer, cfg.peft.peft_scheme is not None
+    is_float32 = optimizer.params_dtype == "float32"
+    smaller = _SMALLER_STATE[device] if optimizer.optimizer == "adam" else ()
+    pure = {"optimizer.params_dtype": "bfloat16", "optimizer.main_params_dtype": "bfloat16"}
+    nearest = pure | {"optimizer.rounding": "nearest"}
+    if smaller:
+        yield [{"optimizer.optimizer": name} | ({} if is_float32 else nearest) for name in smaller]
+    now = {"optimizer.optimizer": optimizer.optimizer, "optimizer.rounding": optimizer.rounding}
     if not is_lora and cfg.mixed_precision != "fp16_mixed":
-        pure = {"optimizer.params_dtype": "bfloat16", "optimizer.main_params_dtype": "bfloat16"}
-        is_own = optimizer.optimizer not in OF_PACKAGES
-        yield [{"optimizer.params_dtype": "bfloat16"}, pure] if is_own else [pure | {"optimizer.rounding": "nearest"}]
-    lora = {"peft.peft_scheme": "lora", "optimizer.params_dtype": "float32", "optimizer.main_params_dtype": "float32"}
+        own = [now | {"optimizer.params_dtype": "bfloat16"}, now | pure]
+        both = [{"optimizer.optimizer": name} | nearest for name in smaller] if is_float32 else []
+        yield [*own, *both] if optimizer.optimizer not in OF_PACKAGES else [nearest]
+    lora = now | {"peft.peft_scheme": "lora"}
+    lora |= {"optimizer.params_dtype": "float32", "optimizer.main_params_dtype": "float32"}
     quantized = {"peft.base_quantization": "nf4"}
     if is_lora and cfg.peft.base_quantization is None:
         yield [quantized]
     elif not is_lora and (cfg.checkpoint.finetune or cfg.checkpoint.pretrained_checkpoint is not None):
         yield [lora, lora | quantized]
-    length = cfg.model.seq_length
-    if cfg.model.position_embedding_type != "learned_absolute" and length >= 2 * _SHORTEST:
-        parts = [length // 2**n for n in range(1, length.bit_length()) if length // 2**n >= _SHORTEST]
-        yield [{"model.seq_length": part, "dataset.seq_length": part} for part in parts]
+
+
+_SMALLER_STATE = {"cuda": ("adamw_8bit", "paged_adamw_8bit"), "cpu": ("adamw_torch_8bit",)}
+"""Optimizers that compute what AdamW does with less memory for their state, by device, from the most to the least."""

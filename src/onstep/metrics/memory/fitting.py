@@ -58,7 +58,7 @@ def check_machine(
         ConfigError: with changes that would make it fit.
     """
     if estimate.total > _ROUGHLY * there.limit:
-        raise ConfigError(sizes + _refusal(cfg, estimate, there.limit, "this machine has", estimator))
+        raise ConfigError(sizes + _refusal(cfg, estimate, there.limit, "this machine has", estimator, "cpu"))
 
 
 def check_gpu(
@@ -75,7 +75,7 @@ def check_gpu(
         ConfigError: with changes that would make it fit.
     """
     if estimate.total > UNSURE * there:
-        raise ConfigError(_refusal(cfg, estimate, there, f"{name} has", estimator))
+        raise ConfigError(_refusal(cfg, estimate, there, f"{name} has", estimator, "cuda"))
 
 
 def summary(estimate: MemoryEstimate, has: str) -> str:
@@ -91,12 +91,12 @@ def shown(size: int) -> str:
     return f"{size / unit:,.1f} {name}" if size < 100 * unit else f"{size / unit:,.0f} {name}"
 
 
-def _refusal(cfg: Any, estimate: MemoryEstimate, limit: int, has: str, estimator: Estimator) -> str:
-    changes = changes_that_fit(cfg, limit, estimate=estimator)
+def _refusal(cfg: Any, estimate: MemoryEstimate, limit: int, has: str, estimator: Estimator, device: str) -> str:
+    changes = changes_that_fit(cfg, limit, device=device, estimate=estimator)
     if changes:
         remedy = "Any of these makes it fit: " + "; ".join(map(str, changes))
     else:
-        least = smallest_total(cfg, estimate=estimator)
+        least = smallest_total(cfg, device=device, estimate=estimator)
         remedy = "A smaller model is required" if least is None else f"Even {least} is too much: use a smaller model"
     return (
         f"the training requires about {shown(estimate.total)} with train.micro_batch_size="

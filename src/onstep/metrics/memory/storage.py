@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from onstep.config.sections.optimizer import OF_TORCHAO
 from onstep.metrics.memory.counts import WeightCounts
 
 FLOAT32, HALF = 4, 2
@@ -88,7 +89,7 @@ def optimizer_bytes(optimizer: Any, counts: WeightCounts, size: int) -> int:
 
     Adam has two for each trained weight, SGD one with momentum; Muon one for the matrices of layers (of LoRA's weights,
     for all), and two as Adam for the rest. Optimizers of 8 bits have two values of a byte each, and a scale of 4 bytes
-    for every 256 of either.
+    for every 256 of either; those of bitsandbytes have float32 values for an embedding that is trained.
     """
     trained, name = counts.trained, optimizer.optimizer
     if name == "sgd":
@@ -101,7 +102,9 @@ def optimizer_bytes(optimizer: Any, counts: WeightCounts, size: int) -> int:
     if "4bit" in name:
         return values * trained // 2 + values * FLOAT32 * -(-trained // _BLOCK_4BIT)
     if "8bit" in name:
-        return values * (trained + FLOAT32 * -(-trained // _BLOCK_8BIT))
+        wide = 0 if counts.added or name in OF_TORCHAO else counts.head[0] * counts.head[1]
+        narrow = trained - wide
+        return values * (narrow + FLOAT32 * (wide + -(-narrow // _BLOCK_8BIT)))
     return values * size * trained
 
 

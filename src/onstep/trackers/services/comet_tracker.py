@@ -166,8 +166,8 @@ class CometTracker(ServiceTracker):
 
     def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
         """Start or resume the experiment; offline, start a new archive."""
-        os.environ.setdefault("COMET_LOGGING_CONSOLE", "ERROR")
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # prevents patching of torch and other packages
+        _print_errors_only()
         from comet_ml.config.config_api import get_config
 
         key = self._take_id(run, state, r"[A-Za-z0-9]{32,50}")
@@ -225,6 +225,16 @@ class CometTracker(ServiceTracker):
         logger.info("comet: offline, recording in %s; to send the run: comet upload %s/*.zip", directory, directory)
         made = {**common, **_NOTHING_AUTOMATIC, "_resume_strategy": "get_or_create"}
         return _offline_class(self._segment.path)(offline_directory=str(directory), **made)
+
+
+def _print_errors_only() -> None:
+    """Let Comet print errors only, if the user has not chosen; `transformers` may have imported it before."""
+    if "COMET_LOGGING_CONSOLE" in os.environ:
+        return
+    os.environ["COMET_LOGGING_CONSOLE"] = "ERROR"
+    for handler in logging.getLogger("comet_ml").handlers:
+        if type(handler) is logging.StreamHandler:
+            handler.setLevel(logging.ERROR)
 
 
 def _online(common: Mapping[str, Any]) -> Any:

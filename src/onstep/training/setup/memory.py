@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 
 import torch
 
@@ -11,7 +10,7 @@ from onstep.config import ConfigContainer
 from onstep.distributed import World
 from onstep.metrics.memory.fitting import check_gpu, check_machine, shown, summary
 from onstep.metrics.memory.machine import machine_memory
-from onstep.training.setup.family_memory import estimate_memory
+from onstep.training.setup.family_memory import memory_estimator
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +23,7 @@ def check_device_memory(config: ConfigContainer, world: World) -> None:
     """
     if config.validation.skip_train or (config.model.hf_config is not None and world.device.type == "cpu"):
         return  # a trace lasts seconds
-    estimator = partial(estimate_memory, device=world.device.type, ranks=world.data.size)
+    estimator = memory_estimator(config, device=world.device.type, ranks=world.data.size)
     estimate = estimator(config)
     if estimate is None:
         return

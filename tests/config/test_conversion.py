@@ -158,6 +158,7 @@ def test_the_default_configuration_is_identical_too() -> None:
     assert args_to_config(config_to_args(ConfigContainer())) == ConfigContainer()
 
 
+_FSDP_DEFAULTS = {"xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False, "min_num_params": 0}
 OTHER_VALUES: dict[str, Any] = {
     "output_dir": "out/run-7",
     "per_device_train_batch_size": 3,
@@ -237,6 +238,9 @@ OTHER_VALUES: dict[str, Any] = {
     "ddp_backend": "gloo",
     "ddp_timeout": 100,
     "ddp_static_graph": True,
+    "fsdp": True,
+    "fsdp_config": {**_FSDP_DEFAULTS, "reshard_after_forward": False},
+    "parallelism_config": {"dp_shard_size": 1},
     "tf32": False,
     "full_determinism": True,
     "torch_compile": True,
@@ -278,7 +282,10 @@ OTHER_VALUES: dict[str, Any] = {
 RESERVED = {field.name: field for field in reserved_fields()}
 HF_DEFAULTS = {field.name: default_of(field) for field in dataclasses.fields(transformers.TrainingArguments)}
 OWN_VALUES: dict[str, Any] = {"config_overrides": {"model.num_layers": 7, "run.fresh": True}, "control": True}
-NEEDED: dict[str, dict[str, Any]] = {"dataloader_prefetch_factor": {"dataloader_num_workers": 2}}
+NEEDED: dict[str, dict[str, Any]] = {
+    "dataloader_prefetch_factor": {"dataloader_num_workers": 2},
+    "fsdp_config": {"fsdp": True},
+}
 FORGATHER_DEFAULTS = {
     "max_eval_steps": -1,
     "epoch_train_steps": 100000,
@@ -549,8 +556,8 @@ def test_a_foreign_key_in_trainer_is_refused() -> None:
 
 def test_a_value_assigned_after_construction_is_checked() -> None:
     args = TrainingArguments()
-    args.fsdp = "full_shard"
-    with pytest.raises(ConfigError, match="fsdp='full_shard' is not supported yet"):
+    args.fsdp = "no_shard"
+    with pytest.raises(ConfigError, match="fsdp: 'no_shard' must be one of full_shard"):
         args_to_config(args)
 
 

@@ -48,7 +48,7 @@ def test_half_precision_of_the_launcher_reaches_the_configuration(monkeypatch: p
 @pytest.mark.parametrize(
     ("variable", "value", "rule"),
     [
-        ("USE_FSDP", "true", "USE_FSDP=true, not supported: models are not sharded"),
+        ("USE_FSDP", "true", r"fsdp_config\['version'\]='1' must be 2: .* fully_shard"),
         ("USE_DEEPSPEED", "True", "USE_DEEPSPEED=True, not supported"),
         ("DYNAMO_USE_FULLGRAPH", "True", "torch_compile_backend"),
         ("MIXED_PRECISION", "fp8", "must be one of no, bf16, fp16, got 'fp8'"),

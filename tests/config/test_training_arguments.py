@@ -32,7 +32,7 @@ def test_a_refused_token_is_not_shown() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"fsdp": "full_shard"}, r"fsdp='full_shard' is not supported yet .*leave it at its default None"),
+        ({"deepspeed": "zero3.json"}, r"deepspeed='zero3.json' is not supported yet .*leave it at its default None"),
         ({"fp16": True, "bf16": True}, r"bf16=True contradicts fp16=True"),
         ({"fp16": True, "mixed_precision": "bf16"}, r"fp16=True contradicts mixed_precision='bf16'"),
         ({"fp16": True, "mixed_precision": "no"}, r"fp16=True contradicts mixed_precision='no'"),

@@ -118,7 +118,7 @@ class Refused:
 
 Row = Changes | Holds | OnArguments | OnRanks | ToTracker | Shown | AlwaysSo | Requires | Refused
 
-_SHARDING, _HUB = "sharded training", "uploads nothing"
+_HUB = "uploads nothing"
 SAVES = {"save_strategy": "steps", "save_steps": 2}
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}
 RANDOM = {"train_sampling_strategy": "random"}
@@ -126,6 +126,8 @@ EPOCHS = {"num_train_epochs": 2}
 WORKERS = {"dataloader_num_workers": 1}
 WORST = {**SAVES, **EVALUATES, "load_best_model_at_end": True, "greater_is_better": True}
 SECOND_OF_NODE = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+TWO_RANKS = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+LAUNCHED_WITH_SHARDS = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 FIRST_OF_SECOND_NODE = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0"}
 
 
@@ -383,16 +385,18 @@ FIELDS: dict[str, Row] = {
     "length_column_name": Shown(shows_length_column),
     "accelerator_config": Changes({"use_seedable_sampler": False}, "order", RANDOM),
     # ranks
-    "parallelism_config": Refused(object(), _SHARDING),
+    "parallelism_config": OnArguments({"dp_shard_size": 2}, lambda args: args.parallel_sizes.dp_shard == 2, TWO_RANKS),
     "ddp_find_unused_parameters": OnRanks(True, "find_unused_parameters", True),
     "ddp_bucket_cap_mb": OnRanks(3, "bucket_cap_mb", 3),
     "ddp_broadcast_buffers": OnRanks(True, "sync_buffers", True),
     "ddp_static_graph": OnRanks(True, "static_graph", True),
     "ddp_backend": OnRanks("gloo", "backend", "gloo"),
     "ddp_timeout": OnRanks(77, "ddp_timeout", 77.0),
-    "fsdp": Refused("full_shard", _SHARDING),
-    "fsdp_config": Refused({"min_num_params": 1}, _SHARDING),
-    "deepspeed": Refused("zero3.json", _SHARDING),
+    "fsdp": OnArguments("full_shard", lambda args: args.parallel_sizes.dp_shard == 2, TWO_RANKS),
+    "fsdp_config": OnArguments(
+        {"cpu_offload": True}, lambda args: args_to_config(args).fsdp.cpu_offload, TWO_RANKS | LAUNCHED_WITH_SHARDS
+    ),
+    "deepspeed": Refused("zero3.json", "sharded by torch's fully_shard"),
     # read by scripts and launchers alone, in `transformers` too
     "do_train": OnArguments(True, lambda args: args.do_train),
     "do_eval": OnArguments(True, lambda args: args.do_eval),

@@ -164,10 +164,10 @@ _REFUSED = {
 _UNNEEDED = {
     "_push_from_checkpoint": "push_to_hub is refused: nothing is uploaded",
     "_tune_save_checkpoint": "hyperparameter_search is refused",
-    "_defer_fsdp_gradient_reduction": "fsdp is refused",
-    "_sync_replicated_trainable_parameters": "fsdp is refused",
-    "_has_mixed_mesh_grads": "fsdp and parallelism_config are refused",
-    "_mixed_mesh_grad_norm": "fsdp and parallelism_config are refused",
+    "_defer_fsdp_gradient_reduction": "ddp.sync_each_micro_batch decides when gradients are exchanged",
+    "_sync_replicated_trainable_parameters": "all parameters are sharded, or none",
+    "_has_mixed_mesh_grads": "the norm of gradients counts every kind of shards",
+    "_mixed_mesh_grad_norm": "the norm of gradients counts every kind of shards",
 }
 METHODS: dict[str, Method] = {
     **{name: Method(called=when) for when, names in _CALLED.items() for name in names},

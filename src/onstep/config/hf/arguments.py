@@ -248,7 +248,7 @@ def build_silently(values: dict[str, Any]) -> TrainingArguments:
 
 
 _COERCED = {*(each.name for each in fields(TrainingArguments)), *UNPARSED} - {
-    "accelerator_config",
+    *("accelerator_config", "fsdp", "fsdp_config", "parallelism_config"),
     *(each.name for each in reserved_fields()),
 }
 """The arguments whose values are converted to their types; those of the others have checks of their own."""

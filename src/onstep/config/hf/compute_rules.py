@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from onstep.config.hf.launcher import settle_launcher
+from onstep.config.hf.sharding import settle_sharding, sharding_keys
 from onstep.errors import ConfigError
 
 _ALIASES = {
@@ -21,6 +22,7 @@ def settle_compute(args: Any) -> None:
     Source: `TrainingArguments.__post_init__` of transformers 5.23.
     """
     settle_launcher(args)
+    settle_sharding(args)
     for old, new in _ALIASES.items():
         if getattr(args, new) is None:
             setattr(args, new, getattr(args, old))
@@ -36,7 +38,9 @@ def settle_compute(args: Any) -> None:
 
 
 def check_compute(args: Any) -> None:
-    """Refuse (ConfigError) an unknown kind of debugging."""
+    """Refuse (ConfigError) an unknown kind of debugging, and what cannot be sharded as asked."""
+    settle_sharding(args)
+    sharding_keys(args)
     unknown = [kind for kind in args.debug if kind != UNDERFLOW_OVERFLOW]
     if unknown:
         raise ConfigError(

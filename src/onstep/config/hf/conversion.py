@@ -12,6 +12,7 @@ from onstep.config.hf.argument import KEY_OF, LOG_LEVELS, argument_of
 from onstep.config.hf.arguments import TrainingArguments, build_silently, is_greater_better
 from onstep.config.hf.optimizers import NATIVE
 from onstep.config.hf.schedules import named_schedule, set_schedule
+from onstep.config.hf.sharding import plain_parallelism, sharding_keys
 from onstep.config.keys import KEYS, diff
 from onstep.config.lengths import share_of, steps_of_epochs
 from onstep.config.load import merge
@@ -67,6 +68,7 @@ def args_to_config(
     set_schedule(args, config, total_steps)
     _set_checkpoints(args, config)
     _set_surroundings(args, config)
+    merge(config, sharding_keys(args))
     config.trainer = _without_a_name(args, config, world_size)
     if args.config_overrides:
         merge(config, args.config_overrides)
@@ -143,6 +145,8 @@ def _without_a_name(args: TrainingArguments, config: ConfigContainer, world_size
     differing = {name: getattr(args, name) for name in names if getattr(args, name) != getattr(back, name)}
     if differing.pop("accelerator_config", None) and (changed := args.accelerator_config.changed()):
         differing["accelerator_config"] = changed
+    if "parallelism_config" in differing:
+        differing["parallelism_config"] = plain_parallelism(differing["parallelism_config"])
     return {name: value for name, value in differing.items() if not (name in SHARES and value and value < 1)}
 
 

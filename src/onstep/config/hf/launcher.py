@@ -8,13 +8,11 @@ from typing import Any
 from onstep.errors import ConfigError
 
 _TRUE = ("1", "true", "yes", "y", "on", "t")
-_SHARDED = "models are not sharded; launch with --multi_gpu, and use bf16, activation checkpointing or LoRA"
+_SHARDED = "models are sharded by torch's fully_shard; launch with --use_fsdp --fsdp_version 2"
 _COMPILED = "drop the option of accelerate launch; torch_compile_backend and torch_compile_mode say how to compile"
 _REFUSED = {
     "ACCELERATE_USE_DEEPSPEED": _SHARDED,
-    "ACCELERATE_USE_FSDP": _SHARDED,
     "ACCELERATE_USE_MEGATRON_LM": _SHARDED,
-    "ACCELERATE_USE_PARALLELISM_CONFIG": _SHARDED,
     "ACCELERATE_DYNAMO_USE_FULLGRAPH": _COMPILED,
     "ACCELERATE_DYNAMO_USE_DYNAMIC": _COMPILED,
     "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": _COMPILED,

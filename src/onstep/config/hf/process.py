@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from onstep.config.hf.accelerate_state import partial_state
 from onstep.config.hf.argument import LOG_LEVELS
+from onstep.config.hf.sharding import parallel_section
 from onstep.config.parallel_sizes import ParallelSizes
 from onstep.errors import ConfigError
 from onstep.files.bounded_reading import integer_from_environment
@@ -48,6 +49,8 @@ class ProcessArguments:
         per_device_train_batch_size: int
         per_device_eval_batch_size: int
         use_cpu: bool
+        fsdp: Any
+        fsdp_config: Any
         ddp_timeout: int
         log_on_each_node: bool
         save_on_each_node: bool
@@ -64,8 +67,11 @@ class ProcessArguments:
     framework = "pt"
     default_optim = "adamw_torch_fused"
     """The default of `optim`."""
-    fsdp_plugin_args = None
-    """None: nothing is sharded."""
+
+    @property
+    def fsdp_plugin_args(self) -> dict[str, Any] | None:
+        """`fsdp_config` for accelerate's plugin; None if the model is not sharded."""
+        return {"fsdp_version": 2, **self.fsdp_config} if self.fsdp else None
 
     @property
     def distributed_state(self) -> Any:
@@ -110,7 +116,8 @@ class ProcessArguments:
         """
         group = _process_group()
         number = integer_from_environment("WORLD_SIZE", 1) if group is None else int(group.get_world_size())
-        return ParallelSizes(dp_replicate=number)
+        section = parallel_section(self)
+        return ParallelSizes(dp_replicate=number) if section is None else section.sizes(number)
 
     @property
     def world_size(self) -> int:

@@ -10,11 +10,7 @@ from onstep.errors import ConfigError
 
 T = TypeVar("T")
 
-_SHARDING = "sharded training comes with a later version"
-_WHOLE = (
-    f"{_SHARDING}; every rank holds the whole model: to save memory use bf16=True, activation_checkpointing=True, a "
-    f"smaller per_device_train_batch_size with gradient_accumulation_steps, or LoRA"
-)
+_SHARDED = "models are sharded by torch's fully_shard: pass fsdp=True"
 _HUB = "training uploads nothing; afterwards: hf upload REPO OUTPUT_DIR, or huggingface_hub.upload_folder"
 
 
@@ -40,13 +36,10 @@ class ReservedArguments:
     push_to_hub: bool = reserved(False, _HUB)
     hub_token: str | None = reserved(None, _HUB, same=("<HUB_TOKEN>",))
     ignore_data_skip: bool = reserved(False, "a resumed run continues at the very sample where it stopped")
-    parallelism_config: Anything = reserved(None, f"{_SHARDING}; start data parallelism with torchrun, without it")
     dataloader_in_order: bool = reserved(
         True, "batches are always trained on in their order, which a resumed run has again"
     )
-    fsdp: Anything = reserved(None, _WHOLE, same=("", False, []))
-    fsdp_config: Anything = reserved(None, _WHOLE, same=({},))
-    deepspeed: Anything = reserved(None, _WHOLE)
+    deepspeed: Anything = reserved(None, _SHARDED)
 
     epoch_train_steps: int = reserved(100000, "give the length of a run over data without a length as max_steps")
     gc_threshold: float = 0.5

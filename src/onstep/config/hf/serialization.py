@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from onstep.config.hf.accelerator import AcceleratorConfig
+from onstep.config.hf.sharding import plain_parallelism
 from onstep.config.hf.unparsed import UNPARSED
 
 
@@ -24,6 +25,8 @@ class SerializingMethods:
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values; tokens are hidden, and a `dtype` in a dictionary is its name."""
         values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self) if each.init}  # type: ignore[arg-type]
+        if "parallelism_config" in values:
+            values["parallelism_config"] = plain_parallelism(values["parallelism_config"])
         values |= {name: value for name in UNPARSED if (value := getattr(self, name))}
         for name, value in values.items():
             values[name] = f"<{name.upper()}>" if name.endswith("_token") else _plain(value)

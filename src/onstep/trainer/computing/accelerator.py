@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from onstep.config import DistributedInitConfig
 from onstep.distributed import World, open_world
+from onstep.distributed.shards import is_sharded, whole
 from onstep.optim import LossScaler, TrainingOptimizer, clip_grad_norm
 from onstep.train_state import StateDict
 from onstep.trainer.computing.accelerator_answers import AcceleratorAnswers
@@ -112,9 +113,11 @@ class Accelerator(AcceleratorAnswers):
 
     @property
     def distributed_type(self) -> str:
-        """NO, MULTI_CPU or MULTI_GPU: equal to that member of accelerate's `DistributedType`."""
+        """NO, FSDP, MULTI_CPU or MULTI_GPU: equal to that member of accelerate's `DistributedType`."""
         if not self.use_distributed:
             return "NO"
+        if self.is_fsdp2:
+            return "FSDP"
         return "MULTI_GPU" if self.device.type == "cuda" else "MULTI_CPU"
 
     def wait_for_everyone(self) -> None:
@@ -210,10 +213,20 @@ class Accelerator(AcceleratorAnswers):
         return inner
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> StateDict:
-        """The weights of a model, under the names of the unwrapped module."""
+        """The weights of a model, under the names of the unwrapped module.
+
+        Collective if the model is sharded: rank 0 has the whole tensors, on the CPU, and the others have none.
+        """
         inner = self.unwrap_model(model, keep_torch_compile=False) if unwrap else model
         weights: StateDict = inner.state_dict()
-        return weights
+        if not is_sharded(inner.parameters()):
+            return weights
+        found: StateDict = {}
+        for name, tensor in weights.items():
+            gathered = whole(tensor)
+            if self.is_main_process:
+                found[name] = gathered.cpu()
+        return found
 
     def free_memory(self, *objects: object) -> list[None]:
         """Collect garbage and release the device's unused memory; returns a None for each object."""

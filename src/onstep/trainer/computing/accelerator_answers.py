@@ -9,21 +9,20 @@ from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
+from onstep.config.hf.sharding import sharding_keys
 from onstep.errors import ConfigError
 
 
 class AcceleratorAnswers:
     """Attributes and methods of `accelerate.Accelerator` whose answers follow from how Onstep trains.
 
-    Nothing is sharded, and there is no DeepSpeed, fp8 or Megatron-LM, so that each plugin and handler is None.
+    There is no DeepSpeed, fp8 or Megatron-LM, so that each of their plugins and handlers is None.
     """
 
-    deepspeed_plugin = deepspeed_plugins = fsdp_plugin = parallelism_config = torch_tp_plugin = megatron_lm_plugin = (
-        None
-    )
-    torch_device_mesh = device_mesh = fp8_recipe_handler = te_recipe_handler = ao_recipe_handler = None
+    deepspeed_plugin = deepspeed_plugins = torch_tp_plugin = megatron_lm_plugin = None
+    fp8_recipe_handler = te_recipe_handler = ao_recipe_handler = None
     msamp_recipe_handler = autocast_handler = init_handler = profile_handler = scaler_handler = None
-    is_fsdp2 = is_composable_parallelism_enabled = fp8_enabled = has_lomo_optimizer = has_fp8_handler = False
+    is_composable_parallelism_enabled = fp8_enabled = has_lomo_optimizer = has_fp8_handler = False
     delayed_fp8_autocast = split_batches = use_stateful_dataloader = fork_launched = debug = False
     device_placement = should_save_model = initialized = True
     dispatch_batches: bool | None = None
@@ -38,6 +37,48 @@ class AcceleratorAnswers:
     _trainer: Any
     _is_triggered = False
     _even_batches: bool | None = None
+
+    # ---- shards
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether the model is divided between ranks by torch's `fully_shard`."""
+        args = self._trainer.args
+        return bool(args.fsdp) or args.parallel_sizes.dp_shard > 1
+
+    @property
+    def fsdp_plugin(self) -> Any:
+        """accelerate's plugin with what `fsdp_config` says; None if the model is not sharded. Imports accelerate."""
+        if not self.is_fsdp2:
+            return None
+        config = sharding_keys(self._trainer.args)
+        plugin = importlib.import_module("accelerate.utils").FullyShardedDataParallelPlugin
+        return plugin(
+            fsdp_version=2,
+            reshard_after_forward=bool(config.get("fsdp.reshard_after_forward", True)),
+            cpu_offload=config.get("fsdp.cpu_offload", False),
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=config.get("fsdp.wrap"),
+        )
+
+    @property
+    def parallelism_config(self) -> Any:
+        """The argument of that name, as accelerate's `ParallelismConfig` where accelerate is installed."""
+        given = self._trainer.args.parallelism_config
+        if not isinstance(given, dict):
+            return given
+        try:
+            return importlib.import_module("accelerate.parallelism_config").ParallelismConfig(**given)
+        except ModuleNotFoundError:
+            return SimpleNamespace(**{"dp_replicate_size": 1, "dp_shard_size": 1, **given})
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The mesh of the run's ranks, with the axes dp_replicate and dp_shard; None without shards. Collective."""
+        is_divided = self.is_fsdp2 or self._trainer.args.parallelism_config is not None
+        return self._world().mesh if is_divided else None  # type: ignore[attr-defined]
+
+    device_mesh = torch_device_mesh
 
     # ---- loaders
 

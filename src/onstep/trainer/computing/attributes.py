@@ -27,7 +27,8 @@ def set_attributes(trainer: Any) -> None:
             f"whose ranks and precision are those of the run; call super(), and configure with TrainingArguments."
         )
     accelerator_state(trainer.args, trainer.accelerator.mixed_precision)
-    trainer.is_deepspeed_enabled = trainer.is_fsdp_enabled = trainer.is_tp_enabled = False
+    trainer.is_fsdp_enabled = trainer.accelerator.is_fsdp2
+    trainer.is_deepspeed_enabled = trainer.is_tp_enabled = False
     trainer.is_fsdp_xla_enabled = trainer.is_fsdp_xla_v1_enabled = trainer.is_fsdp_xla_v2_enabled = False
     trainer.is_distributed_loading_by_transformers = False
     trainer.deepspeed = trainer.hub_model_id = trainer.hp_name = trainer.hp_search_backend = None

@@ -18,7 +18,7 @@ CONFIGURE = "it follows from the run; configure with TrainingArguments"
 """Why an attribute of the accelerator cannot be set."""
 OF_A_STEP = "the position of a run is in trainer.state"
 """The remedy for what `accelerator.gradient_state` lacks."""
-_SHARDED = "models are not sharded; drop the call"
+_SHARDED = "the loop and its optimizer handle shards; drop the call"
 _SEARCH = "run each trial with a Trainer of its own"
 _LOOP = "it is a step of Hugging Face's loop; override training_step, or use a callback"
 TRAINER = {

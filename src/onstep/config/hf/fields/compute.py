@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onstep.config.hf.argument import Texts, Values, argument, declares_arguments
+from onstep.config.hf.argument import Anything, Texts, Values, argument, declares_arguments
 
 
 @declares_arguments
@@ -34,6 +34,15 @@ class ComputeArguments:
     """Seconds."""
     ddp_static_graph: bool | None = None
     """None is False."""
+    fsdp: Anything = None
+    """Divide the model between the ranks by torch's `fully_shard` (FSDP2): True, or options in a text or a list, such
+    as "full_shard auto_wrap", `shard_grad_op`, `hybrid_shard` and `offload`. Becomes True."""
+    fsdp_config: Anything = None
+    """How, as a dictionary or a JSON file, with or without the prefix `fsdp_`: reshard_after_forward, cpu_offload,
+    transformer_layer_cls_to_wrap, activation_checkpointing, forward_prefetch, ... What has no effect is refused."""
+    parallelism_config: Anything = None
+    """accelerate's `ParallelismConfig`, or a dictionary: the number of ranks along each axis, as dp_replicate_size and
+    dp_shard_size."""
     tf32: bool | None = None
     """TensorFloat-32 for float32 products on a GPU during a run, as `train.tf32`; None leaves torch's setting."""
     full_determinism: bool = False

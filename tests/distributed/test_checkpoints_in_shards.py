@@ -60,6 +60,7 @@ def test_layouts_load_each_other(
             assert loaded["losses"] == pytest.approx(saved[source]["losses"], rel=1e-5)
             if source == layout:
                 assert loaded["losses"] == saved[source]["losses"]
+        assert found["weights alone"].items() < saved[pairs[-1][0]]["digests"].items()
 
 
 def test_each_rank_writes_its_share_and_plain_checkpoints_are_as_they_were(root: Path, saved: dict[str, Any]) -> None:

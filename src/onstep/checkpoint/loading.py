@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from onstep.checkpoint.catalog.discovery import CheckpointInfo
-from onstep.checkpoint.components import WHOLE, ComponentFiles, Placement, SharingPattern, StateComponent, tensors_at
+from onstep.checkpoint.components import (
+    WHOLE,
+    ComponentFiles,
+    Placement,
+    SharingPattern,
+    StateComponent,
+    Stateful,
+    tensors_at,
+)
 from onstep.checkpoint.format.codec import MAX_DOCUMENT_BYTES
 from onstep.checkpoint.format.decoding import decode_state, document_from_bytes
 from onstep.checkpoint.format.stored_tensors import StoredTensor, open_tensors
@@ -93,14 +101,33 @@ def _is_in_shards(info: CheckpointInfo, component: StateComponent) -> bool:
 def _load_in_place(world: World, info: CheckpointInfo, component: StateComponent, doing: str) -> None:
     """Read what this rank holds of the component's state. Collective; nothing is changed before all ranks can read."""
 
-    def found() -> Filling:
-        (stored,) = _states_of(component.key, info.manifest.components[component.key])
-        outline = read_outline(info, stored)
-        return Filling(component, outline.state, outline.places)
-
-    filling = together(world, found, doing)
+    filling = together(world, partial(_filling, info, component), doing)
     together(world, filling.fill, doing)
     together(world, partial(component.stateful.load_state_dict, filling.state), doing)
+
+
+def _filling(info: CheckpointInfo, component: StateComponent) -> Filling:
+    (stored,) = _states_of(component.key, info.manifest.components[component.key])
+    outline = read_outline(info, stored)
+    return Filling(component, outline.state, outline.places)
+
+
+def load_model(info: CheckpointInfo, weights: Stateful) -> None:
+    """Load the model of a checkpoint, whole or in shards, into the tensors of `weights`, one at a time.
+
+    Not collective: each rank reads what it holds.
+
+    Args:
+        info: the checkpoint.
+        weights: the state of a model, such as `ModelState`.
+
+    Raises:
+        CheckpointError: if the checkpoint has no model as a single state, or it does not fit; nothing is changed then.
+    """
+    _state_of_model(info)
+    filling = _filling(info, StateComponent("model", weights, SharingPattern.SHARDED))
+    filling.fill()
+    weights.load_state_dict(filling.state)
 
 
 def _read(placement: Placement, info: CheckpointInfo, component: StateComponent, report: LoadReport) -> Any:

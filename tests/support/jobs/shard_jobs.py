@@ -31,6 +31,7 @@ from onstep.checkpoint import (
 )
 from onstep.checkpoint.format.tensor_file import read_file_header
 from onstep.checkpoint.format.tensor_header import sharding_of
+from onstep.checkpoint.loading import load_model
 from onstep.config import DistributedInitConfig
 from onstep.distributed import World, open_world
 from onstep.distributed.shards import held_part, is_sharded, whole
@@ -252,4 +253,9 @@ def job_cross(settings: dict[str, Any]) -> dict[str, Any]:
             manager = CheckpointManager(Path(source), world)
             manager.load(resolve(Path(source)), training.components())
             result[f"{source} {layout}"] = {"digests": training.digests(), "losses": training.steps(STEPS, 2)}
+        if settings.get("loads"):
+            source, layout = settings["loads"][-1]
+            alone = ModelState([laid_out(layout, world, seed=2)])
+            load_model(resolve(Path(source)), alone)
+            result["weights alone"] = digests_of(alone.state_dict(), "states.model")
     return result

@@ -320,7 +320,10 @@ def _remedy_for_tensor(tensor: Tensor) -> str:
         return "save torch.view_as_real(it)"
     if type(tensor) is Tensor:
         return f"convert it from {tensor.dtype} to a dtype that safetensors supports"
-    return "save the plain tensor inside it (for a DTensor: to_local() or full_tensor())"
+    return (
+        "save the plain tensor inside it (for a DTensor: to_local() or full_tensor()), or DTensors as a component "
+        "that is SHARDED"
+    )
 
 
 def _remedy_for_container(value: Any) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from onstep.checkpoint import ModelState, resolve
-from onstep.checkpoint.loading import read_weights
+from onstep.checkpoint.loading import load_model
 from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.errors import ConfigError, MissingWeightsError
 from onstep.events.context import unwrap
@@ -111,8 +111,7 @@ def load_weights(model: nn.Module, directory: Path) -> Any:
         MissingWeightsError: if there are none in safetensors.
     """
     if (directory / MANIFEST).is_file():
-        weights, names = read_weights(resolve(directory))
-        ModelState([model]).load_state_dict({**weights, **{name: weights[of] for name, of in names.items()}})
+        load_model(resolve(directory), ModelState([model]))
         return _IncompatibleKeys([], [])
     if (directory / _ADAPTER).is_file() and hasattr(model, "load_adapter"):
         active = model.active_adapters[0]  # type: ignore[index]

@@ -12,6 +12,7 @@ from onstep.checkpoint import ModelState, RngState, SharingPattern, StateCompone
 from onstep.checkpoint.components import make_durable
 from onstep.config import CheckpointConfig
 from onstep.data import StepSource
+from onstep.distributed.shards import is_sharded
 from onstep.errors import CheckpointError
 from onstep.events import Dispatcher
 from onstep.optim import OptimizerParamScheduler
@@ -71,7 +72,9 @@ class RunComponents:
             if trained.scheduler is not None:
                 parts.append(self.scheduler(trained.scheduler))
         if others := other_weights(trained.model, trained.optimizer):
-            parts.append(_of_the_rank("other_weights", OtherWeights(others)))
+            are_parts = all(is_sharded([one]) for one in others)
+            of_others = SharingPattern.SHARDED if are_parts else SharingPattern.PER_RANK
+            parts.append(StateComponent("other_weights", OtherWeights(others), of_others, required=False))
         parts.append(_replicated("trainer", RunProgress(self.state), required=is_required))
         return [*parts, _of_the_rank("callbacks", self.callbacks), *self._of_the_user()]
 

@@ -119,10 +119,10 @@ def open_tensors(paths: Iterable[Path], step: int | None = None) -> dict[str, St
                     f"{path}: {name[:100]!r} is a part of a tensor of shape {list(shape)}, but of one of {list(known)} "
                     f"in {parts[name][0].path.name}; use another checkpoint."
                 )
-    return {name: _checked(name, shapes[name], tuple(of_it)) for name, of_it in parts.items()}
+    return {name: joined(name, shapes[name], tuple(of_it)) for name, of_it in parts.items()}
 
 
-def _checked(name: str, shape: tuple[int, ...], parts: tuple[StoredPart, ...]) -> StoredTensor:
+def joined(name: str, shape: tuple[int, ...], parts: tuple[StoredPart, ...]) -> StoredTensor:
     first, short = parts[0], name[:100]
     for part in parts:
         if part.info.dtype != first.info.dtype:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,9 +15,8 @@ from onstep.analysis.text_tables import printable
 from onstep.checkpoint import CheckpointInfo, FileStore, SharingPattern
 from onstep.checkpoint.loading import open_weights
 from onstep.checkpoint.states import mismatches
-from onstep.checkpoint.storage.manifest import MANIFEST
-from onstep.checkpoint.storage.store import TEMPORARY
 from onstep.cli.checkpoint.gguf_vocabulary import gguf_vocabulary
+from onstep.cli.checkpoint.placing import check_file, check_target, put_in_place
 from onstep.config import ConfigContainer, TokenizerConfig, from_dict
 from onstep.data import Tokenizer, build_tokenizer, tokenizer_in_run
 from onstep.data.corpus.tokenizer_files import tokenizer_in_dir
@@ -39,9 +36,6 @@ from onstep.training.setup.checkpoint_models import (
     empty_for,
     in_types_of,
 )
-
-_EXPORTED = (".json", ".safetensors", ".txt", ".model", ".jinja", ".md")
-"""Suffixes of files in a Hugging Face model directory; a directory that contains anything else is never replaced."""
 
 
 def check_ending(out: str) -> None:
@@ -72,7 +66,7 @@ def export_safetensors(info: CheckpointInfo, out: Path, *, force: bool, dtype: t
     Raises:
         CheckpointError: when `out` cannot be written or replaced, or the checkpoint has not one set of weights.
     """
-    _check_file(out, "model.safetensors", force)
+    check_file(out, "model.safetensors", force)
     tensors, tied = _as_stored(info), open_weights(info).tied
     if dtype is not None:
         tensors = {name: one.to(dtype) if one.is_floating_point() else one for name, one in tensors.items()}
@@ -82,7 +76,7 @@ def export_safetensors(info: CheckpointInfo, out: Path, *, force: bool, dtype: t
         with store.open(temporary) as file:
             write_file(file.write, tensors, tied)
 
-    _put_in_place(store, out, write)
+    put_in_place(store, out, write)
     return [f"{len(tensors)} tensors", *(f"{name} is stored as {kept}" for name, kept in tied.items())]
 
 
@@ -102,7 +96,7 @@ def export_gguf(
     """
     kind = None if quantization is None else check_type(quantization, str(out))
     import_gguf()
-    _check_file(out, "model.gguf", force)
+    check_file(out, "model.gguf", force)
     if _is_hf_directory(info):
         check_gguf(load_hf_config(info.path))
         tokenizer_config = tokenizer_in_dir(info.path)
@@ -130,7 +124,7 @@ def export_gguf(
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
 
-    _put_in_place(store, out, write)
+    put_in_place(store, out, write)
     tensors = ", ".join(f"{number} tensors in {name}" for name, number in kinds.items())
     return [f"{model.num_parameters():,} parameters", tensors, f"with the tokenizer {tokenizer.fingerprint}"]
 
@@ -143,7 +137,7 @@ def export_hf(info: CheckpointInfo, out: Path, *, force: bool, dtype: torch.dtyp
     """
     if out.exists() and not out.is_dir():
         raise CheckpointError(f"{out} is a file; name a directory, or use --format safetensors.")
-    _check_target(out, force)
+    check_target(out, force)
     store = FileStore()
     if _is_hf_directory(info):
         if dtype is not None:
@@ -166,7 +160,7 @@ def export_hf(info: CheckpointInfo, out: Path, *, force: bool, dtype: torch.dtyp
                 (temporary / CARD_FILE).write_text(card_of_run(run, out.name, info.step), encoding="utf-8")
             store.sync_dir(temporary)
 
-        _put_in_place(store, out, copy)
+        put_in_place(store, out, copy)
         weights = ", and the weights of all ranks" if is_in_shards(info) else ""
         return [f"{len(ready)} files, as they are in the checkpoint{weights}"]
     config = _stored_config(info)
@@ -192,7 +186,7 @@ def export_hf(info: CheckpointInfo, out: Path, *, force: bool, dtype: torch.dtyp
                 os.fsync(file.fileno())
         store.sync_dir(temporary)
 
-    _put_in_place(store, out, write)
+    put_in_place(store, out, write)
     return [f"{model.num_parameters():,} parameters", *notes]
 
 
@@ -286,50 +280,3 @@ def _tokenizer(config: TokenizerConfig, info: CheckpointInfo) -> tuple[Tokenizer
         return tokenizer, [f"with the tokenizer {tokenizer.fingerprint}"]
     changed = changed_tokenizer(config, info.manifest.extra.get("identity"))
     return tokenizer, [f"with the tokenizer from {source}", *([changed] if changed else [])]
-
-
-def _check_file(out: Path, example: str, force: bool) -> None:
-    if out.is_dir():
-        raise CheckpointError(f"{out} is a directory; name a file, such as {out / example}.")
-    _check_target(out, force)
-
-
-def _check_target(out: Path, force: bool) -> None:
-    if any((parent / MANIFEST).exists() for parent in (out.resolve(), *out.resolve().parents)):
-        raise CheckpointError(f"{out} is inside a checkpoint, where nothing may be written; choose another path.")
-    if not os.path.lexists(out):
-        return
-    if not force:
-        raise CheckpointError(f"{out} already exists; choose another name, or pass --force to replace it.")
-    if out.is_dir() and not out.is_symlink():
-        foreign = sorted(path.name for path in out.iterdir() if path.is_dir() or path.suffix not in _EXPORTED)
-        if foreign or (any(out.iterdir()) and not (out / "config.json").is_file()):
-            why = f"it contains {', '.join(foreign[:5])}" if foreign else "it has no config.json"
-            raise CheckpointError(
-                f"{out} is not an earlier export ({why}), so --force does not replace it; remove it yourself."
-            )
-
-
-def _put_in_place(store: FileStore, out: Path, write: Callable[[Path], None]) -> None:
-    """Write a temporary file or directory next to `out`, fsync it and rename it; a failure leaves `out` unchanged."""
-    store.make_root(out.parent)
-    temporary = out.with_name(f"{TEMPORARY}{out.name}-{secrets.token_hex(4)}")
-    replaced = out.with_name(f"{temporary.name}-replaced")
-    try:
-        write(temporary)
-        if out.is_dir() and not out.is_symlink():  # a directory cannot be renamed onto a non-empty one
-            store.rename(out, replaced)
-        store.rename(temporary, out)
-        store.sync_dir(out.parent)
-    finally:
-        _remove(temporary)
-        if replaced.exists() and not out.exists():
-            replaced.rename(out)
-        _remove(replaced)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

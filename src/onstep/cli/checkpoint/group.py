@@ -1,4 +1,4 @@
-"""`onstep checkpoint list|verify|diff|export`: inspects checkpoints and exports their weights."""
+"""`onstep checkpoint list|verify|diff|export|convert`: inspects checkpoints, and writes weights in other formats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onstep.errors import ConfigError, OnstepError
 
 app = application(
     no_args_is_help=True,
-    help="List, verify, compare and export the checkpoints of a run.\n\n"
+    help="List, verify, compare and export the checkpoints of a run; convert those of others.\n\n"
     "PATH is a checkpoint, a directory of checkpoints, or a run (a path, or a name below runs/). PATH@STEP selects the "
     "checkpoint of that step, PATH@best the best one; the default is the newest.",
 )
@@ -184,3 +184,48 @@ def export(
             info, Path(out), force=force, dtype=chosen
         )
     print(printable(f"{out}: the weights of {info.path}; {'; '.join(notes)}"))
+
+
+@app.command()
+def convert(
+    directory: Annotated[
+        str, typer.Argument(metavar="DIRECTORY", help="A directory that torch.distributed.checkpoint wrote.")
+    ],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The directory or .safetensors file to write.")],
+    prefix: Annotated[
+        str,
+        typer.Option(help="Write the tensors whose names begin with this, such as 'model.', without it."),
+    ] = "",
+    tensors_only: Annotated[
+        bool, typer.Option("--tensors-only", help="Leave out values that are pickles, which are never read.")
+    ] = False,
+    dtype: Annotated[
+        Dtype | None, typer.Option("--dtype", help="Dtype of the written tensors. Default: theirs.")
+    ] = None,
+    config_from: Annotated[
+        str | None,
+        typer.Option(help="Hugging Face directory of the same model: its configuration and tokenizer are copied."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier one.")] = False,
+) -> None:
+    """Write the tensors of a checkpoint of torchtitan, accelerate or another user of torch.distributed.checkpoint.
+
+    They are written as safetensors, one at a time, in files of at most 5 GB with an index. Nothing is unpickled. The
+    names stay those of the program that saved them, without --prefix; with --config-from, `onstep finetune` and
+    transformers open the result if the names are those of transformers.
+    """
+    import torch
+
+    from onstep.analysis.text_tables import printable
+    from onstep.cli.checkpoint.convert import convert as convert_directory
+
+    notes = convert_directory(
+        Path(directory),
+        Path(out),
+        prefix=prefix,
+        tensors_only=tensors_only,
+        dtype=None if dtype is None else getattr(torch, dtype),
+        config_from=None if config_from is None else Path(config_from),
+        force=force,
+    )
+    print(printable(f"{out}: {directory}; {'; '.join(notes)}"))

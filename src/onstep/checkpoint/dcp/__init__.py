@@ -1,0 +1,1 @@
+"""Reads directories of torch.distributed.checkpoint, without unpickling anything."""

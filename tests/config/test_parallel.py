@@ -67,18 +67,24 @@ def test_sizes_that_are_not_the_ranks_are_refused_with_the_arithmetic(
 @pytest.mark.parametrize(
     ("section", "values", "ranks", "said"),
     [
-        ("parallel", {SHARD: 2}, 2, "parallel.data_parallel_shard_size=2 divides the model between 2 of 2 ranks"),
-        ("parallel", {SHARD: -1, REPLICATE: 1}, 4, "shard_size=-1 divides .* 4 of 4 ranks, .* supported; set it to 1"),
-        ("ddp", {"num_distributed_optimizer_instances": 2}, 4, "2 of 4 ranks, as ddp.num_distributed_optim.*=2 asks"),
         (
             "parallel",
             {TENSOR: 2},
             4,
             "tensor_model_parallel_size=2 must be 1: tensor parallelism is not supported; ",
         ),
-        ("dist", {"use_torch_fsdp2": True}, 2, "shard_size=-1 divides the model between 2 of 2 ranks, which is not"),
-        ("dist", {"use_megatron_fsdp": True}, 1, "use_megatron_fsdp=True must be false: .*; shard the model by FSDP2"),
-        ("ddp", {"use_megatron_fsdp": True}, 1, "use_megatron_fsdp=True must be false: .*; shard the model by FSDP2"),
+        (
+            "dist",
+            {"use_megatron_fsdp": True},
+            1,
+            "use_megatron_fsdp=True must be false: .*; set dist.use_torch_fsdp2=true",
+        ),
+        (
+            "ddp",
+            {"use_megatron_fsdp": True},
+            1,
+            "use_megatron_fsdp=True must be false: .*; set dist.use_torch_fsdp2=true",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name_with_what_works(
@@ -98,18 +104,14 @@ def test_what_is_not_supported_is_refused_by_name_with_what_works(
         ("peft", {"peft_scheme": "lora", "base_quantization": "nf4"}, "=nf4 holds weights that cannot be divided"),
     ],
 )
-def test_what_cannot_be_in_shards_is_refused(
-    monkeypatch: pytest.MonkeyPatch, section: str, values: dict[str, Any], said: str
-) -> None:
-    monkeypatch.setattr(parallel, "shards_are_supported", True)
+def test_what_cannot_be_in_shards_is_refused(section: str, values: dict[str, Any], said: str) -> None:
     config = config_with(section, **values)
     config.parallel.data_parallel_shard_size = -1
     with pytest.raises(ConfigError, match=said):
         validate(config, 4)
 
 
-def test_the_flag_of_bridge_divides_the_model_between_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "shards_are_supported", True)
+def test_the_flag_of_bridge_divides_the_model_between_all_ranks() -> None:
     config = resolve(config_with("dist", use_torch_fsdp2=True), 4)
     assert config.parallel_sizes(4) == ParallelSizes(dp_shard=4)
     assert resolve(config_with("dist", use_torch_fsdp2=False), 4).parallel_sizes(4) == ParallelSizes(dp_replicate=4)

@@ -19,8 +19,8 @@ class LaterPart:
 
 
 _SHARD = (
-    "let data parallelism use the ranks; a model too large for one GPU can be sharded by torch's fully_shard and "
-    "trained by onstep.training.train, without checkpoints"
+    "let data parallelism use the ranks; parallel.data_parallel_shard_size=-1 divides a model too large for one GPU "
+    "between them"
 )
 _PIPELINE = "pipeline parallelism is not supported"
 LATER_PARTS = {

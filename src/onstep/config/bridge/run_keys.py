@@ -7,7 +7,7 @@ from onstep.config.bridge.values import TARGET
 
 _CONFIG = "megatron.bridge.training.config"
 _FLOAT32 = Either.of("torch.float32")
-_FSDP2 = "shard the model by FSDP2, torch's fully_shard, and train it by onstep.training.train, without checkpoints"
+_FSDP2 = "set dist.use_torch_fsdp2=true, which divides the model between the ranks by torch's FSDP2"
 _OVERLAP = "communication overlaps with the backward pass in any case; the numbers are the same"
 
 VALIDATION = {

@@ -13,8 +13,6 @@ from onstep.files.bounded_reading import integer_from_environment
 
 logger = logging.getLogger(__name__)
 
-shards_are_supported = False
-"""Whether a model may be divided between ranks, which is not so until its checkpoints can be."""
 _told: set[str] = set()
 """Warnings so far: a run checks its configuration more than once."""
 
@@ -35,17 +33,7 @@ def check_parallel(config: ConfigContainer, ranks: int) -> None:
         if value not in part.values:
             allowed = " or ".join({None: "null", False: "false"}.get(one, str(one)) for one in part.values)
             raise ConfigError(f"parallel.{name}={shown(value)} must be {allowed}: {part.why}; {part.remedy}.")
-    shards = config.parallel_sizes(ranks).dp_shard
-    if parallel.data_parallel_shard_size != 1 and shards > 1 and not shards_are_supported:
-        instances = config.ddp.given_of_bridge.get("num_distributed_optimizer_instances", 1)
-        because = f", as ddp.num_distributed_optimizer_instances={instances} asks for" if instances != 1 else ""
-        raise ConfigError(
-            f"parallel.data_parallel_shard_size={parallel.data_parallel_shard_size} divides the model between "
-            f"{shards} of {ranks} ranks{because}, which is not supported; set it to 1, by which each rank has "
-            f"the whole model, or shard it by torch's fully_shard and train it by onstep.training.train, without "
-            f"checkpoints."
-        )
-    _check_shards(config, shards)
+    _check_shards(config, config.parallel_sizes(ranks).dp_shard)
     if ranks > 1 and getattr(config.ddp, "use_distributed_optimizer", False):
         _tell_once(
             "ddp.use_distributed_optimizer=true does not divide the state of the optimizer between the ranks: each "

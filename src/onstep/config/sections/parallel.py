@@ -42,8 +42,8 @@ class ParallelConfig(ConfigSection):
         SAFE,
         bound=_REST,
         known_as=("dp_shard_size",),
-        help="Number of ranks that hold one replica in shards, each with samples of its own; -1 is what the other "
-        "sizes leave of the ranks." + _ONLY.format(1),
+        help="Number of ranks between which torch's FSDP2 divides one replica (section `fsdp`), each with "
+        "samples of its own; -1 is what the other sizes leave of the ranks.",
     )
     tensor_model_parallel_size: int = option(
         1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from onstep.metrics.memory.activations import MicroBatch, micro_batch
@@ -79,9 +79,10 @@ class MemoryEstimate:
 def estimate_training_memory(cfg: Any, *, device: str | None = None, ranks: int = 1) -> MemoryEstimate | None:
     """Memory needed per device to train with a `ConfigContainer`; None for a model without a known formula.
 
-    Weights, gradients and optimizer state are exact, in the precision that the configuration gives each of them. Every
-    rank holds all of it. Activations assume attention that stores no scores. Buffers of data parallelism, memory
-    fragmentation and the kernels' workspace come on top.
+    Weights, gradients and optimizer state are exact, in the precision that the configuration gives each of them, and
+    divided by `parallel.data_parallel_shard_size`; beside its shards, a rank holds the layers that it has gathered.
+    Activations assume attention that stores no scores. Buffers of data parallelism, memory fragmentation and the
+    kernels' workspace come on top.
 
     Args:
         device: cpu or cuda, whose kernels keep different tensors; None is that of the configuration, else cuda.
@@ -97,13 +98,19 @@ def estimate_training_memory(cfg: Any, *, device: str | None = None, ranks: int 
 
 def estimate_of(cfg: Any, counts: WeightCounts, storage: Storage, needs: MicroBatch, ranks: int = 1) -> MemoryEstimate:
     """The estimate for weights of these numbers and a micro-batch with these needs."""
-    gradients = storage.gradients * counts.trained
-    trained, frozen, masters = (
-        storage.trained * counts.trained,
-        storage.frozen_bytes(counts),
-        storage.masters * counts.trained,
+    shards = _shards(cfg, ranks)
+    if shards > 1:
+        needs = _gathering(cfg, counts, storage, needs)
+    gradients, trained, frozen, masters, optimizer = (
+        -(-size // shards)
+        for size in (
+            storage.gradients * counts.trained,
+            storage.trained * counts.trained,
+            storage.frozen_bytes(counts),
+            storage.masters * counts.trained,
+            optimizer_bytes(cfg.optimizer, counts, storage.state),
+        )
     )
-    optimizer = optimizer_bytes(cfg.optimizer, counts, storage.state)
     return MemoryEstimate(
         num_parameters=counts.total,
         num_trainable=counts.trained,
@@ -123,6 +130,24 @@ def estimate_of(cfg: Any, counts: WeightCounts, storage: Storage, needs: MicroBa
         + _peak(cfg, counts, storage, needs, gradients, accumulates(cfg, ranks)),
         on_host=needs.on_host,
     )
+
+
+def _shards(cfg: Any, ranks: int) -> int:
+    size, replicas = cfg.parallel.data_parallel_shard_size, max(1, cfg.parallel.data_parallel_replicate_size)
+    return int(size if size > 0 else max(1, ranks // replicas))
+
+
+def _gathering(cfg: Any, counts: WeightCounts, storage: Storage, needs: MicroBatch) -> MicroBatch:
+    """The needs of a micro-batch whose weights are gathered: of two layers, or all, and of what is outside of them.
+
+    A layer is gathered in the precision that it computes in, so that nothing else is cast, and its gradients are whole
+    until they are summed.
+    """
+    outside = counts.head[0] * counts.head[1] * (1 if counts.ties_head else 2)
+    layer, width = (counts.total - outside) / cfg.model.num_layers, 2 if cfg.mixed_precision else storage.trained
+    gathered = 2 * layer if cfg.fsdp.reshard_after_forward else counts.total - outside
+    held = width * (gathered + outside) + storage.gradients * max(layer, outside)
+    return replace(needs, copies=0, copies_of_layer=0, temporary=needs.temporary + int(held))
 
 
 def _brought_back(cfg: Any, needs: MicroBatch) -> int:

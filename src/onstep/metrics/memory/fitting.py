@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from onstep.errors import ConfigError
+from onstep.files.bounded_reading import integer_from_environment
 from onstep.metrics.memory.changes import Estimator, changes_that_fit, smallest_total
 from onstep.metrics.memory.estimate import MemoryEstimate, estimate_training_memory
 from onstep.metrics.memory.machine import MachineMemory, machine_memory
@@ -30,7 +31,8 @@ def check_memory(cfg: Any) -> None:
     given, model = cfg.model, copy.copy(cfg.model)
     model.vocab_size = model.vocab_size or cfg.tokenizer.vocab_size or 1
     cfg = replace(cfg, model=model)
-    estimate, there = estimate_training_memory(cfg), machine_memory()
+    ranks = integer_from_environment("WORLD_SIZE", 1)
+    estimate, there = estimate_training_memory(cfg, ranks=ranks), machine_memory()
     if estimate is None or there is None:
         return
     sizes = ", ".join(f"model.{name}={getattr(given, name)}" for name in _SIZES if getattr(given, name))

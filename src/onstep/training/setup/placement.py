@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from onstep.config import ConfigContainer, DistributedDataParallelConfig, TrainingConfig
-from onstep.config.checks import parallel
 from onstep.config.suggestions import shown
 from onstep.distributed import World, check_weights, data_parallel
 from onstep.distributed.outcomes import together
@@ -55,14 +54,13 @@ def place(
 
 
 def is_sharded(config: ConfigContainer, world: World) -> bool:
-    """Whether the model is divided between ranks, or is on the only one because `-1` asks for the rest of them.
+    """Whether the model is divided between ranks, or is on the only one because the rest of the ranks is asked for.
 
     Args:
         config: the configuration of the run.
         world: the ranks of the run.
     """
-    is_asked, sizes = config.parallel.data_parallel_shard_size != 1, world.sizes
-    return is_asked and (sizes.dp_shard > 1 or (sizes.ranks == 1 and parallel.shards_are_supported))
+    return config.parallel.data_parallel_shard_size != 1 and (world.sizes.dp_shard > 1 or world.size == 1)
 
 
 def _sharded(

@@ -59,7 +59,7 @@ def _check_shards(config: ConfigContainer, shards: int) -> None:
         )
     if optimizer == "muon":
         raise ConfigError(
-            f"optimizer.optimizer=muon orthogonalizes whole matrices, which {shards} ranks hold in shards; use adam, or "
+            f"optimizer.optimizer=muon orthogonalizes whole matrices, but {shards} ranks hold shards; use adam, or "
             f"set parallel.data_parallel_shard_size=1, by which each rank has them whole."
         )
     if config.peft.base_quantization is not None:

@@ -22,11 +22,6 @@ JOBS = "tests.support.jobs.parallel_jobs"
             r"parallel: 2 \(replicate\) must be the number of ranks, .* 3 ranks",
         ),
         ({"data_parallel_shard_size": 2}, 3, r"parallel: 2 \(shard\) does not divide the 3 ranks of this run"),
-        (
-            {"data_parallel_shard_size": 2},
-            2,
-            r"parallel.data_parallel_shard_size\S*=2 divides the model between 2",
-        ),
         ({"tensor_model_parallel_size": 2}, 2, r"parallel.tensor_model_parallel_size\S*=2 must be 1: tensor"),
     ],
 )

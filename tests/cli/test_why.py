@@ -40,6 +40,7 @@ def test_every_kind_of_decision_is_reported_in_order(tmp_path: Path, capsys: pyt
         [
             decision(3, "should_save", "milestone", author="Saver", event="on_step_end", rank=1),
             decision(4, "should_log", author="Chatty"),
+            decision(4, "should_save", author="Saver", rank=3, place="rank 3, dp_shard 1, dp_replicate 1"),
             decision(5, "set", author="Tuner", details={"key": "lr_factor", "value": 0.5}),
             decision(5, "set", author="Tuner", details={"key": "log_interval", "value": None}),
             decision(7, "skip", "non-finite loss at step 7", details={**ANOMALY, "sample_ids": [4, 9]}),
@@ -53,6 +54,7 @@ def test_every_kind_of_decision_is_reported_in_order(tmp_path: Path, capsys: pyt
     entries = [line.partition(" (20")[0] for line in lines if line.startswith("step")]
     assert entries == [
         "step 3: save, by Saver during on_step_end on rank 1: milestone",
+        "step 4: save, by Saver on rank 3, dp_shard 1, dp_replicate 1",
         "step 5: lr_factor set to 0.5, by Tuner",
         "step 5: log_interval set to the configured value, by Tuner",
         "step 7: update skipped, by anomaly gate: non-finite loss at step 7",

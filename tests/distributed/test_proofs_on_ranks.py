@@ -124,8 +124,11 @@ def test_all_ranks_act_alike_on_a_nan_in_one_shard_and_blame_the_same_samples_as
     assert first["counts"][1:] == ([1, 0] if policy == "skip" else [0, 1])
     assert first["skip_list"] == second["skip_list"] == expected["skip_list"] != []
     assert first["losses"] == second["losses"] == pytest.approx(expected["losses"], rel=1e-5)
-    [said] = [line for line in first["said"] if "action: " in line]
-    assert re.search(r"step 4: rank 0, micro-batch 4: gradient norm nan, sample ids \[\d+, 84\]", said), said
+    for one, place in ((first, "rank 0, dp_shard 0"), (expected, "rank 0")):
+        [said] = [line for line in one["said"] if "action: " in line]
+        assert re.search(rf"step 4: {place}, micro-batch 4: gradient norm nan, sample ids \[\d+, 84\]", said), said
+    assert "rank 0, dp_shard 0" in first["places"]
+    assert set(expected["places"]) == {None}, "of replicas, the number of the rank says it all"
 
 
 def test_all_ranks_recompute_what_is_suspicious_on_one_and_continue_from_its_shards(

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from onstep.training.watchdog.diagnosis import FailureDiagnosis, diagnose, worker_frame
+from onstep.config.parallel_sizes import ParallelSizes
+from onstep.training.watchdog.diagnosis import FailureDiagnosis, decide_on, diagnose, report, worker_frame
 from onstep.training.watchdog.gathers import gather_hint
 from onstep.training.watchdog.rank_report import TERMINATED, Failure, RankReport
 
@@ -223,3 +224,14 @@ def test_ranks_that_wait_for_a_block_that_others_do_not_call_are_said_to() -> No
     assert not gather_hint({0: waits, 1: rank(idle_seconds=12.0)}, {0: GATHERS, 1: ""}), "it has not arrived yet"
     assert not gather_hint({0: waits, 1: waits}, {0: GATHERS, 1: GATHERS})
     assert not gather_hint({0: waits, 1: waits}, {0: REDUCES, 1: ""})
+
+
+def test_a_report_names_ranks_by_their_coordinates() -> None:
+    sizes = ParallelSizes(dp_replicate=2, dp_shard=2)
+    reports = {number: rank(number, idle_seconds=12.0) for number in range(4)}
+    decision = decide_on(FailureDiagnosis("hung", 3), reports[3], 0, sizes.place)
+    assert decision.line.startswith("rank 3, dp_shard 1, dp_replicate 1 hangs: no progress for 12.0 s")
+    text = report(decision, reports, {2: "a stack"}, place=sizes.place)
+    assert "\n  rank 1, dp_shard 1, dp_replicate 0: step 0, " in text
+    assert "\nstacks of rank 2, dp_shard 0, dp_replicate 1 (process " in text
+    assert decide_on(decision, reports[3], 0).line.startswith("rank 3 hangs")

@@ -11,8 +11,10 @@ import torch
 
 from onstep import CallbackManager
 from onstep.config import StragglerDetectionConfig
+from onstep.config.parallel_sizes import ParallelSizes
 from onstep.distributed import World
 from onstep.training import StragglerDetector
+from onstep.training.stragglers.detector import act_on_stragglers
 from onstep.training.stragglers.rank_times import RankTimes, find_stragglers, ranking_lines, straggler_line
 from tests.support.forked_processes import Processes, output_of
 from tests.support.small_runs import run, small_state
@@ -69,6 +71,13 @@ def test_the_warning_says_rank_cause_and_how_slow() -> None:
     assert str(slow) == (
         "rank 2 is slow in data: 31.0 ms per step, the median rank 1.0 ms; it runs at 51% of that rank's speed"
     )
+
+
+def test_the_warning_names_the_coordinates_of_a_rank(caplog: pytest.LogCaptureFixture) -> None:
+    state = small_state(train_iters=2)
+    state.world.sizes = ParallelSizes(dp_replicate=2, dp_shard=2)
+    act_on_stragglers(state, find_stragglers([rank(1, 10), rank(1, 10), rank(31, 10)], 0.7))
+    assert "rank 2, dp_shard 0, dp_replicate 1 is slow in data: 31.0 ms per step" in caplog.text
 
 
 def test_the_line_has_least_and_largest_with_their_ranks() -> None:

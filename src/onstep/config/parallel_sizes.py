@@ -35,3 +35,15 @@ class ParallelSizes:
     def data_rank(self, rank: int) -> int:
         """Which of the `data` shares of the samples a rank has; ranks along `tp`, `cp` and `pp` have the same."""
         return rank // (self.tp * self.cp) % self.data
+
+    def place(self, rank: int) -> str:
+        """A rank and its coordinates on axes of several ranks, such as `rank 5, tp 1, dp_replicate 2`.
+
+        With replicas as the only axis, its number says it all.
+        """
+        found, rest = [], rank
+        for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
+            rest, coordinate = divmod(rest, getattr(self, axis))
+            if getattr(self, axis) > 1:
+                found.append(f"{axis} {coordinate}")
+        return f"rank {rank}" if self.dp_replicate == self.ranks else ", ".join([f"rank {rank}", *found])

@@ -43,7 +43,7 @@ def raise_together(world: World, error: Exception | None, doing: str) -> None:
         return
     kind = ConfigError if failed[0][1][0] else CheckpointError
     texts = [(rank, text.rstrip(".")) for rank, (_, text) in failed]
-    causes = "; ".join(f"rank {rank}: {text}" if world.size > 1 else text for rank, text in texts)
+    causes = "; ".join(f"{world.place(rank)}: {text}" if world.size > 1 else text for rank, text in texts)
     raise kind(f"{doing} failed: {causes}.") from error
 
 

@@ -181,5 +181,5 @@ def refused_together(world: World, work: Callable[[], T]) -> T:
     for number, note in enumerate(notes):
         if note is not None:
             kind, text = note
-            raise kind(f"rank {number}: {text}")
+            raise kind(f"{world.place(number)}: {text}")
     return cast(T, result)

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from onstep.config.parallel_sizes import ParallelSizes
 from onstep.distributed.data_ranks import DataRanks
 from onstep.distributed.main_only import MainOnlySection, Postponed
-from onstep.distributed.mesh import AXES, EXPERT_AXES, RankGroups, check_sizes, grid_of
+from onstep.distributed.mesh import AXES, EXPERT_AXES, RankGroups, check_sizes
 from onstep.distributed.process_group import is_timeout, leave_group
 from onstep.distributed.timeouts import TimeLimit
 from onstep.errors import CollectiveAfterErrorError
@@ -128,13 +128,7 @@ class World:
         Args:
             rank: None for this rank. With data parallelism as the only axis, its number says it all.
         """
-        rank = self.rank if rank is None else rank
-        grid = grid_of(self.sizes)
-        several = [axis for axis, size in zip(AXES, grid.shape, strict=True) if size > 1]
-        if several in ([], ["dp_replicate"]):
-            return f"rank {rank}"
-        at = grid.coordinates(rank)
-        return ", ".join([f"rank {rank}", *(f"{axis} {at[axis]}" for axis in reversed(several))])
+        return self.sizes.place(self.rank if rank is None else rank)
 
     @property
     def is_main(self) -> bool:
@@ -313,7 +307,7 @@ class World:
         """Whether there are other ranks; raises if one of them might not have seen this rank's error."""
         if self.size > 1 and self._error is not None:
             raise CollectiveAfterErrorError(
-                f"World.{collective} was called on rank {self.rank} of {self.size} after {self._error}; no rank starts "
+                f"World.{collective} was called on {self.place()} of {self.size} after {self._error}; no rank starts "
                 "a collective after an error, because other ranks might not have seen it: call it earlier, and not in "
                 "code that runs because of the error (on_exception, on_train_end, on_run_end)"
             )
@@ -330,7 +324,7 @@ class World:
                 if seconds is not None:
                     limit = f"dist.timeout_after_first_step={seconds:g}"
                 error.add_note(
-                    f"rank {self.rank} of {self.size} waited in World.{collective} for longer than {limit} "
+                    f"{self.place()} of {self.size} waited in World.{collective} for longer than {limit} "
                     f"(ddp_timeout of TrainingArguments); look for the rank whose output ends first, or allow more "
                     f"time."
                 )

@@ -274,7 +274,7 @@ def _check_same_data(own: Identity, world: World) -> None:
             reason = problem or first[1] or f"{'its files of ' * is_files}the {' and the '.join(different)} differ"
             remedy = "Copy the same files to all machines, or use a shared file system"
             raise DataError(
-                f"rank {rank} does not read what rank 0 reads: {reason}. "
+                f"{world.place(rank)} does not read what rank 0 reads: {reason}. "
                 f"{remedy if is_files or problem else 'Pass the same dataset on all ranks'}."
             )
 

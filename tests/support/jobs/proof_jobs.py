@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
@@ -77,6 +78,13 @@ def with_other_dimensions(model: nn.Module) -> list[Tensor]:
     ]
 
 
+def sizes_of(how: str, ranks: int) -> ParallelSizes:
+    """The sizes of a layout; not all layouts have a name for what their ranks hold."""
+    if how == "hsdp":
+        return ParallelSizes(dp_replicate=2, dp_shard=ranks // 2)
+    return ParallelSizes(dp_shard=ranks) if how == "fsdp" else ParallelSizes(dp_replicate=ranks)
+
+
 def world_of_group() -> World:
     if dist.is_initialized():
         return World(rank=dist.get_rank(), size=dist.get_world_size())
@@ -112,8 +120,7 @@ def job_compared(settings: dict[str, Any]) -> list[str | None]:
     """What the comparison of replicas says of equal ones, and after ranks have changed weights that they hold."""
     dist.init_process_group("gloo")
     size, how = dist.get_world_size(), settings["how"]
-    sizes = ParallelSizes(dp_replicate=2, dp_shard=size // 2) if how == "hsdp" else ParallelSizes(dp_replicate=size)
-    world, model = World(rank=dist.get_rank(), size=size, sizes=sizes), sharded(how, Odd())
+    world, model = World(rank=dist.get_rank(), size=size, sizes=sizes_of(how, size)), sharded(how, Odd())
     said = [_mismatch(model, world)]
     if world.rank in settings["drifts"]:
         for parameter in list(model.parameters())[:2]:
@@ -179,7 +186,8 @@ def job_trained(settings: dict[str, Any]) -> dict[str, Any]:
         model = wrapped(settings["how"], model)
     Path("run").mkdir(exist_ok=True)
     Path("run", "run.json").write_text('{"config": {}}')
-    state = GlobalState(cfg=config, num_microbatches=BATCH // (MICRO * ranks), run_dir=RunDir(Path("run")))
+    world = World(rank=rank, size=ranks, sizes=sizes_of(settings["how"], ranks))
+    state = GlobalState(cfg=config, num_microbatches=BATCH // (MICRO * ranks), run_dir=RunDir(Path("run")), world=world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     watch, manager = Watch(), CallbackManager()
     manager.add(watch)
@@ -202,7 +210,9 @@ def job_trained(settings: dict[str, Any]) -> dict[str, Any]:
         pass
     except SystemExit as error:
         code = error.code
-    progress = state.train_state
+    progress, decisions = state.train_state, Path("run", "decisions.jsonl")
+    lines = decisions.read_text().splitlines() if rank == 0 and decisions.exists() else []
+    places = [json.loads(line).get("place") for line in lines]
     return {
         "exit_code": code,
         "num_calls": inner.num_calls,
@@ -212,4 +222,5 @@ def job_trained(settings: dict[str, Any]) -> dict[str, Any]:
         "skip_list": progress.skip_list,
         "counts": [progress.step, progress.num_skips, progress.num_rollbacks],
         "said": said,
+        "places": places,
     }

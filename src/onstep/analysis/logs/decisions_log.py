@@ -64,7 +64,7 @@ def by_whom(decision: Decision) -> str:
     """Who made a decision, when in a step, and why."""
     event, rank, reason = decision.get("event"), decision.get("rank", 0), decision.get("reason")
     where = f" during {event}" if event else ""
-    on = f" on rank {rank}" if rank else ""
+    on = f" on {decision.get('place') or f'rank {rank}'}" if rank else ""
     return f"by {decision.get('author', 'unknown')}{where}{on}" + (f": {reason}" if reason else "")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from onstep.checkpoint import RngState
-from onstep.distributed import no_sync
+from onstep.distributed import World, no_sync
 from onstep.distributed.exchanges import own_gradients
 from onstep.optim import clip_grad_norm
 from onstep.training.anomalies.worst_samples import WorstSample
@@ -33,11 +33,13 @@ class BadSamples:
     sample_ids: list[int] | None
     is_empty: bool = False
     """Whether the micro-batch has no labels."""
+    place: str = ""
+    """The rank with its coordinates, if it has any."""
 
     def __str__(self) -> str:
         ids = "" if self.sample_ids is None else f", sample ids {self.sample_ids}"
         empty = ", no labels in it" if self.is_empty else ""
-        return f"rank {self.rank}, micro-batch {self.micro_batch}: {self.found}{ids}{empty}"
+        return f"{self.place or f'rank {self.rank}'}, micro-batch {self.micro_batch}: {self.found}{ids}{empty}"
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def find_bad_samples(
     of each of its micro-batches, without reducing it.
     """
     world = job.run.world
-    own = (_bad_losses(world.rank, micros, sample_ids), world.data.rank, sample_ids)
+    own = (_bad_losses(world, micros, sample_ids), world.data.rank, sample_ids)
     by_rank = world.gather(own)
     bad_samples = _named_once([(found, share) for found, share, _ in by_rank])
     if not bad_samples and step is not None:
@@ -96,17 +98,18 @@ def _named_once(found: list[tuple[list[BadSamples], int]]) -> list[BadSamples]:
     return list(first.values())
 
 
-def _bad_losses(rank: int, micros: list[MicroLoss], sample_ids: list[list[int]] | None) -> list[BadSamples]:
+def _bad_losses(world: World, micros: list[MicroLoss], sample_ids: list[list[int]] | None) -> list[BadSamples]:
     """Non-finite losses; a mean over no labels is NaN, and is at fault only if no other loss is."""
     bad = [number for number, micro in enumerate(micros) if not math.isfinite(float(micro.loss))]
     with_labels = [number for number in bad if float(micros[number].weight) != 0]
     return [
         BadSamples(
-            rank,
+            world.rank,
             number,
             f"loss {float(micros[number].loss)}",
             None if sample_ids is None else sample_ids[number],
             is_empty=not float(micros[number].weight),
+            place=world.place(),
         )
         for number in with_labels or bad
     ]
@@ -123,7 +126,13 @@ def _bad_gradients(job: Job, step: Step, sample_ids: list[list[int]] | None) -> 
     finally:
         _drop_gradients(job.model)
     return [
-        BadSamples(world.rank, number, f"gradient norm {norm}", None if sample_ids is None else sample_ids[number])
+        BadSamples(
+            world.rank,
+            number,
+            f"gradient norm {norm}",
+            None if sample_ids is None else sample_ids[number],
+            place=world.place(),
+        )
         for number, norm in enumerate(norms)
         if not math.isfinite(norm)
     ]

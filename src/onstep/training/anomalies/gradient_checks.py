@@ -141,6 +141,6 @@ class GradientChecks(Feature[Job]):
     def _place(self, step: Step) -> str:
         """The rank and, if what it found is of its own samples, these, as they end a sentence."""
         if self._run.world.size > 1 and not self._is_own:
-            return f" on rank {self._run.world.rank}, perhaps by samples of other ranks"
+            return f" on {self._run.world.place()}, perhaps by samples of other ranks"
         ids = [str(one) for row in step.batches.sample_ids or [] for one in row]
-        return f" on rank {self._run.world.rank}" + (f" (sample ids {listed(ids, _IDS_SHOWN)})" if ids else "")
+        return f" on {self._run.world.place()}" + (f" (sample ids {listed(ids, _IDS_SHOWN)})" if ids else "")

@@ -376,7 +376,8 @@ class RerunStateMachine:
 
     def _rejection(self, call: int, result: object, message: str, fatal: bool) -> Rejection:
         place = (self._world.rank, self._device, self.current_iteration)
-        return Rejection(*place, call=call, value=plain(result), message=message, fatal=fatal)
+        named = self._world.place()
+        return Rejection(*place, call=call, value=plain(result), message=message, fatal=fatal, place=named)
 
 
 def _outcome(rejection: Rejection) -> int:

@@ -80,6 +80,8 @@ class Rejection:
     difference: float | None = None
     """How far the second result was from this one; None until it is known."""
     is_reproduced: bool | None = None
+    place: str = ""
+    """The rank with its coordinates, if it has any."""
 
     @classmethod
     def from_dict(cls, values: StateDict) -> Rejection:
@@ -91,7 +93,7 @@ class Rejection:
         origin = " (simulated)" if self.injected else ""
         value = self.value.item() if isinstance(self.value, Tensor) and self.value.numel() == 1 else self.value
         return (
-            f"Rank {self.rank}, device {self.device}, iteration {self.iteration}: "
+            f"{(self.place or f'rank {self.rank}').capitalize()}, device {self.device}, iteration {self.iteration}: "
             f"Unexpected result {value} (message='{self.message}'){origin}"
         )
 

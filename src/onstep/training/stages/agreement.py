@@ -141,12 +141,14 @@ def append_decision(state: Run, request: Request, step: int | None = None) -> No
     """Append a decision to the record and to `decisions.jsonl`, if the run has a directory; on rank 0."""
     if state.run_dir is None:
         return
+    place = state.world.place(request.rank)
+    decision = vars(request) if place == f"rank {request.rank}" else {**vars(request), "place": place}
     if request.flag != "saved":  # its checkpoint has a line of its own
-        state.note("decision", vars(request), step)
+        state.note("decision", decision, step)
     log = state.features.room(DecisionLog)
     head = {"timestamp": time.time(), "step": state.train_state.step if step is None else step, BRANCH: log.branch}
     try:
-        log.append(state.run_dir.decisions, {**head, **vars(request)})
+        log.append(state.run_dir.decisions, {**head, **decision})
     except OSError as error:
         logger.warning("a decision (%s) could not be recorded: %s", request, error)
 

@@ -108,7 +108,9 @@ def _raise_on_all_ranks(run: Run, error: DataError | None) -> None:
     texts = run.world.gather(None if error is None else str(error))
     if error is not None:
         raise error
-    raise DataError("; ".join(f"rank {rank} cannot read: {text}" for rank, text in enumerate(texts) if text))
+    raise DataError(
+        "; ".join(f"{run.world.place(rank)} cannot read: {text}" for rank, text in enumerate(texts) if text)
+    )
 
 
 def _tell_of_the_first_end(run: Run, amounts: list[int], compared_by: str) -> None:

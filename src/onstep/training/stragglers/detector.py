@@ -228,10 +228,11 @@ class Stragglers(Feature[Job]):
 
 def act_on_stragglers(state: Run, found: list[Straggler]) -> None:
     """Warn on rank 0, record the findings among the run's decisions, and request a stop if configured."""
-    text = "; ".join(map(str, found))
+    texts = [one.described(state.world.place(one.rank)) for one in found]
+    text = "; ".join(texts)
     if state.world.is_main:
         logger.warning("STRAGGLER DETECTION WARNING: %s", text)
-    for one in found:
-        write_decision(state, Request("straggler", "straggler detection", "", str(one), one.rank, vars(one)))
+    for one, reason in zip(found, texts, strict=True):
+        write_decision(state, Request("straggler", "straggler detection", "", reason, one.rank, vars(one)))
     if state.cfg.straggler.stop_if_detected:
         state.exits.straggler = text

@@ -55,8 +55,12 @@ class Straggler:
     """The time that the median rank spends there."""
 
     def __str__(self) -> str:
+        return self.described(f"rank {self.rank}")
+
+    def described(self, place: str) -> str:
+        """The finding in a sentence; `place` is the rank with its coordinates."""
         return (
-            f"rank {self.rank} is slow in {self.cause}: {self.seconds * 1000:.1f} ms per step, the median rank "
+            f"{place} is slow in {self.cause}: {self.seconds * 1000:.1f} ms per step, the median rank "
             f"{self.usual_seconds * 1000:.1f} ms; it runs at {self.speed:.0%} of that rank's speed"
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -207,30 +207,36 @@ def with_uneven(rank_reports: Mapping[int, RankReport]) -> dict[int, RankReport]
 _RULE = "=" * 100
 
 
-def first_line(diagnosis: FailureDiagnosis, one: RankReport) -> str:
+def first_line(diagnosis: FailureDiagnosis, one: RankReport, who: str) -> str:
     """The diagnosis in one line: rank, what happened, step, event and callback, place."""
     at = f"at step {one.step}, while {one.clause}"
     if one.failure is None and one.left is not None:
-        return f"rank {diagnosis.rank} exited with code {one.left} {at}; the other ranks cannot continue without it"
+        return f"{who} exited with code {one.left} {at}; the other ranks cannot continue without it"
     if diagnosis.kind == "died" and one.is_final:
-        return f"rank {diagnosis.rank} is gone (its process was killed or crashed) {at}"
+        return f"{who} is gone (its process was killed or crashed) {at}"
     if one.failure is not None:
-        return f"rank {diagnosis.rank} failed first {at}: {_exception(one.failure)}"
+        return f"{who} failed first {at}: {_exception(one.failure)}"
     if diagnosis.kind == "died":
-        return f"rank {diagnosis.rank} is gone (its process was killed or crashed); it last reported {at}"
+        return f"{who} is gone (its process was killed or crashed); it last reported {at}"
     if one.is_stopped:
-        return f"rank {diagnosis.rank} hangs: its process has been stopped for {one.idle:.1f} s; it last reported {at}"
+        return f"{who} hangs: its process has been stopped for {one.idle:.1f} s; it last reported {at}"
     silent = ", and its interpreter does not answer" if one.silence > 0 else ""
-    return f"rank {diagnosis.rank} hangs: no progress for {one.idle:.1f} s{silent}, {at}"
+    return f"{who} hangs: no progress for {one.idle:.1f} s{silent}, {at}"
 
 
-def decide_on(diagnosis: FailureDiagnosis, one: RankReport, reporter: int) -> FailureDiagnosis:
-    """The diagnosis that all ranks act on, given the record of the rank that it names."""
-    return replace(diagnosis, line=first_line(diagnosis, one), reporter=reporter)
+def decide_on(
+    diagnosis: FailureDiagnosis, one: RankReport, reporter: int, place: Callable[[int], str] = "rank {}".format
+) -> FailureDiagnosis:
+    """The diagnosis that all ranks act on, given the record of the rank that it names; `place` names a rank."""
+    return replace(diagnosis, line=first_line(diagnosis, one, place(diagnosis.rank)), reporter=reporter)
 
 
 def report(
-    decision: FailureDiagnosis, rank_reports: Mapping[int, RankReport], stacks: Mapping[int, str], hint: str = ""
+    decision: FailureDiagnosis,
+    rank_reports: Mapping[int, RankReport],
+    stacks: Mapping[int, str],
+    hint: str = "",
+    place: Callable[[int], str] = "rank {}".format,
 ) -> str:
     """The whole report, with the exception of the failed rank and the stacks of all ranks that provided them."""
     parts = [_RULE, f"first failure: {decision.line}"]
@@ -238,13 +244,13 @@ def report(
     if worker is not None and decision.kind == "hung":
         parts.append(f"  its data worker {worker[0]} is at {worker[1]}")
     parts += ["", "last activity of each rank:"]
-    parts += [f"  rank {rank}: {_status(one)}" for rank, one in sorted(rank_reports.items())]
+    parts += [f"  {place(rank)}: {_status(one)}" for rank, one in sorted(rank_reports.items())]
     failure = rank_reports[decision.rank].failure
     if failure is not None:
-        parts += ["", f"exception of rank {decision.rank}:", failure.traceback.rstrip()]
+        parts += ["", f"exception of {place(decision.rank)}:", failure.traceback.rstrip()]
     for rank in sorted(rank_reports):
         text = stacks.get(rank, "").rstrip() or "  none: the rank does not answer"
-        parts += ["", f"stacks of rank {rank} (process {rank_reports[rank].pid}):", text]
+        parts += ["", f"stacks of {place(rank)} (process {rank_reports[rank].pid}):", text]
     if hint:
         parts += ["", hint]
     return "\n".join([*parts, _RULE, ""])

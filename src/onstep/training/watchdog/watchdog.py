@@ -200,7 +200,7 @@ class Watching(Feature[Run]):
         decision = exchange.decision
         if self._released.is_set() and decision is not None:
             self._me.left = 1
-            raise RankFailedError(f"the run has ended well on rank {self.host.world.rank}, but {decision.line}")
+            raise RankFailedError(f"the run has ended well on {self.host.world.place()}, but {decision.line}")
 
     def _end(self) -> None:
         """Notify the other ranks that the run is over on this rank, and stop."""
@@ -284,7 +284,7 @@ class Watching(Feature[Run]):
         if diagnosis.kind == "hung" and diagnosis.rank == own_rank:
             self._report_self(exchange, exchange.record, own_rank)
         elif self._suspected is None or now - self._suspected.at > ANSWER_SECONDS:
-            exchange.proposal = decide_on(diagnosis, rank_reports[diagnosis.rank], own_rank)
+            exchange.proposal = decide_on(diagnosis, rank_reports[diagnosis.rank], own_rank, self.host.world.place)
         else:
             exchange.record = self._record()
         exchange.hurry()
@@ -295,7 +295,7 @@ class Watching(Feature[Run]):
             self._stacks = record.beats, self._own_stacks()
         if HEARTBEAT.beats == record.beats:
             one = placed(with_uneven({**exchange.rank_reports(), record.rank: record})[record.rank], self._stacks[1])
-            exchange.proposal = decide_on(FailureDiagnosis("hung", record.rank), one, leader)
+            exchange.proposal = decide_on(FailureDiagnosis("hung", record.rank), one, leader, self.host.world.place)
         exchange.hurry()
 
     def _diagnose_alone(self, rank_reports: dict[int, RankReport]) -> None:
@@ -311,7 +311,8 @@ class Watching(Feature[Run]):
         if record.failure is None and HEARTBEAT.beats != record.beats:
             return
         rank_reports = {**rank_reports, record.rank: placed(record, stacks)}
-        decision, hint = decide_on(found, rank_reports[found.rank], found.reporter), ""
+        place, hint = self.host.world.place, ""
+        decision = decide_on(found, rank_reports[found.rank], found.reporter, place)
         if self._rank_exchange is not None:
             self._rank_exchange.decision = decision
             hint = "The store of the process group does not respond, so the other ranks' stacks are missing."
@@ -392,7 +393,7 @@ class Watching(Feature[Run]):
         Ends the processes of this machine that cannot end themselves; a launcher would wait for them for a long time.
         """
         hint = hint or gather_hint(rank_reports, stacks)
-        publish(self.host, decision, report(decision, rank_reports, stacks, hint))
+        publish(self.host, decision, report(decision, rank_reports, stacks, hint, self.host.world.place))
         for one in rank_reports.values():
             if one.silence > 0 and not one.is_over and self._is_here(one):
                 rank_stacks.end_process(one.pid, one.birth, one.dump_path)

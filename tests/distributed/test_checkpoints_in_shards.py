@@ -113,7 +113,12 @@ def test_files_that_do_not_belong_together_are_refused_on_all_ranks_before_anyth
         assert "\n" not in one[how]
         assert re.search("rank_1.safetensors", one[f"{how} verified"]), how
     assert one["unchanged"]
+    assert one["before"], "an optimizer's state by number, of an older checkpoint"
     assert "'parts' of parts/checkpoint-1 failed: rank 0: it has no b, which would keep the values" in one["unfilled"]
+
+
+def test_tensors_divided_along_two_axes_come_back(saved: dict[str, Any]) -> None:
+    assert saved["hsdp4"]["planes"] == [True] * 4
 
 
 def test_weights_are_read_one_tensor_at_a_time_and_compare_across_layouts(root: Path, saved: dict[str, Any]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -75,31 +77,34 @@ def test_a_run_that_is_killed_within_saves_and_between_write_and_commit_ends_as_
     assert len(found["losses"]) < STEPS
 
 
-POINTS = [["write", "rank_", 8], ["open", "manifest", 3], ["rename", "checkpoint", 3], ["load", "", 12]]
+POINTS = [["write", "rank_", 24], ["open", "manifest", 3], ["rename", ".tmp-checkpoint", 3], ["load", "", 12]]
 """Where ranks are killed: the operation, its file, and how many such there are at most before."""
+KILLS = 60
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "hsdp"])
 def test_a_storm_of_kills_changes_nothing(processes: Processes, tmp_path: Path, how: str) -> None:
-    ranks, pick = RANKS[how], random.Random(how)
+    ranks, pick, directory = RANKS[how], random.Random(how), tmp_path / "run"
     [whole, *_] = processes.results(JOBS, "run", tmp_path / "whole", {"how": how, "steps": STEPS}, ranks=ranks)
-    kills = 0
-    while kills < 60:
-        directory = tmp_path / f"run-{kills}"
-        for _ in range(3):
-            kind, name, most = POINTS[kills % len(POINTS)]
-            rank = 0 if name in ("manifest", "checkpoint") else pick.randrange(ranks)
-            settings = {"how": how, "steps": STEPS, "async": kills % 3 > 0, "killed": rank}
-            settings["at"] = [kind, name, pick.randrange(most)]
-            codes = processes.run(JOBS, "run", directory, settings, ranks=ranks)
-            for info in checkpoints(directory / "checkpoints"):
-                verify(info.path)
-            if codes == [0] * ranks:  # the point does not come in what was left of the run
-                break
-            kills += 1
-        settings = {"how": how, "steps": STEPS, "seed": 2 if checkpoints(directory / "checkpoints") else 0}
-        [found, *_] = processes.results(JOBS, "run", directory, settings, ranks=ranks)
-        assert found["digests"] == whole["digests"]
-        shutil.rmtree(directory)
+    kills: Counter[str] = Counter()
+    while kills.total() < KILLS:
+        kind, name, most = POINTS[(kills.total() + pick.randrange(2)) % len(POINTS)]
+        rank = 0 if kind in ("open", "rename") else pick.randrange(ranks)
+        there = checkpoints(directory / "checkpoints")
+        settings = {"how": how, "steps": STEPS, "async": pick.random() < 0.7, "killed": rank}
+        settings |= {"at": [kind, name, pick.randrange(most)], "seed": 2 if there else 0}
+        codes = processes.run(JOBS, "run", directory, settings, ranks=ranks)
+        for info in checkpoints(directory / "checkpoints"):
+            verify(info.path)
+        kills[kind] += -9 in codes
+        if codes == [0] * ranks:
+            for result in directory.glob("result-*.json"):
+                found = json.loads(result.read_text())
+                assert found["digests"] == whole["digests"], kills
+                assert found["losses"] == whole["losses"][STEPS - len(found["losses"]) :], kills
+            shutil.rmtree(directory)
+        else:
+            assert -9 in codes, output_of(directory)
+    assert len(kills) == len(POINTS), kills

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from onstep.checkpoint import (
@@ -36,6 +37,7 @@ from onstep.config import DistributedInitConfig
 from onstep.distributed import World, open_world
 from onstep.distributed.shards import held_part, is_sharded, whole
 from onstep.errors import CheckpointError
+from onstep.training.checkpointing.optimizer_state import OptimizerState
 
 VOCABULARY, WIDTH, STEPS = 67, 12, 3
 
@@ -140,6 +142,43 @@ def leaves(state: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from leaves(item, f"{path}.{key}")
 
 
+def planes_that_come_back(world: World) -> list[bool]:
+    """Whether tensors that are divided along two axes come back on another layout, for each way to divide them."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    plane, by_rows, found = torch.arange(35.0).reshape(5, 7), [Replicate(), Shard(0)], []
+    for ways in ([Shard(0), Shard(1)], [Shard(1), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Shard(1)]):
+        manager = CheckpointManager(Path("planes"), world)
+        parts, others = (
+            Parts(t=distribute_tensor(values, mesh, placements))
+            for values, placements in ((plane, ways), (torch.zeros(5, 7), by_rows))
+        )
+        manager.save(SaveRequest(1, [StateComponent("plane", parts, SharingPattern.SHARDED)], {}))
+        manager.load(resolve(manager.root), [StateComponent("plane", others, SharingPattern.SHARDED)])
+        found.append(torch.equal(whole(others.tensors["t"]), plane))
+    return found
+
+
+def optimizer_of_before(training: Training, world: World) -> bool:
+    """Whether the state of an optimizer as it was saved before, by number, goes to the parts of the parameters."""
+    torch.manual_seed(0)
+    plain = Small()
+    saved = torch.optim.AdamW(plain.parameters())
+    for parameter in plain.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    saved.step()
+    manager = CheckpointManager(Path("before"), world)
+    manager.save(SaveRequest(1, [StateComponent("optimizer", saved, SharingPattern.REPLICATED)], {}))
+    fresh = torch.optim.AdamW(training.model.parameters())
+    state = OptimizerState(fresh, [training.model])
+    manager.load(resolve(manager.root), [StateComponent("optimizer", state, SharingPattern.SHARDED)])
+    pairs = zip(plain.parameters(), training.model.parameters(), strict=True)
+    return all(
+        is_sharded([fresh.state[new]["exp_avg"]])
+        and torch.equal(whole(fresh.state[new]["exp_avg"]), saved.state[old]["exp_avg"])
+        for old, new in pairs
+    )
+
+
 def error_of_other_replicas(training: Training, world: World) -> str | None:
     """The error of a save in which a rank holds something else than the other rank with the same part."""
     if world.rank == 3:
@@ -220,6 +259,7 @@ def job_spoiled(settings: dict[str, Any]) -> dict[str, Any]:
         )
         parts = CheckpointManager(Path("parts"), world)
         parts.save(SaveRequest(1, [one], {}))
+        found["before"] = optimizer_of_before(training, world)
         found["unfilled"] = outcome(partial(parts.load, checkpoints(Path("parts"))[0], [both]))
     return found
 
@@ -248,6 +288,7 @@ def job_cross(settings: dict[str, Any]) -> dict[str, Any]:
             result[layout] = {"digests": digests, "losses": losses}
             if layout.startswith("hsdp"):
                 result[layout]["said"] = error_of_other_replicas(training, world)
+                result[layout]["planes"] = planes_that_come_back(world)
         for source, layout in settings.get("loads", []):
             training = Training(layout, world, seed=1)
             manager = CheckpointManager(Path(source), world)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from onstep.checkpoint.components import SharingPattern, StateComponent
-from onstep.checkpoint.format.boxes import box_of
+from onstep.checkpoint.format.boxes import Box, box_of
 from onstep.checkpoint.format.stored_tensors import STEP_KEY
 from onstep.checkpoint.saving import CollectedStates, SaveRequest, in_file_order
 from onstep.distributed import World
@@ -28,11 +28,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Known:
-    """The plan of a component in the previous save."""
+class _Share:
+    """What a rank writes of a component."""
 
-    mine: tuple[tuple[str, ...], SavePlan]
-    names: frozenset[str]
+    form: tuple[Any, ...]
+    """The form of the state for which this was found."""
+    boxes: Mapping[str, Box]
+    """The parts that it writes, by the names of their tensors."""
+    layout: list[dict[str, Any]]
+    """How the tensors lie on their meshes, for a manifest."""
 
 
 class WritePlans:
@@ -44,7 +48,7 @@ class WritePlans:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _Share] = {}
 
     def add_shares(self, taken: CollectedStates, request: SaveRequest, doing: str) -> SaveRequest:
         """Add this rank's share of each component in shards to what it writes; the request, with their layouts.
@@ -68,38 +72,48 @@ class WritePlans:
 
     def _with_share(self, component: StateComponent, taken: CollectedStates, step: int, doing: str) -> StateComponent:
         state = taken.shards.get(component.key)
-        names = self._divided(component.key, None if state is None else state.tensors, doing)
-        if state is None or names is None:
+        share = self._share(component.key, None if state is None else state.tensors, doing)
+        if state is None or share is None:
             return component
-        own = {name: tensor for name, tensor in state.tensors.items() if name in names}
-        boxes = {name: box for name, tensor in own.items() if (box := box_of(tensor)) is not None}
+        own = {name: state.tensors[name] for name in share.boxes}
         taken.encoded.append(
             replace(
                 state,
                 tensors=in_file_order({name: held_part(tensor) for name, tensor in own.items()}),
                 document=state.document if self._world.is_main else None,
                 metadata={STEP_KEY: str(step)},
-                offsets={name: box.offsets for name, box in boxes.items()},
+                offsets={name: box.offsets for name, box in share.boxes.items()},
                 full_shapes={name: tuple(tensor.shape) for name, tensor in own.items()},
             )
         )
-        layout = _layout(state.tensors)
-        return replace(component, metadata={**component.metadata, "layout": layout}) if layout else component
+        return (
+            replace(component, metadata={**component.metadata, "layout": share.layout}) if share.layout else component
+        )
 
-    def _divided(self, key: str, tensors: Mapping[str, Tensor] | None, doing: str) -> frozenset[str] | None:
-        """The names of the tensors of which this rank writes its part; None if a rank has no state. Collective."""
+    def _share(self, key: str, tensors: Mapping[str, Tensor] | None, doing: str) -> _Share | None:
+        """What this rank writes; None if a rank has no state. Collective."""
         world, known = self._world, self._known.get(key)
-        mine = together(world, partial(_local_plan, key, tensors), doing)
-        is_other = mine is None or known is None or known.mine != mine
+        form = None if tensors is None else _form(tensors)
+        is_other = form is None or known is None or known.form != form
         if not world.agree([int(is_other)])[0]:
-            assert known is not None
-            return known.names
-        everyone = world.gather(mine)
-        if mine is None or None in everyone:
+            return known
+        everyone = world.gather(together(world, partial(_local_plan, key, tensors), doing))
+        if tensors is None or form is None or None in everyone:
             return None
         names = together(world, partial(_own_names, key, everyone, world.rank), doing)
-        self._known[key] = _Known(mine, names)
-        return names
+        boxes = {name: box for name in tensors if name in names and (box := box_of(tensors[name])) is not None}
+        self._known[key] = _Share(form, boxes, _layout(tensors))
+        return self._known[key]
+
+
+def _form(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """What a division depends on; cheap, and equal as long as a model stays as it is."""
+    return tuple((name, tensor.shape, tensor.dtype, *_lie(tensor)) for name, tensor in tensors.items())
+
+
+def _lie(tensor: Tensor) -> tuple[Any, ...]:
+    dtensor = as_dtensor(tensor)
+    return () if dtensor is None else (dtensor.device_mesh, dtensor.placements)
 
 
 def _local_plan(key: str, tensors: Mapping[str, Tensor] | None) -> tuple[tuple[str, ...], SavePlan] | None:

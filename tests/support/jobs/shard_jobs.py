@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -239,9 +240,17 @@ def job_spoiled(settings: dict[str, Any]) -> dict[str, Any]:
     with world_of_ranks() as world:
         training = Training("fsdp2", world)
         own = CheckpointManager(Path("whole"), world)
+        planner, found["plans"] = DefaultSavePlanner.create_global_plan, 0
+
+        def counted(*arguments: Any) -> Any:
+            found["plans"] += 1
+            return planner(*arguments)
+
+        DefaultSavePlanner.create_global_plan = counted  # type: ignore[method-assign]
         for step in (3, 4):
             training.steps(step, 1)
             own.save(SaveRequest(step, training.components(), {}))
+        DefaultSavePlanner.create_global_plan = planner  # type: ignore[method-assign]
         training.steps(5, 1)
         before = training.digests()
         for how in settings["cases"]:

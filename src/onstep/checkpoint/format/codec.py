@@ -222,7 +222,7 @@ class _Encoder(Walk):
         storage = local.untyped_storage().data_ptr()
         place = (storage, local.storage_offset(), local.device, local.dtype, local.shape, local.stride())
         layout = (tensor.shape, dtensor.device_mesh, dtensor.placements)
-        return {"tensor": self._store(dtensor.detach(), (*place, *layout) if storage else id(tensor))}
+        return {"tensor": self._store(tensor, (*place, *layout) if storage else id(tensor))}
 
     def _array(self, array: np.ndarray[Any, Any]) -> Any:
         if not is_plain_dtype(array.dtype):

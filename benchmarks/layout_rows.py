@@ -110,6 +110,7 @@ VARIANTS = {
     "llama tied": Variant("llama", options={"tie_word_embeddings": True}),
     "gpt2": Variant("gpt2"),
     "pretrain": Variant(door="pretrain", accumulation=3),
+    "muon": Variant(door="pretrain", keys=("optimizer.optimizer=muon",)),
     "Trainer": Variant("llama", door="Trainer", accumulation=3),
 }
 

@@ -101,11 +101,6 @@ def test_what_is_not_supported_is_refused_by_name_with_what_works(
         ("fsdp", {"reshard_after_forward": 3}, "reshard_after_forward=3 must divide the 4 ranks of"),
         ("fsdp", {"reshard_after_forward": 1}, "fsdp.reshard_after_forward=1 must be true, false, or a number of"),
         ("optimizer", {"optimizer": "adamw_8bit"}, "=adamw_8bit is one of bitsandbytes, .* between 4 ranks; use adam,"),
-        (
-            "optimizer",
-            {"optimizer": "muon"},
-            "=muon orthogonalizes whole matrices, but 4 ranks hold shards; use adam, or set",
-        ),
         ("peft", {"peft_scheme": "lora", "base_quantization": "nf4"}, "=nf4 holds weights that cannot be divided"),
     ],
 )

@@ -18,7 +18,7 @@ JOBS = "tests.support.jobs.layout_jobs"
 STEPS = 4
 ROWS = {
     "ddp2": ["an empty rank"],
-    "fsdp2": ["an empty rank", "tied", "groups", "moe", "float64"],
+    "fsdp2": ["an empty rank", "tied", "groups", "moe", "float64", "muon"],
     "hsdp 2x2": ["an empty rank"],
     "fsdp2 last": ["accumulated"],
     "fsdp2 bf16": ["plain"],

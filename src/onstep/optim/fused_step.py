@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.utils import _contextlib as torch_contextlib
 
 from onstep.distributed.shards import as_dtensor, is_sharded
+from onstep.optim import sharded_muon
 from onstep.optim.kernels import KERNELS, Batch, Columns, Group, Kernel, State, shards
 
 grad_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
@@ -86,6 +87,10 @@ class FusedStep:
             if found_inf.item():
                 return
             vars(optimizer).pop("found_inf", None)
+        if has_shards and type(optimizer) is torch.optim.Muon and self.runs_only_torchs_code():
+            sharded_muon.step(optimizer)
+            vars(optimizer)["_opt_called"] = True
+            return
         if has_shards and is_fused_sgd:
             with _unfused(optimizer):
                 optimizer.step()

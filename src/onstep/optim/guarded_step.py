@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onstep.distributed.shards import local_part
+from onstep.distributed.shards import is_sharded, local_part
 from onstep.optim.fused_step import FusedStep, newcomers, without_gradients
 
 GUARDED = (
@@ -54,6 +54,10 @@ class GuardedStep:
 
     def is_possible(self) -> bool:
         """Whether the next step can be guarded: it creates no state, and runs nothing but torch's code."""
+        if isinstance(self._optimizer, torch.optim.Muon) and is_sharded(
+            param for group in self._optimizer.param_groups for param in group["params"]
+        ):
+            return False  # whose ranks exchange rows
         return self._step.runs_only_torchs_code() and not newcomers(self._optimizer)
 
     @torch.no_grad()

@@ -57,11 +57,6 @@ def _check_shards(config: ConfigContainer, shards: int) -> None:
             f"optimizer.optimizer={optimizer} is one of bitsandbytes, whose kernels cannot update a model that is "
             f"divided between {shards} ranks; use adam, adamw_torch_8bit or adamw_torch_4bit."
         )
-    if optimizer == "muon":
-        raise ConfigError(
-            f"optimizer.optimizer=muon orthogonalizes whole matrices, but {shards} ranks hold shards; use adam, or "
-            f"set parallel.data_parallel_shard_size=1, by which each rank has them whole."
-        )
     if config.peft.base_quantization is not None:
         raise ConfigError(
             f"peft.base_quantization={config.peft.base_quantization} holds weights that cannot be divided between "

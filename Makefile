@@ -68,6 +68,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/steady.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/sharded_checkpoint.py
+	$(BIN)/python benchmarks/sharded_build.py
 	$(BIN)/python benchmarks/trackers.py
 	$(BIN)/python benchmarks/log_analysis.py
 	$(BIN)/python benchmarks/control.py

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,7 @@ OF_GPT2 = {
     "eos_token_id": 0,
 }
 MAMBA = {"model_type": "mamba", "vocab_size": 67, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
+RWKV = MAMBA | {"model_type": "rwkv", "attention_hidden_size": 16}
 
 
 def of_transformers(content: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -99,7 +102,8 @@ def of_transformers_classes() -> dict[str, Any]:
         "tied llama class": of_transformers(LLAMA, tie_word_embeddings=True),
         "gpt2 class": of_transformers(OF_GPT2),
         "llama class, lora": {**of_transformers(LLAMA), "peft": LORA, "mixed_precision": "bf16_mixed"},
-        "mamba class, whose values cannot be drawn one by one": of_transformers(MAMBA),
+        "mamba class": of_transformers(MAMBA),
+        "rwkv class, whose values cannot be drawn one by one": of_transformers(RWKV),
     }
 
 
@@ -167,3 +171,11 @@ def test_any_divided_model_has_the_weights_of_one_process(
         sizes,
         of_configuration() | of_transformers_classes() | own | lora | of_their_files(tmp_path),
     )
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_no_rank_holds_more_than_its_shards_and_one_tensor() -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "sharded_build.py"
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=280)
+    assert ran.returncode == 0, ran.stdout + ran.stderr[-2000:]

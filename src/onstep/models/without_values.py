@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
@@ -21,6 +22,10 @@ T = TypeVar("T")
 
 _OVERWRITING = frozenset(("normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_"))
 """Operations in place whose result does not depend on the tensor's values before."""
+_OF_SHAPES = frozenset(f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn")) | frozenset(
+    f"new_{kind}" for kind in ("empty", "zeros", "ones", "full")
+)
+"""Operations whose result does not depend on the values of the tensor that they are given."""
 
 
 class CannotRedrawError(OnstepError):
@@ -39,7 +44,7 @@ def without_values(seen: Callable[[nn.Parameter, Tensor], None] | None = None) -
     thread, known = threading.get_ident(), WeakIdKeyDictionary()
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta or is_lazy(parameter) or threading.get_ident() != thread:
+        if parameter is None or _is_meta(parameter) or is_lazy(parameter) or threading.get_ident() != thread:
             return None
         if parameter not in known:
             moved = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
@@ -76,10 +81,26 @@ def redraw(build: Callable[[], T], give: Callable[[int, Tensor], None]) -> T:
         CannotRedrawError: if a value depends on one that is no longer held.
     """
     drawing = _Drawing(give)
-    with without_values(drawing.begin), drawing:
+    with without_values(drawing.begin), _Disguise(), drawing:
         built = build()
         drawing.end()
     return built
+
+
+class _Disguise(TorchFunctionMode):
+    """Says of tensors on `meta` that they are on the CPU, since functions of `nn.init` draw nothing for `meta`."""
+
+    _ANSWERS: ClassVar[dict[Any, Any]] = {
+        torch.Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]  # a descriptor, whatever the stubs say
+        torch.Tensor.device.__get__: torch.device("cpu"),
+    }
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in self._ANSWERS and _is_meta(args[0]):
+            return self._ANSWERS[func]
+        return func(*args, **(kwargs or {}))
 
 
 class _Drawing(TorchDispatchMode):
@@ -110,16 +131,19 @@ class _Drawing(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         leaves, _ = tree_flatten((args, kwargs))
-        given = [one for one in leaves if isinstance(one, Tensor) and one.is_meta]
+        given = [one for one in leaves if isinstance(one, Tensor) and _is_meta(one)]
         if not given or any(one.alias_info and not one.alias_info.is_write for one in func._schema.returns):
             return func(*args, **kwargs)  # no parameter, or a view of one
         writes = [one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments]
         if any(writes[1:]):
             raise CannotRedrawError(f"{func} writes to more than one tensor, and parameters have no values yet.")
-        written = [one for one in args[:1] if writes[0] and one.is_meta]
+        written = [one for one in args[:1] if writes[0] and _is_meta(one)]
         name = func._schema.name.rpartition("::")[2]
         read = [one for one in given if not written or one is not written[0]]
-        real = {id(one): self._real(one, func) for one in read}
+        if name in _OF_SHAPES:
+            real = {id(one): torch.empty_strided(one.size(), one.stride(), dtype=one.dtype) for one in read}
+        else:
+            real = {id(one): self._real(one, func) for one in read}
         if written:
             overwrites = name in _OVERWRITING and written[0].numel() == self._whole(written[0], func).numel()
             real[id(written[0])] = self._real(written[0], func, overwrites=overwrites)
@@ -146,6 +170,12 @@ class _Drawing(TorchDispatchMode):
             raise CannotRedrawError(f"{func} needs another layout of a parameter of {tuple(whole.shape)}.")
         offset = held.storage_offset() + tensor.storage_offset()
         return held.as_strided(tensor.size(), tensor.stride(), offset)
+
+
+def _is_meta(tensor: Tensor) -> bool:
+    """Whatever a `_Disguise` says."""
+    with torch._C.DisableTorchFunction():
+        return tensor.is_meta
 
 
 def _storage(tensor: Tensor) -> int:

@@ -135,14 +135,12 @@ def family_values(directory: Path, model: CausalLM) -> GiveAll | None:
     """
     files = _Files(directory)
     theirs: Any = model.model
-    if _is_converted(theirs):
-        return None
-    prefix = f"{theirs.base_model_prefix}."
+    stored_as = _names_in_model(theirs, files.shapes)
     found: dict[str, str] = {}
     filled: set[int] = set()
     for name, tensor in theirs.state_dict(keep_vars=True).items():
-        stored = name if name in files.shapes else name.removeprefix(prefix)
-        if stored in files.shapes and id(tensor) not in filled:
+        stored = stored_as.get(name)
+        if stored is not None and id(tensor) not in filled:
             if files.shapes[stored].shape != tensor.shape or files.shapes[stored].dtype not in FLOATS:
                 return None
             filled.add(id(tensor))
@@ -157,13 +155,22 @@ def family_values(directory: Path, model: CausalLM) -> GiveAll | None:
     return give_all
 
 
-def _is_converted(model: Any) -> bool:
-    """Whether `transformers` does more than copy the tensors of a file into the parameters of their names."""
+def _names_in_model(model: Any, stored: Iterable[str]) -> dict[str, str]:
+    """For each tensor in files that `transformers` at most renames, its name in the model, with that in the files."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
     except ImportError:
-        return True
-    return bool(get_model_conversion_mapping(model, add_legacy=False))
+        return {}
+    transforms = get_model_conversion_mapping(model)
+    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+    others: list[Any] = [one for one in transforms if not isinstance(one, WeightRenaming)]
+    prefix, known, found = model.base_model_prefix, model.state_dict(), {}
+    for name in stored:
+        renamed, converted_by = rename_source_key(name, renamings, others, prefix, known)
+        if converted_by is None:
+            found[renamed] = name
+    return found
 
 
 def _storage(tensor: Tensor) -> int:

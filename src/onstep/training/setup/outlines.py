@@ -102,7 +102,7 @@ def _of_transformers(
 
         try:
             twin = redraw(build, put)
-        except CannotRedrawError:
+        except (CannotRedrawError, ConfigError):  # the latter is what transformers makes of other errors
             _from_first_rank(model, world, build)(give)
         else:
             for name, buffer in twin.named_buffers():

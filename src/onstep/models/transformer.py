@@ -114,7 +114,7 @@ class Transformer(nn.Module):
         """
         self._check_labels(labels)
         position_ids = chosen_positions(position_ids, document_ids)
-        context = sequence_context(self.rotary, tokens, cache, position_ids, document_ids, cu_seqlens, max_seqlen)
+        context = self._context(tokens, cache, position_ids, document_ids, cu_seqlens, max_seqlen)
         hidden = self._hidden_states(tokens, position_ids, context)
         if labels is None:
             return self.logits(hidden)
@@ -122,7 +122,7 @@ class Transformer(nn.Module):
         if self.mtp is None or not self.training or not torch.is_grad_enabled():
             return losses
         if cache is not None:  # whose keys are not those of the further depths
-            context = sequence_context(self.rotary, tokens, None, position_ids, document_ids)
+            context = self._context(tokens, None, position_ids, document_ids)
         return self.mtp.attach(
             losses,
             hidden,
@@ -150,8 +150,11 @@ class Transformer(nn.Module):
                 one.
         """
         position_ids = chosen_positions(position_ids, document_ids)
-        context = sequence_context(self.rotary, tokens, cache, position_ids, document_ids)
+        context = self._context(tokens, cache, position_ids, document_ids)
         return self._hidden_states(tokens, position_ids, context)
+
+    def _context(self, tokens: Tensor, *rest: Any) -> SequenceContext:
+        return sequence_context(self.rotary, tokens, *rest, dtype=self.embedding.weight.dtype)
 
     def _hidden_states(self, tokens: Tensor, position_ids: Tensor | None, context: SequenceContext) -> Tensor:
         x = self._embedded(tokens, context.cache, position_ids)

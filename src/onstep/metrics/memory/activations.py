@@ -9,7 +9,7 @@ from typing import Any
 
 from onstep.config.checks.model import LORA_PROJECTIONS
 from onstep.metrics.memory.counts import WeightCounts
-from onstep.metrics.memory.storage import FLOAT32, Storage
+from onstep.metrics.memory.storage import FLOAT32, HALF, Storage
 from onstep.metrics.model_shape import ModelShape, is_target
 
 _CHUNK, _FROZEN_CHUNK, _LARGE_VOCABULARY = 2**28, 2**26, 65_536
@@ -73,11 +73,17 @@ def micro_batch(shape: ModelShape, cfg: Any, counts: WeightCounts, storage: Stor
         activations=tokens * (kept + layers[0].norm(shape.hidden_size)) + ends - on_host,
         layer=tokens * max(sizes),
         logits=logits * (1 + shape.mtp_depth),
-        copies=copies,
+        copies=copies + _angles(shape, cfg, storage),
         copies_of_layer=copies // len(sizes),
         temporary=tokens * layers[0].temporary() + _dequantized(counts, storage),
         on_host=on_host,
     )
+
+
+def _angles(shape: ModelShape, cfg: Any, storage: Storage) -> int:
+    """Bytes of the cosines and sines of positions in the type of embeddings of 16 bits."""
+    is_rotary = getattr(cfg.model, "position_embedding_type", "rope") == "rope"
+    return shape.seq_length * shape.kv_channels * HALF if is_rotary and storage.residual == HALF else 0
 
 
 def _dequantized(counts: WeightCounts, storage: Storage) -> int:

@@ -120,8 +120,13 @@ def sequence_context(
     document_ids: Tensor | None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
 ) -> SequenceContext:
     """Build the context that the layers need for `tokens`.
+
+    Args:
+        dtype: that of the embedded tokens, to which angles are rounded as in `transformers`.
 
     Raises:
         ConfigError: for documents together with a cache, or for either beyond the length at which dynamic rotary
@@ -149,7 +154,7 @@ def sequence_context(
             "document at a time, or on shorter sequences."
         )
     cos, sin = rotary(start, end - start) if position_ids is None else rotary.at(position_ids)
-    return SequenceContext(cos, sin, documents, cache)
+    return SequenceContext(cos.to(dtype), sin.to(dtype), documents, cache)
 
 
 def chosen_positions(position_ids: Tensor | None, document_ids: Tensor | None) -> Tensor | None:

@@ -1,0 +1,109 @@
+"""What the ranks of the tests of runs that change their layout run: `job_*(settings)`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onstep import Callback, CallbackManager
+from onstep.data import TrainLoader
+from onstep.optim import TrainingOptimizer
+from onstep.training import GlobalState, train
+from onstep.training.checkpointing.optimizer_state import OptimizerState
+from tests.support.jobs.shard_jobs import digests_of
+from tests.support.jobs.sharding_jobs import BATCH, MICRO, Watch, given_config, wrapped
+from tests.support.small_runs import RaggedRows, TinyModel, sum_step
+
+
+class Numbered(RaggedRows):
+    """Rows that say which they are."""
+
+    def __init__(self, size: int, seen: list[int]) -> None:
+        super().__init__(size)
+        self.seen = seen
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.seen.append(index)
+        return super().__getitem__(index)
+
+
+class Look(Callback):
+    """Notes the optimizer's state before the first step, and when it is saved after `at` steps. Collective."""
+
+    ranks = "all"
+
+    def __init__(self, state: OptimizerState, at: int) -> None:
+        self.state, self.at = state, at
+        self.first: dict[str, Any] = {}
+        self.later: dict[str, Any] = {}
+
+    def on_train_start(self, context: Any) -> None:
+        self.first = self._now()
+
+    def on_checkpoint_save_start(self, context: Any) -> None:
+        if context.checkpoint_step == self.at:
+            self.later = self._now()
+
+    def _now(self) -> dict[str, Any]:
+        state = self.state.state_dict()
+        rates = [(group["lr"], group["weight_decay"], group["params"]) for group in state["param_groups"]]
+        steps = {name: one["step"].item() for name, one in state["state"].items()}
+        return {"digests": digests_of(state["state"], "state"), "groups": rates, "steps": steps}
+
+
+def optimizer_of(model: nn.Module, reverses: bool) -> TrainingOptimizer:
+    """AdamW with a group of matrices and one of vectors, in either order."""
+    params = [*model.parameters()]
+    groups: list[dict[str, Any]] = [
+        {"params": [one for one in params if one.ndim > 1], "weight_decay": 0.1},
+        {"params": [one for one in params if one.ndim < 2], "weight_decay": 0.0, "lr": 3e-3},
+    ]
+    return TrainingOptimizer(torch.optim.AdamW(groups[::-1] if reverses else groups, lr=1e-2))
+
+
+def in_steps(seen: list[int]) -> list[int]:
+    """The samples that the ranks have read, one step after the other. Collective."""
+    of_ranks = [seen]
+    if dist.is_initialized():
+        of_ranks = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(of_ranks, seen)
+    size = BATCH // len(of_ranks)
+    steps = range(0, len(seen), size)
+    return [index for at in steps for of_one in of_ranks for index in of_one[at : at + size]]
+
+
+def job_runs(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Runs of `train()`, each on a layout, from the checkpoint in its directory if there is one."""
+    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if ranks > 1:
+        dist.init_process_group("gloo")
+    found = []
+    for one in settings["runs"]:
+        config = given_config()
+        config.train.train_iters = one["steps"]
+        config.checkpoint.save, config.checkpoint.save_interval = one["directory"], one["save_interval"]
+        config.checkpoint.async_save = ranks > 2
+        model = wrapped(one["how"], TinyModel(seed=one["seed"])) if ranks > 1 else TinyModel(seed=one["seed"])
+        optimizer = optimizer_of(model, reverses=one["reverses"])
+        watch, look = Watch(), Look(OptimizerState(optimizer, [model]), one["save_interval"])
+        manager, seen = CallbackManager(), []
+        manager.add([watch, look])
+        loader = TrainLoader(
+            Numbered(240, seen), seed=1, micro_batch_size=MICRO, global_batch_size=BATCH, rank=rank, world_size=ranks
+        )
+        state = GlobalState(cfg=config, num_microbatches=BATCH // (MICRO * ranks))
+        train(sum_step, [model], optimizer, None, loader, None, state, callback_manager=manager)
+        found.append(
+            {
+                "losses": watch.losses,
+                "norms": watch.norms,
+                "first": look.first,
+                "later": look.later,
+                "seen": in_steps(seen),
+            }
+        )
+    return found

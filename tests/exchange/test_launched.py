@@ -48,6 +48,8 @@ if __name__ == "__main__":
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node={ranks}"]
 ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_processes={ranks}", "--main_process_port=0"]
 
+SHARDS = ["--use_fsdp", "--fsdp_version=2", "--fsdp_state_dict_type=FULL_STATE_DICT"]
+
 
 @pytest.mark.parametrize(
     ("launcher", "ranks"),
@@ -55,6 +57,7 @@ ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_processes={ran
         pytest.param(TORCHRUN, 2, id="torchrun"),
         pytest.param(TORCHRUN, 3, id="torchrun on three ranks"),
         pytest.param(ACCELERATE, 2, id="accelerate launch"),
+        pytest.param([*ACCELERATE[:1], *SHARDS, *ACCELERATE[2:]], 2, id="accelerate launch with shards"),
     ],
 )
 def test_losses_and_weights_are_those_of_transformers(tmp_path: Path, launcher: list[str], ranks: int) -> None:

@@ -13,6 +13,7 @@ from onstep.checkpoint import SaveRequest
 from onstep.checkpoint.catalog.unfinished import being_written
 from onstep.config import TrainingArguments
 from onstep.config.hf.argument import LOG_LEVELS
+from onstep.config.hf.sharding import writes_whole_weights
 from onstep.events import Callback, Request
 from onstep.metrics.memory_peaks import MemoryPeaks
 from onstep.optim import RecallsRates
@@ -61,7 +62,7 @@ class TrainerFeature(Feature[Run]):
         self._saves = any(
             overrides(trainer, name) for name in ("_save_checkpoint", "save_model", "_save", *STATE_METHODS)
         )
-        self._saves |= any(replaces(trainer, name) for name in READERS)
+        self._saves |= any(replaces(trainer, name) for name in READERS) or writes_whole_weights(trainer.args)
         self.writes_directly = False
         """Whether the user's method that saves is running, and calls for the checkpoint."""
         self._written: dict[int, bool] = {}

@@ -132,6 +132,7 @@ class TrainingArguments(
         self._settle()
         self.check()
         if not _IS_INTERNAL.get():
+            _ = self.parallel_sizes  # refuses those that do not make up the ranks
             partial_state(self)
 
     def __setattr__(self, name: str, value: object) -> None:

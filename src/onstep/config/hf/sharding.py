@@ -32,7 +32,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "min_num_params": ((0,), "blocks are not found by their size; name their classes in transformer_layer_cls_to_wrap"),
     "state_dict_type": (
         ("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
-        "a checkpoint has the shards, which any number of ranks can load, and the final weights are whole",
+        "a checkpoint has the shards, which any number of ranks can load, and the first adds the whole weights",
     ),
     "use_orig_params": ((True,), _WHOLE_PARAMETERS),
     "sync_module_states": ((True,), "all ranks begin with the weights of the first"),
@@ -169,6 +169,16 @@ def parallel_section(args: Any) -> ParallelConfig | None:
     names = {f"parallel.{one.name}": one.name for one in fields(ParallelConfig)}
     sizes = {names[key]: size for key, size in keys.items() if key in names}
     return ParallelConfig(**sizes) if sizes else None
+
+
+def writes_whole_weights(args: Any) -> bool:
+    """Whether each checkpoint of a sharded model also has whole weights, as `fsdp_config["state_dict_type"]` says.
+
+    Args:
+        args: the arguments.
+    """
+    kind = (args.fsdp_config or {}).get("state_dict_type") or "FULL_STATE_DICT"
+    return bool(args.fsdp) and str(kind).upper() == "FULL_STATE_DICT" and args.parallel_sizes.dp_shard > 1
 
 
 def plain_parallelism(given: object) -> dict[str, Any] | None:

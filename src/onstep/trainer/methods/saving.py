@@ -16,9 +16,11 @@ from torch import nn
 
 from onstep.checkpoint.catalog.unfinished import being_written
 from onstep.config import TrainingArguments
+from onstep.config.hf.sharding import writes_whole_weights
 from onstep.distributed import World
+from onstep.distributed.main_only import main_only
 from onstep.distributed.shards import is_sharded, whole
-from onstep.errors import ConfigError
+from onstep.errors import ConfigError, MainOnlyError
 from onstep.events.context import unwrap
 from onstep.models import Transformer, hf_obstacle, save_hf
 from onstep.models.deferred import gathered
@@ -66,9 +68,20 @@ class SavingMethods(StateFileMethods):
         if in_parts and overrides(self, "_save"):
             weights = whole_weights(self.model, keeps=self.args.should_save)
             if self.args.should_save:
-                self._save(directory, state_dict=weights)
-        elif in_parts or self.args.should_save:
+                self._save_alone(directory, state_dict=weights)
+        elif in_parts:
             self._save(directory)
+        elif self.args.should_save:
+            self._save_alone(directory)
+
+    def _save_alone(self, directory: str, **weights: StateDict) -> None:
+        """Call `_save`, or its override, on rank 0, where a collective in it raises on all ranks."""
+        try:
+            with main_only(f"{type(self).__name__}._save", "override _save_checkpoint, which all ranks call"):
+                self._save(directory, **weights)
+        except MainOnlyError as error:
+            if self.global_state is None or not self.global_state.world.postpone(error):
+                raise
 
     def _save(self, output_dir: str | None = None, state_dict: StateDict | None = None) -> None:
         """Write the model, or the given weights, and what belongs to them, on rank 0."""
@@ -104,7 +117,7 @@ class SavingMethods(StateFileMethods):
             )
         directory = os.path.join(self._get_output_dir(trial), f"checkpoint-{state.train_state.step}")
         with being_written(directory, is_main=state.world.is_main):
-            if overrides(self, "save_model") or overrides(self, "_save"):
+            if overrides(self, "save_model") or overrides(self, "_save") or writes_whole_weights(self.args):
                 self.save_model(directory, _internal_call=True)
             self.save_states(directory)
             write()

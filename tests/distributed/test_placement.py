@@ -145,9 +145,12 @@ def of_checkpoints(directory: Path) -> dict[str, Any]:
     return {f"{name} checkpoint": pretrained(directory / name) for name in ("plain", "adapted")}
 
 
-def check(processes: Processes, directory: Path, sizes: dict[str, int], chosen: dict[str, Any]) -> None:
+def check(
+    processes: Processes, directory: Path, sizes: dict[str, int], chosen: dict[str, Any], **settings: bool
+) -> None:
     ranks = sizes["dp_shard"] * sizes.get("dp_replicate", 1)
-    for result in processes.results(JOBS, "compare", directory, {"sizes": sizes, "cases": chosen}, ranks=ranks):
+    settings_of_all = {"sizes": sizes, "cases": chosen, **settings}
+    for result in processes.results(JOBS, "compare", directory, settings_of_all, ranks=ranks):
         assert result == {name: [] for name in chosen}
 
 
@@ -155,6 +158,24 @@ def test_divided_weights_are_those_of_one_process(processes: Processes, tmp_path
     processes.load("torch.distributed.fsdp", "torch.distributed.tensor")
     chosen = {name: of_configuration()[name] for name in ("tied, bfloat16", "experts")} | of_own_files(tmp_path)
     check(processes, tmp_path, {"dp_shard": 3}, chosen)
+
+
+def test_what_a_hook_does_to_a_model_that_is_divided_then_is_kept(processes: Processes, tmp_path: Path) -> None:
+    check(processes, tmp_path, {"dp_shard": 2}, {"own": {"model": SMALL}}, has_hook=True)
+
+
+def test_a_quantized_base_and_the_files_of_another_model_are_refused(processes: Processes, tmp_path: Path) -> None:
+    quantized = {"model": SMALL, "peft": {**LORA, "base_quantization": "nf4"}}
+    (tmp_path / "files").mkdir()
+    save_hf(build_transformer(ModelConfig(**SMALL | {"num_layers": 1}), seed=3), tmp_path / "files")
+    other = {"model": SMALL, "checkpoint": {"pretrained_checkpoint": str(tmp_path / "files")}}
+    for values, expected in (
+        (quantized, "peft.base_quantization=nf4 cannot be divided between ranks"),
+        (other, "the configuration describes a model of at least 9,264 parameters"),
+    ):
+        settings = {"sizes": {"dp_shard": 2}, "values": values}
+        for error in processes.results(JOBS, "refusal", tmp_path, settings):
+            assert expected in error, error
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from torch import nn
 from onstep.config import ConfigContainer, DistributedInitConfig, from_dict
 from onstep.distributed import ParallelSizes, World, open_world
 from onstep.distributed.shards import as_dtensor, whole
+from onstep.errors import OnstepError
 from onstep.training import GlobalState
 from onstep.training.setup.model_and_data import build_model
 from onstep.training.setup.pretrained import fill_from_pretrained
@@ -21,6 +22,28 @@ def built(config: ConfigContainer, world: World, hooks: Any = ()) -> nn.Module:
     return build_model(config, world, GlobalState(config, world=world), hooks)[0]
 
 
+def shrink(chunks: list[nn.Module]) -> None:
+    """A hook that changes weights, adds some, and freezes some."""
+    (chunk,) = chunks
+    for parameter in chunk.parameters():
+        parameter.data.mul_(0.5)
+    chunk.output = nn.Linear(16, 67, bias=False)
+    chunk.embedding.weight.requires_grad_(False)
+
+
+def job_refusal(settings: dict[str, Any]) -> str:
+    """The error of a build."""
+    sizes = ParallelSizes(**settings["sizes"])
+    with closing(open_world(DistributedInitConfig(device="cpu"), sizes)) as world:
+        config = from_dict(settings["values"])
+        config.parallel.data_parallel_shard_size = sizes.dp_shard
+        try:
+            built(config, world)
+        except OnstepError as error:
+            return str(error)
+    return ""
+
+
 def job_compare(settings: dict[str, Any]) -> dict[str, Any]:
     """How the divided model of each configuration differs from that of one process."""
     found, sizes = {}, ParallelSizes(**settings["sizes"])
@@ -29,9 +52,10 @@ def job_compare(settings: dict[str, Any]) -> dict[str, Any]:
             config = from_dict(values)
             if config.checkpoint.pretrained_checkpoint is not None:
                 config = fill_from_pretrained(config)
-            one = built(config, World())
+            hooks = [shrink] if settings.get("has_hook") else []
+            one = built(config, World(), hooks)
             config.parallel.data_parallel_shard_size = sizes.dp_shard
-            divided = built(config, world)
+            divided = built(config, world, hooks)
             found[name] = differences(one, divided)
     return found
 

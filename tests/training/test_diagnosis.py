@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -235,3 +236,14 @@ def test_a_report_names_ranks_by_their_coordinates() -> None:
     assert "\n  rank 1, dp_shard 1, dp_replicate 0: step 0, " in text
     assert "\nstacks of rank 2, dp_shard 0, dp_replicate 1 (process " in text
     assert decide_on(decision, reports[3], 0).line.startswith("rank 3 hangs")
+
+
+def test_the_last_report_of_a_rank_of_another_machine_is_not_taken_for_its_end() -> None:
+    last = rank(1, step=0, activity="beginning to train", silence=1.26, step_of_others=3)
+    assert decide_on(FailureDiagnosis("died", 1), last, 0).line == (
+        "rank 1 is gone (its process was killed or crashed) with others at step 3; its last report is 1.3 s old: at "
+        "step 0, while it is beginning to train"
+    )
+    final = replace(last, is_final=True, step=3, activity="computing a step")
+    line = decide_on(FailureDiagnosis("died", 1), final, 0).line
+    assert line == "rank 1 is gone (its process was killed or crashed) at step 3, while it is computing a step"

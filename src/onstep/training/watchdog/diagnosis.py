@@ -217,7 +217,10 @@ def first_line(diagnosis: FailureDiagnosis, one: RankReport, who: str) -> str:
     if one.failure is not None:
         return f"{who} failed first {at}: {_exception(one.failure)}"
     if diagnosis.kind == "died":
-        return f"{who} is gone (its process was killed or crashed); it last reported {at}"
+        gone = f"{who} is gone (its process was killed or crashed)"
+        if one.step_of_others > one.step:  # it may have been further than in a report that is old
+            return f"{gone} with others at step {one.step_of_others}; its last report is {one.silence:.1f} s old: {at}"
+        return f"{gone}; it last reported {at}"
     if one.is_stopped:
         return f"{who} hangs: its process has been stopped for {one.idle:.1f} s; it last reported {at}"
     silent = ", and its interpreter does not answer" if one.silence > 0 else ""

@@ -134,12 +134,14 @@ class RankExchange(threading.Thread):
         """All ranks as this one sees them, including itself."""
         now, host = time.monotonic(), self.record.host
         found = {self.rank: self._in_order(self.record)}
+        step = max([self.record.step, *(record.step for record in list(self._seen.values()))])
         for rank, record in list(self._seen.items()):
             silence = now - self._seen_at[rank]
             silence = 0.0 if silence < 2 * self.interval else silence
             is_here = bool(host) and record.host == host and silence > 0
             state = rank_stacks.state_of(record.pid, record.birth) if is_here else "unknown"
-            one = replace(record, silence=silence, is_gone=state == "gone", is_stopped=state == "stopped")
+            is_gone, is_stopped = state == "gone", state == "stopped"
+            one = replace(record, silence=silence, step_of_others=step, is_gone=is_gone, is_stopped=is_stopped)
             words = self.last_words(rank) if one.silence > 0 and not one.is_over else None
             found[rank] = one if words is None else one.at_last(words)
         return found

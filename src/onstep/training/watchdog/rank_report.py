@@ -99,6 +99,8 @@ class RankReport:
     failure: Failure | None = None
     silence: float = 0.0
     """As seen by another rank: seconds since it last published anything."""
+    step_of_others: int = 0
+    """Likewise: the greatest step that any rank has reported."""
     is_gone: bool = False
     """Likewise: its process is known to have ended."""
     is_final: bool = False

@@ -417,3 +417,10 @@ def test_lora_of_bridges_yaml() -> None:
 def test_tokenizers_of_megatrons_files_are_refused_by_what_they_are() -> None:
     with pytest.raises(ConfigError, match=r"Megatron's tokenizers of this kind are not supported; convert it to a tok"):
         from_dict({"tokenizer": {"tokenizer_type": "SentencePieceTokenizer"}})
+
+
+@pytest.mark.parametrize("key", ["ddp.use_distributed_optimizer", "optimizer.overlap_param_gather"])
+@pytest.mark.parametrize("value", ["2", "on_gpu"])
+def test_a_shared_flag_is_true_or_false(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}='?{value}'? must be true or false"):
+        apply_overrides(ConfigContainer(), [f"{key}={value}"])

@@ -167,7 +167,15 @@ def test_a_ddp_whose_sums_change_after_a_resume_is_named(processes: Processes, t
     assert not any("data_parallel" in line for one in said[2] for line in one["said"]), "a + b is b + a"
 
 
-def test_a_model_that_nothing_wraps_is_named_on_several_ranks(processes: Processes, tmp_path: Path) -> None:
+def test_a_model_that_nothing_wraps_is_refused_on_several_ranks_once_their_weights_differ(
+    processes: Processes, tmp_path: Path
+) -> None:
     results = processes.results(JOBS, "train", tmp_path, {"how": "bare"})
     named = [any("not wrapped for data parallelism" in line for line in one["said"]) for one in results]
     assert named == [True, False]
+    for one in results:
+        assert one["error"].startswith("each of the 2 ranks trains a model of its own: it is not wrapped"), one
+        assert "after the first step rank 1 differs in embed.weight" in one["error"]
+        assert len(one["losses"]) == 1
+    for one in processes.results(JOBS, "train", tmp_path / "averaged", {"how": "averaged"}):
+        assert one["error"] == ""

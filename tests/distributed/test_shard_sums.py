@@ -157,6 +157,8 @@ def test_partial_and_sharded_bfloat16_parameters_are_refused_and_a_partial_gradi
 ) -> None:
     for one in processes.results(JOBS, "partial", tmp_path):
         assert "parameter 0 of the optimizer, (3,), must be sharded or replicated" in one["own"]
+        assert one["clipped"].startswith("parameter 0 of those to clip, (3,), must be sharded or replicated")
+        assert one["named"].startswith("layers.0.norm must be sharded or replicated")
         assert one["foreign"].startswith("summand must be sharded or replicated")
         assert "bfloat16 updates whole weights, and these are sharded over ranks" in one["bfloat16"]
         assert one["norm"] == pytest.approx(3 * 3**0.5)

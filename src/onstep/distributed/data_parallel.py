@@ -192,11 +192,16 @@ def check_ranks(chunks: Sequence[nn.Module], world: World) -> None:
                     mesh is not None and mesh.size() == world.size and dtensor.device_mesh.size() == world.size
                 ):
                     continue
+                rule = f"weights that are divided along other axes are not supported ({world.place()})"
+                if world.data.size == world.size:
+                    rule = (
+                        "each rank is trained on samples of its own, but ranks that are tensor-parallel must have the "
+                        "same"
+                    )
                 raise ShardingError(
                     f"{f'{prefix}.{name}'.removeprefix('module.').removeprefix('.')} is a DTensor on "
                     f"{dtensor.device_mesh} with placements {dtensor.placements}, which is not data parallelism over "
-                    f"all {world.size} ranks: each rank is trained on samples of its own, but ranks that are "
-                    f"tensor-parallel must have the same. Onstep trains models that are whole on every rank, or "
+                    f"all {world.size} ranks: {rule}. Onstep trains models that are whole on every rank, or "
                     f"sharded by fully_shard over all of them; load the model without tp_plan or parallelize_module."
                 )
 

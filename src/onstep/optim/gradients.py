@@ -87,25 +87,31 @@ class ShardedGradients:
         return self.kinds.sums(squares).sum().sqrt()
 
 
-def clip_grad_norm(params: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
+def clip_grad_norm(params: Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]], max_norm: float) -> Tensor:
     """Clip the L2 norm of all gradients over all ranks, as torch's `clip_grad_norm_` does for tensors of one kind.
 
     Plain and sharded parameters may be mixed, and meshes may differ. Collective if parameters are DTensors.
 
     Args:
-        params: the parameters; those without a gradient are left out.
+        params: the parameters, or pairs of a name, for errors, and a parameter; those without a gradient are left out.
         max_norm: the greatest norm; infinity only computes it.
 
     Returns:
         The norm before clipping, 0-d, the same on all ranks to the bit; the host does not wait for it.
     """
-    params = [params] if isinstance(params, Tensor) else list(params)
+    given = [params] if isinstance(params, Tensor) else list(params)
+    pairs = [one if isinstance(one, tuple) else (_unnamed(place, one), one) for place, one in enumerate(given)]
+    params = [param for _, param in pairs]
     if not is_sharded(params):
         return torch.nn.utils.clip_grad_norm_(params, max_norm)
     with torch.no_grad():
-        gradients = ShardedGradients(params)
+        gradients = ShardedGradients(params, [name for name, _ in pairs])
         parts = gradients.collect()
         norm = gradients.norm(parts, params[0].device)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         multiply(parts, factor, spans_devices=any(part.device != factor.device for part in parts))
     return norm
+
+
+def _unnamed(place: int, param: Tensor) -> str:
+    return f"parameter {place} of those to clip, {tuple(param.shape)},"

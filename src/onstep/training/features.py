@@ -33,6 +33,7 @@ from onstep.training.stages.job import Job
 from onstep.training.steering.steering import Steering
 from onstep.training.stragglers.detector import Stragglers
 from onstep.training.stragglers.nvrx import NvrxStragglers
+from onstep.training.verification.own_models import OwnModels
 from onstep.training.verification.trajectory_hash import TrajectoryHash
 from onstep.training.verification.weight_hash import WeightHashes
 from onstep.training.watchdog.watchdog import Watching
@@ -79,6 +80,7 @@ TRAINING: tuple[type[Feature[Job]], ...] = (
     ModelParallelAgreement,
     BridgeLog,  # after the gate: sees what was applied
     TrajectoryHash,
+    OwnModels,
     WeightHashes,  # after a step: Megatron Bridge's order
     Profilers,
     ManualGarbageCollection,

@@ -427,6 +427,11 @@ def job_partial(settings: dict[str, Any]) -> dict[str, Any]:
                 _foreign(nn.ParameterDict({"summand": param})).prepare()
         except ShardingError as error:
             result[name] = str(error)
+    for name, given in {"clipped": [param], "named": [("layers.0.norm", param)]}.items():
+        try:
+            clip_grad_norm(given, 1.0)
+        except ShardingError as error:
+            result[name] = str(error)
     shard = nn.Parameter(distribute_tensor(torch.ones(4, dtype=torch.bfloat16), mesh, [Shard(0)]))
     try:
         LowPrecisionOptimizer([torch.optim.SGD([shard], lr=0.1)])

@@ -21,7 +21,7 @@ from onstep import Callback, CallbackManager, Trainer, TrainingArguments, pretra
 from onstep.config import ConfigContainer
 from onstep.data import EvalLoader, TrainLoader
 from onstep.distributed import World
-from onstep.errors import ConfigError, NonFiniteError
+from onstep.errors import ConfigError, NonFiniteError, ReplicaMismatchError
 from onstep.record import read_records
 from onstep.training import GlobalState, evaluate, train, train_step
 from onstep.training.runs.run_dir import RunDir
@@ -69,6 +69,10 @@ def wrapped(how: str, model: nn.Module) -> nn.Module:
     """The model as a user shards it over the ranks of the process group."""
     size = dist.get_world_size()
     if how == "bare":
+        return model
+    if how == "averaged":
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(average)
         return model
     if how == "ddp":
         return DistributedDataParallel(model)
@@ -160,8 +164,11 @@ def job_train(settings: dict[str, Any]) -> dict[str, Any]:
     watch, manager = Watch(), CallbackManager()
     manager.add(watch)
     loader = TrainLoader(RaggedRows(144), seed=1, **sizes)
-    train(sum_step, [model], optimizer, None, loader, None, state, callback_manager=manager)
-    found: dict[str, Any] = {"losses": watch.losses, "norms": watch.norms, "ranks": state.world.size}
+    found: dict[str, Any] = {"losses": watch.losses, "norms": watch.norms, "ranks": state.world.size, "error": ""}
+    try:
+        train(sum_step, [model], optimizer, None, loader, None, state, callback_manager=manager)
+    except ReplicaMismatchError as error:
+        found["error"] = str(error)
     found["said"] = said
     if run_dir is not None:
         found["chain"] = read_records(run_dir.path / "certificate" / "chain.json")

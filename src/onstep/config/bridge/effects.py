@@ -280,9 +280,16 @@ _warned: set[str] = set()
 
 
 def _enable_together(config: Any) -> None:
-    """As in Bridge, a flag that one of the sections enables is enabled in both, with a warning on rank 0."""
+    """As in Bridge, a flag that one of the sections enables is enabled in both, with a warning on rank 0.
+
+    Raises:
+        ConfigError: for a value that is neither true nor false.
+    """
     for name in _OF_BOTH:
-        values = {section: bool(getattr(getattr(config, section), name)) for section in ("ddp", "optimizer")}
+        values = {section: getattr(getattr(config, section), name) for section in ("ddp", "optimizer")}
+        for section, value in values.items():
+            if not isinstance(value, bool):
+                raise ConfigError(f"{section}.{name}={shown(value)} must be true or false; set one of them.")
         if len({*values.values()}) == 1:
             continue
         for section in values:

@@ -299,8 +299,15 @@ class Accelerator(AcceleratorAnswers):
         is_scaled = scaler is not None and step is not None and not hasattr(step, "total")
         scale = scaler.scale if scaler is not None and is_scaled else 1.0
         if norm_type == 2:
-            return clip_grad_norm(parameters, max_norm * scale) / scale
+            return clip_grad_norm(self._named(parameters), max_norm * scale) / scale
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm * scale, norm_type=norm_type) / scale
+
+    def _named(self, parameters: Tensor | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
+        """The parameters with their names in the model, for errors."""
+        model = self._trainer.model
+        names = {} if model is None else {id(one): name for name, one in model.named_parameters()}
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        return [(names.get(id(one), f"parameter {place} of those to clip"), one) for place, one in enumerate(given)]
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clip each value of the gradients."""

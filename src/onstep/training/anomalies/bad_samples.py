@@ -151,7 +151,7 @@ def _gradient_norms(job: Job, step: Step) -> Iterator[float]:
         if job.sharded:
             yield math.sqrt(sum(map(float, squares)))
         else:
-            yield float(clip_grad_norm((p for chunk in model for p in chunk.parameters()), math.inf))
+            yield float(clip_grad_norm((named for chunk in model for named in chunk.named_parameters()), math.inf))
 
 
 def _drop_gradients(model: list[nn.Module]) -> None:

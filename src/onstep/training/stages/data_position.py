@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable
 
 from onstep.data import StepBatches
-from onstep.distributed.timeouts import seconds_after_first_step
 from onstep.errors import DataError
 from onstep.optim import ForeignOptimizer
 from onstep.training.compute.step import Step
 from onstep.training.run import Run
 from onstep.training.runs.decisions import BATCHES_TO_SKIP
+from onstep.training.stages.first_step import limit_collectives
 from onstep.training.stages.job import Job
 from onstep.training.stages.progress_log import log_job_start, pending_flops
 
@@ -146,13 +146,6 @@ def count(job: Job, step: Step) -> None:
     if job.start.is_first:
         limit_collectives(run)
         job.start.note_first_step(run, step)
-
-
-def limit_collectives(run: Run) -> None:
-    """From the first step on, a collective waits for other ranks for a shorter time, until the training ends."""
-    seconds = seconds_after_first_step(run.cfg, is_own=run.world.timeout_minutes is not None)
-    if seconds is not None and run.world.size > 1:
-        run.world.limit(seconds)
 
 
 def tell_of_overflow(job: Job) -> None:

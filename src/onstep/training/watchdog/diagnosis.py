@@ -23,7 +23,7 @@ ANSWER_SECONDS = 3.0
 _DEADLOCK, _DEADLOCK_IN_SETUP = 0.25, 0.5
 """The share of the limit after which ranks hang that are all in collectives, where nobody can arrive any more."""
 _DEADLOCK_SECONDS = 60.0
-"""But not sooner, unless the limit is shorter: a large collective over a slow network takes its time."""
+"""But not sooner, unless the limit is shorter: a large collective over a slow network may last."""
 
 
 @dataclass(frozen=True)

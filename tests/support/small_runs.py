@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from onstep import CallbackManager
 from onstep.config import ConfigContainer
 from onstep.data import EvalLoader, StepBatches, TrainLoader
+from onstep.distributed import data_parallel
 from onstep.events import Dispatcher
 from onstep.optim import TrainingOptimizer
 from onstep.training import GlobalState, train
@@ -98,8 +99,9 @@ def run(
     optimizer: Any = None,
     scheduler: Any = None,
 ) -> nn.Module:
-    """`train()` with whatever is not given made small."""
-    model = model or TinyModel()
+    """`train()` with whatever is not given made small; a model that is not given is wrapped for the ranks."""
+    if model is None:
+        [model] = data_parallel([TinyModel()], state.world, state.cfg.ddp)
     optimizer = optimizer or TrainingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     train(step, [model], optimizer, scheduler, data or loader(), valid, state, callback_manager=callbacks)
     return model

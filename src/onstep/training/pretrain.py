@@ -210,7 +210,10 @@ def _train_and_evaluate(
         run_job(job)
         load_best_model(state, setup.model)
         save_weights(state, setup.model)
-    aborted = state.control.should_abort_without_save or state.exits.decided is not None
+    is_aborted = state.control.should_abort_without_save or state.exits.decided is not None
+    [aborted] = state.world.agree(
+        [int(is_aborted)]
+    )  # a callback may have asked for it since the last step, on one rank
     if aborted or not is_evaluated_after_training(state):
         return
     for is_wanted, data, is_test in (

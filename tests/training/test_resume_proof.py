@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from onstep.config.parallel_sizes import ParallelSizes
 from onstep.training.verification.comparison import first_difference
 from onstep.training.verification.trajectory_hash import ITEMS
 
@@ -55,6 +56,8 @@ def test_every_item_is_named_with_its_step_and_the_rank_of_what_ranks_have_of_th
         found = first_difference(*runs)
         assert found is not None
         assert (found.step, found.rank, found.item) == (2, rank, item)
+        place = "" if rank is None else ", rank 1, dp_shard 1"
+        assert found.described(ParallelSizes(dp_shard=2).place).startswith(f"step 2{place}: {item} differs")
 
 
 def test_the_earliest_step_comes_first_and_its_cause_before_its_consequence(tmp_path: Path) -> None:

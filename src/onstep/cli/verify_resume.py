@@ -1,4 +1,7 @@
-"""`onstep verify-resume`: checks that the user's own job gives bitwise the same run when killed and resumed."""
+"""`onstep verify-resume`: checks that the user's own job gives bitwise the same run when killed and resumed.
+
+With `--layouts` it compares two layouts instead.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,11 @@ from onstep.cli.application import Imports, Recipe
 from onstep.cli.completed_words import complete_words
 from onstep.cli.config import configuration
 from onstep.cli.exit_codes import ERROR
+from onstep.cli.layout_comparison import Layout, common_words, hint, layout_of, report_comparison, tolerance_of
 from onstep.cli.user_job import JobError, UserJob
 from onstep.config import ConfigContainer, resolve
 from onstep.config.lengths import train_iters
+from onstep.config.parallel_sizes import ParallelSizes
 from onstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,6 +85,18 @@ def verify_resume(
     directory: Annotated[
         Path | None, typer.Option(help="Keep both runs in this directory; default: a temporary one in run.output_dir.")
     ] = None,
+    layouts: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            metavar="A B",
+            help="Kill nothing, and compare loss and gradient norm of the job in two layouts: one, ddp2, fsdp2, "
+            "hsdp2x2 (2 replicas of 2 shards).",
+        ),
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="With --layouts: the relative difference allowed; default: 1e-5, in 16 bits 2e-2."),
+    ] = None,
     recipe: Recipe = None,
     imports: Imports = None,
 ) -> None:
@@ -89,11 +106,20 @@ def verify_resume(
     and the metrics log except for timings. The exit code is 0 if everything is equal; otherwise it is 1 and the first
     step and item that differ are named. Your own run is not touched. Files that your own code writes are written here
     too.
+
+    With --layouts A B, the two runs are of two layouts, and nothing is killed: their losses and gradient norms are
+    compared step by step, with a tolerance, as sums over ranks are rounded in another order.
     """
     config, callbacks = configuration(words or [], recipe)
+    if layouts is not None:
+        if ranks != 1:
+            raise ConfigError("--ranks is not for --layouts, which say the number of ranks themselves; drop --ranks.")
+        given = [*(words or []), *_more(imports, recipe)]
+        _compare_layouts([layout_of(one) for one in layouts], config, words or [], recipe, given, directory, tolerance)
+        return
     planned = train_iters(resolve(config, ranks), world_size=config.parallel_sizes(ranks).data)
     where, is_temporary = _work_dir(directory, Path(config.run.output_dir))
-    more = [word for path in imports or [] for word in ("--import", path)] + (["--recipe", recipe] if recipe else [])
+    more = _more(imports, recipe)
     if not _saves(config):  # saves that we add must not trigger evaluations that `whole` does not have
         more.append("validation.eval_on_save=false")
     whole = UserJob((*(words or []), *more, *WORDS), ranks, where / "whole")
@@ -108,7 +134,7 @@ def verify_resume(
         chosen = kill_steps(steps, kills, random.Random(seed))
         landed = _run_killed(killed, chosen, steps, seconds, random.Random(seed + 1))
         advise = partial(advice, config, ranks if not (imports or callbacks) else None, landed)
-        is_equal = _report_result(whole, killed, landed, advise)
+        is_equal = _report_result(whole, killed, landed, advise, config.parallel_sizes(ranks))
         if is_equal and varies(config):
             print(
                 "train.deterministic=false: on this GPU two runs may differ by themselves, and these did not; a later "
@@ -117,6 +143,48 @@ def verify_resume(
     except (JobError, ConfigError):
         print(f"Both runs are kept in {where}.")
         raise
+    if is_temporary and is_equal:
+        shutil.rmtree(where)
+    else:
+        print(f"Both runs are kept in {where}.")
+    if not is_equal:
+        raise typer.Exit(ERROR)
+
+
+def _more(imports: list[str] | None, recipe: str | None) -> list[str]:
+    """The options of the job itself."""
+    return [word for path in imports or [] for word in ("--import", path)] + (["--recipe", recipe] if recipe else [])
+
+
+def _compare_layouts(
+    layouts: list[Layout],
+    config: ConfigContainer,
+    words: list[str],
+    recipe: str | None,
+    given: list[str],
+    directory: Path | None,
+    tolerance: float | None,
+) -> None:
+    """Run the job in both layouts, and compare them; exits with 1 if they are further apart than the tolerance."""
+    common = common_words(config, layouts)
+    planned = []
+    for one in layouts:  # a layout that is refused is refused before anything runs
+        of_layout, _ = configuration([*words, *common, *one.words], recipe)
+        planned.append(train_iters(resolve(of_layout, one.ranks), world_size=one.ranks))
+    where, is_temporary = _work_dir(directory, Path(config.run.output_dir))
+    jobs = [
+        UserJob((*given, *WORDS, *common, *one.words), one.ranks, where / f"{number}-{one.name}")
+        for number, one in enumerate(layouts, start=1)
+    ]
+    try:
+        for job, one, steps in zip(jobs, layouts, planned, strict=True):
+            _run_in_peace(job, steps, one.name)
+    except JobError:
+        print(f"Both runs are kept in {where}.")
+        raise
+    is_equal = report_comparison(jobs, layouts, tolerance_of(config) if tolerance is None else tolerance)
+    if not is_equal:
+        print(hint(config, layouts))
     if is_temporary and is_equal:
         shutil.rmtree(where)
     else:
@@ -168,10 +236,10 @@ def _saves(config: ConfigContainer) -> bool:
     return bool(checkpoint.save_interval or checkpoint.non_persistent_save_interval or checkpoint.save_each_epoch)
 
 
-def _run_in_peace(job: UserJob, planned: int | None) -> float:
+def _run_in_peace(job: UserJob, planned: int | None, name: str = "uninterrupted") -> float:
     """Run the job uninterrupted; returns the seconds per step."""
     first: float | None = None
-    with job.start() as attempt, tqdm(total=planned, desc="uninterrupted", unit="step") as bar:
+    with job.start() as attempt, tqdm(total=planned, desc=name, unit="step") as bar:
 
         def notify(step: int) -> None:
             nonlocal first
@@ -215,7 +283,9 @@ def _show(bar: tqdm[NoReturn], step: int) -> None:
         bar.update(step - bar.n)
 
 
-def _report_result(whole: UserJob, killed: UserJob, landed: list[Kill], advise: Callable[[Difference], str]) -> bool:
+def _report_result(
+    whole: UserJob, killed: UserJob, landed: list[Kill], advise: Callable[[Difference], str], sizes: ParallelSizes
+) -> bool:
     from onstep.training.verification.comparison import first_difference
 
     steps, ranks = whole.step(), whole.ranks
@@ -223,7 +293,7 @@ def _report_result(whole: UserJob, killed: UserJob, landed: list[Kill], advise: 
     print(f"\n{steps} steps on {ranks} rank{'s' * (ranks > 1)}; killed {len(landed)} times, after steps {where}.")
     difference = first_difference(whole.run, killed.run)
     if difference is not None:
-        print(f"NOT equal. First difference: {difference} (uninterrupted and killed).")
+        print(f"NOT equal. First difference: {difference.described(sizes.place)} (uninterrupted and killed).")
         print(advise(difference))
         return False
     if not any(one.checkpoint for one in landed):

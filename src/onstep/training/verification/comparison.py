@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -34,8 +35,12 @@ class Difference:
     """None if it does not belong to a single rank."""
 
     def __str__(self) -> str:
-        places = (("step", self.step), ("rank", self.rank))
-        where = ", ".join(f"{name} {number}" for name, number in places if number is not None)
+        return self.described("rank {}".format)
+
+    def described(self, place: Callable[[int], str]) -> str:
+        """The difference in a line; `place` names a rank."""
+        of_step = [] if self.step is None else [f"step {self.step}"]
+        where = ", ".join(of_step if self.rank is None else [*of_step, place(self.rank)])
         return f"{where}{': ' if where else ''}{self.item} differs, {self.left} and {self.right}"
 
 

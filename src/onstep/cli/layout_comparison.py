@@ -1,0 +1,160 @@
+"""Compares the short training of a job in two layouts, step by step: `onstep verify-resume --layouts A B`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from onstep.cli.user_job import UserJob
+from onstep.config import ConfigContainer
+from onstep.config.suggestions import shown
+from onstep.errors import ConfigError
+
+COMPARED = {"loss": "loss", "grad_norm": "gradient norm"}
+"""Keys of the metrics log, and what they are called."""
+_TOLERANCE, _LOW_TOLERANCE = 1e-5, 2e-2
+"""Relative: for float32, and where anything is computed in 16 bits."""
+_DROPOUT = ("hidden_dropout", "attention_dropout")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a job is laid out over ranks."""
+
+    name: str
+    replicas: int = 1
+    shards: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes."""
+        return self.replicas * self.shards
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The overrides of the job for it."""
+        return (
+            f"parallel.data_parallel_replicate_size={self.replicas}",
+            f"parallel.data_parallel_shard_size={self.shards}",
+        )
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.ranks} rank{'s' * (self.ranks > 1)})"
+
+
+def layout_of(name: str) -> Layout:
+    """The layout of a name: `one`, `ddp2`, `fsdp2`, or `hsdp2x2` for two replicas of two shards.
+
+    Raises:
+        ConfigError: for another name.
+    """
+    if name == "one":
+        return Layout(name)
+    found = re.fullmatch(r"(ddp|fsdp)([1-9]\d{0,4})|hsdp([1-9]\d{0,4})x([1-9]\d{0,4})", name)
+    if found is None:
+        raise ConfigError(
+            f"--layouts must be two of one, ddpN, fsdpN and hsdpRxS (R replicas of S shards), got {shown(name)}."
+        )
+    kind, number, replicas, shards = found.groups()
+    if kind is None:
+        return Layout(name, int(replicas), int(shards))
+    return Layout(name, int(number), 1) if kind == "ddp" else Layout(name, 1, int(number))
+
+
+def common_words(config: ConfigContainer, layouts: Sequence[Layout]) -> tuple[str, ...]:
+    """The overrides for both: each step is logged, and has as many samples in one layout as in the other."""
+    if config.train.global_batch_size is not None:
+        return ("logger.log_interval=1",)
+    size = (config.train.micro_batch_size or 1) * math.lcm(*(one.ranks for one in layouts))
+    return ("logger.log_interval=1", f"train.global_batch_size={size}")
+
+
+def tolerance_of(config: ConfigContainer) -> float:
+    """The relative difference that is allowed by default."""
+    is_low = config.mixed_precision is not None or config.optimizer.params_dtype != "float32"
+    return _LOW_TOLERANCE if is_low else _TOLERANCE
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The difference of a value in a step."""
+
+    step: int
+    key: str
+    left: float | None
+    right: float | None
+
+    @property
+    def size(self) -> float:
+        """Relative to the greater; infinite where one has no value."""
+        if self.left is None or self.right is None:
+            return math.inf
+        if self.left == self.right or (math.isnan(self.left) and math.isnan(self.right)):
+            return 0.0
+        found = abs(self.left - self.right) / max(abs(self.left), abs(self.right))
+        return math.inf if math.isnan(found) else found
+
+
+def report_comparison(jobs: Sequence[UserJob], layouts: Sequence[Layout], tolerance: float) -> bool:
+    """Print how far the two runs are apart; whether it is within the tolerance."""
+    gaps = list(_gaps(*jobs))
+    steps = len({one.step for one in gaps})
+    print(f"\n{steps} step{'s' * (steps != 1)} in {layouts[0]} and {layouts[1]}; relative tolerance {tolerance:g}.")
+    for key, name in COMPARED.items():
+        of_key = [one for one in gaps if one.key == key]
+        if of_key:
+            most = max(of_key, key=lambda one: one.size)
+            print(f"  largest difference of the {name}: {most.size:.1e}, at step {most.step}")
+    beyond = next((one for one in gaps if one.size > tolerance), None)
+    if beyond is not None or not gaps:
+        print("NOT equal: " + ("no step was logged." if beyond is None else f"{_sentence(beyond, layouts)}."))
+        return False
+    print("Equal within the tolerance: loss and gradient norm of every step.")
+    return True
+
+
+def hint(config: ConfigContainer, layouts: Sequence[Layout]) -> str:
+    """What may be the cause of a difference."""
+    rates = {f"model.{key}": getattr(config.model, key, 0.0) for key in _DROPOUT}
+    active = [key for key, rate in rates.items() if rate]
+    if active and layouts[0].ranks != layouts[1].ranks:
+        zero = " and ".join(f"{key}=0" for key in active)
+        return f"Each rank with samples of its own draws masks of dropout of its own; compare with {zero}."
+    return (
+        "Rounding grows from step to step: compare fewer steps before you look for a term that is not summed over all "
+        "ranks."
+    )
+
+
+def _sentence(gap: Gap, layouts: Sequence[Layout]) -> str:
+    values = [f"{value:.9g}" if value is not None else "nothing" for value in (gap.left, gap.right)]
+    by = "" if math.isinf(gap.size) else f" by {gap.size:.1e}"
+    return f"step {gap.step}: {COMPARED[gap.key]} differs{by}, {values[0]} in {layouts[0].name} and {values[1]} in " + (
+        layouts[1].name
+    )
+
+
+def _gaps(left: UserJob, right: UserJob) -> Iterator[Gap]:
+    """The differences, step by step."""
+    for ours, theirs in zip_longest(_logged(left).items(), _logged(right).items()):
+        if ours is None or theirs is None or ours[0] != theirs[0]:
+            step, values = ours or theirs
+            pair = (values.get("loss"), None) if ours else (None, values.get("loss"))
+            yield Gap(step, "loss", *pair)
+            return
+        for key in COMPARED:
+            if key in ours[1] or key in theirs[1]:
+                yield Gap(ours[0], key, ours[1].get(key), theirs[1].get(key))
+
+
+def _logged(job: UserJob) -> dict[int, dict[str, float]]:
+    """The compared values of each step that the run has logged."""
+    from onstep.record import read_records
+    from onstep.training.runs.run_dir import RunDir
+
+    records = read_records(RunDir(job.run).metrics_log)
+    found = {int(one["global_step"]): one for one in records if "loss" in one and "global_step" in one}
+    return {step: {key: float(one[key]) for key in COMPARED if key in one} for step, one in found.items()}

@@ -1,4 +1,4 @@
-"""The weights of models in shards are written by rank 0, and gathered by all ranks one tensor at a time."""
+"""The weights of models in shards are written by rank 0 while all ranks gather them, and exported from checkpoints."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_model
 
 from onstep import Trainer
+from onstep.cli.main import main
 from tests.support.forked_processes import Processes
 from tests.support.jobs.written_weights_jobs import MODELS, made, write, write_by_trainer
 from tests.support.small_models import Regression
@@ -23,15 +24,18 @@ def files(directory: Path) -> dict[str, bytes]:
 def test_they_are_those_of_one_process_and_an_error_reaches_all_ranks(
     processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone, ranks = tmp_path / "alone", tmp_path / "ranks"
+    alone, ranks, weights = tmp_path / "alone", tmp_path / "ranks", "model.safetensors"
     alone.mkdir()
     found = processes.results("tests.support.jobs.written_weights_jobs", "written", ranks, {})
     monkeypatch.chdir(alone)
     for name in MODELS:
         write(name, name)
         assert files(ranks / name) == files(alone / name), name
+        assert main(["checkpoint", "verify", str(ranks / "saved" / name)]) == 0
+        assert main(["checkpoint", "export", str(ranks / "saved" / name), f"exported-{name}"]) == 0
+        exported, written = (Path(place, weights).read_bytes() for place in (f"exported-{name}", f"{name}/model"))
+        assert exported == written, name
     write_by_trainer(Trainer, made("family").model, "theirs")  # type: ignore[arg-type]
-    weights = "model.safetensors"
     assert (ranks / "theirs" / weights).read_bytes() == (alone / "theirs" / weights).read_bytes()
     plain = Regression(seed=7)
     load_model(plain, ranks / "plain" / weights)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from onstep import Trainer, TrainingArguments
+from onstep.checkpoint import CheckpointManager, ModelState, SaveRequest, SharingPattern, StateComponent
 from onstep.config import ModelConfig, PeftConfig
 from onstep.config.container import ConfigContainer
 from onstep.distributed import World
@@ -82,6 +83,17 @@ def write(name: str, directory: str, *, writes: bool = True) -> None:
     save_directory(model, f"{directory}/model", writes=writes)
 
 
+def save(name: str, world: World) -> None:
+    """Save a model in shards, as a run does. Collective."""
+    config = ConfigContainer()
+    config.model = ModelConfig(**MODELS[name])
+    config.peft = LORA if name == "lora" else config.peft
+    component = StateComponent("model", ModelState([made(name)]), SharingPattern.SHARDED)
+    manager = CheckpointManager(Path("saved", name), world)
+    manager.save(SaveRequest(1, [component], config.to_dict()))
+    manager.close()
+
+
 def write_by_trainer(kind: type[Trainer], model: nn.Module, directory: str) -> None:
     """Write a model as the user of a Trainer does."""
     trainer = kind(model, TrainingArguments(output_dir=f"{directory}-run", report_to=[]))
@@ -103,6 +115,7 @@ def job_written(settings: dict[str, Any]) -> dict[str, str]:
     rank = dist.get_rank()
     for name in MODELS:
         write(name, name, writes=rank == 0)
+        save(name, World(rank=rank, size=dist.get_world_size()))
     write_by_trainer(Trainer, _sharded(Regression()), "plain")
     write_by_trainer(Trainer, made("family").model, "theirs")  # type: ignore[arg-type]
     write_by_trainer(WithOwnSave, _sharded(Regression()), "own")

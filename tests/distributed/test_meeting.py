@@ -84,3 +84,12 @@ def test_ranks_with_different_configurations_are_refused_at_both_doors(
 @pytest.mark.distributed
 def test_a_node_that_has_counted_fewer_restarts_is_met(processes: Processes, tmp_path: Path) -> None:
     assert processes.results(JOBS, "restarted", tmp_path) == [2.0, 2.0]
+
+
+@pytest.mark.distributed
+def test_a_directory_that_a_rank_does_not_see_is_refused(
+    processes: Processes, corpus: Path, token_cache: Path, tmp_path: Path
+) -> None:
+    said = processes.results(JOBS, "elsewhere", tmp_path, {"corpus": str(corpus), "cache": str(token_cache)})
+    assert said[0] == said[1]
+    assert said[0].startswith(f"rank 1 does not see {tmp_path}/of-1/runs/a/run.json, which rank 0 has written to ")

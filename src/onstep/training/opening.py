@@ -30,6 +30,7 @@ from onstep.training.runs.hold import Hold, abandoned_on_error
 from onstep.training.runs.identity import Identify, Identity, remembered
 from onstep.training.runs.run_dir import FINISHED, Status
 from onstep.training.runs.sent_commands import what_ended
+from onstep.training.runs.shared_place import check_seen
 from onstep.training.watchdog.stacks import callback_of_error
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ def open_run(
             if claim is not None:
                 run.cfg, run.run_dir = resolve(claim.config, world.size), claim.directory
                 run.run_dir.work_in(None if hold is None else hold.lock)
+                check_seen(run.run_dir.path, world)
             notify = Dispatcher(manager, run)
         if claim is not None and claim.is_finished and not accepts_finished:
             yield OpenRun(notify, claim)

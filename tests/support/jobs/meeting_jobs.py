@@ -6,6 +6,7 @@ import os
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from onstep import Trainer, pretrain
 from onstep.config import DistributedInitConfig
 from onstep.distributed import open_world
 from onstep.errors import ConfigError
+from onstep.training.runs import shared_place
 from tests.support.jobs.rank_jobs import RANK, config
 from tests.support.small_models import Regression, arguments, regression_rows
 
@@ -41,3 +43,20 @@ def job_restarted(settings: dict[str, Any]) -> float:
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(RANK)
     with closing(open_world(DistributedInitConfig(device="cpu"))) as world:
         return world.sum(torch.ones(1)).item()
+
+
+def job_elsewhere(settings: dict[str, Any]) -> str:
+    """What a run says whose rank 1 works in another directory, to which its relative path leads."""
+    chosen = config(settings)
+    chosen.run.name = "a"
+    place = Path(f"of-{RANK}")
+    place.mkdir()
+    os.chdir(place)
+    try:
+        with mock.patch.object(shared_place, "SEEN_SECONDS", 0.1):
+            pretrain(chosen)
+    except ConfigError as refusal:
+        return str(refusal)
+    finally:
+        os.chdir("..")
+    return ""

@@ -113,6 +113,7 @@ def test_files_that_do_not_belong_together_are_refused_on_all_ranks_before_anyth
         assert "\n" not in one[how]
         assert re.search("rank_1.safetensors", one[f"{how} verified"]), how
     assert one["unchanged"]
+    assert "weights do not match this model: missing blocks.2.weight, blocks.2.bias" in one["another model"]
     assert one["plans"] == 2, "one for each component, at the first of two saves"
     assert one["before"], "an optimizer's state by number, of an older checkpoint"
     assert "'parts' of parts/checkpoint-1 failed: rank 0: it has no b, which would keep the values" in one["unfilled"]

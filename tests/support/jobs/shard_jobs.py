@@ -268,6 +268,10 @@ def job_spoiled(settings: dict[str, Any]) -> dict[str, Any]:
         )
         parts = CheckpointManager(Path("parts"), world)
         parts.save(SaveRequest(1, [one], {}))
+        other = laid_out("fsdp2", world)
+        fully_shard(other.blocks.append(nn.Linear(2, 2))[-1], mesh=init_device_mesh("cpu", (world.size,)))
+        of_other = StateComponent("model", ModelState([other]), SharingPattern.SHARDED)
+        found["another model"] = outcome(partial(own.load, checkpoints(own.root)[0], [of_other]))
         found["before"] = optimizer_of_before(training, world)
         found["unfilled"] = outcome(partial(parts.load, checkpoints(Path("parts"))[0], [both]))
     return found

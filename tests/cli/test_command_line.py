@@ -241,3 +241,21 @@ def test_a_run_without_standard_output_trains(shell: Shell) -> None:
     process = shell.start("train", *shell.small, "run.name=daemon", stdout=None, stderr=errors)
     assert process.wait() == 0, errors.read_text()
     assert json.loads((shell.directory / "runs" / "daemon" / "run.json").read_text())["step"] == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("generate a --max-new-tokens x", "'--max-new-tokens': … got 'x'; onstep generate --help"),
+        ("memory tiny_gpt --gpu-gb=0", "'--gpu-gb': … got '0'; onstep memory --help"),
+        ("generate", "Missing argument 'name'; onstep generate --help"),
+        ("checkpoint lst", "No such command 'lst'. Did you mean 'list'? onstep checkpoint --help"),
+        ("generate d.gguf", "d.gguf is a GGUF file, … llama-cli -m d.gguf"),
+    ],
+)
+def test_wrong_words_are_answered_in_one_line(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == (1 if "gguf" in words else 2)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    for part in expected.split("…"):
+        assert part.strip() in line

@@ -187,6 +187,7 @@ def test_a_damaged_file_is_named_with_the_remedy(corpus: Path, token_cache: Path
         assert main(["checkpoint", "verify", "bad.gguf"]) == 1
         [line] = capsys.readouterr().err.splitlines()
         assert "bad.gguf is not a complete GGUF file" in line
+        assert "GGUF" in (reason := line.partition("(")[2]) or reason.startswith("its header is damaged, or it ends")
         assert "export or copy it again" in line
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 from typing import Annotated, Any
 
 import typer
@@ -30,6 +31,21 @@ Recipe = Annotated[
 Labels = Annotated[
     list[str] | None, typer.Option(metavar="A,B", help="A label for each run; repeatable, once per run.")
 ]
+
+
+WrongWords: Any = typer.BadParameter.__base__
+"""What Typer raises for words that are not those of a command."""
+
+
+def in_one_line(error: Any, arguments: list[str]) -> str:
+    """What is wrong with the words of a command line, with the value of the option that it is about."""
+    names = getattr(getattr(error, "param", None), "opts", ())
+    texts = [word.partition("=")[2] for word in arguments if word.partition("=")[0] in names and "=" in word]
+    texts += [after for word, after in itertools.pairwise(arguments) if word in names]
+    text = error.format_message().rstrip(".").replace("Value error, ", "")
+    value = f", got {texts[-1]!r}" if texts and repr(texts[-1]) not in text else ""
+    command = error.ctx.command_path if error.ctx is not None else "onstep"
+    return f"{text}{value}{' ' if text.endswith('?') else '; '}{command} --help describes it."
 
 
 def application(**settings: Any) -> typer.Typer:

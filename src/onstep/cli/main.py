@@ -183,11 +183,17 @@ def _completion(arguments: list[str]) -> int:
 
 
 def _run(name: str, arguments: list[str], programs: list[Program]) -> int:
-    from onstep.cli.application import application_at
+    from onstep.cli.application import WrongWords, application_at, in_one_line
 
     app = application_at(COMMANDS[name][0])
     try:
-        result = app(args=arguments, prog_name=f"onstep {name}", standalone_mode=True, obj=programs)
+        result = app(args=arguments, prog_name=f"onstep {name}", standalone_mode=False, obj=programs)
+    except WrongWords as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command
+            error.show()
+        else:
+            print(f"error: {in_one_line(error, arguments)}", file=sys.stderr)
+        return int(error.exit_code)
     except OnstepError as error:
         from onstep.analysis.text_tables import printable
         from onstep.console.style import in_words

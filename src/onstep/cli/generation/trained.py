@@ -94,6 +94,11 @@ def open_trained(name: str, rope_scaling: str | None = None, rope_factor: float 
         OnstepError: if its files are damaged.
     """
     given = Path(os.path.expanduser(name))
+    if given.suffix.lower() == ".gguf":
+        raise ConfigError(
+            f"{name} is a GGUF file, the format of llama.cpp and Ollama, which run it: llama-cli -m {name}. Here, name "
+            "the run or the Hugging Face directory that it was exported from; onstep evaluate reads it, too."
+        )
     is_hugging_face = (given / "config.json").is_file() and not (given / "run.json").is_file()
     trained = _of_hugging_face(given) if is_hugging_face else _of_run(find_run(name))
     if rope_scaling is not None:

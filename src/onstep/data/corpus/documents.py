@@ -120,7 +120,10 @@ def text_of_record(record: Mapping[str, Any], place: str, text_key: str) -> byte
         DataError: with `place`, for a record without it.
     """
     if text_key not in record:
-        raise DataError(f"{place} has no key {text_key!r} (its keys: {first_keys(record)}); set dataset.text_key")
+        raise DataError(
+            f"{place} has no key {text_key!r} (its keys: {first_keys(record)}); set dataset.text_key, or name the "
+            "files that are meant in dataset.paths"
+        )
     text = record[text_key]
     if not isinstance(text, str):
         raise DataError(f"{place}: {text_key!r} must be a string, got {type(text).__name__}; set dataset.text_key")

@@ -120,7 +120,9 @@ def check_gguf_file(path: Any) -> dict[str, int]:
     except (FileNotFoundError, PermissionError) as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     except (ArithmeticError, LookupError, MemoryError, OSError, TypeError, ValueError) as error:
-        reason = str(error).partition("\n")[0][:200] or type(error).__name__
+        reason = str(error).partition("\n")[0][:200]
+        if "GGUF" not in reason:  # numpy's words, of a place that is not in the file
+            reason = "its header is damaged, or it ends before its last tensor"
         raise DataError(f"{path} is not a complete GGUF file ({reason}); export or copy it again.") from None
     if not kinds:
         raise DataError(f"{path} is not a complete GGUF file (it has no tensors); export or copy it again.")

@@ -18,7 +18,7 @@ from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError, MissingExtraError, OnstepError, named_text
 from onstep.models.hf.task_code import no_foreign_code, replaced
 
-_QUIET = ("lm_eval", "httpx", "datasets")
+_QUIET = ("lm_eval", "httpx", "datasets", "huggingface_hub")
 _NAMED = re.compile(r"^(?:task|group):[ \t]*['\"]?([^'\"#\n]+)", re.MULTILINE)
 """The name in a task file, which may be damaged."""
 _LONGEST_REASON = 400
@@ -85,10 +85,13 @@ def load_tasks(settings: TaskSettings) -> tuple[Any, list[Any]]:
         raise
     except Exception as error:  # tasks are files and code of others
         reason = shorten(named_text(error), _LONGEST_REASON, placeholder=" ...")  # YAML's place is in a later line
-        raise ConfigError(
-            f"the tasks {', '.join(names)} cannot be loaded ({reason}); correct their files or "
-            "the paths of their data, which are relative to the working directory."
-        ) from error
+        remedy = "correct their files or the paths of their data, which are relative to the working directory."
+        if isinstance(error, ConnectionError):
+            remedy = (
+                "load them once with a network, which keeps their data on this machine, or use tasks with data of your "
+                "own (--include-path)."
+            )
+        raise ConfigError(f"the tasks {', '.join(names)} cannot be loaded ({reason}); {remedy}") from error
     groups = loaded.get("groups") or {}
     below = {name for group in groups.values() for name in group.child_names}
     members = {task.task_name for group in groups.values() for task in group.get_all_tasks()}

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from onstep.config import ModelConfig
 from onstep.errors import ConfigError, OnstepError
 from onstep.models.weight_values import Give, value_of
 from onstep.models.without_values import CannotRedrawError, redraw, without_values
 from onstep.training.setup.filling import Filling, PendingWeights
-from onstep.training.setup.outlines import with_stand_ins
+from onstep.training.setup.outlines import is_redrawn_exactly, with_stand_ins
 
 CPU = torch.device("cpu")
 
@@ -133,3 +134,13 @@ def test_stand_ins_let_others_add_to_a_model_without_values() -> None:
     assert model.inner.weight.is_meta
     assert not embedding.requires_grad
     assert not model.added.weight.is_meta
+
+
+def test_it_is_known_on_a_small_copy_whether_a_class_can_be_drawn_again() -> None:
+    sizes = {"vocab_size": 67, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for kind, is_exact in (("phi", True), ("rwkv", False)):
+        content = {"model_type": kind, "intermediate_size": 16, **sizes}
+        state = torch.get_rng_state()
+        config = ModelConfig(hf_config=content, vocab_size=67, seq_length=32)
+        assert is_redrawn_exactly(config, 1, torch.bfloat16) is is_exact, kind
+        assert torch.equal(torch.get_rng_state(), state)

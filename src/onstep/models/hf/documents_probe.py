@@ -52,7 +52,7 @@ def probe(config: ModelConfig) -> Finding:
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model = _small_copy(config).eval()
+        model = small_copy(config).eval()
         _sharpen(model)
         rows = torch.randint(1, _VOCABULARY, (len(_LENGTHS), sum(_LENGTHS[0])))
         changed = rows.clone()
@@ -151,7 +151,7 @@ def _sharpen(model: CausalLM) -> None:
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
 
 
-def _small_copy(config: ModelConfig) -> CausalLM:
+def small_copy(config: ModelConfig) -> CausalLM:
     """A model of the same family and options, but of few layers and small width.
 
     Raises:

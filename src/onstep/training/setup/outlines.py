@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from onstep.checkpoint.format.boxes import Box
 from onstep.checkpoint.format.stored_tensors import StoredTensor
 from onstep.checkpoint.loading import open_weights
-from onstep.config import ConfigContainer, from_dict
+from onstep.config import ConfigContainer, ModelConfig, from_dict
 from onstep.distributed import World, attempt, raise_together
 from onstep.errors import ConfigError
 from onstep.models.hf.any_directory import LanguageModel
 from onstep.models.hf.by_tensor import family_values, hf_values
 from onstep.models.hf.causal_lm import CausalLM
+from onstep.models.hf.documents_probe import small_copy
 from onstep.models.hf.family_directory import build_causal_lm, load_causal_lm
 from onstep.models.initial_weights import initial_values
 from onstep.models.transformer import Transformer
@@ -30,6 +31,9 @@ from onstep.training.setup.filling import PendingWeights
 from onstep.training.setup.lora import adapted_names, merged_state_dict, plain_name
 from onstep.training.setup.pretrained import PretrainedSource, checked
 from onstep.training.setup.weight_types import type_at_first
+
+_CANNOT = (CannotRedrawError, ConfigError)
+"""Errors of drawing again; the second is what `build_causal_lm` makes of others."""
 
 
 def outline_of(
@@ -78,37 +82,82 @@ def _own(config: ConfigContainer, world: World, source: PretrainedSource | None)
 def _of_transformers(
     config: ConfigContainer, world: World, source: PretrainedSource | None
 ) -> tuple[CausalLM, PendingWeights]:
-    dtype = type_at_first(config)
+    dtype, seed = type_at_first(config), config.rng.seed
 
     def build() -> CausalLM:
-        return build_causal_lm(config.model, config.rng.seed, dtype=dtype)
+        return build_causal_lm(config.model, seed, dtype=dtype)
 
-    seen: list[nn.Parameter] = []
-    with without_values(lambda parameter, values: seen.append(parameter)):
-        model = build()
+    model, names = _without_values(build)
     if source is not None and source.is_hugging_face:
         read = family_values(source.path, model)
         whole = _from_first_rank(model, world, lambda: load_causal_lm(source.path, config.model, dtype))
         return model, PendingWeights(model, read or whole)
     if source is not None:
         return model, PendingWeights(model, _of_checkpoint(source, model, config, world))
-    known = {id(one): name for name, one in model.named_parameters()}
-    names = [known.get(id(one)) for one in seen]
 
     def draw(give: Give) -> None:
-        def put(number: int, values: Tensor) -> None:
-            if (name := names[number]) is not None:  # else it was replaced by another, as an output that is tied
-                give(name, value_of(values))
-
-        try:
-            twin = redraw(build, put)
-        except (CannotRedrawError, ConfigError):  # the latter is what transformers makes of other errors
-            _from_first_rank(model, world, build)(give)
-        else:
-            for name, buffer in twin.named_buffers():
-                give(name, value_of(buffer))
+        if is_redrawn_exactly(config.model, seed, dtype):
+            try:
+                return _redraw(build, names, give)
+            except _CANNOT:
+                pass  # all ranks come here, as all build the same
+        return _from_first_rank(model, world, build)(give)
 
     return model, PendingWeights(model, draw)
+
+
+def is_redrawn_exactly(config: ModelConfig, seed: int, dtype: torch.dtype) -> bool:
+    """Whether a small copy of a model gets, one tensor at a time, the values that it gets when it is built.
+
+    Args:
+        config: the section `model` of a configuration, of a class of `transformers`.
+        seed: of the values.
+        dtype: the type of the weights.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]):
+            small = small_copy(config).config
+
+        def build() -> CausalLM:
+            return build_causal_lm(small, seed, dtype=dtype)
+
+        whole, (_, names) = build(), _without_values(build)
+        drawn: dict[str, Tensor] = {}
+
+        def keep(name: str, value: Value) -> None:
+            drawn[name] = value.read(tuple(slice(0, size) for size in value.shape)).clone()
+
+        _redraw(build, names, keep)
+    except _CANNOT:
+        return False
+    values = dict(chain(whole.named_parameters(), whole.named_buffers()))
+    return all(name in drawn and _same_bits(drawn[name], one) for name, one in values.items())
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.detach().nan_to_num())
+
+
+def _without_values(build: Callable[[], CausalLM]) -> tuple[CausalLM, list[str | None]]:
+    """The model without values, and the name of each parameter that it gets on the way; None for one that is replaced
+    by another, as an output that is tied."""
+    seen: list[nn.Parameter] = []
+    with without_values(lambda parameter, values: seen.append(parameter)):
+        model = build()
+    known = {id(one): name for name, one in model.named_parameters()}
+    return model, [known.get(id(one)) for one in seen]
+
+
+def _redraw(build: Callable[[], CausalLM], names: list[str | None], give: Give) -> None:
+    """Give the parameters and buffers of a model their initial values."""
+
+    def put(number: int, values: Tensor) -> None:
+        if (name := names[number]) is not None:
+            give(name, value_of(values))
+
+    twin = redraw(build, put)
+    for name, buffer in twin.named_buffers():
+        give(name, value_of(buffer))
 
 
 def _of_checkpoint(source: PretrainedSource, model: nn.Module, config: ConfigContainer, world: World) -> GiveAll:

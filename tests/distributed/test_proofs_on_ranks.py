@@ -108,7 +108,20 @@ def test_a_resumed_run_has_the_chain_of_an_uninterrupted_one(
     assert [record["step"] for record in whole["chain"]] == [1, 2, 3, 4, 5, 6]
     assert all(isinstance(record["weights"], str) for record in whole["chain"])
     run("killed", dies=3)
-    assert run("killed", seed=7, **{"async": True})["chain"] == whole["chain"]
+    resumed = run("killed", seed=7, **{"async": True})
+    assert resumed["chain"] == whole["chain"]
+    assert not [line for line in resumed["said"] if "continues on" in line]
+
+
+def test_a_run_that_continues_on_another_layout_says_that_bits_differ_and_keeps_one_chain(
+    processes: Processes, tmp_path: Path
+) -> None:
+    processes.results(JOBS, "trained", tmp_path, {"how": "fsdp", "dies": 3})
+    first, second = processes.results(JOBS, "trained", tmp_path, {"how": "ddp", "seed": 7})
+    [said] = [line for line in first["said"] if "continues on" in line]
+    assert "was saved on 2 ranks (dp_shard 2), and the run continues on 2 ranks (replicas): each sample" in said
+    assert not [line for line in second["said"] if "continues on" in line], "rank 0 says it"
+    assert [record["step"] for record in first["chain"]] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("policy", [pytest.param("skip", marks=pytest.mark.slow), "rollback"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from onstep.checkpoint import CheckpointInfo, CheckpointManager, checkpoints, resolve
 from onstep.checkpoint.catalog.discovery import named_dirs
@@ -13,7 +15,7 @@ from onstep.config import ChangeClass, ConfigContainer
 from onstep.config.derived import fill
 from onstep.config.differences import Change, changes, decide, describe, left_to_policy, of_kind
 from onstep.config.suggestions import shown
-from onstep.distributed import attempt, on_main
+from onstep.distributed import ParallelSizes, attempt, on_main
 from onstep.errors import CheckpointError, ConfigError
 from onstep.events import Request
 from onstep.events.control import STICKY
@@ -179,6 +181,35 @@ def compare_identity(
     if start is not None and trains_on_others(start.manifest.extra.get("identity"), known):
         state.cfg.checkpoint.on_config_change = "apply"
     return known
+
+
+def compare_layout(state: Run, info: CheckpointInfo) -> None:
+    """Warn, on rank 0, where ranks divide the model otherwise than those that saved the checkpoint."""
+    saved, current = info.manifest.layout.get("mesh", {}), divided_over(state.world.sizes)
+    if saved != current and state.world.is_main:
+        texts = [
+            f"{ranks} rank{'s' * (ranks != 1)} ({', '.join(f'{axis} {axes[axis]}' for axis in axes) or 'replicas'})"
+            for ranks, axes in ((info.manifest.world_size, saved), (state.world.size, current))
+        ]
+        logger.warning(
+            "%s was saved on %s, and the run continues on %s: each sample is still read once, but sums over the ranks "
+            "are rounded in another order from here on, so losses agree to rounding, not to the bit",
+            info.path,
+            *texts,
+        )
+
+
+def layout_of(state: Run) -> dict[str, Any]:
+    """How a run is divided among its ranks; axes of one rank say nothing, and neither do replicas alone."""
+    layout = {"world_size": state.world.data.size, "num_microbatches": state.num_microbatches}
+    axes = divided_over(state.world.sizes)
+    return {**layout, "mesh": axes} if axes else layout
+
+
+def divided_over(sizes: ParallelSizes) -> dict[str, int]:
+    """The axes of several ranks, if these divide the model; replicas alone do not."""
+    axes = {axis: size for axis, size in asdict(sizes).items() if size > 1}
+    return {} if set(axes) <= {"dp_replicate"} else axes
 
 
 def is_own(state: Run, info: CheckpointInfo) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ from onstep.training.checkpointing.starts import (
     check_not_all_damaged,
     compare_configuration,
     compare_identity,
+    compare_layout,
+    layout_of,
     leave_commands,
     lift_end,
     newest_start,
@@ -129,6 +131,7 @@ class RunCheckpoints:
                 check_not_all_damaged(state, self.root)
         if self.start is not None:
             self._changes = compare_configuration(state, self.start) or self._changes
+            compare_layout(state, self.start)
         self._identity = compare_identity(state, self.start, self.root, self._identity)
         if self.start is None:
             self._record_start()
@@ -248,7 +251,7 @@ class RunCheckpoints:
                 components=components,
                 config=state.cfg.to_dict(),
                 metrics=finite_numbers(state.evaluated.last_metrics) if state.evaluated.at_step == step else {},
-                layout=self._layout(),
+                layout=layout_of(self.state),
                 persistent=persistent,
                 adopts=adopts,
                 extra=self._extra(),
@@ -323,13 +326,6 @@ class RunCheckpoints:
         """Set aside newer checkpoints of this run: it continues from an older one."""
         if info.path.parent.resolve() == self.root.resolve():
             self.manager.set_aside_newer(info.step)
-
-    def _layout(self) -> dict[str, Any]:
-        """How the run is divided among its ranks; axes of one rank say nothing, and neither do replicas alone."""
-        state = self.state
-        layout = {"world_size": state.world.data.size, "num_microbatches": state.num_microbatches}
-        axes = {axis: size for axis, size in asdict(state.world.sizes).items() if size > 1}
-        return layout if set(axes) <= {"dp_replicate"} else {**layout, "mesh": axes}
 
     def _extra(self) -> dict[str, Any]:
         state = self.state

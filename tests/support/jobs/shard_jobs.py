@@ -269,7 +269,8 @@ def job_spoiled(settings: dict[str, Any]) -> dict[str, Any]:
         parts = CheckpointManager(Path("parts"), world)
         parts.save(SaveRequest(1, [one], {}))
         other = laid_out("fsdp2", world)
-        fully_shard(other.blocks.append(nn.Linear(2, 2))[-1], mesh=init_device_mesh("cpu", (world.size,)))
+        fully_shard(other.blocks.append(nn.Linear(WIDTH, WIDTH))[-1], mesh=init_device_mesh("cpu", (world.size,)))
+        other(torch.zeros(1, 2, dtype=torch.long))  # torch adds hooks for loading at the first step
         of_other = StateComponent("model", ModelState([other]), SharingPattern.SHARDED)
         found["another model"] = outcome(partial(own.load, checkpoints(own.root)[0], [of_other]))
         found["before"] = optimizer_of_before(training, world)

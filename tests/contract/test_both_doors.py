@@ -356,6 +356,7 @@ UNREAD = {
             "grad_reduce_in_fp32",
         )
     },
+    **{f"fsdp.{name}": RANKS for name in ("wrap", "cpu_offload", "prefetch")},
     **{f"straggler.{name}": RANKS for name in ("threshold", "stop_if_detected")},
     **dict.fromkeys(
         ("straggler.straggler_ctrlr_port", "logger.tensorboard_queue_size"), "of Megatron Bridge's configurations"

@@ -18,16 +18,16 @@ KILLER = '''
 import os, signal
 
 class Killer:
-    """Kills rank 1 at step 5 of the first attempt."""
+    """Kills rank 1 at step 5 of the first attempt, and rank 0 at step 7 of the second."""
 
     def on_step_end(self, args, state, control, **kwargs):
-        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-        if os.environ["DIES"] == "1" and first and state.global_step == 5 and os.environ["RANK"] == "1":
+        at = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"], state.global_step
+        if os.environ["DIES"] == "1" and at in (("0", "1", 5), ("1", "0", 7)):
             os.kill(os.getpid(), signal.SIGKILL)
 '''
 
 
-def test_a_killed_rank_is_started_again_and_the_run_is_the_same(
+def test_killed_ranks_are_started_again_and_the_run_is_the_same(
     processes: Processes, tiny_config: ConfigContainer, tmp_path: Path
 ) -> None:
     tiny_config.train.global_batch_size, tiny_config.train.micro_batch_size = 4, 2
@@ -40,11 +40,12 @@ def test_a_killed_rank_is_started_again_and_the_run_is_the_same(
         words = ["-m", "onstep", "train", str(tmp_path / "config.yaml"), f"run.name={name}"]
         words += ["--import", str(tmp_path / "killer.py"), "callbacks=[killer:Killer]"]
         place = tmp_path / name
-        code, said = torchrun.finish_forked(processes, words, place, options=("--max-restarts=1",), DIES=dies)
+        code, said = torchrun.finish_forked(processes, words, place, options=("--max-restarts=2",), DIES=dies)
         assert code == 0, said[-4000:]
     whole, killed = (tmp_path / "runs" / name for name in ("whole", "killed"))
     assert json.loads((killed / "run.json").read_text())["status"] == "completed"
-    assert "continued_at" in json.loads((killed / "run.json").read_text()), "it was started again"
+    starts = [one["global_step"] for one in read_records(killed / "record.jsonl") if one["kind"] == "start"]
+    assert starts == [0, 4, 6], "it was started again"
     for file in ("model/model.safetensors", "certificate/chain.json"):
         assert (killed / file).read_bytes() == (whole / file).read_bytes(), file
     metrics_logs = [

@@ -37,6 +37,7 @@ def test_they_are_those_of_one_process_and_an_error_reaches_all_ranks(
         assert exported == written, name
     write_by_trainer(Trainer, made("family").model, "theirs")  # type: ignore[arg-type]
     assert (ranks / "theirs" / weights).read_bytes() == (alone / "theirs" / weights).read_bytes()
+    assert all(one["names"] == ["layer.weight", "layer.bias"] for one in found)
     plain = Regression(seed=7)
     load_model(plain, ranks / "plain" / weights)
     own = torch.load(ranks / "own" / "own.pt")

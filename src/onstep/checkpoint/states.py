@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from onstep.config.suggestions import listed
-from onstep.distributed.shards import is_sharded
+from onstep.distributed.shards import is_sharded, put_into_shards
 from onstep.errors import CheckpointError
 
 NAMES_SHOWN = 5
@@ -39,6 +39,7 @@ class ModelState:
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._modules = [_bare_module(chunk) for chunk in chunks]
+        put_into_shards(self._modules)
 
     @property
     def is_sharded(self) -> bool:

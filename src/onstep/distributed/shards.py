@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
@@ -69,6 +70,24 @@ def as_dtensor(tensor: Tensor) -> DTensor | None:
     from torch.distributed.tensor import DTensor
 
     return tensor if isinstance(tensor, DTensor) else None
+
+
+def put_into_shards(modules: Iterable[nn.Module]) -> None:
+    """Free the whole weights that FSDP2 leaves in modules, such as those of its root after an evaluation."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+
+def is_in_shards(module: nn.Module) -> bool:
+    """Whether parameters of a module are sharded; it then has its shards afterwards."""
+    put_into_shards([module])
+    return is_sharded(module.parameters())
 
 
 def is_sharded(tensors: Iterable[Tensor]) -> bool:

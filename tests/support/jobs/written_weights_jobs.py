@@ -19,6 +19,7 @@ from onstep.config.container import ConfigContainer
 from onstep.distributed import World
 from onstep.errors import CheckpointError
 from onstep.models.hf.any_directory import build_model, save_directory
+from onstep.training.checkpointing.optimizer_state import OptimizerState
 from onstep.training.setup.final_weights import write_final_weights
 from onstep.training.setup.lora import add_lora, merged_model, save_adapter
 from tests.support.small_models import Regression
@@ -109,17 +110,23 @@ class WithOwnSave(Trainer):
         torch.save({name: one.clone() for name, one in state_dict.items()}, Path(output_dir, "own.pt"))
 
 
-def job_written(settings: dict[str, Any]) -> dict[str, str]:
+def job_written(settings: dict[str, Any]) -> dict[str, Any]:
     """Write sharded models; an error that all ranks have is returned."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     for name in MODELS:
         write(name, name, writes=rank == 0)
         save(name, World(rank=rank, size=dist.get_world_size()))
-    write_by_trainer(Trainer, _sharded(Regression()), "plain")
+    plain = _sharded(Regression())
+    optimizer = torch.optim.SGD(plain.parameters(), momentum=0.9)
+    with torch.no_grad():
+        plain(torch.ones(2, 3))  # after which it holds whole weights, as after an evaluation
+        names = OptimizerState(optimizer, [plain]).state_dict()["param_groups"][0]["params"]
+        plain(torch.ones(2, 3))
+    write_by_trainer(Trainer, plain, "plain")
     write_by_trainer(Trainer, made("family").model, "theirs")  # type: ignore[arg-type]
     write_by_trainer(WithOwnSave, _sharded(Regression()), "own")
-    return {"error": _error_of_writing(rank)}
+    return {"error": _error_of_writing(rank), "names": names}
 
 
 def _error_of_writing(rank: int) -> str:

@@ -19,7 +19,7 @@ from onstep.config import TrainingArguments
 from onstep.config.hf.sharding import writes_whole_weights
 from onstep.distributed import World
 from onstep.distributed.main_only import main_only
-from onstep.distributed.shards import is_sharded, whole
+from onstep.distributed.shards import is_in_shards, whole
 from onstep.errors import ConfigError, MainOnlyError
 from onstep.events.context import unwrap
 from onstep.models import Transformer, hf_obstacle, save_hf
@@ -64,7 +64,7 @@ class SavingMethods(StateFileMethods):
                 "Trainer has no model to save yet: model_init runs when training starts; call train() first."
             )
         directory = str(self.args.output_dir) if output_dir is None else output_dir
-        in_parts = is_sharded(self.model.parameters())
+        in_parts = is_in_shards(self.model)
         if in_parts and overrides(self, "_save"):
             weights = whole_weights(self.model, keeps=self.args.should_save)
             if self.args.should_save:
@@ -92,7 +92,7 @@ class SavingMethods(StateFileMethods):
         if is_main:
             save_model(self.model, directory, self.saved_processing_class, state_dict)
             write_arguments(self.args, directory)
-        elif state_dict is None and is_sharded(self.model.parameters()):
+        elif state_dict is None and is_in_shards(self.model):
             save_model(self.model, directory, writes=False)
 
     def _get_output_dir(self, trial: object = None) -> str:
@@ -216,7 +216,7 @@ def save_model(
     model's own weights. If these are sharded, all ranks call this, and those that do not write join in gathering them.
     """
     module = unwrap(model)
-    in_parts = state_dict is None and is_sharded(module.parameters())
+    in_parts = state_dict is None and is_in_shards(module)
     error = _not_made(directory) if writes else None
     if in_parts:
         error = next((one for one in World(dist.get_rank(), dist.get_world_size()).gather(error) if one), None)

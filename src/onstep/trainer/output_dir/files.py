@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from onstep.distributed import on_main
-from onstep.distributed.shards import is_sharded
+from onstep.distributed.shards import is_in_shards
 from onstep.errors import DataError
 from onstep.events import TrainerState
 from onstep.events.context import unwrap
@@ -70,7 +70,7 @@ def write_final_files(trainer: TrainerMethods, directory: RunDir) -> None:
     """
     assert trainer.global_state is not None
     world, in_layout = trainer.global_state.world, directory.layout == "hugging_face"
-    if in_layout and is_sharded(trainer.model.parameters() if trainer.model is not None else ()):
+    if in_layout and trainer.model is not None and is_in_shards(trainer.model):
         on_main(world, lambda: _set_weights_aside(directory))
     elif in_layout:
         _set_weights_aside(directory)

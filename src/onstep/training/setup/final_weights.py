@@ -11,7 +11,7 @@ from torch import nn
 
 from onstep.analysis.reports.model_card import CARD_FILE, card_of_run
 from onstep.distributed import World, attempt
-from onstep.distributed.shards import is_sharded
+from onstep.distributed.shards import is_in_shards
 from onstep.errors import CheckpointError, ConfigError, MainOnlyError, OnstepError
 from onstep.events.context import unwrap
 from onstep.files.durability import replace_durably
@@ -44,7 +44,7 @@ def write_final_weights(state: Run, write: Callable[[RunDir], None], model: nn.M
         CheckpointError: if they cannot be written and `on_save_error` is stop; on all ranks, if all write.
     """
     directory, world = state.run_dir, state.world
-    in_parts = model is not None and is_sharded(model.parameters())
+    in_parts = model is not None and is_in_shards(model)
     if directory is None or not (world.is_main or in_parts) or not state.cfg.run.save_weights:
         return
     if state.control.should_abort_without_save or state.exits.decided is not None:
@@ -89,7 +89,7 @@ def _save(state: Run, model: LanguageModel, directory: RunDir) -> None:
     obstacle = hf_obstacle(model) if isinstance(model, Transformer) else None
     if has_lora(model):
         if obstacle is not None or has_hf_names(model):
-            if is_sharded(model.parameters()):
+            if is_in_shards(model):
                 _on_all(state.world, lambda: _save_adapter(state, model, directory))
             else:
                 _save_adapter(state, model, directory)

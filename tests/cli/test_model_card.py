@@ -43,6 +43,8 @@ def test_the_card_has_the_facts_of_the_run_and_the_hub_reads_it(run: Path) -> No
     found = [(one.dataset_type, one.metric_type, one.metric_value) for one in card.data.eval_results]
     assert found == [("facts", "acc", 0.5), ("facts", "acc_stderr", 0.125)]
     assert hub.metadata_load("published/README.md")["model-index"][0]["name"] == "published"
+    again = hub.ModelCard(str(card), ignore_metadata_errors=False)  # as it would write the card
+    assert again.data.to_dict() == card.data.to_dict()
 
     content = json.loads((run / "run.json").read_text())
     log = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]

@@ -390,6 +390,40 @@ def test_rows_of_later_row_groups_are_named_by_their_number_in_the_file(tmp_path
     assert places == [f"{path}, row {row}" for row in range(1, 41)]
 
 
+def test_of_a_parquet_file_only_the_chosen_columns_are_read_and_counted(tmp_path: Path) -> None:
+    windows = []
+    for name, others in (("alone", {}), ("among", {"text2": ["x" * 999] * 40, "id": list(range(40))})):
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(pa.table({"text": texts(40), **others}), path, row_group_size=10, compression="none")
+        with closing(ParquetFile(str(path), 400, lambda names, name: ["text"])) as file:
+            windows.append([[row for _, row in file.window(number)[0]] for number in range(4)])
+    assert windows[0] == windows[1]
+    assert [row for rows in windows[0] for row in rows] == [{"text": text} for text in texts(40)]
+
+
+def test_a_parquet_file_is_read_from_a_window_on_also_after_an_error_and_after_it_was_closed(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": texts(30)}), path, row_group_size=10, use_dictionary=False)
+    damaged = pq.ParquetFile(path).metadata.row_group(1).column(0)
+    with path.open("r+b") as raw:
+        raw.seek(damaged.data_page_offset)
+        raw.write(b"\xff" * damaged.total_compressed_size)
+    with closing(ParquetFile(str(path), 1, lambda names, name: names)) as file:
+
+        def text(number: int) -> str:
+            ((_, row),) = file.window(number)[0]
+            return str(row["text"])
+
+        found = [text(0)]
+        with pytest.raises(DataError, match=r"a\.parquet"):
+            file.window(15)
+        found += [text(1), text(29)]
+        file.close()
+        assert [*found, text(2), text(28)] == [texts(30)[row] for row in (0, 1, 29, 2, 28)]
+        file.close()
+        assert text(29) == texts(30)[29]
+
+
 def test_the_position_of_other_windows_is_not_that_of_the_stream(tmp_path: Path) -> None:
     names = [str(path) for path in files(tmp_path, "jsonl", (3,))]
     first, second = (RecordStream(names, None, size).fingerprint for size in (1000, 2000))  # type: ignore[arg-type]

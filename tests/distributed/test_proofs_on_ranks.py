@@ -13,6 +13,8 @@ from tests.support.forked_processes import Processes
 pytestmark = pytest.mark.distributed
 
 JOBS = "tests.support.jobs.proof_jobs"
+CALLS = 6
+"""Forward passes of each of two ranks in a step."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,7 +31,13 @@ def of_one(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> st
 
 @pytest.mark.parametrize(
     ("how", "ranks"),
-    [("ddp", 2), ("fsdp", 2), ("fsdp but for one", 2), ("fsdp", 3), ("dims", 3), ("hsdp", 4), ("dims", 4)],
+    [
+        ("ddp", 2),
+        ("fsdp but for one", 2),
+        ("fsdp", 3),
+        ("dims", 4),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in [("fsdp", 2), ("dims", 3), ("hsdp", 4)]),
+    ],
 )
 def test_a_fingerprint_is_that_of_one_process_in_every_layout(
     processes: Processes, tmp_path: Path, of_one: str, how: str, ranks: int
@@ -46,7 +54,7 @@ def test_a_fingerprint_sees_the_last_element_of_the_last_shard(
 
 @pytest.mark.parametrize(
     ("how", "ranks", "drifts"),
-    [("ddp", 2, 1), ("hsdp", 4, 3), ("fsdp but for one", 2, 1)],
+    [("ddp", 2, 1), ("hsdp", 4, 3), pytest.param("fsdp but for one", 2, 1, marks=pytest.mark.slow)],
 )
 def test_a_chain_serves_all_ranks_and_shows_a_replica_that_drifts(
     processes: Processes, tmp_path: Path, how: str, ranks: int, drifts: int
@@ -75,11 +83,11 @@ def test_a_change_of_shards_is_no_drift(processes: Processes, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("how", "ranks", "drifts", "named"),
     [
-        ("ddp", 3, [2], "rank 2 differs in tied, all.1"),
+        pytest.param("ddp", 3, [2], "rank 2 differs in tied, all.1", marks=pytest.mark.slow),
         ("hsdp", 4, [3], "rank 3, dp_shard 1, dp_replicate 1 differs in tied, all.1"),
         ("hsdp", 4, [0, 2], None),
         ("fsdp but for one", 3, [1], "rank 1 differs in tied"),
-        ("fsdp", 2, [1], None),
+        pytest.param("fsdp", 2, [1], None, marks=pytest.mark.slow),
     ],
 )
 def test_a_replica_that_drifts_is_named_by_its_rank_and_its_place(
@@ -144,21 +152,21 @@ def test_all_ranks_act_alike_on_a_nan_in_one_shard_and_blame_the_same_samples_as
     assert set(expected["places"]) == {None}, "of replicas, the number of the rank says it all"
 
 
-def test_all_ranks_recompute_what_is_suspicious_on_one_and_continue_from_its_shards(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_all_ranks_recompute_what_is_suspicious_on_one(processes: Processes, tmp_path: Path) -> None:
+    settings = {"how": "fsdp", "rerun_mode": "validate_results", "bad_calls": [3 * CALLS + 1]}
+    for one in processes.results(JOBS, "trained", tmp_path, settings):
+        assert (one["exit_code"], one["num_calls"], one["counts"][0]) == (17, 5 * CALLS, 3)
+
+
+@pytest.mark.slow
+def test_a_result_in_question_is_saved_with_the_shards_before_its_step(processes: Processes, tmp_path: Path) -> None:
     def run(name: str, **settings: Any) -> Any:
         return processes.results(JOBS, "trained", tmp_path / name, {"how": "fsdp", **settings})
 
     whole, *_ = run("whole")
-    per_step = whole["num_calls"] // 6
-    first_call = 3 * per_step + 1
-    validated = {"rerun_mode": "validate_results"}
-    for one in run("transient", bad_calls=[first_call], **validated):
-        assert (one["exit_code"], one["num_calls"], one["counts"][0]) == (17, 5 * per_step, 3)
-        assert one["losses"] == whole["losses"][:3]
-    for one in run("persistent", bad_calls=[first_call, first_call + per_step], **validated):
-        assert (one["exit_code"], one["num_calls"], one["counts"][0]) == (16, 5 * per_step, 3)
+    bad_calls = [3 * CALLS + 1, 4 * CALLS + 1]
+    for one in run("persistent", rerun_mode="validate_results", bad_calls=bad_calls):
+        assert (one["exit_code"], one["num_calls"], one["counts"][0]) == (16, 5 * CALLS, 3)
     resumed, *_ = run("persistent", seed=7)
     assert len(resumed["losses"]) == 3, "it continues from the shards before the step"
     assert resumed["chain"] == whole["chain"]

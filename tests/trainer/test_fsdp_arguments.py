@@ -49,10 +49,12 @@ def test_shards_train_as_whole_models_and_their_checkpoints_load(
     assert again["norm"] == main["norm"]
 
 
-def test_options_of_fsdp_and_sizes_take_effect(processes: Processes, tmp_path: Path, whole: dict[str, Any]) -> None:
+def test_options_of_fsdp_and_sizes_take_effect_and_weights_come_from_the_first_rank(
+    processes: Processes, tmp_path: Path, whole: dict[str, Any]
+) -> None:
     config = {"activation_checkpointing": True, "state_dict_type": "SHARDED_STATE_DICT"}
     arguments = {"fsdp": "shard_grad_op", "fsdp_config": config, "parallelism_config": {"dp_shard_size": 2}}
-    main = processes.results(JOBS, "train", tmp_path, {"arguments": arguments})[0]
+    main = processes.results(JOBS, "train", tmp_path, {"arguments": arguments, "lacks": True})[0]
     assert main["losses"] == pytest.approx(whole["losses"], rel=1e-5)
     assert (main["sizes"], main["frees"], main["is_checkpointed"]) == (2, False, True)
     assert not (tmp_path / "run" / "checkpoint-4" / "model.safetensors").exists()

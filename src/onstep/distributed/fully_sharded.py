@@ -242,6 +242,25 @@ def _named(model: nn.Module, block: nn.Module) -> str:
     return f"block {name}" if name else "the model outside of its blocks"
 
 
+def make_room(chunk: nn.Module, world: World) -> None:
+    """Replace parameters on `meta` that the first rank has, for `fully_sharded` to broadcast. Collective.
+
+    transformers leaves them there on other ranks with `cpu_ram_efficient_loading`.
+
+    Args:
+        chunk: a whole model.
+        world: the ranks of the run.
+    """
+    of_first = set(world.share([name for name, one in chunk.named_parameters() if not one.is_meta]))
+    lacking = {id(one) for name, one in chunk.named_parameters() if one.is_meta and name in of_first}
+    made: dict[int, nn.Parameter] = {}
+    for module in chunk.modules() if lacking else ():
+        for name, one in module.named_parameters(recurse=False):
+            if id(one) in lacking:
+                empty = torch.empty_like(one, device=world.device)
+                setattr(module, name, made.setdefault(id(one), nn.Parameter(empty, one.requires_grad)))
+
+
 def _check_alike(chunk: nn.Module, world: World) -> None:
     """Refuse (ConfigError) models that differ between the ranks, on all of them. Collective."""
     own = [(name, tuple(one.shape), str(one.dtype), one.is_meta) for name, one in chunk.named_parameters()]

@@ -16,6 +16,7 @@ from torch import nn
 from onstep.config import ConfigContainer
 from onstep.config.lengths import train_iters
 from onstep.distributed import World, check_ranks, open_world, world_size_from_environment
+from onstep.distributed.fully_sharded import make_room
 from onstep.events import Control, Dispatcher
 from onstep.models import Transformer
 from onstep.models.fused_loss import check_fused_loss
@@ -243,6 +244,8 @@ def _session(
         if trainer.model is None:
             trainer.model = trainer.call_model_init()
         module = trainer.model
+        if state.world.sizes.dp_shard > 1:
+            make_room(module, state.world)
         check_ranks([module], state.world)
         check_offloading(state.cfg.model, state.world.device)
         check_fused_loss(state.cfg.model, state.world.device)

@@ -44,9 +44,18 @@ def norm_of(weights: dict[str, torch.Tensor]) -> float:
     return float(sum(one.double().norm() for name, one in weights.items() if name != "lm_head.weight"))
 
 
+def _without_embedding(model: Any) -> Any:
+    """As `from_pretrained` gives it to other ranks than the first for weights that no file has."""
+    model.get_input_embeddings().weight = torch.nn.Parameter(model.lm_head.weight.to("meta"))
+    model.tie_weights()
+    return model
+
+
 def job_train(settings: dict[str, Any]) -> dict[str, Any]:
     """A script for Hugging Face's Trainer, with these arguments, and what it asks the accelerator afterwards."""
     trainer = trainer_of(settings.get("name", "run"), **settings["arguments"])
+    if settings.get("lacks") and trainer.args.process_index == 1:
+        trainer.model = _without_embedding(trainer.model)
     trainer.train(resume_from_checkpoint=settings.get("resume"))
     accelerator, model = trainer.accelerator, trainer.model
     assert model is not None

@@ -56,6 +56,7 @@ def _sharded(ranks: int, *keys: str, replicas: int = 1) -> Layout:
 LAYOUTS = {
     "one": Layout(1),
     "ddp2": Layout(2),
+    "ddp2 each": Layout(2, ("ddp.sync_each_micro_batch=true",)),
     "ddp4": Layout(4),
     "fsdp2": _sharded(2),
     "fsdp4": _sharded(4),

@@ -89,7 +89,9 @@ def sent_in_theory(layout: Layout, variant: Variant, shapes: list[Any]) -> dict[
     shards = int(keys.get("parallel.data_parallel_shard_size", 1))
     micros = variant.accumulation
     if shards == 1:
-        return {} if layout.ranks == 1 or variant.door != "train" else {"reduce": _padded(shapes, 1, trained=True)}
+        times = micros if keys.get("ddp.sync_each_micro_batch") == "true" else 1
+        is_counted = layout.ranks > 1 and variant.door == "train"
+        return {"reduce": times * _padded(shapes, 1, trained=True)} if is_counted else {}
     is_kept = keys.get("fsdp.reshard_after_forward") == "false"
     rest = 0.5 if "mixed_precision" in keys else 1.0
     exchanges = 1 if keys.get("ddp.sync_each_micro_batch") == "false" else micros

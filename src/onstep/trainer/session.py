@@ -16,7 +16,6 @@ from torch import nn
 from onstep.config import ConfigContainer
 from onstep.config.lengths import train_iters
 from onstep.distributed import World, check_ranks, open_world, world_size_from_environment
-from onstep.distributed.fully_sharded import make_room
 from onstep.events import Control, Dispatcher
 from onstep.models import Transformer
 from onstep.models.fused_loss import check_fused_loss
@@ -245,6 +244,8 @@ def _session(
             trainer.model = trainer.call_model_init()
         module = trainer.model
         if state.world.sizes.dp_shard > 1:
+            from onstep.distributed.fully_sharded import make_room  # importing DTensor costs 0.7 s
+
             make_room(module, state.world)
         check_ranks([module], state.world)
         check_offloading(state.cfg.model, state.world.device)

@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 
-from layout_rows import LAYOUTS, VARIANTS, Layout, Variant, run_row
+from layout_names import LAYOUTS, VARIANTS, Layout, Variant
+from layout_rows import run_row
 
 COMPILED = "fsdp2 compiled"
 MUON = "optimizer.optimizer=muon"

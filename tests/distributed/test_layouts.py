@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from layout_rows import LAYOUTS, VARIANTS
+from layout_names import LAYOUTS, VARIANTS
 from layouts import alone_of, compared
 from tests.support.forked_processes import Processes
 

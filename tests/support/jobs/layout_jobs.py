@@ -16,7 +16,8 @@ from onstep.optim.fused_step import FusedStep
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
-from layout_rows import LAYOUTS, VARIANTS, run_row
+from layout_names import LAYOUTS, VARIANTS
+from layout_rows import run_row
 
 
 def job_rows(settings: dict[str, Any]) -> list[Any]:

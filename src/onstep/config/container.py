@@ -158,7 +158,7 @@ class ConfigContainer(ConfigSection):
         """Write the configuration to a YAML file, which `from_yaml` reads; None prints it.
 
         Args:
-            path: the file to write.
+            path: the file to write; None prints it.
         """
         load = import_module("onstep.config.load")
         if path is None:

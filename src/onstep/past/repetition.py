@@ -148,7 +148,7 @@ def rewind(
             backward passes and its update. The rewind then holds at the end of the step.
         forward_step_func: that of the run, if its run.json does not tell.
         pre_wrap_hooks: likewise.
-        plan: what `plan_rewind` has found, if it is known.
+        plan: what `plan_rewind` has found; None calls it.
 
     Raises:
         ConfigError: if there is no such step, or the run cannot be repeated from what its directory holds.

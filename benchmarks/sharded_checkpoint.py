@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.spawn import spawn
 
 from onstep.checkpoint import (
     CheckpointInfo,
@@ -67,7 +67,7 @@ class Case:
         self.world = world
         self.model = stack_of_blocks(parameters)
         mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp_shard",))
-        for block in self.model:
+        for block in self.model.children():
             fully_shard(block, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
@@ -148,7 +148,7 @@ def measure(rank: int, ranks: int, port: int, parameters: int, repetitions: int,
 
 def save_by_torch(case: Case, path: Path) -> None:
     """As torch's documentation does it."""
-    dcp.save(case.state(), checkpoint_id=path)
+    state_dict_saver.save(case.state(), checkpoint_id=path)
 
 
 def load_by_onstep(case: Case, manager: CheckpointManager, info: CheckpointInfo) -> None:
@@ -159,7 +159,7 @@ def load_by_onstep(case: Case, manager: CheckpointManager, info: CheckpointInfo)
 def load_by_torch(case: Case, path: Path) -> None:
     """As torch's documentation does it."""
     state = case.state()
-    dcp.load(state, checkpoint_id=path)
+    state_dict_loader.load(state, checkpoint_id=path)
     case.model.load_state_dict(state["model"])
     set_optimizer_state_dict(case.model, case.optimizer, state["optimizer"])
 
@@ -192,7 +192,7 @@ def main() -> None:
         port = found.getsockname()[1]
     with tempfile.TemporaryDirectory(dir=options.directory) as parent:
         arguments = (options.ranks, port, options.parameters, options.repetitions, parent)
-        mp.spawn(measure, arguments, nprocs=options.ranks)
+        spawn(measure, arguments, nprocs=options.ranks)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

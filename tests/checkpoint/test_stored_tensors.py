@@ -13,8 +13,8 @@ from torch import Tensor
 
 from onstep.checkpoint import write_tensors
 from onstep.checkpoint.format import tensor_parts
-from onstep.checkpoint.format.boxes import Box
 from onstep.checkpoint.format.stored_tensors import STEP_KEY, open_tensors
+from onstep.distributed.boxes import Box
 from onstep.errors import CheckpointError
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from onstep.checkpoint import SharingPattern, StateComponent
-from onstep.checkpoint.format.boxes import laid_out_like
 from onstep.config import TrainingArguments
 from onstep.config.field_types import is_integer_from, is_number
+from onstep.distributed.boxes import laid_out_like
 from onstep.distributed.exchanges import sharded_modules
 from onstep.distributed.shards import held_part, is_sharded
 from onstep.errors import require, warn_once

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from onstep.checkpoint.components import StateComponent
-from onstep.checkpoint.format.boxes import Box, box_of, whole_box
 from onstep.checkpoint.format.codec import step_name
 from onstep.checkpoint.format.stored_tensors import StoredTensor
+from onstep.distributed.boxes import Box, box_of, whole_box
 from onstep.distributed.shards import as_dtensor, held_part
 from onstep.errors import CheckpointError
 

@@ -11,10 +11,10 @@ from blake3 import blake3
 from torch import Tensor
 
 from onstep.checkpoint.components import SharingPattern, StateComponent
-from onstep.checkpoint.format.boxes import box_of
 from onstep.checkpoint.format.codec import encode_state
 from onstep.checkpoint.format.tensor_file import bytes_of
 from onstep.distributed import World
+from onstep.distributed.boxes import box_of
 from onstep.distributed.outcomes import together
 from onstep.distributed.shards import as_dtensor, held_part
 from onstep.errors import CheckpointError

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from onstep.checkpoint.components import SharingPattern, StateComponent
-from onstep.checkpoint.format.boxes import Box, box_of
 from onstep.checkpoint.format.stored_tensors import STEP_KEY
 from onstep.checkpoint.saving import CollectedStates, SaveRequest, in_file_order
 from onstep.distributed import World
+from onstep.distributed.boxes import Box, box_of
 from onstep.distributed.outcomes import together
 from onstep.distributed.shards import as_dtensor, held_part
 from onstep.errors import CheckpointError, UnsupportedStateError

@@ -39,30 +39,6 @@ class Split(NamedTuple):
         return set(self.mesh.mesh[place].flatten().tolist())
 
 
-class Box(NamedTuple):
-    """The part of a tensor that a rank holds."""
-
-    offset: tuple[int, ...]
-    """Where it begins in the whole tensor."""
-    shape: tuple[int, ...]
-    whole: tuple[int, ...]
-    """The shape of the whole tensor."""
-
-    @property
-    def first(self) -> int:
-        """The position of its first element in the whole tensor, row by row."""
-        position = 0
-        for offset, size in zip(self.offset, self.whole, strict=True):
-            position = position * size + offset
-        return position
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether its elements follow each other in the whole tensor."""
-        cut = next((dim for dim, size in enumerate(self.shape) if size > 1), 0)
-        return self.shape[cut + 1 :] == self.whole[cut + 1 :]
-
-
 def as_dtensor(tensor: Tensor) -> DTensor | None:
     """`tensor` if it is a DTensor."""
     if type(tensor) in (Tensor, Parameter):  # importing DTensor costs 0.7 s, which only runs with subclasses pay
@@ -103,20 +79,6 @@ def split_of(tensor: Tensor) -> Split:
     placements = enumerate(dtensor.placements)
     dims = tuple(dim for dim, one in placements if not (one.is_replicate() or one.is_partial()))
     return Split(dtensor.device_mesh, dims)
-
-
-def box_of(tensor: Tensor) -> Box:
-    """The part of `tensor` that this rank holds: all of a plain one, and nothing of a DTensor of other ranks."""
-    whole = tuple(tensor.shape)
-    dtensor = as_dtensor(tensor)
-    if dtensor is None:
-        return Box((0,) * len(whole), whole, whole)
-    if dtensor.device_mesh.get_coordinate() is None:
-        return Box((0,) * len(whole), (0,) * len(whole), whole)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(whole, dtensor.device_mesh, dtensor.placements)
-    return Box(tuple(offset), tuple(shape), whole)
 
 
 def local_part(tensor: Tensor, like: Tensor | None = None) -> Tensor:

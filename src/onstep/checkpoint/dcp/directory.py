@@ -17,10 +17,10 @@ from typing import Any, BinaryIO, cast
 import torch
 
 from onstep.checkpoint.dcp.described import Elsewhere, Made, MalformedPickleError, Named, Pairs, describe
-from onstep.checkpoint.format.boxes import Box
 from onstep.checkpoint.format.stored_tensors import StoredPart, StoredTensor, joined, open_tensors
 from onstep.checkpoint.format.tensor_file import opened
 from onstep.checkpoint.format.tensor_header import DTYPE_NAMES, TensorInfo
+from onstep.distributed.boxes import Box
 from onstep.errors import CheckpointError
 from onstep.files.bounded_reading import read_bytes
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from onstep.checkpoint.format.boxes import Box, overlapping, whole_box
 from onstep.checkpoint.format.tensor_file import read_file_header
 from onstep.checkpoint.format.tensor_header import TensorInfo, sharding_of
 from onstep.checkpoint.format.tensor_parts import read_part
+from onstep.distributed.boxes import Box, overlapping, whole_box
 from onstep.errors import CheckpointError
 
 STEP_KEY = "step"

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from onstep.checkpoint.format.boxes import Box
 from onstep.checkpoint.format.tensor_file import CHUNK_BYTES, fill, opened
 from onstep.checkpoint.format.tensor_header import TensorInfo
+from onstep.distributed.boxes import Box
 
 RUN_BYTES = 64 * 1024
 """Runs of the file that are at least as long are read one by one; shorter ones with what lies between them."""
@@ -46,7 +46,7 @@ class _Reading:
         run, is_one_run = _run_of(shape, part)
         row_bytes = math.prod(shape[1:]) * self._dtype.itemsize
         if is_one_run:
-            self._read_run(start + _position(shape, part.offsets) * self._dtype.itemsize, destination)
+            self._read_run(start + part.first_in(shape) * self._dtype.itemsize, destination)
         elif run * self._dtype.itemsize >= RUN_BYTES or row_bytes > CHUNK_BYTES:
             inner = Box(part.offsets[1:], part.sizes[1:])
             for index in range(part.sizes[0]):
@@ -88,11 +88,3 @@ def _run_of(shape: tuple[int, ...], part: Box) -> tuple[int, bool]:
     if dim > 0:
         run *= part.sizes[dim - 1]
     return run, run == part.numel
-
-
-def _position(shape: tuple[int, ...], index: tuple[int, ...]) -> int:
-    """The number of elements before the one at `index`."""
-    position = 0
-    for size, at in zip(shape, index, strict=True):
-        position = position * size + at
-    return position

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from onstep.checkpoint.format.boxes import box_of
+from onstep.distributed.boxes import box_of
 from onstep.distributed.shards import local_part
 from onstep.errors import ConfigError, OnstepError
 from onstep.models.weight_values import GiveAll, Slices, Value

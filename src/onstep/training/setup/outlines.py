@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onstep.checkpoint.format.boxes import Box
 from onstep.checkpoint.format.stored_tensors import StoredTensor
 from onstep.checkpoint.loading import open_weights
 from onstep.config import ConfigContainer, ModelConfig, from_dict
 from onstep.distributed import World, attempt, raise_together
+from onstep.distributed.boxes import Box
 from onstep.errors import ConfigError
 from onstep.models.hf.any_directory import LanguageModel
 from onstep.models.hf.by_tensor import family_values, hf_values

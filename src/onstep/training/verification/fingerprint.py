@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onstep.distributed import World
-from onstep.distributed.shards import Box, as_dtensor, box_of, local_part, split_of
+from onstep.distributed.boxes import Box, box_of, whole_box
+from onstep.distributed.shards import as_dtensor, local_part, split_of
 
 _AS_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = {"cpu": 1 << 15}
@@ -49,11 +50,11 @@ def local_sums(tensors: Iterable[Tensor], world: World) -> LocalSums:
     firsts = set(world.parts("pp")[0])
     start, boxes, sums, marks = 0, [], [], []
     for tensor in tensors:
-        box, is_sharded = box_of(tensor), as_dtensor(tensor) is not None
+        box, is_sharded = box_of(tensor) or whole_box((0,) * tensor.dim()), as_dtensor(tensor) is not None
         if is_sharded:
-            boxes.append((start, box.offset, box.shape))
+            boxes.append((start, *box))
         holders = split_of(tensor).plane() if is_sharded else {world.rank}
-        sums.append(_sum(local_part(tensor.detach()), box, start))
+        sums.append(_sum(local_part(tensor.detach()), box, tensor.shape, start))
         marks.append((min(holders) in firsts, not is_sharded, is_sharded))
         start += tensor.numel()
     if not sums:
@@ -82,31 +83,31 @@ def hexadecimal(word: int) -> str:
     return f"{word % 2**64:016x}"
 
 
-def _sum(local: Tensor, box: Box, start: int) -> Tensor:
-    """The sum over the elements of a box, on their device; `start` is the position of the whole tensor."""
+def _sum(local: Tensor, box: Box, shape: torch.Size, start: int) -> Tensor:
+    """The sum over the elements of a box of a tensor, on their device; `start` is the position of the whole tensor."""
     words = local.contiguous().flatten().view(_AS_INTEGER.get(local.element_size(), torch.int64))
     total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for mine, positions in _positions(box, words, start):
+    for mine, positions in _positions(box, shape, words, start):
         mixed = mine.to(torch.int64).mul_(_OF_WORD).add_(positions, alpha=_OF_POSITION)
         mixed.bitwise_xor_(mixed >> 32).mul_(_FIRST)
         total += mixed.bitwise_xor_(mixed >> 29).mul_(_SECOND).sum()
     return total
 
 
-def _positions(box: Box, words: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _positions(box: Box, shape: torch.Size, words: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
     """The words in blocks, with the position of each in the whole model."""
-    block = _BLOCK.get(words.device.type, _BLOCK_ELSEWHERE)
+    block, is_one_run = _BLOCK.get(words.device.type, _BLOCK_ELSEWHERE), box.is_one_run_in(shape)
     for begin in range(0, len(words), block):
         mine = words[begin : begin + block]
-        first = begin + (start + box.first if box.is_contiguous else 0)
+        first = begin + (start + box.first_in(shape) if is_one_run else 0)
         index = torch.arange(first, first + len(mine), device=words.device)
-        yield mine, index if box.is_contiguous else _position(index, box).add_(start)
+        yield mine, index if is_one_run else _position(index, box, shape).add_(start)
 
 
-def _position(index: Tensor, box: Box) -> Tensor:
+def _position(index: Tensor, box: Box, shape: torch.Size) -> Tensor:
     """The positions in the whole tensor of elements of a box, by their positions in it."""
     found, stride = torch.zeros_like(index), 1
-    for size, of_whole, offset in zip(reversed(box.shape), reversed(box.whole), reversed(box.offset), strict=True):
+    for size, of_whole, offset in zip(reversed(box.sizes), reversed(shape), reversed(box.offsets), strict=True):
         found += (index % size + offset) * stride
         index, stride = index // size, stride * of_whole
     return found

@@ -12,10 +12,14 @@ from torch.nn import Parameter
 from onstep.checkpoint.format.tensor_file import bytes_of
 from onstep.config.suggestions import listed
 from onstep.distributed import World, shards
+from onstep.distributed.boxes import Box, box_of
 from onstep.errors import ReplicaMismatchError
 from onstep.training.compute.step import Step
 from onstep.training.feature import Feature, is_due
 from onstep.training.stages.job import Job
+
+_NOTHING = Box((), ())
+"""What this rank holds of a parameter of other ranks only."""
 
 
 def weight_hashes(model: Sequence[nn.Module]) -> dict[str, bytes]:
@@ -69,17 +73,17 @@ def _named_once(model: Sequence[nn.Module]) -> Iterator[tuple[str, Parameter]]:
                 yield prefix + name.removeprefix("module."), parameter
 
 
-def _shards(model: Sequence[nn.Module]) -> dict[str, shards.Box]:
+def _shards(model: Sequence[nn.Module]) -> dict[str, Box]:
     """Which part of each sharded parameter this rank holds."""
     sharded = ((name, one) for name, one in _named_once(model) if shards.as_dtensor(one) is not None)
-    return {name: shards.box_of(parameter) for name, parameter in sharded}
+    return {name: box_of(parameter) or _NOTHING for name, parameter in sharded}
 
 
-def _differing(by_rank: list[tuple[dict[str, bytes], dict[str, shards.Box]]]) -> dict[int, list[str]]:
+def _differing(by_rank: list[tuple[dict[str, bytes], dict[str, Box]]]) -> dict[int, list[str]]:
     """The parameters by rank that differ from those of most ranks that hold the same part."""
     differing: dict[int, list[str]] = {}
     for name in dict.fromkeys(name for hashes, _ in by_rank for name in hashes):
-        replicas: dict[shards.Box | None, list[tuple[int, bytes | None]]] = {}
+        replicas: dict[Box | None, list[tuple[int, bytes | None]]] = {}
         for rank, (hashes, boxes) in enumerate(by_rank):
             replicas.setdefault(boxes.get(name), []).append((rank, hashes.get(name)))
         for found in replicas.values():

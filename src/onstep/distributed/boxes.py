@@ -46,6 +46,18 @@ class Box(NamedTuple):
             return False
         return all(at >= 0 and at + size <= whole for at, size, whole in zip(*self, shape, strict=True))
 
+    def first_in(self, shape: Sequence[int]) -> int:
+        """The position of its first element in a whole tensor of that shape, row by row."""
+        position = 0
+        for at, size in zip(self.offsets, shape, strict=True):
+            position = position * size + at
+        return position
+
+    def is_one_run_in(self, shape: Sequence[int]) -> bool:
+        """Whether its elements follow each other in a whole tensor of that shape."""
+        cut = next((dim for dim, size in enumerate(self.sizes) if size > 1), 0)
+        return self.sizes[cut + 1 :] == tuple(shape[cut + 1 :])
+
     def __str__(self) -> str:
         return f"[{', '.join(f'{at}:{at + size}' for at, size in zip(*self, strict=True))}]"
 

@@ -20,7 +20,7 @@ from onstep.models.generation.context_window import token_losses
 from onstep.models.generation.generate import generate
 from onstep.training import pretrain
 from onstep.training.lifecycle.determinism import CUBLAS, only_deterministic
-from onstep.training.verification.trajectory_hash import Difference
+from onstep.training.verification.comparison import Difference
 from tests.support.refused_operations import RefusesAsCuda
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

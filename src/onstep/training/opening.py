@@ -88,7 +88,7 @@ def open_run(
             if claim is not None:
                 run.cfg, run.run_dir = resolve(claim.config, world.size), claim.directory
                 run.run_dir.work_in(None if hold is None else hold.lock)
-                check_seen(run.run_dir.path, world)
+                check_seen(run.run_dir.path, world, is_held=hold is not None)
             notify = Dispatcher(manager, run)
         if claim is not None and claim.is_finished and not accepts_finished:
             yield OpenRun(notify, claim)

@@ -131,7 +131,8 @@ def job_pretrain(settings: dict[str, Any]) -> dict[str, Any]:
     progress = asdict(state.train_state)
     manifests = sorted(Path(settings["folder"], settings["name"]).rglob("manifest.json"))
     result["progress"] = {key: value for key, value in progress.items() if isinstance(value, (int, float, bool))}
-    result["saved"] = [json.loads(one.read_text())["layout"] for one in manifests]
+    layouts = [json.loads(one.read_text())["layout"] for one in manifests]
+    result["saved"] = [{key: one[key] for key in ("world_size", "num_microbatches")} for one in layouts]
     return result
 
 

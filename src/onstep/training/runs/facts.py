@@ -15,13 +15,24 @@ from onstep.training.runs.provenance import versions
 from onstep.training.runs.user_code import is_users
 
 _OF_A_RANK = (
-    *("dist.device", "env_vars.", "trainer.", "run.control", "run.check_memory", "profiling.memory_snapshot_path"),
+    *(
+        "dist.device",
+        "env_vars.",
+        "trainer.",
+        "run.output_dir",
+        "run.control",
+        "run.check_memory",
+        "profiling.memory_snapshot_path",
+    ),
     *("dataset.paths", "dataset.cache_dir", "dataset.stream_validation_paths", "dataset.num_workers"),
     *("dataset.pin_memory", "dataset.persistent_workers", "dataset.prefetch_factor", "dataset.multiprocessing_context"),
     *("tokenizer.", "logger.console", "logger.logging_", "logger.log_progress", "logger.report_"),
     *("logger.tensorboard_dir", "logger.wandb_", "logger.mlflow_", "logger.comet_", "logger.memory_keys"),
 )
-"""Keys, or how they begin, whose values may be those of one rank: its device and disks, and what it shows."""
+"""Keys, or how they begin, whose values may be those of one rank: its device and disks, and what it shows.
+
+The directory of a run is that of rank 0, which `check_seen` looks for on the others.
+"""
 
 
 def facts_of(config: ConfigContainer) -> dict[str, str]:

@@ -14,19 +14,20 @@ SEEN_SECONDS = 5.0
 """How long what rank 0 has written may take to be seen on another machine."""
 
 
-def check_seen(place: Path, world: World) -> None:
+def check_seen(place: Path, world: World, *, is_held: bool) -> None:
     """Check that every rank sees the `run.json` that rank 0 has written to a run's directory. Collective.
 
     Args:
         place: the directory, as this rank knows it.
         world: the ranks of the run.
+        is_held: on rank 0, whether ranks will write there; the repetition of a run on several machines does not.
 
     Raises:
         ConfigError: on all ranks alike, naming a rank that does not see it.
     """
     if world.size == 1:
         return
-    written = world.share(_content(place) if world.is_main else None)
+    written = world.share(_content(place) if world.is_main and is_held else None)
     found = world.gather((str(place), written is None or _sees(place, written)))
     for rank, (path, sees) in enumerate(found):
         if not sees:

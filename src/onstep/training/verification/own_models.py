@@ -23,10 +23,10 @@ class OwnModels(Feature[Job]):
 
     @classmethod
     def wanted(cls, host: Job) -> bool:
+        if host.run.world.data.size == 1:
+            return False
         parameters = chain.from_iterable(chunk.parameters() for chunk in host.model)
-        return (
-            host.run.world.data.size > 1 and all(map(is_bare, host.model)) and not any(map(_is_of_a_rank, parameters))
-        )
+        return all(map(is_bare, host.model)) and not any(map(_is_of_a_rank, parameters))
 
     def __init__(self, host: Job) -> None:
         super().__init__(host)

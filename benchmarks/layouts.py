@@ -36,9 +36,11 @@ TABLE = [name for name in LAYOUTS if name not in (COMPILED, "one")]
 _SECONDS = 600
 _MUST = {"float32": (1e-5, 1e-4), "float64": (1e-10, 1e-10)}
 """How far losses and norms (relatively), and parameters (absolutely), may be from one process."""
+_IN_BF16 = "mixed_precision=bf16_mixed"
 _MUST_IN_BF16 = 2e-2
-_MUST_OF_MUON = (1e-5, 2e-4, 1e-3)
-"""Muon rounds gradients to bfloat16, by which the last bits of a sum over ranks grow, in every layout alike."""
+_MUST_OF_MUON = (2e-5, 2e-4, 1e-2)
+"""Muon rounds gradients to bfloat16, by which the last bits of a sum over ranks grow, in every layout alike: with
+replicas on four ranks too, losses are 1.4e-5 from one process after 20 steps."""
 
 
 @dataclass
@@ -58,7 +60,7 @@ class Compared:
     def outside(self, layout: Layout, variant: Variant) -> list[str]:
         """What is not as it must be."""
         found = []
-        if "mixed_precision=bf16_mixed" in layout.keys:
+        if _IN_BF16 in layout.keys:
             found += [f"loss {self.loss:.1e}"] if self.loss > _MUST_IN_BF16 else []
         else:
             scalar, absolute = _MUST[variant.dtype]
@@ -207,6 +209,8 @@ def main() -> None:
         for variant in variants:
             for layout in layouts:
                 if (reference := alone_of(layout, variant))[0] == layout:
+                    continue
+                if VARIANTS[variant].dtype == "float64" and _IN_BF16 in LAYOUTS[layout].keys:
                     continue
                 place = Path(directory) / f"{layout} {variant}"
                 key = (reference[0], repr(reference[1]))

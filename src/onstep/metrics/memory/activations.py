@@ -67,13 +67,16 @@ def micro_batch(shape: ModelShape, cfg: Any, counts: WeightCounts, storage: Stor
         inputs = 2 * shape.hidden_size + shape.ffn_hidden_size + again
         kept += storage.product * (len(sizes) * inputs - shape.hidden_size)
     ends, logits = _ends(shape, cfg, counts, storage, tokens)
-    copies = _copies(counts, storage, recomputes)
+    copies, angles = _copies(counts, storage, recomputes), _angles(shape, cfg, storage)
     on_host = tokens * kept if cfg.model.offload_activations else 0
     return MicroBatch(
-        activations=tokens * (kept + layers[0].norm(shape.hidden_size)) + ends - on_host,
+        activations=tokens * (kept + layers[0].norm(shape.hidden_size))
+        + ends
+        + (angles if storage.quantization else 0)
+        - on_host,
         layer=tokens * max(sizes),
         logits=logits * (1 + shape.mtp_depth),
-        copies=copies + _angles(shape, cfg, storage),
+        copies=copies + (0 if storage.quantization else angles),
         copies_of_layer=copies // len(sizes),
         temporary=tokens * layers[0].temporary() + _dequantized(counts, storage),
         on_host=on_host,
@@ -81,7 +84,7 @@ def micro_batch(shape: ModelShape, cfg: Any, counts: WeightCounts, storage: Stor
 
 
 def _angles(shape: ModelShape, cfg: Any, storage: Storage) -> int:
-    """Bytes of the cosines and sines of positions in the type of embeddings of 16 bits."""
+    """Bytes of the cosines and sines of positions in the type of embeddings, where that has 16 bits."""
     is_rotary = getattr(cfg.model, "position_embedding_type", "rope") == "rope"
     return shape.seq_length * shape.kv_channels * HALF if is_rotary and storage.residual == HALF else 0
 

@@ -173,17 +173,7 @@ def _filled(
 ) -> Transformer:
     """The model on the CPU with the weights of `state`, which must be those that are expected, in `dtype`."""
     architecture = architecture_of(model.config)
-    given = architecture.clean(state)
-    tied = None
-    if model.output is None:
-        embedding_name, output_name = (_name_of(architecture, ours) for ours in ("embedding", "output"))
-        tied = given.pop(output_name, None)
-    check_shapes(expected, given)
-    if tied is not None and not _is_same(given[embedding_name], tied):
-        raise OnstepError(
-            f"the weights contain an {output_name} that differs from {embedding_name}, but the configuration ties "
-            "them; set tie_word_embeddings (share_embeddings_and_output_weights) to false."
-        )
+    given = _untied(model, architecture, expected, state)
     model = model.to(dtype).to_empty(device="cpu")
     own = model.state_dict()
     with torch.no_grad():

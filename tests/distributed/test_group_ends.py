@@ -133,6 +133,11 @@ def test_after_the_first_step_a_rank_waits_for_a_shorter_time(
     assert "waited in World.agree for longer than dist.timeout_after_first_step=0.5" in waits["notes"]
 
 
+def test_after_a_training_groups_have_the_limits_that_they_had(processes: Processes, tmp_path: Path) -> None:
+    for found in processes.results(JOBS, "limits_for_a_while", tmp_path):
+        assert [set(one) for one in found] == [{1800.0}, {45.0}, {1800.0}, {30.0}, {1800.0}]
+
+
 def test_a_process_keeps_no_group_of_a_run_that_is_over(processes: Processes, tmp_path: Path) -> None:
     for found in processes.results(JOBS, "opens_again", tmp_path):
         assert [one[:3] for one in found] == [[0, 0, 0]] * 5

@@ -87,6 +87,26 @@ def job_waits(settings: dict[str, Any]) -> str:
     return ""
 
 
+def limits() -> list[float]:
+    """The time limits of all groups, in seconds."""
+    groups: Any = dist.distributed_c10d._world.pg_map
+    return [one._get_backend(torch.device("cpu")).options._timeout.total_seconds() for one in groups]
+
+
+def job_limits_for_a_while(settings: dict[str, Any]) -> list[list[float]]:
+    """The limits before, within and after those of a training, twice in one world."""
+    with closing(open_world(DistributedInitConfig(device="cpu"))) as world:
+        world.group("dp_replicate")
+        found = [limits()]
+        for seconds in (45.0, 30.0):
+            world.limit(2 * seconds)
+            world.limit(seconds)
+            found.append(limits())
+            world.unlimit()
+            found.append(limits())
+        return found
+
+
 class ComesLate(Callback):
     """On rank 1: late for the first step, and not at all after the second, as long as the other rank waits."""
 
@@ -98,8 +118,7 @@ class ComesLate(Callback):
         context.state.world.mesh.get_group("tp")
 
     def on_step_begin(self, context: Any) -> None:
-        groups: Any = dist.distributed_c10d._world.pg_map
-        self.limits.append([one._get_backend(torch.device("cpu")).options._timeout.total_seconds() for one in groups])
+        self.limits.append(limits())
         if RANK == 1 and len(self.limits) == 1:
             time.sleep(self.seconds)
 

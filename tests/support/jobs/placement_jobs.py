@@ -35,7 +35,7 @@ def job_refusal(settings: dict[str, Any]) -> str:
     """The error of a build."""
     sizes = ParallelSizes(**settings["sizes"])
     with closing(open_world(DistributedInitConfig(device="cpu"), sizes)) as world:
-        config = from_dict(settings["values"])
+        config = from_dict(settings["values"] | settings.get(f"of_rank_{world.rank}", {}))
         config.parallel.data_parallel_shard_size = sizes.dp_shard
         try:
             built(config, world)

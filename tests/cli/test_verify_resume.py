@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import signal
 import subprocess
 import time
 from functools import partial
@@ -168,6 +170,21 @@ def test_a_directory_with_something_in_it_is_refused(
 ) -> None:
     assert main(["verify-resume", *job, "--directory", str(tmp_path)]) == 1
     assert "is not empty" in capsys.readouterr().err
+
+
+def test_a_signal_that_ends_the_command_ends_the_job_too(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    job = user_job.UserJob(("tiny_gpt",), ranks=1, output_dir=tmp_path)
+
+    def begin_and_be_ended() -> None:
+        with job.start() as attempt:
+            os.kill(os.getpid(), signal.SIGTERM)
+            attempt.wait_for(lambda: False, lambda step: None)
+
+    with pytest.raises(SystemExit, match="143"):
+        begin_and_be_ended()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert str(tmp_path) not in subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True).stdout
 
 
 def test_kills_are_spread_over_the_run_and_none_comes_after_it() -> None:

@@ -8,11 +8,13 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
 from onstep.errors import OnstepError
 
@@ -81,11 +83,12 @@ class UserJob:
 
 
 class Attempt:
-    """One start of a job. As a context manager, it kills remaining processes on exit."""
+    """One start of a job. As a context manager, it kills remaining processes on exit, also one by SIGTERM or SIGHUP."""
 
     def __init__(self, job: UserJob, process: subprocess.Popen[bytes]) -> None:
         self._job = job
         self._process = process
+        self._handlers: dict[int, Any] = {}
 
     def wait_for(self, reached: Callable[[], bool], notify: Callable[[int], None]) -> bool:
         """Wait until `reached()` (True) or until the job is done (False), reporting progress as `notify(step)`.
@@ -134,10 +137,19 @@ class Attempt:
         self._process.wait()
 
     def __enter__(self) -> Attempt:
+        if threading.current_thread() is threading.main_thread():  # no other one may handle signals
+            self._handlers = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
         return self
 
     def __exit__(self, *error: object) -> None:
         self.kill_all()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+
+def _exit(number: int, frame: object) -> NoReturn:
+    """End this process with the exit code that a shell gives to the signal."""
+    raise SystemExit(128 + number)
 
 
 def _descendants_of(parent: int) -> list[int]:

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 
+from checkpoint import stack_of_blocks
 from onstep.checkpoint import (
     CheckpointInfo,
     CheckpointManager,
@@ -44,19 +44,8 @@ from onstep.config import DistributedInitConfig
 from onstep.distributed import World, open_world
 from onstep.training.checkpointing.optimizer_state import OptimizerState
 
-HIDDEN = 512
 LIMITS = {"onstep, blocking": ("dcp.save", 1.1)}
 """How many times another row a row may take."""
-
-
-def stack_of_blocks(parameters: int) -> nn.Module:
-    """Feed-forward blocks, until there are as many parameters."""
-    blocks: list[nn.Module] = []
-    count = 0
-    while count < parameters:
-        blocks.append(nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)))
-        count += sum(parameter.numel() for parameter in blocks[-1].parameters())
-    return nn.Sequential(*blocks)
 
 
 class Case:

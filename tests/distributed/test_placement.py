@@ -20,21 +20,13 @@ from onstep.models import build_transformer
 from onstep.models.hf.writing import save_hf
 from onstep.training.setup.lora import add_lora
 from tests.support.forked_processes import Processes
+from tests.support.small_configs import GPT2
+from tests.support.small_configs import SIZES as SMALL
 
 pytestmark = pytest.mark.distributed
 
 JOBS = "tests.support.jobs.placement_jobs"
-SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 67, "seq_length": 32}
 TIED = {"share_embeddings_and_output_weights": True}
-GPT2 = {
-    "normalization": "LayerNorm",
-    "position_embedding_type": "learned_absolute",
-    "gated_linear_unit": False,
-    "activation_func": "gelu_tanh",
-    "add_qkv_bias": True,
-    "add_bias_linear": True,
-    **TIED,
-}
 EXPERTS = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,

@@ -7,6 +7,19 @@ from pathlib import Path
 from onstep.config import ConfigContainer
 from onstep.recipes import tiny_gpt_pretrain_config
 
+SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 67, "seq_length": 32}
+"""The fields of a small `ModelConfig` whose vocabulary no number of ranks divides."""
+GPT2 = {
+    "normalization": "LayerNorm",
+    "position_embedding_type": "learned_absolute",
+    "gated_linear_unit": False,
+    "activation_func": "gelu_tanh",
+    "add_qkv_bias": True,
+    "add_bias_linear": True,
+    "share_embeddings_and_output_weights": True,
+}
+"""The fields of GPT-2 beside its sizes."""
+
 
 def small_pretrain_config(
     corpus: Path | str, cache: Path | str, *, layers: int = 1, width: int = 16, length: int = 32

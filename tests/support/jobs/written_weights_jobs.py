@@ -22,18 +22,10 @@ from onstep.models.hf.any_directory import build_model, save_directory
 from onstep.training.checkpointing.optimizer_state import OptimizerState
 from onstep.training.setup.final_weights import write_final_weights
 from onstep.training.setup.lora import add_lora, merged_model, save_adapter
+from tests.support.small_configs import GPT2
+from tests.support.small_configs import SIZES as SMALL
 from tests.support.small_models import Regression
 
-SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 67, "seq_length": 32}
-GPT2 = {
-    "normalization": "LayerNorm",
-    "position_embedding_type": "learned_absolute",
-    "gated_linear_unit": False,
-    "activation_func": "gelu_tanh",
-    "add_qkv_bias": True,
-    "add_bias_linear": True,
-    "share_embeddings_and_output_weights": True,
-}
 MIXTRAL = {
     "model_type": "mixtral",
     "vocab_size": 67,

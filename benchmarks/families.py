@@ -178,17 +178,17 @@ def job_two_ranks(base: str, name: str, packing: bool) -> float:
 
 def forked(job: Callable[..., Any], *arguments: Any, ranks: int = 1) -> tuple[list[int], Any]:
     """The exit codes of `job` in processes of its own, and what it returned on rank 0."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
     result = Path(f"result-{os.getpid()}.json")
     result.unlink(missing_ok=True)
     children = []
-    for rank in range(ranks):
-        child = os.fork()
-        if child == 0:
-            _be_rank(job, arguments, rank, ranks, port, result)
-        children.append(child)
+    with socket.socket() as held:  # until rank 0 listens there, nobody else gets the port
+        held.bind(("127.0.0.1", 0))
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for rank in range(ranks):
+            child = os.fork()
+            if child == 0:
+                _be_rank(job, arguments, rank, ranks, held.getsockname()[1], result)
+            children.append(child)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     return codes, json.loads(result.read_text()) if result.exists() else None
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+IN_BF16 = "mixed_precision=bf16_mixed"
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -23,11 +25,21 @@ def _sharded(ranks: int, *keys: str, replicas: int = 1) -> Layout:
     return Layout(ranks, (*size, *keys))
 
 
+def _divided(ranks: int, *keys: str) -> Layout:
+    return Layout(ranks, ("ddp.use_distributed_optimizer=true", "ddp.bucket_cap_mb=0.05", *keys))
+
+
+MASTERS = "optimizer.params_dtype=bfloat16"
+"""Weights in bfloat16 with float32 masters, of models whose optimizer Onstep makes."""
+IN_MXFP8 = "ddp.fp8_param_gather=true"
+SHARED = "ddp.reuse_grad_buf_for_mxfp8_param_ag=true"
+SUMS, GATHERS = "ddp.overlap_grad_reduce=true", "ddp.overlap_param_gather=true"
 LAYOUTS = {
     "one": Layout(1),
     "ddp2": Layout(2),
     "ddp2 each": Layout(2, ("ddp.sync_each_micro_batch=true",)),
     "ddp4": Layout(4),
+    "fsdp1": Layout(1, ("parallel.data_parallel_shard_size=-1",)),
     "fsdp2": _sharded(2),
     "fsdp4": _sharded(4),
     "fsdp2 keep": _sharded(2, "fsdp.reshard_after_forward=false"),
@@ -35,10 +47,25 @@ LAYOUTS = {
     "fsdp2 last": _sharded(2, "ddp.sync_each_micro_batch=false"),
     "fsdp2 prefetch": _sharded(2, "fsdp.prefetch=2"),
     "hsdp 2x2": _sharded(4, replicas=2),
+    "distopt2": _divided(2),
+    "distopt4": _divided(4),
+    "distopt 2x2": _divided(4, "ddp.num_distributed_optimizer_instances=2"),
+    "distopt2 sums": _divided(2, SUMS),
+    "distopt4 sums": _divided(4, SUMS),
+    "distopt 2x2 sums": _divided(4, SUMS, "ddp.num_distributed_optimizer_instances=2"),
+    "distopt2 both": _divided(2, SUMS, GATHERS),
+    "distopt4 both": _divided(4, SUMS, GATHERS),
+    "distopt 2x2 both": _divided(4, SUMS, GATHERS, "ddp.num_distributed_optimizer_instances=2"),
+    "one MXFP8": _divided(1, IN_MXFP8),
+    "distopt2 MXFP8": _divided(2, IN_MXFP8),
+    "distopt2 MXFP8 both": _divided(2, SUMS, GATHERS, IN_MXFP8, SHARED),
+    "distopt2 masters": _divided(2, SUMS, GATHERS, MASTERS, "ddp.grad_reduce_in_fp32=true"),
     "fsdp2 offload": _sharded(2, "fsdp.cpu_offload=true"),
     "fsdp2 checkpointed": _sharded(2, "model.recompute_granularity=full"),
     "fsdp2 compiled": _sharded(2, "train.torch_compile=true"),
-    "fsdp2 bf16": _sharded(2, "mixed_precision=bf16_mixed"),
+    "one bf16": Layout(1, (IN_BF16,)),
+    "ddp2 bf16": Layout(2, (IN_BF16,)),
+    "fsdp2 bf16": _sharded(2, IN_BF16),
 }
 
 
@@ -81,6 +108,7 @@ VARIANTS = {
     "llama tied": Variant("llama", options={"tie_word_embeddings": True}),
     "gpt2": Variant("gpt2"),
     "pretrain": Variant(door="pretrain", accumulation=3),
-    "muon": Variant(door="pretrain", keys=("optimizer.optimizer=muon",)),
+    "muon": Variant(door="pretrain", keys=("optimizer.optimizer=muon", "optimizer.muon_fp32_matmul_prec=highest")),
+    "muon in bf16": Variant(door="pretrain", keys=("optimizer.optimizer=muon",)),
     "Trainer": Variant("llama", door="Trainer", accumulation=3),
 }

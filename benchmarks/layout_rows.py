@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,11 +29,12 @@ from onstep.config import ConfigContainer, ModelConfig, apply_overrides
 from onstep.data import TrainLoader
 from onstep.distributed import open_world
 from onstep.distributed.gradient_exchange import average_in
-from onstep.distributed.shards import local_part, whole
+from onstep.distributed.shards import as_dtensor, local_part, whole
 from onstep.models.transformer import build_transformer
 from onstep.training import GlobalState, train
 from onstep.training.setup.placement import place
 
+_TEXT = Path(__file__).parents[1] / "LICENSE"
 ROWS, LENGTH, VOCABULARY = 12, 12, 67
 """Rows of a step, their tokens, and a vocabulary that no number of ranks divides."""
 
@@ -56,17 +59,33 @@ class Watch(Callback):
     """What a training comes to, and what this rank holds of it."""
 
     ranks = "all"
+    reads_weights = False
+    """But for the end of the training, when they are gathered, and where it replaces them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_starts: bool, along: list[dict[str, Tensor]] | None) -> None:
+        self.starts: list[dict[str, Tensor]] | None = [] if keeps_starts else None
+        """The weights with which each step began."""
+        self._along = along
+        self.reads_weights = along is not None
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.sent: list[Counter[str]] = []
         """What has been sent by the end of each step."""
         self.held: dict[str, int] = {}
-        """Bytes of parameters, gradients and optimizer state."""
+        """Bytes of parameters, masters of parameters in MXFP8, gradients and optimizer state."""
         self.shapes: list[tuple[list[int], bool, int]] = []
         """Of each parameter, whether it is trained, and the bytes of an element."""
         self.values: dict[str, Tensor] = {}
+
+    def on_train_step_start(self, context: Any) -> None:
+        """Note the weights, or replace them by those of another run."""
+        named = {_plain(name): one for name, one in context.model[0].named_parameters()}
+        if self.starts is not None:
+            self.starts.append({name: one.detach().clone() for name, one in named.items()})
+        if self._along is not None:
+            with torch.no_grad():
+                for name, value in self._along[len(self.losses)].items():
+                    named[name].copy_(_as(named[name], value))
 
     def on_train_step_end(self, context: Any) -> None:
         """Note the loss and the norm of a step, and the bytes of its gradients."""
@@ -78,13 +97,26 @@ class Watch(Callback):
     def on_train_end(self, context: Any) -> None:
         """Gather the parameters. Collective."""
         [model] = context.model
-        named = [(name.removeprefix("module."), one) for name, one in model.named_parameters()]
+        named = [(_plain(name), one) for name, one in model.named_parameters()]
         self.values = {name: whole(one.detach()) for name, one in named}
         self.shapes = [(list(one.shape), one.requires_grad, one.element_size()) for _, one in named]
         self.held["parameters"] = _bytes([one for _, one in named])
+        if masters := getattr(model, "masters", None):
+            self.held["masters"] = _bytes([*masters.values()])
         self.held["state"] = _bytes(
             [one for kept in context.optimizer.state.values() for one in kept.values() if one.ndim]
         )
+
+
+def _plain(name: str) -> str:
+    """The name of a parameter outside of DistributedDataParallel."""
+    return name.removeprefix("module.")
+
+
+def _as(parameter: Tensor, value: Tensor) -> Tensor:
+    """The value, divided as the parameter is."""
+    known = as_dtensor(parameter)
+    return value if known is None else distribute_tensor(value, known.device_mesh, known.placements, src_data_rank=None)
 
 
 class _InputIds(Rows):
@@ -166,7 +198,15 @@ def optimizer_of(model: nn.Module, variant: Variant) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=3e-3)
 
 
-def run_row(layout: Layout, variant: Variant, steps: int, *, parameters: str | None = None) -> dict[str, Any]:
+def run_row(
+    layout: Layout,
+    variant: Variant,
+    steps: int,
+    *,
+    parameters: str | None = None,
+    starts: str | None = None,
+    along: str | None = None,
+) -> dict[str, Any]:
     """Train; what rank 0 found, with its whole parameters written to a file.
 
     Args:
@@ -174,14 +214,21 @@ def run_row(layout: Layout, variant: Variant, steps: int, *, parameters: str | N
         variant: what is trained.
         steps: the number of steps.
         parameters: where rank 0 writes the parameters at the end; None writes none.
+        starts: where rank 0 of a run without shards writes the parameters with which each step began.
+        along: such a file, of a run whose parameters each step begins with; None continues with those it has.
     """
-    config, watch = config_of(layout, variant, steps), Watch()
+    config = config_of(layout, variant, steps)
+    watch = Watch(keeps_starts=starts is not None, along=None if along is None else torch.load(along))
     directory = f"row-{next(_NUMBERS)}"  # the same on all ranks
     Path(directory).mkdir(exist_ok=True)
+    if config.train.torch_compile:
+        torch._inductor.config.fallback_random = True  # masks of dropout are drawn as without compilation
     with counted():
         _DOORS[variant.door](config, layout, variant, watch, directory)
-    if parameters is not None and os.environ.get("RANK", "0") == "0":
-        torch.save(watch.values, parameters)
+    if os.environ.get("RANK", "0") == "0":
+        for values, file in ((watch.values, parameters), (watch.starts, starts)):
+            if file is not None:
+                torch.save(values, file)
     return {
         "losses": watch.losses,
         "norms": watch.norms,
@@ -222,8 +269,8 @@ def _average(bucket: Any) -> Any:
 
 
 def _pretrained(config: ConfigContainer, layout: Layout, variant: Variant, watch: Watch, directory: str) -> None:
-    """`pretrain` on the text of this file."""
-    config.dataset.kind, config.dataset.paths, config.dataset.split = "text", [__file__], "100,0,0"
+    """`pretrain` on the text of the license."""
+    config.dataset.kind, config.dataset.paths, config.dataset.split = "text", [str(_TEXT)], "100,0,0"
     config.dataset.cache_dir, config.tokenizer.tokenizer_type = directory, "bytes"
     config.run.save_weights, config.checkpoint.save, config.model.vocab_size = False, None, 261
     pretrain(config, callbacks=[watch])
@@ -266,6 +313,7 @@ _COUNTED = {
     "all_gather_single": "gather",
     "reduce_scatter_tensor": "scatter",
     "reduce_scatter_single": "scatter",
+    "all_to_all_single": "scatter",
     "all_reduce": "reduce",
 }
 """Functions of torch.distributed, and what they do."""
@@ -288,8 +336,10 @@ def counted() -> Iterator[None]:
 
         def called(*args: Any, **kwargs: Any) -> Any:
             size = max(one.nbytes for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
-            is_small = kind == "reduce" and size <= _SMALL
-            SENT["small" if is_small else kind] += 1 if is_small else size
+            if kind == "reduce" and size <= _SMALL:
+                SENT["small"] += 1
+            else:
+                SENT["matrices" if args[2:] else kind] += size  # Muon's are exchanged with the sizes of their parts
             return own(*args, **kwargs)
 
         return called

@@ -27,20 +27,22 @@ from typing import Any
 
 import torch
 
-from layout_names import LAYOUTS, VARIANTS, Layout, Variant
+from layout_names import IN_BF16, IN_MXFP8, LAYOUTS, MASTERS, VARIANTS, Layout, Variant
 from layout_rows import run_row
 
 COMPILED = "fsdp2 compiled"
 MUON = "optimizer.optimizer=muon"
-TABLE = [name for name in LAYOUTS if name not in (COMPILED, "one")]
+_PRECISELY = "optimizer.muon_fp32_matmul_prec=highest"
+STARTS = "starts.pt"
+TABLE = [name for name in LAYOUTS if name not in (COMPILED, "one", "one MXFP8")]
 _SECONDS = 600
 _MUST = {"float32": (1e-5, 1e-4), "float64": (1e-10, 1e-10)}
 """How far losses and norms (relatively), and parameters (absolutely), may be from one process."""
-_IN_BF16 = "mixed_precision=bf16_mixed"
 _MUST_IN_BF16 = 2e-2
-_MUST_OF_MUON = (1e-5, 2e-4, 1e-3)
-"""Muon rounds gradients to bfloat16, by which the last bits of a sum over ranks grow, in every layout alike: after 20
-steps replicas on four ranks are outside of these bounds too."""
+"""Of losses and norms where something rounds to bfloat16. From step to step such differences grow, so that norms of
+replicas in autocast are up to 10 % from one process in autocast. Norms in bf16 are therefore held in a second run,
+whose steps begin with the float32 weights of one process; parameters are only shown. So is it in MXFP8, where a
+number close to the middle between two that can be represented is rounded to the other one, an eighth of it away."""
 
 
 @dataclass
@@ -56,20 +58,25 @@ class Compared:
     held: dict[str, float]
     """Bytes of rank 0."""
     held_in_theory: dict[str, float]
+    along: tuple[float, float] | None = None
+    """Loss and norm of a run whose steps begin with the parameters of one process."""
 
     def outside(self, layout: Layout, variant: Variant) -> list[str]:
         """What is not as it must be."""
-        found = []
-        if _IN_BF16 in layout.keys:
-            found += [f"loss {self.loss:.1e}"] if self.loss > _MUST_IN_BF16 else []
-        else:
-            scalar, absolute = _MUST[variant.dtype]
-            of_norm = scalar
-            if MUON in variant.keys:
-                scalar, of_norm, absolute = _MUST_OF_MUON
-            found += [f"loss {self.loss:.1e}"] if not self.loss <= scalar else []
-            found += [f"norm {self.norm:.1e}"] if not self.norm <= of_norm else []
-            found += [f"parameters {self.parameters:.1e}"] if not self.parameters <= absolute else []
+        rounds = not {IN_BF16, MASTERS}.isdisjoint(layout.keys) or (
+            MUON in variant.keys and _PRECISELY not in variant.keys
+        )
+        scalar, absolute = (_MUST_IN_BF16, math.inf) if rounds else _MUST[variant.dtype]
+        if layout.ranks == 1 and not rounds:
+            scalar = absolute = 0.0  # shards on one rank
+        loss, norm = (self.loss, self.norm) if self.along is None else (max(self.loss, self.along[0]), self.along[1])
+        found: list[str] = []
+        if self.along is not None and IN_MXFP8 in layout.keys:
+            found += [f"drift {self.loss:.1e}"] if not self.loss <= _MUST_IN_BF16 else []
+            loss, absolute = self.along[0], math.inf
+        found += [f"loss {loss:.1e}"] if not loss <= scalar else []
+        found += [f"norm {norm:.1e}"] if not norm <= scalar else []
+        found += [f"parameters {self.parameters:.1e}"] if not self.parameters <= absolute else []
         for what, real, theory in (
             ("sent", self.sent, self.sent_in_theory),
             ("held", self.held, self.held_in_theory),
@@ -89,7 +96,18 @@ _SMALL_SUMS = 3 + 1
 def sent_in_theory(layout: Layout, variant: Variant, shapes: list[Any]) -> dict[str, float]:
     """Bytes of a step by kind: see "Going distributed"."""
     keys = dict(key.split("=") for key in layout.keys)
-    shards = int(keys.get("parallel.data_parallel_shard_size", 1))
+    if _divides_updates(keys):
+        instances = int(keys.get("ddp.num_distributed_optimizer_instances", 1))
+        shards = layout.ranks // instances
+        whole = _padded(shapes, shards, trained=True)
+        gathered = whole
+        if IN_MXFP8 in layout.keys:  # a byte for each number of a matrix, and one for each 32 of a row
+            vectors = _padded([one for one in shapes if len(one[0]) < 2], shards, trained=True)
+            rows = [([*shape[:-1], shape[-1] + math.ceil(shape[-1] / 32)], trained, 1) for shape, trained, _ in shapes]
+            gathered = vectors + _padded([one for one in rows if len(one[0]) > 1], shards, trained=True)
+        scattered = whole * (2 if MASTERS in layout.keys else 1)  # in float32
+        return {"gather": gathered, "scatter": scattered, "reduce": whole / shards if instances > 1 else 0}
+    shards = _shards(layout)
     micros = variant.accumulation
     if shards == 1:
         times = micros if keys.get("ddp.sync_each_micro_batch") == "true" else 1
@@ -106,10 +124,29 @@ def sent_in_theory(layout: Layout, variant: Variant, shapes: list[Any]) -> dict[
 def held_in_theory(layout: Layout, variant: Variant, shapes: list[Any]) -> dict[str, float]:
     """Bytes of rank 0: 4 for each parameter, 4 for its gradient, 8 for AdamW's state, in shards of whole rows."""
     keys = dict(key.split("=") for key in layout.keys)
-    shards = int(keys.get("parallel.data_parallel_shard_size", 1))
+    if _divides_updates(keys):  # the gradients are in buffers, and no longer those of the parameters
+        shards = layout.ranks // int(keys.get("ddp.num_distributed_optimizer_instances", 1))
+        held = {"parameters": _padded(shapes, 1)}
+        if IN_MXFP8 in layout.keys:
+            held["masters"] = _padded(shapes, shards, trained=True) / shards
+        # for each 2 bytes, two averages in float32 and the other half of the master
+        times = 5 if MASTERS in layout.keys else 2
+        state = times * _padded(shapes, shards, trained=True) / shards
+        return held if MUON in variant.keys else {**held, "state": state}
+    shards = _shards(layout)
     trained = _padded(shapes, shards, trained=True) / shards
     held = {"parameters": _padded(shapes, shards) / shards, "gradients": trained}
     return held if MUON in variant.keys else {**held, "state": 2 * trained}
+
+
+def _divides_updates(keys: dict[str, str]) -> bool:
+    return keys.get("ddp.use_distributed_optimizer") == "true"
+
+
+def _shards(layout: Layout) -> int:
+    keys = dict(key.split("=") for key in layout.keys)
+    number = int(keys.get("parallel.data_parallel_shard_size", 1))
+    return layout.ranks if number == -1 else number
 
 
 def _padded(shapes: list[Any], shards: int, *, trained: bool = False) -> float:
@@ -122,8 +159,18 @@ def _padded(shapes: list[Any], shards: int, *, trained: bool = False) -> float:
     return float(sum(sizes))
 
 
-def compared(layout: Layout, variant: Variant, one: tuple[Any, Any], row: tuple[Any, Any]) -> Compared:
-    """A row beside one process; each is what rank 0 found, and its parameters."""
+def compared(
+    layout: Layout, variant: Variant, one: tuple[Any, Any], row: tuple[Any, Any], along: dict[str, Any] | None = None
+) -> Compared:
+    """A row beside one process; each is what rank 0 found, and its parameters.
+
+    Args:
+        layout: of the row.
+        variant: of both.
+        one: one process.
+        row: the row.
+        along: what rank 0 found where each step began with the parameters of one process.
+    """
     (alone, weights), (found, own) = one, row
     return Compared(
         loss=_apart(alone["losses"], found["losses"]),
@@ -133,11 +180,19 @@ def compared(layout: Layout, variant: Variant, one: tuple[Any, Any], row: tuple[
         sent_in_theory=sent_in_theory(layout, variant, found["shapes"]),
         held=found["held"],
         held_in_theory=held_in_theory(layout, variant, found["shapes"]),
+        along=None
+        if along is None
+        else (_apart(alone["losses"], along["losses"]), _apart(alone["norms"], along["norms"])),
     )
 
 
 def _apart(expected: list[float], found: list[float]) -> float:
     return max(abs(a - b) / max(abs(a), 1e-12) for a, b in zip(expected, found, strict=True))
+
+
+def has_second_run(layout: str) -> bool:
+    """Whether norms are held in a run whose steps begin with the weights of one process, as its numbers are rounded."""
+    return not {IN_BF16, IN_MXFP8, MASTERS}.isdisjoint(LAYOUTS[layout].keys)
 
 
 def alone_of(layout: str, variant: str) -> tuple[str, Variant]:
@@ -146,18 +201,38 @@ def alone_of(layout: str, variant: str) -> tuple[str, Variant]:
     if variant == "dropout" and LAYOUTS[layout].ranks > 1:
         return f"ddp{LAYOUTS[layout].ranks}", chosen
     is_alike = chosen.same_micro_batches
-    return "one", replace(chosen, accumulation=chosen.accumulation * LAYOUTS[layout].ranks) if is_alike else chosen
+    return "one MXFP8" if IN_MXFP8 in LAYOUTS[layout].keys else "one", replace(
+        chosen, accumulation=chosen.accumulation * LAYOUTS[layout].ranks
+    ) if is_alike else chosen
 
 
-def run(layout: Layout, variant: Variant, steps: int, directory: Path) -> tuple[Any, Any]:
-    """Run the ranks of a row; what rank 0 found, and its parameters."""
+def run(
+    layout: Layout,
+    variant: Variant,
+    steps: int,
+    directory: Path,
+    *,
+    keeps_starts: bool = False,
+    along: str | None = None,
+) -> tuple[Any, Any]:
+    """Run the ranks of a row; what rank 0 found, and its parameters.
+
+    Args:
+        layout: of the row.
+        variant: what is trained.
+        steps: the number of steps.
+        directory: where it runs.
+        keeps_starts: whether it writes the parameters with which each step began to `starts.pt`.
+        along: such a file, whose parameters each step begins with.
+    """
+    files = {"parameters": "weights.pt", "starts": STARTS if keeps_starts else None, "along": along}
     directory.mkdir(parents=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("fork")
     ranks = [
-        context.Process(target=_rank, args=(rank, port, layout, variant, steps, str(directory)))
+        context.Process(target=_rank, args=(rank, port, layout, variant, steps, str(directory), files))
         for rank in range(layout.ranks)
     ]
     for rank in ranks:
@@ -173,14 +248,16 @@ def run(layout: Layout, variant: Variant, steps: int, directory: Path) -> tuple[
     return json.loads((directory / "found.json").read_text()), torch.load(directory / "weights.pt")
 
 
-def _rank(rank: int, port: int, layout: Layout, variant: Variant, steps: int, directory: str) -> None:
+def _rank(
+    rank: int, port: int, layout: Layout, variant: Variant, steps: int, directory: str, files: dict[str, str | None]
+) -> None:
     os.chdir(directory)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     try:
         with open("said", "w") as said, redirect_stdout(said):
-            found = run_row(layout, variant, steps, parameters="weights.pt")
+            found = run_row(layout, variant, steps, **files)
         if rank == 0:
             Path("found.json").write_text(json.dumps(found))
     except BaseException:  # noqa: BLE001 - told by the process that waits
@@ -195,7 +272,9 @@ def main() -> None:
     options.add_argument("--layouts", help="names, with commas")
     options.add_argument("--variants", help="names, with commas")
     options.add_argument("--steps", type=int, default=20)
-    options.add_argument("--compiled", action="store_true", help="add a row with torch.compile, which takes minutes")
+    options.add_argument(
+        "--compiled", action="store_true", help="add a row with torch.compile, one to two minutes each"
+    )
     chosen = options.parse_args()
     layouts = chosen.layouts.split(",") if chosen.layouts else [*TABLE, *([COMPILED] if chosen.compiled else [])]
     variants = chosen.variants.split(",") if chosen.variants else list(VARIANTS)
@@ -205,21 +284,32 @@ def main() -> None:
     )
     ended_well = True
     with tempfile.TemporaryDirectory() as directory:
-        known: dict[tuple[str, str], tuple[Any, Any]] = {}
+        known: dict[tuple[str, str], tuple[tuple[Any, Any], str]] = {}
         for variant in variants:
             for layout in layouts:
                 if (reference := alone_of(layout, variant))[0] == layout:
                     continue
-                if VARIANTS[variant].dtype == "float64" and _IN_BF16 in LAYOUTS[layout].keys:
+                if VARIANTS[variant].dtype == "float64" and has_second_run(layout):
                     continue
+                if MASTERS in LAYOUTS[layout].keys and (
+                    VARIANTS[variant].door == "train" or MUON in VARIANTS[variant].keys
+                ):
+                    continue  # by an optimizer of the caller's own; of whole matrices
+                if variant == "dropout" and IN_MXFP8 in LAYOUTS[layout].keys:
+                    continue  # one process draws other masks, and replicas have other weights
                 place = Path(directory) / f"{layout} {variant}"
                 key = (reference[0], repr(reference[1]))
                 if key not in known:
-                    known[key] = run(
-                        LAYOUTS[reference[0]], reference[1], chosen.steps, place.with_name(f"{place.name} alone")
-                    )
+                    alone = Path(directory) / f"alone {len(known)}"
+                    run_alone = run(LAYOUTS[reference[0]], reference[1], chosen.steps, alone, keeps_starts=True)
+                    known[key] = run_alone, str(alone / STARTS)
+                one, starts = known[key]
                 row = run(LAYOUTS[layout], VARIANTS[variant], chosen.steps, place)
-                found = compared(LAYOUTS[layout], VARIANTS[variant], known[key], row)
+                along = None
+                if has_second_run(layout):
+                    own = place.with_name(f"{place.name} along")
+                    along, _ = run(LAYOUTS[layout], VARIANTS[variant], chosen.steps, own, along=starts)
+                found = compared(LAYOUTS[layout], VARIANTS[variant], one, row, along)
                 ended_well &= _print(layout, variant, found, row[0]["shapes"])
     sys.exit(not ended_well)
 
@@ -231,6 +321,9 @@ def _print(layout: str, variant: str, found: Compared, shapes: list[Any]) -> boo
     apart = f"{found.loss:9.1e}{found.norm:9.1e}{found.parameters:9.1e}"
     held = sum(found.held.values()) / whole
     print(f"{layout:19}{variant:14}{apart}{sent}{held:7.3f}  {'; '.join(outside) or 'as in theory'}", flush=True)
+    if found.along is not None:
+        loss, norm = found.along
+        print(f"{'':8}{'with the weights of one':25}{loss:9.1e}{norm:9.1e}", flush=True)
     return not outside
 
 

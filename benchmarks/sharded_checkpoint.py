@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import socket
 import statistics
 import tempfile
 import time
@@ -28,9 +27,9 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing.spawn import spawn
 
 from checkpoint import stack_of_blocks
+from local_ranks import start_ranks
 from onstep.checkpoint import (
     CheckpointInfo,
     CheckpointManager,
@@ -106,11 +105,8 @@ class Clock:
         self.memory[name].append(int(max(size for _, size in rows)))
 
 
-def measure(rank: int, ranks: int, port: int, parameters: int, repetitions: int, parent: str) -> None:
+def measure(parameters: int, repetitions: int, parent: str) -> None:
     """What each rank does."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
     world = open_world(DistributedInitConfig(device="cpu"))
     case, clock = Case(parameters, world), Clock(world)
     blocking, later = (CheckpointManager(Path(parent), world, async_save=is_async) for is_async in (False, True))
@@ -130,7 +126,7 @@ def measure(rank: int, ranks: int, port: int, parameters: int, repetitions: int,
         if world.is_main:
             shutil.rmtree(root)
     if world.is_main:
-        report(clock, sizes, ranks)
+        report(clock, sizes, world.size)
     later.close()
     world.close()
 
@@ -176,12 +172,8 @@ def main() -> None:
     parser.add_argument("--directory", default=None, help="where to save; by default that of temporary files")
     options = parser.parse_args()
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")  # without it freed memory stays with the process
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
     with tempfile.TemporaryDirectory(dir=options.directory) as parent:
-        arguments = (options.ranks, port, options.parameters, options.repetitions, parent)
-        spawn(measure, arguments, nprocs=options.ranks)  # type: ignore[no-untyped-call]
+        start_ranks(measure, options.ranks, options.parameters, options.repetitions, parent)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,30 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+PREEMPTED = 75
+"""Exit code (`EX_TEMPFAIL`) of a process that was asked to end and has kept its work: the same command continues it."""
+
 
 class OnstepError(Exception):
-    """Base class of all exceptions that Onstep raises deliberately; long values in its message are shortened."""
+    """Base class of all exceptions that Onstep raises deliberately.
+
+    Long values in its message are shortened, and URLs have neither user nor password.
+    """
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(abridged(one) if isinstance(one, str) else one for one in args))
+        super().__init__(*(abridged(without_credentials(one)) if isinstance(one, str) else one for one in args))
+
+
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s'\"@]+@")
+
+
+def without_credentials(text: str) -> str:
+    """The text without the user and the password that a URL in it may have.
+
+    Args:
+        text: a message.
+    """
+    return _CREDENTIALS.sub("...@", text) if "://" in text else text
 
 
 def text_of(error: BaseException) -> str:
@@ -63,6 +81,14 @@ class DataError(OnstepError, ValueError):
 
 class RunExistsError(OnstepError):
     """The output directory belongs to another run; nothing in it was modified."""
+
+
+class StoreError(OnstepError):
+    """A request to an object store that failed, also when it was repeated; the message contains no credentials."""
+
+
+class LostLeaseError(StoreError):
+    """Another process has taken over the run in an object store; this one can write nothing there any more."""
 
 
 class NonFiniteError(OnstepError, ArithmeticError):

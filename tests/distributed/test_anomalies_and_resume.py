@@ -99,6 +99,7 @@ def test_what_was_skipped_stays_skipped_after_a_kill(
         ("spike", 2),
     ],
 )
+@pytest.mark.slow
 def test_a_rollback_goes_past_the_window_and_a_kill_after_it_changes_nothing(
     ranks: Ranks, kind: str, size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

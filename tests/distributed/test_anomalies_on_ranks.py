@@ -14,10 +14,13 @@ pytestmark = pytest.mark.distributed
 Result = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def results(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Result]]:
+@pytest.fixture(scope="module", params=[False, True], ids=["replicas", "divided updates"])
+def results(
+    processes: Processes, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> list[dict[str, Result]]:
     """What both ranks report of every scenario, from one start of the processes."""
-    return processes.results("tests.support.jobs.anomaly_jobs", "scenarios", tmp_path_factory.mktemp("ranks"))
+    directory, settings = tmp_path_factory.mktemp("ranks"), {"divides": request.param}
+    return processes.results("tests.support.jobs.anomaly_jobs", "scenarios", directory, settings)
 
 
 def of(results: list[dict[str, Result]], scenario: str) -> list[Result]:

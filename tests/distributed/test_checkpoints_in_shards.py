@@ -96,10 +96,10 @@ def test_replicas_of_a_part_that_differ_are_refused_by_their_ranks(saved: dict[s
 
 SPOILED = {
     "another step": r"rank_1.safetensors is of step 3, but its checkpoint is of step 4; put back",
-    "truncated": r"rank_1.safetensors is not a tensor file: .* it was truncated",
-    "lost": r"rank_1.safetensors cannot be read: No such file",
-    "overlap": r"model: the parts .* overlap \(rank_0.safetensors, rank_1.safetensors\)",
-    "shape": r"rank_1.safetensors: '.*' is a part of a tensor of shape .*, but of one of .* in rank_0",
+    "truncated": r"rank_1.safetensors is not a tensor file: .* it was truncated or added to; put back .* another",
+    "lost": r"rank_1.safetensors cannot be read: No such file or directory; put back the file that was saved, or",
+    "overlap": r"model: the parts .* overlap \(rank_0.safetensors, rank_1.safetensors\); .*: use another checkpoint",
+    "shape": r"rank_1.safetensors: '.*' is a part of a tensor of shape .*, but of one of .* in rank_0.*; use",
 }
 
 

@@ -16,8 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
-from onstep.control.registry import cleanup, is_alive, list_infos, read_info, read_token
+from onstep.control.registry import JobInfo, cleanup, is_alive, list_infos, read_info, read_token
 from tests.support.forked_processes import Processes
+from tests.support.waiting import PATIENCE, until
 from tests.support.whole_runs import Ranks
 
 pytestmark = pytest.mark.distributed
@@ -48,13 +49,15 @@ class Started:
         self._ranks, self._name = ranks, name
         self._thread = threading.Thread(target=self._run, args=(settings,), daemon=True)
         self._thread.start()
-        deadline = time.monotonic() + 60
-        while (info := read_info(JOB)) is None or not is_alive(info):  # a killed job has left its entry
-            assert self._thread.is_alive(), self.output
-            assert time.monotonic() < deadline, self.output
-            time.sleep(0.01)
+        info = until(self._entry, lambda: self.output, while_true=self._thread.is_alive)
+        assert info is not None
         headers = {"Authorization": f"Bearer {read_token(JOB)}"}
-        self.client = httpx.Client(base_url=info.endpoint_url, headers=headers, timeout=30, trust_env=False)
+        self.client = httpx.Client(base_url=info.endpoint_url, headers=headers, timeout=PATIENCE, trust_env=False)
+
+    @staticmethod
+    def _entry() -> JobInfo | None:
+        info = read_info(JOB)
+        return info if info is not None and is_alive(info) else None  # a killed job has left its entry
 
     @property
     def output(self) -> str:
@@ -76,7 +79,7 @@ class Started:
         return answer
 
     def join(self) -> list[int]:
-        self._thread.join(90)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive(), self.output
         self.client.close()
         return self.codes
@@ -97,7 +100,7 @@ def pids(directory: Path) -> Iterator[int]:
 
 
 def test_commands_at_random_times_apply_after_the_same_step_on_both_ranks(ranks: Ranks) -> None:
-    job, draw, tickets = Started(ranks, "job", steps=100_000), random.Random(0), []
+    job, draw, tickets = Started(ranks, "job", steps=100_000, watchdog_seconds=3.0), random.Random(0), []
     for number in range(12):
         time.sleep(draw.uniform(0, 0.12))
         tickets.append((1 / (number + 2), job.send("set", key="lr_factor", value=1 / (number + 2))))
@@ -125,8 +128,7 @@ def test_commands_at_random_times_apply_after_the_same_step_on_both_ranks(ranks:
 def test_after_a_kill_a_factor_that_was_set_by_hand_is_still_in_force(ranks: Ranks) -> None:
     job = Started(ranks, "job", steps=100_000, save_interval=25)
     directory = ranks.directory / "job"
-    while not ranks.steps("job"):
-        time.sleep(0.02)
+    until(lambda: ranks.steps("job"))
     step = job.send("set", key="lr_factor", value=0.25)["step"]
     for pid in pids(directory):
         os.kill(pid, signal.SIGKILL)
@@ -135,8 +137,7 @@ def test_after_a_kill_a_factor_that_was_set_by_hand_is_still_in_force(ranks: Ran
     newest = max(ranks.steps("job"))
     before = {rank: in_force(directory, rank) for rank in (0, 1)}
     job = Started(ranks, "job", steps=100_000, save_interval=25)
-    while job.status()["global_step"] < max(step, newest) + 2:
-        time.sleep(0.02)
+    until(lambda: job.status()["global_step"] >= max(step, newest) + 2)
     assert job.status()["overrides"] == {"lr_factor": 0.25}
     job.send("save_and_stop")
     assert job.join() == [0, 0], job.output

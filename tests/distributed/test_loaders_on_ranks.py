@@ -38,13 +38,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "shuffled-stream": {"rows": "shuffled", "arguments": {"max_steps": 7}},
     "split-stream": {"rows": "split", "arguments": {"max_steps": 7}},
 }
-ALIKE = ("distributed-sampler", "prepared-stream", "rebalanced")
+ALIKE = ("distributed-sampler", "prepared-stream", "grouped", "rebalanced")
 """Kinds that are read in the way of another one."""
 
 
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in ALIKE else []) for kind in KINDS]
 )
+@pytest.mark.slow
 def test_a_killed_run_on_two_ranks_reads_what_the_uninterrupted_one_reads(
     processes: Processes, tmp_path: Path, kind: str
 ) -> None:

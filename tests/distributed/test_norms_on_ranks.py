@@ -78,6 +78,7 @@ def test_loggers_of_an_fsdp_run_record_whole_norms(runs: Ranks) -> None:
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("job", [pytest.param("trainer", marks=pytest.mark.slow), "pretrain"])
+@pytest.mark.slow
 def test_after_three_kills_each_step_is_recorded_once_as_in_a_run_that_nobody_touched(
     runs: Ranks, job: str, ranks: int
 ) -> None:
@@ -97,7 +98,7 @@ def test_after_three_kills_each_step_is_recorded_once_as_in_a_run_that_nobody_to
     assert "weight_norm" in records(runs, name, "trainer_logs.json")[0]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_preempted_in_an_evaluation_records_its_norms_when_it_continues(runs: Ranks, ranks: int) -> None:
     name = f"preempted-{ranks}"
     settings = {"arguments": {"save_steps": 100}}

@@ -21,6 +21,9 @@ LAYOUTS = {
     "fsdp2": (2, "fsdp"),
     "fsdp4": (4, "fsdp"),
     "hsdp4": (4, "hsdp"),
+    "distopt2": (2, "distopt"),
+    "distopt4": (4, "distopt"),
+    "mxfp8 2": (2, "mxfp8"),
 }
 
 
@@ -50,9 +53,48 @@ def runs(processes: Processes, directory: Path, wanted: list[tuple[str, Path]], 
     return [found[number] for number in range(len(wanted))]
 
 
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "is_async"),
+    [
+        ("distopt", 2, True),
+        pytest.param("distopt", 2, False, marks=SLOW),
+        pytest.param("distopt 2x2", 4, True, marks=SLOW),
+        pytest.param("distopt 2x2", 4, False, marks=SLOW),
+    ],
+)
+def test_a_run_that_overlaps_divided_updates_continues_from_each_of_its_steps_to_the_bit(
+    processes: Processes, tmp_path: Path, how: str, ranks: int, is_async: bool
+) -> None:
+    """Losses, norms, weights and the optimizer's state."""
+    common = {"how": how, "steps": STEPS, "reverses": False, "save_interval": 1, "async": is_async}
+
+    def trained(names: list[str], seed: int) -> list[dict[str, Any]]:
+        places = [{**common, "seed": seed, "directory": str(tmp_path / name)} for name in names]
+        of_ranks = processes.results(JOBS, "runs", tmp_path, {"runs": places}, ranks=ranks)
+        assert all(one["end"] == two["end"] for of in of_ranks for one, two in zip(of, of_ranks[0], strict=True))
+        return of_ranks[0]
+
+    [whole] = trained(["whole"], seed=0)
+    steps = range(1, STEPS)
+    for step in steps:
+        name = f"checkpoint-{step}"
+        shutil.copytree(tmp_path / "whole" / name, tmp_path / f"from {step}" / name)
+    for step, found in zip(steps, trained([f"from {step}" for step in steps], seed=1), strict=True):
+        assert (found["losses"], found["norms"]) == (whole["losses"][step:], whole["norms"][step:]), step
+        assert found["end"] == whole["end"], step
+
+
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("layouts", [["ddp2", "fsdp2"], pytest.param([*LAYOUTS], marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize(
+    "layouts",
+    [["one", "mxfp8 2"], ["fsdp2", "distopt2"], pytest.param([*LAYOUTS], marks=pytest.mark.slow)],
+    ids=" ".join,
+)
 def test_every_ordered_pair(processes: Processes, tmp_path: Path, layouts: list[str]) -> None:
+    """Parameters in MXFP8 are float32 in checkpoints, and what reads them rounded computes other losses."""
     whole = dict(
         zip(layouts, runs(processes, tmp_path, [(one, tmp_path / one) for one in layouts], seed=0), strict=True)
     )
@@ -67,8 +109,9 @@ def test_every_ordered_pair(processes: Processes, tmp_path: Path, layouts: list[
         assert set(found["first"]["steps"].values()) == {float(SAVED)}
         assert found["first"]["groups"] == before["later"]["groups"][:: 1 if source == target else -1]
         assert len(found["losses"]) == STEPS - SAVED
-        assert found["losses"] == pytest.approx(after["losses"][SAVED:], rel=1e-5), (source, target)
-        assert found["norms"] == pytest.approx(after["norms"][SAVED:], rel=1e-5), (source, target)
+        near = 2e-2 if source.startswith("mxfp8") != target.startswith("mxfp8") else 1e-5
+        assert found["losses"] == pytest.approx(after["losses"][SAVED:], rel=near), (source, target)
+        assert found["norms"] == pytest.approx(after["norms"][SAVED:], rel=near), (source, target)
         if source == target:
             assert (found["losses"], found["norms"]) == (after["losses"][SAVED:], after["norms"][SAVED:])
         assert sorted(before["seen"][: SAVED * BATCH] + found["seen"]) == sorted(after["seen"]), (source, target)

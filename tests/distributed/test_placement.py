@@ -173,7 +173,9 @@ def test_a_quantized_base_and_the_files_of_another_model_are_refused(processes: 
 def test_ranks_with_different_models_are_refused_on_all_of_them(processes: Processes, tmp_path: Path) -> None:
     settings = {"sizes": {"dp_shard": 2}, "values": {"model": SMALL}, "of_rank_1": {"model": SMALL | {"num_layers": 3}}}
     for rank, error in enumerate(processes.results(JOBS, "refusal", tmp_path, settings)):
-        assert error.startswith(f"the model of rank {1 - rank} differs from that of rank {rank}: "), error
+        assert error.startswith(
+            f"the model of rank {1 - rank}, dp_shard {1 - rank} differs from that of rank {rank}, dp_shard {rank}: "
+        ), error
         assert error.endswith("build the same model on all ranks."), error
 
 

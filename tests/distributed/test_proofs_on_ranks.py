@@ -158,6 +158,19 @@ def test_all_ranks_recompute_what_is_suspicious_on_one(processes: Processes, tmp
         assert (one["exit_code"], one["num_calls"], one["counts"][0]) == (17, 5 * CALLS, 3)
 
 
+@pytest.mark.parametrize("how", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_a_step_that_ranks_compute_again_has_the_same_masks_and_buffers(
+    processes: Processes, tmp_path: Path, how: str
+) -> None:
+    def run(mode: str) -> Any:
+        settings = {"how": how, "rerun_mode": mode, "drops": True}
+        return processes.results(JOBS, "trained", tmp_path / mode, settings)
+
+    for found, expected in zip(run("report_determinism_stats"), run("disabled"), strict=True):
+        assert found["num_calls"] == 2 * expected["num_calls"]
+        assert (found["chain"], found["losses"]) == (expected["chain"], expected["losses"])
+
+
 @pytest.mark.slow
 def test_a_result_in_question_is_saved_with_the_shards_before_its_step(processes: Processes, tmp_path: Path) -> None:
     def run(name: str, **settings: Any) -> Any:

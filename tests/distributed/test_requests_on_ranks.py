@@ -21,16 +21,20 @@ def settings_of(corpus: Path, token_cache: Path, directory: Path, **more: Any) -
 
 
 @pytest.mark.parametrize(
-    ("ranks", "seeds"),
+    ("ranks", "shards", "seeds"),
     [
-        (2, (0, 1, 3, 29)),
-        *(pytest.param(ranks, range(10 * ranks, 10 * ranks + 20), marks=pytest.mark.slow) for ranks in (2, 3, 4)),
+        (2, 1, (0, 1, 3, 29)),
+        (2, 2, (29,)),
+        *(
+            pytest.param(ranks, shards, range(10 * ranks, 10 * ranks + 20), marks=pytest.mark.slow)
+            for ranks, shards in ((2, 1), (3, 1), (4, 1), (2, 2), (4, 2))
+        ),
     ],
 )
 def test_all_ranks_do_the_same_and_end_alike(
-    processes: Processes, corpus: Path, token_cache: Path, tmp_path: Path, ranks: int, seeds: Sequence[int]
+    processes: Processes, corpus: Path, token_cache: Path, tmp_path: Path, ranks: int, shards: int, seeds: Sequence[int]
 ) -> None:
-    settings = settings_of(corpus, token_cache, tmp_path, seeds=list(seeds))
+    settings = settings_of(corpus, token_cache, tmp_path, seeds=list(seeds), shards=shards)
     found = processes.results(JOBS, "request", tmp_path, settings, ranks=ranks)
     for seed, *outcomes in zip(seeds, *found, strict=True):
         assert all(one == outcomes[0] for one in outcomes), (plan(seed, ranks, ends=False), outcomes)

@@ -13,7 +13,7 @@ JOBS = "tests.support.jobs.world_jobs"
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("data_ranks", [1, 2])
+@pytest.mark.parametrize("data_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_is_the_one_of_its_data_ranks_alone(
     processes: Processes, corpus: Path, token_cache: Path, tmp_path: Path, data_ranks: int
 ) -> None:
@@ -31,7 +31,7 @@ def test_a_run_is_the_one_of_its_data_ranks_alone(
     assert [divided[2 * rank + 1] for rank in range(data_ranks)] == alone
 
 
-@pytest.mark.parametrize("data_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("data_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_trainer_gives_the_numbers_of_its_data_ranks_alone(
     processes: Processes, tmp_path: Path, data_ranks: int
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 
 from tests.support import torchrun
 from tests.support.forked_processes import Processes
+from tests.support.waiting import PATIENCE, until
 from tests.support.whole_runs import JOBS, Ranks, check_same, outcome
 
 pytestmark = pytest.mark.distributed
@@ -73,6 +73,7 @@ def test_the_end_is_fired_once_on_both_ranks(ranks: Ranks) -> None:
         assert [json.loads(line)["reason"] for line in lines] == ["train end", "preempted"]
 
 
+@pytest.mark.slow
 def test_several_signals_in_one_run_each_make_one_checkpoint(ranks: Ranks, whole: dict[str, Any]) -> None:
     for number, step in ((2, 2), (3, 5), (1, 6), (3, 9)):
         assert preempt(ranks, "several", {"event": "on_step_end", "number": number}) == [step]
@@ -87,6 +88,7 @@ def test_several_signals_in_one_run_each_make_one_checkpoint(ranks: Ranks, whole
         ("async", {"event": "on_train_step_end", "number": 5, "during_save": True}, [4, 5]),
     ],
 )
+@pytest.mark.slow
 def test_a_signal_during_a_save_makes_a_second_checkpoint_only_of_a_later_step(
     ranks: Ranks, whole: dict[str, Any], kind: str, strike: dict[str, Any], expected: list[int]
 ) -> None:
@@ -113,7 +115,7 @@ def test_a_second_signal_leaves_at_once_and_corrupts_nothing(
 
 
 IN_ORDER = {"train_sampling_strategy": "sequential"}
-SLOW_ROW = {"slow_row": 14, "slow_seconds": 0.7}
+SLOW_ROW = {"slow_row": 14, "slow_seconds": 0.5}
 """Rank 1 reads row 14 for its second micro-batch of step 2."""
 
 
@@ -123,7 +125,7 @@ def whole_in_order(ranks: Ranks) -> dict[str, Any]:
     return ranks.finish("whole-in-order", "trainer", arguments=IN_ORDER)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_signal_while_a_rank_waits_for_data_is_acted_on_when_the_data_has_come(
     ranks: Ranks, whole_in_order: dict[str, Any], workers: int
 ) -> None:
@@ -163,15 +165,14 @@ def test_torchrun_reports_75_of_the_ranks_and_itself_leaves_with_1(ranks: Ranks,
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_signal_to_torchrun_reaches_both_ranks_and_makes_one_checkpoint(ranks: Ranks) -> None:
     directory = ranks.directory / "agent"
     settings = {**ranks.common, "attempt": 1, "words": ["train.train_iters=100000", "logger.log_interval=1"]}
     with torchrun.start(torchrun.job(JOBS, "pretrain", settings), directory) as process:
-        first_step, deadline = directory / "taken-0.jsonl", time.monotonic() + 120
-        while not first_step.exists() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until((directory / "taken-0.jsonl").exists, while_true=lambda: process.poll() is None)
         process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=120)
+        said, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
     assert ranks.status("agent") == "preempted", said
     assert len(ranks.steps("agent")) == 1

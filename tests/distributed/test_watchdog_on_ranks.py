@@ -6,11 +6,11 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ import pytest
 
 from onstep.config import ConfigContainer, save_yaml
 from tests.support import torchrun
-from tests.support.forked_processes import Processes, output_of
+from tests.support.forked_processes import Child, Processes, held_port, output_of
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.distributed
 
@@ -37,7 +38,7 @@ def run(processes: Processes, directory: Path, *, ranks: int = 2, **settings: An
     """Exit codes, and the one report."""
     began = time.monotonic()
     codes = processes.run(JOBS, "train", directory, settings, ranks=ranks)
-    assert time.monotonic() - began < 60, "the processes were ended from outside"
+    assert time.monotonic() - began < PATIENCE, "the processes were ended from outside"
     found = reports(directory)
     assert len(found) == 1, (codes, output_of(directory))
     written = list((directory / "run").glob("first-culprit-*.txt"))
@@ -79,6 +80,14 @@ def test_the_rank_that_raises_is_named_with_its_own_exception(
     assert calls == ["exception ValueError", "end failed"]
 
 
+def test_a_rank_that_decides_alone_does_not_wait_for_readers_of_its_lost_store(
+    processes: Processes, tmp_path: Path
+) -> None:
+    assert all(processes.run(JOBS, "train", tmp_path, {"how": "raise_alone", "suspect": 0}, ranks=2))
+    assert "The store of the process group does not respond" in output_of(tmp_path)
+    assert json.loads((tmp_path / "lingers.json").read_text()) == 0.0
+
+
 @pytest.mark.parametrize("suspect", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_sleeps_in_a_callback_is_named_with_it(processes: Processes, tmp_path: Path, suspect: int) -> None:
     _, report = run(processes, tmp_path, how="sleep", suspect=suspect)
@@ -105,7 +114,7 @@ def test_a_rank_whose_data_never_comes_is_named_with_the_line_that_reads_it(
     assert re.search(r"hanging_jobs.py:\d+ in __getitem__$", head, re.MULTILINE), report
     assert "in __getitem__" in run_json(tmp_path)["error"]
     assert ("its data worker" in head) == bool(num_workers)
-    assert no_process_of(tmp_path), "data workers are ended too"
+    until(lambda: no_process_of(tmp_path), lambda: "data workers are ended too")
 
 
 def no_dumps_of(report: str) -> bool:
@@ -116,18 +125,11 @@ def no_dumps_of(report: str) -> bool:
 
 def no_process_of(directory: Path) -> bool:
     """Whether no process works in the directory any more."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        there = []
-        for one in Path("/proc").glob("[0-9]*/cwd"):
-            try:
-                there += [one] if one.readlink() == directory else []
-            except OSError:
-                continue
-        if not there:
-            return True
-        time.sleep(0.1)
-    return False
+    for one in Path("/proc").glob("[0-9]*/cwd"):
+        with suppress(OSError):
+            if one.readlink() == directory:
+                return False
+    return True
 
 
 @pytest.mark.slow
@@ -197,12 +199,13 @@ def test_a_run_that_ends_well_leaves_nothing(processes: Processes, tmp_path: Pat
 
 
 def test_what_a_rank_last_did_is_known_from_the_first_step_on(processes: Processes, tmp_path: Path) -> None:
-    _, report = run(processes, tmp_path, how="stop", at=1, seconds_allowed=1.0)
+    _, report = run(processes, tmp_path, how="stop", at=1)
     first = report.splitlines()[0]
     assert "rank 1 hangs: its process has been stopped" in first
     assert "setting up" not in first
 
 
+@pytest.mark.slow
 def test_a_slow_start_is_not_counted(processes: Processes, tmp_path: Path) -> None:
     """The other rank waits for longer than the limit, which begins only when all have come."""
     settings = {"how": "start", "seconds": 7.0, "seconds_allowed": 3.0, "pace": 0.1}
@@ -220,11 +223,10 @@ def test_a_rank_that_is_interrupted_alone_is_named(processes: Processes, tmp_pat
 
 
 def test_an_interrupt_of_all_ranks_is_no_riddle(processes: Processes, tmp_path: Path) -> None:
-    began = time.monotonic()
     settings = {"how": "interrupt_all", "seconds_allowed": 60.0, "overrides": OWN_INTERRUPTS}
     codes = processes.run(JOBS, "train", tmp_path, settings, ranks=2)
     assert all(codes), codes
-    assert time.monotonic() - began < 30, "the processes were ended from outside"
+    assert -signal.SIGKILL not in codes, "the processes were ended from outside"
     assert not reports(tmp_path)
     assert not list((tmp_path / "run").glob("first-culprit-*"))
 
@@ -243,11 +245,9 @@ FAULTS = [
     ("trainer", "on_step_end", "collective", 1, "is gone .* at step 1", " at .*fault_jobs.py:[0-9]+ in <lambda>"),
     ("pretrain", "on_step_end", "kill", 0, "is gone .* at step 1", ""),
     ("trainer", "on_step_end", "exit", 1, "exited with code 3 at step 1", " at .*fault_jobs.py.* cannot continue"),
-    ("trainer", "on_run_end", "exit", 1, "exited with code 3 at step 4", " at .*fault_jobs.py.* cannot continue"),
     ("pretrain", "on_step_end", "exit0", 0, "exited with code 0 at step 1", " at .*fault_jobs.py.* cannot continue"),
     ("trainer", "on_run_end", "exit0", 1, "exited with code 0 at step 4", " at .*fault_jobs.py.* cannot continue"),
     ("trainer", "on_step_end", "barrier", 1, "hangs: no progress .* at step 1", " at .*fault_jobs.py"),
-    ("pretrain", "on_train_start", "exit", 1, "exited with code 3 at step 0", " at .*fault_jobs.py.* cannot continue"),
     ("trainer", "on_init_end", "exit", 1, "exited with code 3 at step 0", " at .*fault_jobs.py.* cannot continue"),
     ("pretrain", "on_init_end", "os_exit", 1, "is gone .* at step 0", ""),
     ("pretrain", "on_test_end", "raise", 1, "failed first at step 4", " at .*ValueError: a fault of the test"),
@@ -278,6 +278,18 @@ def test_the_place_of_a_fault_is_true_and_all_ranks_fail(
 ) -> None:
     error = fail(processes, tmp_path, corpus, token_cache, door, event, fault, suspect)
     assert re.match(f"rank {suspect} {what}, while callback 'Faulty' is handling '{event}'{where}", error), error
+
+
+def test_the_store_outlives_a_rank_that_reads_the_diagnosis_late(
+    processes: Processes, tmp_path: Path, corpus: Path, token_cache: Path
+) -> None:
+    settings = {"ranks": 3, "reads_late": 1}
+    error = fail(processes, tmp_path, corpus, token_cache, "pretrain", "on_train_start", "exit", 2, **settings)
+    there = (
+        r"rank 2 exited with code 3 at step 0, while callback 'Faulty' is handling 'on_train_start' at .*fault_jobs.py"
+    )
+    assert re.match(f"{there}.* cannot continue", error), error
+    assert not reports(tmp_path)
 
 
 @pytest.mark.slow
@@ -357,7 +369,7 @@ def test_a_rank_that_is_killed_in_a_later_evaluation_is_named(
     try:
         wait_until_there(tmp_path, f"at {event}", 1)
         wait_until_there(tmp_path, f"past {event}", 1)
-        time.sleep(0.5)
+        until(lambda: knows(first, second))
         second.send_signal(signal.SIGKILL)
         assert second.wait() == -signal.SIGKILL
         first.send_signal(signal.SIGTERM)
@@ -406,24 +418,33 @@ def test_a_second_sigterm_ends_an_evaluation_in_which_a_rank_is_gone(processes: 
     first, second = processes.start("tests.support.jobs.fault_jobs", "evaluate", tmp_path, settings, ranks=2)
     try:
         wait_until_there(tmp_path, "at on_eval", 1)
-        time.sleep(0.5)
+        until(lambda: knows(second, first))
         first.send_signal(signal.SIGKILL)
         assert first.wait() == -signal.SIGKILL
         second.send_signal(signal.SIGTERM)
         time.sleep(1.5)
         assert second.is_alive
         second.send_signal(signal.SIGTERM)
-        assert second.wait(10) == -signal.SIGTERM
+        assert second.wait() == -signal.SIGTERM, "by the signal, not by the watchdog after 60 seconds"
     finally:
         second.end()
 
 
 def wait_until_there(directory: Path, words: str, ranks: int) -> None:
     """Wait until so many ranks have said that they are at an event where they fail, or past it."""
-    deadline = time.monotonic() + 60
-    while sum(words in path.read_text() for path in directory.glob("rank-*.out")) < ranks:
-        assert time.monotonic() < deadline, output_of(directory)
-        time.sleep(0.05)
+    until(
+        lambda: sum(words in path.read_text() for path in directory.glob("rank-*.out")) >= ranks,
+        lambda: output_of(directory),
+    )
+
+
+def knows(one: Child, other: Child) -> bool:
+    """Whether a rank has opened the file in which it finds the last words of another."""
+    for file in Path(f"/proc/{one.pid}/fd").iterdir():
+        with suppress(OSError):  # it may be closed again
+            if f"-{other.pid}-" in file.readlink().name:
+                return True
+    return False
 
 
 def test_a_start_that_fails_after_a_kill_does_not_say_that_it_runs(
@@ -446,7 +467,7 @@ def test_ranks_that_all_wait_in_the_set_up_are_found(
     first = {**settings, "fault": "kill", "event": "on_step_end", "nth": 3}
     assert all(processes.run("tests.support.jobs.fault_jobs", "pretrain", tmp_path, first, ranks=2))
     error = fail(processes, tmp_path, corpus, token_cache, "pretrain", "on_checkpoint_load", "barrier", 0)
-    assert re.match("rank 0 hangs: no progress for [1-3]", error), error
+    assert re.match(r"rank 0 hangs: no progress for \d", error), error
     assert "callback 'Faulty' entered a collective while handling 'on_checkpoint_load', which other ranks did" in error
 
 
@@ -458,10 +479,12 @@ def test_a_rank_that_exits_by_itself_is_no_fault(processes: Processes, tmp_path:
 
 @pytest.mark.parametrize("suspect", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.process
+@pytest.mark.slow
 def test_the_others_end_when_a_rank_is_killed_under_torchrun(tmp_path: Path, suspect: int) -> None:
     error = failed(tmp_path, how="kill", suspect=suspect, pace=0.4, seconds_allowed=30.0)
     assert error.count("first failure: ") == 1, error
     assert f"first failure: rank {suspect} is gone" in error
+    assert f"rank {suspect} is gone" in run_json(tmp_path)["error"], "what `onstep why` begins with"
     assert f"stacks of rank {1 - suspect}" in error
     assert "in all_reduce" in error
 
@@ -470,11 +493,9 @@ def test_the_others_end_when_a_rank_is_killed_under_torchrun(tmp_path: Path, sus
 def test_the_others_end_when_the_process_with_the_store_is_killed(tmp_path: Path) -> None:
     """Without torchrun the store of the process group lives in rank 0."""
     settings = {"how": "kill", "suspect": 0, "pace": 0.4, "seconds_allowed": 30.0}
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    ranks = [start_rank(rank, port, tmp_path, **settings) for rank in range(2)]
-    error, _ = (one.communicate(timeout=100)[1] for one in reversed(ranks))
+    with held_port() as port:
+        ranks = [start_rank(rank, port, tmp_path, **settings) for rank in range(2)]
+        error, _ = (one.communicate(timeout=PATIENCE)[1] for one in reversed(ranks))
     assert ranks[0].returncode == -signal.SIGKILL
     assert ranks[1].returncode not in (0, -signal.SIGTERM), error
     assert error.count("first failure: rank 0 is gone") == 1, error

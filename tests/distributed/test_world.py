@@ -18,7 +18,7 @@ from onstep import Callback, pretrain
 from onstep.config import ConfigContainer, DistributedInitConfig
 from onstep.distributed import World, open_world, world_size_from_environment
 from onstep.errors import CollectiveAfterErrorError, ConfigError
-from tests.support.forked_processes import Processes, output_of
+from tests.support.forked_processes import Processes, held_port, output_of
 
 JOBS = "tests.support.jobs.rank_jobs"
 NAMES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -173,15 +173,33 @@ def test_a_broken_environment_is_refused_with_help(
 
 
 def test_a_rank_that_waits_in_vain_names_the_key_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(
-        ConfigError, match=r"rank 0 has not met .*dist\.distributed_timeout_minutes=0\.0005: .*start all"
-    ):
-        open_world(DistributedInitConfig(device="cpu", distributed_timeout_minutes=0.0005))
+    with held_port() as port:
+        place = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(
+            ConfigError, match=r"rank 0 has not met .*dist\.distributed_timeout_minutes=0\.0005: .*start all"
+        ):
+            open_world(DistributedInitConfig(device="cpu", distributed_timeout_minutes=0.0005))
+
+
+@pytest.mark.parametrize(
+    ("rank", "reason"),
+    [
+        ("0", "address already in use"),
+        pytest.param("1", "does not answer, and may be another program", marks=pytest.mark.slow),
+    ],
+)
+def test_a_port_that_another_program_has_is_named(monkeypatch: pytest.MonkeyPatch, rank: str, reason: str) -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        for name, value in {"WORLD_SIZE": "2", "RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        said = rf"^rank {rank} cannot join .* \$MASTER_PORT={port}: .*{reason}; pass the address of .* a free port"
+        with pytest.raises(ConfigError, match=said):
+            open_world(DistributedInitConfig(device="cpu", distributed_timeout_minutes=0.005))
 
 
 def test_the_number_of_ranks_is_known_before_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 import onstep.optim.guarded_step
 from onstep.optim import DeviceFiniteGate, MuonWithAdamW, TrainingOptimizer
+from onstep.optim.sharded_muon import Float32Muon
 from tests.support.emulated_device import WaitCounter
 from tests.support.exact_steps import bits, fill_grads
 from tests.support.exact_steps import stack as make_model
@@ -38,13 +39,13 @@ MADE_FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def muon(params: Any) -> torch.optim.Optimizer:
+def muon(params: Any, kind: type[torch.optim.Muon] = torch.optim.Muon) -> torch.optim.Optimizer:
     params = list(params)
     others = torch.optim.AdamW([one for one in params if one.ndim != 2], fused=True)
-    return MuonWithAdamW(torch.optim.Muon([one for one in params if one.ndim == 2]), others)
+    return MuonWithAdamW(kind([one for one in params if one.ndim == 2]), others)
 
 
-EVERY = OF_TORCH | MADE_FUSED | {"muon": muon}
+EVERY = OF_TORCH | MADE_FUSED | {"muon": muon, "muon-float32": lambda params: muon(params, Float32Muon)}
 
 
 def every(optimizers: dict[str, Any]) -> Any:

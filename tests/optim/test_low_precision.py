@@ -51,12 +51,22 @@ def masters(module: nn.Module, optimizer: TrainingOptimizer) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("piece", [10, 2**21])
-@pytest.mark.parametrize("name", ["adam", "sgd", "muon"])
-def test_master_weights_are_those_of_float32(name: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": "adam"},
+        {"optimizer": "sgd"},
+        {"optimizer": "muon"},
+        {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"},
+    ],
+)
+def test_master_weights_are_those_of_float32(
+    options: dict[str, Any], piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(low_precision, "PIECE_ELEMENTS", piece)
     exact, low = model(torch.float32), model()
-    stepped(exact, built(exact, params_dtype="float32", optimizer=name))
-    optimizer = built(low, optimizer=name)
+    stepped(exact, built(exact, params_dtype="float32", **options))
+    optimizer = built(low, **options)
     stepped(low, optimizer)
     for param, value, master in zip(low.parameters(), exact.parameters(), masters(low, optimizer), strict=True):
         torch.testing.assert_close(master, value.detach(), rtol=1e-6, atol=1e-7)  # another order of vector lanes
@@ -177,3 +187,52 @@ def test_losses_are_those_of_float32_but_for_weights_rounded_to_nearest() -> Non
 def test_types_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="requires a CPU or CUDA, got weights on meta"):
         built(model().to("meta"))
+
+
+AWARE: dict[str, Any] = {"params_dtype": "float32", "use_precision_aware_optimizer": True}
+
+
+@pytest.mark.parametrize("piece", [10, 2**21])
+@pytest.mark.parametrize(
+    ("types", "sizes"),
+    [(("bfloat16", "bfloat16"), (2, 2)), (("bfloat16", "float32"), (2, 4)), (("float32", "bfloat16"), (4, 2))],
+)
+def test_moments_have_types_of_their_own_and_their_bytes_and_continue_to_the_bit(
+    types: tuple[str, str], sizes: tuple[int, int], piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(low_precision, "PIECE_ELEMENTS", piece)
+    options = {**AWARE, "exp_avg_dtype": types[0], "exp_avg_sq_dtype": types[1]}
+    exact = model(torch.float32)
+    stepped(exact, built(exact, params_dtype="float32"))
+    module = model(torch.float32)
+    optimizer = built(module, **options)
+    stepped(module, optimizer, steps=3)
+    for param in module.parameters():
+        state = optimizer.state[param]
+        assert tuple(state[name].nbytes // param.numel() for name in ("exp_avg", "exp_avg_sq")) == sizes
+        assert set(state) == {"exp_avg", "exp_avg_sq", "step"}
+    other = copy.deepcopy(module)
+    resumed = built(other, **options)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one in (resumed, optimizer):
+        one.gate.begin_step(3)
+    stepped(module, optimizer, steps=3, first=3)
+    stepped(other, resumed, steps=3, first=3)
+    assert bits(other.parameters()) == bits(module.parameters())
+    for one, two in zip(module.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=2e-3)
+        assert not torch.equal(one, two)
+
+
+def test_float32_moments_are_those_of_the_plain_optimizer() -> None:
+    module = model(torch.float32)
+    assert isinstance(built(module, **AWARE).optimizer, torch.optim.AdamW)
+
+
+def test_master_weights_and_moments_in_bfloat16_go_together() -> None:
+    module = model()
+    optimizer = built(module, use_precision_aware_optimizer=True, exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")
+    stepped(module, optimizer)
+    for param in module.parameters():
+        held = {name: one.dtype for name, one in optimizer.state[param].items() if name != "step"}
+        assert held == {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16, "remainder": torch.int16}

@@ -77,14 +77,17 @@ def exact_muon(weight: Tensor, grads: list[Tensor], lr: float, decay: float, mom
     return weight
 
 
+@pytest.mark.parametrize(("precision", "share"), [("medium", 0.03), ("highest", 1e-5)])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 5)])
-def test_steps_are_those_of_a_float64_reference(shape: tuple[int, int], nesterov: bool) -> None:
+def test_steps_are_those_of_a_float64_reference(
+    shape: tuple[int, int], nesterov: bool, precision: str, share: float
+) -> None:
     """Torch iterates in bfloat16, which has 8 bits: an update differs by about 1 % of its size."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(shape[1], shape[0]))
     start = model[0].weight.detach().clone()
-    optimizer = built(model, muon_nesterov=nesterov, clip_grad=None)
+    optimizer = built(model, muon_nesterov=nesterov, clip_grad=None, muon_fp32_matmul_prec=precision)
     grads = []
     for seed in range(3):
         fill_grads(model, seed)
@@ -93,7 +96,7 @@ def test_steps_are_those_of_a_float64_reference(shape: tuple[int, int], nesterov
         assert optimizer.apply()
     expected = exact_muon(start, grads, 0.05, 0.1, 0.95, nesterov)
     moved = (expected - start.double()).norm()
-    assert (model[0].weight.detach().double() - expected).norm() < 0.03 * moved
+    assert (model[0].weight.detach().double() - expected).norm() < share * moved
     wrong = exact_muon(start, grads, 0.05, 0.1, 0.95, not nesterov)
     assert (model[0].weight.detach().double() - wrong).norm() > 0.05 * moved, "the reference can tell"
 
@@ -130,6 +133,23 @@ def test_a_run_continued_from_its_state_is_the_uninterrupted_one() -> None:
             fill_grads(model, step)
             optimizer.step()
     assert everything(cut, optimizers[1]) == everything(whole, optimizers[0])
+
+
+@pytest.mark.parametrize(("saved", "wanted"), [("medium", "highest"), ("highest", "medium")])
+def test_a_state_that_was_saved_with_the_other_precision_continues_in_the_configured_one(
+    saved: str, wanted: str
+) -> None:
+    models = [transformer() for _ in range(3)]
+    optimizers = [
+        built(one, muon_fp32_matmul_prec=kind) for one, kind in zip(models, (saved, wanted, wanted), strict=True)
+    ]
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    for model, optimizer in zip(models, optimizers, strict=True):
+        fill_grads(model, 0)
+        optimizer.step()
+    with_other, loaded, fresh = map(everything, models, optimizers)
+    assert loaded == fresh
+    assert loaded != with_other
 
 
 @pytest.mark.parametrize("gate", [None, DeviceFiniteGate(CPU)], ids=["host", "device"])

@@ -10,7 +10,7 @@ from onstep.distributed.data_parallel import (
     no_sync,
 )
 from onstep.distributed.data_ranks import DataRanks
-from onstep.distributed.opening import existing_world, open_world, world_size_from_environment
+from onstep.distributed.opening import existing_world, keep_world, open_world, world_size_from_environment
 from onstep.distributed.outcomes import attempt, on_main, raise_together
 from onstep.distributed.pg_collection import ProcessGroupCollection, check_groups, groups_within_models
 from onstep.distributed.refusals import check_exchanged, check_loader, refused_together
@@ -34,6 +34,7 @@ __all__ = [
     "is_bare",
     "no_sync",
     "on_main",
+    "keep_world",
     "open_world",
     "raise_together",
     "refused_together",

@@ -79,23 +79,6 @@ def box_of(tensor: Tensor) -> Box | None:
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
-def laid_out_like(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, laid out as a DTensor of the same shape; without communication.
-
-    Args:
-        whole: the same on all ranks, on the device of `like`.
-        like: the DTensor.
-    """
-    from torch.distributed.tensor import DTensor
-
-    dtensor, box = as_dtensor(like), box_of(like)
-    assert dtensor is not None
-    part = whole.new_empty(0) if box is None else box.of(whole).clone()
-    return DTensor.from_local(
-        part, dtensor.device_mesh, dtensor.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
-
-
 def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     """Two boxes that have elements in common, if any do."""
     in_order = sorted(box for box in boxes if box.numel)

@@ -14,10 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from onstep.config import DistributedDataParallelConfig
-from onstep.distributed.exchanges import parameter_groups, sharded_modules
+from onstep.distributed.buffered import BufferedDataParallel, buffered_chunks
+from onstep.distributed.exchanges import sharded_modules
 from onstep.distributed.gradient_exchange import BucketHook, LocalGradients, check_exchange, hook_of, notes_of
-from onstep.distributed.refusals import check_version, check_world, exchanges
-from onstep.distributed.shards import as_dtensor, world_size
+from onstep.distributed.refusals import check_undivided, check_version, check_world, exchanges
+from onstep.distributed.shards import as_dtensor, parameter_groups, world_size
 from onstep.distributed.world import World
 from onstep.errors import ConfigError, ShardingError
 
@@ -75,22 +76,6 @@ def data_parallel(chunks: list[nn.Module], world: World, config: DistributedData
             _exchange_by(hook, chunk)
             chunk.notes = notes
     return list(wrapped)
-
-
-def check_undivided(chunks: Sequence[nn.Module], what: str) -> None:
-    """Refuse (ShardingError) a parameter that is sharded over ranks.
-
-    Args:
-        chunks: the model chunks.
-        what: what is to be done with the model, and what it must be for that.
-    """
-    for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
-        dtensor = as_dtensor(parameter)
-        if dtensor is not None:
-            raise ShardingError(
-                f"{name} is sharded over {dtensor.device_mesh}, but the model is to be {what}; pass it without "
-                f"fully_shard, or train it with onstep.training.train."
-            )
 
 
 def _exchange_by(hook: BucketHook, chunk: DistributedDataParallel) -> None:
@@ -244,7 +229,8 @@ def no_sync(chunks: list[nn.Module]) -> AbstractContextManager[object]:
     Args:
         chunks: the model chunks; one unless the model is split into several.
     """
-    wrapped = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel) and not chunk.static_graph]
+    wrapped: list[DistributedDataParallel | BufferedDataParallel] = [*buffered_chunks(chunks)]
+    wrapped += [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel) and not chunk.static_graph]
     if not wrapped:
         return nullcontext()
     stack = ExitStack()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
-from onstep.distributed.shards import as_dtensor
+from onstep.distributed.buffered import buffered_chunks
+from onstep.distributed.shards import as_dtensor, parameter_groups
 from onstep.distributed.world import World
 from onstep.errors import ConfigError
 
@@ -31,23 +32,12 @@ def sharded_modules(chunk: nn.Module) -> list[FSDPModule]:
     return [module for module in chunk.modules() if isinstance(module, FSDPModule)]
 
 
-def parameter_groups(module: FSDPModule) -> list[Any]:
-    """What FSDP2 gathers together for a module, in torch's private form.
-
-    Args:
-        module: one of `sharded_modules`.
-    """
-    state: Any = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # torch before 2.13 has at most one
-    return [one for one in ([state._fsdp_param_group] if groups is None else groups) if one is not None]
-
-
 def divisor_of(chunks: Sequence[nn.Module], world: World) -> float:
     """The number by which the exchange divides the sum of the gradients of all ranks with different samples.
 
-    One for what `fully_sharded` has divided. DistributedDataParallel averages, and so does a model that the user has
-    divided by `fully_shard`, unless its `set_gradient_divide_factor` says otherwise. Where nothing exchanges, as with
-    a user's own hooks, an average is assumed.
+    One for what `fully_sharded` has divided, and where ranks divide the updates. DistributedDataParallel averages, and
+    so does a model that the user has divided by `fully_shard`, unless its `set_gradient_divide_factor` says otherwise.
+    Where nothing exchanges, as with a user's own hooks, an average is assumed.
 
     Args:
         chunks: the model chunks; one unless the model is split into several.
@@ -60,6 +50,8 @@ def divisor_of(chunks: Sequence[nn.Module], world: World) -> float:
     divisors: dict[float, str] = {}
     for chunk in chunks:
         names = {id(module): name for name, module in chunk.named_modules()}
+        if buffered_chunks([chunk]):
+            divisors.setdefault(1.0, "the model")
         for module in sharded_modules(chunk):
             for group in parameter_groups(module):
                 factor = group.gradient_divide_factor

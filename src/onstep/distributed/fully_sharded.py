@@ -13,9 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from onstep.config import ConfigContainer, DistributedDataParallelConfig
+from onstep.config.named_functions import function_of, names_function
 from onstep.config.suggestions import listed, nearest, shown
-from onstep.distributed.data_parallel import check_undivided
-from onstep.distributed.refusals import check_version
+from onstep.distributed.beside_compute import gather_beside, scatter_beside
+from onstep.distributed.refusals import check_undivided, check_version
+from onstep.distributed.shards import parameter_groups
 from onstep.distributed.world import World
 from onstep.errors import ConfigError
 
@@ -49,19 +51,21 @@ def fully_sharded(
 
     Raises:
         ConfigError: for a model without blocks, an unknown class of blocks, a parameter that is shared between two
-            blocks, or models that differ between the ranks.
+            blocks, models that differ between the ranks, or one that an earlier training has divided in another way.
         ShardingError: for a parameter that is sharded over ranks.
     """
     ddp = config.ddp if ddp is None else ddp
     for chunk in chunks:
         if chunk in _DIVIDED:  # by an earlier training
+            _join(chunk, _mesh_of(world))
             continue
         check_version(chunk)
         check_undivided([chunk], "divided between ranks here")
         blocks = list(find_blocks(chunk)) if find_blocks is not None else blocks_of(chunk, config.fsdp.wrap)
         check_shared(chunk, blocks)
-        _check_alike(chunk, world)
-        _broadcast(chunk, world)
+        check_parameters(chunk)
+        check_alike(chunk, world)
+        broadcast(chunk, world)
         _shard(chunk, blocks, world, config, ddp)
         _DIVIDED.add(chunk)
     return chunks
@@ -85,19 +89,44 @@ def _shard(
         fully_shard(block, reshard_after_forward=reshard, mp_policy=policy, **given)
     widened = policy if policy.param_dtype is None else _with_wide_results(policy)
     fully_shard(chunk, reshard_after_forward=reshard, mp_policy=widened, **given)
-    for module in [*blocks, chunk]:
-        assert isinstance(module, FSDPModule)
+    modules = [module for module in (*blocks, chunk) if isinstance(module, FSDPModule)]
+    for module in modules:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # torch scales within a sum otherwise, which gloo cannot
         if ddp.find_unused_parameters:
             module.set_reduce_scatter_unused_params(True)
+    if world.device.type == "cpu" and not offloads:
+        gather_beside(modules)
+        if policy.param_dtype is None and policy.reduce_dtype is None and world.sizes.dp_replicate == 1:
+            scatter_beside(modules)
     if options.prefetch:
         _prefetch([block for block in blocks if isinstance(block, FSDPModule)], options.prefetch)
 
 
+def _join(chunk: nn.Module, mesh: DeviceMesh) -> None:
+    """Let a chunk that an earlier training has divided use the groups of this one; torch has noted those of that one.
+
+    Raises:
+        ConfigError: if this training divides it in another way.
+    """
+    groups = [group for one in chunk.modules() if isinstance(one, FSDPModule) for group in parameter_groups(one)]
+    for group in groups:
+        if group.mesh_info.mesh != mesh:
+            raise ConfigError(
+                f"an earlier training has divided the model over {group.mesh_info.mesh}, and this one is to divide it "
+                f"over {mesh}; build the model again."
+            )
+        parts = group.post_forward_mesh_info
+        if parts not in (None, group.mesh_info):  # fsdp.reshard_after_forward=<number of ranks>
+            old = parts.mesh
+            parts.mesh = DeviceMesh(old.device_type, old.mesh, mesh_dim_names=old.mesh_dim_names)
+            parts.__post_init__()
+        group.mesh_info.__post_init__()
+
+
 def _mesh_of(world: World) -> DeviceMesh:
     """The ranks that hold one replica in shards; with several replicas, all ranks with different samples."""
-    return world.mesh["dp_shard"] if world.sizes.dp_replicate == 1 else world.mesh["dp_replicate", "dp_shard"]
+    return world.part_of_mesh(*(["dp_shard"] if world.sizes.dp_replicate == 1 else ["dp_replicate", "dp_shard"]))
 
 
 def policy_of(
@@ -137,23 +166,49 @@ def blocks_of(model: nn.Module, classes: list[str] | None = None) -> list[nn.Mod
 
     Args:
         model: a model, perhaps one that contains the model which names its blocks.
-        classes: the names of the blocks' classes; None is what the model itself names (`_no_split_modules`), or else
-            the modules in its outermost lists.
+        classes: the names of the blocks' classes, or the one name of a function, `module:function`, that returns the
+            blocks of a model; None is what the model itself names (`_no_split_modules`), or else the modules in its
+            outermost lists.
 
     Raises:
-        ConfigError: if no module is of one of these classes, or there are no blocks.
+        ConfigError: if no module is of one of these classes, the function returns something else than modules of the
+            model, or there are no blocks.
     """
-    found = _of_classes(model, classes) if classes else _named_by_model(model) or list(_in_lists(model))
+    if classes and names_function(classes[0]):
+        found = _found_by(classes[0], model)
+    else:
+        found = _of_classes(model, classes) if classes else _named_by_model(model) or list(_in_lists(model))
     blocks = [one for one in found if one is not model and next(one.parameters(), None) is not None]
     if not classes:
         blocks = _without_shared(model, blocks)
     if blocks:
         return blocks
-    kinds = listed(sorted({type(one).__name__ for one in model.modules() if one is not model}), _NAMES_SHOWN)
+    kinds = listed(_classes_inside(model), _NAMES_SHOWN)
+    if classes:
+        raise ConfigError(
+            f"fsdp.wrap names no module with parameters inside {type(model).__name__}; set fsdp.wrap to the classes of "
+            f"its blocks, from {kinds or 'those of another model'}."
+        )
     raise ConfigError(
         f"{type(model).__name__} has no blocks to divide between ranks: it names none (_no_split_modules), and has no "
         f"nn.ModuleList; set fsdp.wrap to the classes of its blocks, from {kinds or 'those of another model'}."
     )
+
+
+def _found_by(name: str, model: nn.Module) -> list[nn.Module]:
+    """What a function of the user's returns, each block before those that contain it."""
+    returned = function_of("fsdp.wrap", name)(model)
+    found = list(returned) if isinstance(returned, Iterable) else [returned]
+    order = {id(module): number for number, module in enumerate(_inner_first(model))}
+    for one in found:
+        if id(one) not in order:
+            raise ConfigError(
+                f"fsdp.wrap={name} returned {shown(one)} among the blocks of {type(model).__name__}, which must be "
+                f"modules in it; return them as a list."
+            )
+    if not found:
+        raise ConfigError(f"fsdp.wrap={name} returned no blocks of {type(model).__name__}; return modules in it.")
+    return sorted(found, key=lambda one: order[id(one)])
 
 
 def _without_shared(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
@@ -172,11 +227,17 @@ def _of_classes(model: nn.Module, classes: list[str]) -> list[nn.Module]:
     kinds = {kind.__name__ for module in model.modules() for kind in _kinds(module)}
     for name in classes:
         if name not in kinds:
-            own = sorted({type(module).__name__ for module in model.modules()})
+            own = _classes_inside(model)
             hint = nearest(name, own) or f" Its classes are {listed(own, _NAMES_SHOWN)}."
             raise ConfigError(f"fsdp.wrap names {shown(name)}, a class of no module in {type(model).__name__}.{hint}")
     wanted = set(classes)
     return [one for one in _inner_first(model) if not wanted.isdisjoint(kind.__name__ for kind in _kinds(one))]
+
+
+def _classes_inside(model: nn.Module) -> list[str]:
+    """Names of the classes of the modules inside a model that may be blocks."""
+    inside = {type(one) for one in model.modules() if one is not model}
+    return sorted(kind.__name__ for kind in inside - {nn.ModuleList, nn.ModuleDict})
 
 
 def _kinds(module: nn.Module) -> Iterator[type]:
@@ -237,6 +298,25 @@ def check_shared(model: nn.Module, blocks: list[nn.Module]) -> None:
                 )
 
 
+def check_parameters(model: nn.Module) -> None:
+    """Refuse (ConfigError) quantized parameters, and those without a dimension.
+
+    Args:
+        model: the model.
+    """
+    for name, one in model.named_parameters():
+        if not one.is_floating_point() or type(one).__module__.partition(".")[0] == "bitsandbytes":
+            raise ConfigError(
+                f"{name} is a quantized parameter ({type(one).__name__} of {one.dtype}), whose kernels require the "
+                f"whole of it on each rank; load the weights in bfloat16, or train replicas in place of shards."
+            )
+        if one.dim() == 0:
+            raise ConfigError(
+                f"{name} has no dimension, so it cannot be divided between ranks; make it a vector of one element, or "
+                f"train replicas in place of shards."
+            )
+
+
 def _named(model: nn.Module, block: nn.Module) -> str:
     name = next(name for name, module in model.named_modules() if module is block)
     return f"block {name}" if name else "the model outside of its blocks"
@@ -261,21 +341,31 @@ def make_room(chunk: nn.Module, world: World) -> None:
                 setattr(module, name, made.setdefault(id(one), nn.Parameter(empty, one.requires_grad)))
 
 
-def _check_alike(chunk: nn.Module, world: World) -> None:
-    """Refuse (ConfigError) models that differ between the ranks, on all of them. Collective."""
+def check_alike(chunk: nn.Module, world: World) -> None:
+    """Refuse (ConfigError) models that differ between the ranks, on all of them. Collective.
+
+    Args:
+        chunk: a whole model.
+        world: the ranks of the run.
+    """
     own = [(name, tuple(one.shape), str(one.dtype), one.is_meta) for name, one in chunk.named_parameters()]
     for rank, other in enumerate(world.gather(own)):
         if other != own:
             here, there = next(((a, b) for a, b in zip(own, other, strict=False) if a != b), (len(own), len(other)))
             raise ConfigError(
-                f"the model of rank {rank} differs from that of rank {world.rank}: it has {there}, here is {here}; "
-                f"build the same model on all ranks."
+                f"the model of {world.place(rank)} differs from that of {world.place()}: it has {there}, here is "
+                f"{here}; build the same model on all ranks."
             )
 
 
 @torch.no_grad()
-def _broadcast(chunk: nn.Module, world: World) -> None:
-    """Give all ranks the weights and buffers of the first. Collective."""
+def broadcast(chunk: nn.Module, world: World) -> None:
+    """Give all ranks the weights and buffers of the first. Collective.
+
+    Args:
+        chunk: a whole model.
+        world: the ranks of the run.
+    """
     if world.data.size == 1:
         return
     seen: set[int] = set()

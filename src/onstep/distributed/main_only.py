@@ -8,17 +8,19 @@ kernels that refuse. All other operators fall through that key at no cost, and o
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from threading import get_ident
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import _C
 
+from onstep.distributed.call_sites import call_in_own_code
 from onstep.errors import MainOnlyError
 from onstep.processes.heartbeat import HEARTBEAT
 
@@ -43,7 +45,7 @@ def main_only(what: str, remedy: str) -> AbstractContextManager[None]:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return nullcontext()
-    return MainOnlySection(dist.get_rank(), dist.get_world_size(), what, remedy)
+    return MainOnlySection(f"rank {dist.get_rank()}", dist.get_world_size(), what, remedy)
 
 
 class MainOnlySection:
@@ -53,17 +55,19 @@ class MainOnlySection:
     compiled once more in such contexts.
 
     Args:
-        rank: this rank.
+        place: this rank, as messages name it.
         size: the number of ranks of the run.
         what: what only this rank does; None for the callback that is being called.
         remedy: what to do instead of the collective; None for what a callback can do.
     """
 
-    def __init__(self, rank: int, size: int, what: str | None = None, remedy: str | None = None) -> None:
-        self._rank, self._size, self._what, self._remedy = rank, size, what, remedy
+    def __init__(self, place: str, size: int, what: str | None = None, remedy: str | None = None) -> None:
+        self._place, self._size, self._what, self._remedy = place, size, what, remedy
         self._refusal: MainOnlyError | None = None
+        self._frame: FrameType | None = None
 
     def __enter__(self) -> None:
+        self._frame = sys._getframe(1)
         self.thread = get_ident()
         self._guard = _active_key()
         self._guard.__enter__()
@@ -73,6 +77,7 @@ class MainOnlySection:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._frame = None
         _open.remove(self)
         if not _open:
             dist.distributed_c10d._process_group_name = _group_name
@@ -92,9 +97,11 @@ class MainOnlySection:
         what, callback = self._what, HEARTBEAT.callback
         if what is None:
             what = "code" if callback is None else f"callback '{callback[1]}' during '{callback[0]}'"
+        called, collective = call_in_own_code(self._frame), f"the collective '{collective.strip('_')}'"
+        called = collective if called is None else f"{called}, which calls {collective},"
         self._refusal = MainOnlyError(
-            f"{what} called the collective '{collective.strip('_')}' on rank {self._rank} alone, where it would wait "
-            f"for all {self._size} ranks: {self._remedy or _REMEDY}."
+            f"{what} called {called} on {self._place} alone, where it would wait for all {self._size} ranks: "
+            f"{self._remedy or _REMEDY}."
         )
         raise self._refusal
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+from onstep.config.parallel_sizes import places
 from onstep.errors import ConfigError
 
 _PREFIX = "onstep/meeting"
@@ -25,7 +26,14 @@ _MOST_NAMED = 3
 """Differences that a message names."""
 
 
-def meet(store: Any, rank: int, size: int, timeout: timedelta, facts: Mapping[str, str] | None = None) -> str:
+def meet(
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    facts: Mapping[str, str] | None = None,
+    place: Callable[[int], str] = "rank {}".format,
+) -> str:
     """A name that the ranks of this attempt have in common, and no earlier one had. Collective, by the store alone.
 
     Args:
@@ -34,11 +42,12 @@ def meet(store: Any, rank: int, size: int, timeout: timedelta, facts: Mapping[st
         size: the number of ranks.
         timeout: how long to wait for the others.
         facts: what must be the same on all ranks that have it, by name.
+        place: names a rank.
 
     Raises:
         ConfigError: naming the ranks that have not come in time; on all ranks alike, what differs between them.
     """
-    me, clock = uuid.uuid4().hex, _Clock(timeout)
+    me, clock = uuid.uuid4().hex, _Clock(timeout, place)
     if rank == 0:
         store.set(f"{_PREFIX}/{me}/facts", json.dumps(dict(facts or {})))
         refusal = _lead(store, size, me, clock)
@@ -52,8 +61,8 @@ def meet(store: Any, rank: int, size: int, timeout: timedelta, facts: Mapping[st
 class _Clock:
     """Waits a little between two looks into the store, until the time is over."""
 
-    def __init__(self, timeout: timedelta) -> None:
-        self._began, self.timeout = time.monotonic(), timeout
+    def __init__(self, timeout: timedelta, place: Callable[[int], str]) -> None:
+        self._began, self.timeout, self.place = time.monotonic(), timeout, place
 
     def wait(self, rank: int, size: int, missing: Callable[[], list[int]]) -> None:
         """Wait a little.
@@ -66,9 +75,9 @@ class _Clock:
         if seconds < self.timeout.total_seconds():
             return
         there = missing()
-        names = ", ".join(map(str, there[:8])) + (", ..." if len(there) > 8 else "")
+        names = places(there[:8], self.place) + (", ..." if len(there) > 8 else "")
         raise ConfigError(
-            f"rank {rank} has not met rank{'s' if len(there) > 1 else ''} {names} of {size} within "
+            f"{self.place(rank)} has not met {names} of {size} within "
             f"dist.distributed_timeout_minutes={self.timeout.total_seconds() / 60:g}; look whether another rank has "
             f"ended before it joined, start all with the same $MASTER_ADDR and $MASTER_PORT, or allow more time."
         )
@@ -117,7 +126,7 @@ def _follow(store: Any, rank: int, size: int, me: str, facts: Mapping[str, str],
     attempt = known[0]
     answer = _answer_of(rank, attempt)
     theirs = {"$WORLD_SIZE": str(len(known)), **json.loads(store.get(f"{_PREFIX}/{attempt}/facts"))}
-    store.set(answer, _difference(rank, {"$WORLD_SIZE": str(size), **facts}, theirs))
+    store.set(answer, _difference(clock.place(rank), {"$WORLD_SIZE": str(size), **facts}, theirs))
     outcome = f"{_PREFIX}/{attempt}/outcome"
     while not store.check([outcome]):
         clock.wait(rank, size, lambda: [one for one in range(1, size) if not store.check([_answer_of(one, attempt)])])
@@ -126,7 +135,7 @@ def _follow(store: Any, rank: int, size: int, me: str, facts: Mapping[str, str],
     return refusal, attempt
 
 
-def _difference(rank: int, own: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+def _difference(place: str, own: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     """What differs from rank 0, in a line with the remedy; "" if nothing does."""
     names = [name for name, text in own.items() if theirs.get(name, text) != text]
     if not names:
@@ -134,7 +143,7 @@ def _difference(rank: int, own: Mapping[str, str], theirs: Mapping[str, str]) ->
     listed = "; ".join(f"{name} is {own[name]}, on rank 0 {theirs[name]}" for name in names[:_MOST_NAMED])
     more = f"; and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return (
-        f"rank {rank} differs from rank 0: {listed}{more}. All ranks must have the same configuration, versions and "
+        f"{place} differs from rank 0: {listed}{more}. All ranks must have the same configuration, versions and "
         f"code; start them with the same command, from the same files."
     )
 

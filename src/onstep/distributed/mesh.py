@@ -20,6 +20,9 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_AXES = ("pp", "expt_dp", "ep", "expt_tp")
 """The axes of `World.expert_mesh`, which sees the same ranks as the experts of a layer do."""
 
+_MESHES: dict[DeviceMesh, DeviceMesh] = {}
+"""The meshes of all worlds of this process, each by itself, for the next world with the same ranks."""
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -125,12 +128,13 @@ class RankGroups:
             raise ConfigError(f"{axes} must be axes of {AXES}, or of {EXPERT_AXES}.")
         return grid.parts(axes)
 
-    def own_of(self, parts: list[tuple[int, ...]], name: str) -> ProcessGroup | None:
+    def own_of(self, parts: list[tuple[int, ...]], name: str, *, is_apart: bool = False) -> ProcessGroup | None:
         """The group of that part which has this rank; None if none has. Collective over all ranks, once.
 
         Args:
             parts: disjoint, each ascending, the same on all ranks.
             name: a description of the groups, for torch's messages.
+            is_apart: whether it is another group than that of the same ranks for other purposes.
 
         Raises:
             ConfigError: if the process group has other ranks than the axes.
@@ -142,11 +146,11 @@ class RankGroups:
                 f"a mesh is one of all ranks of the process group, which has {there}, but this world has {ranks}; use "
                 f"the world that open_world returns."
             )
-        if len(parts[0]) == ranks:
+        if len(parts[0]) == ranks and not is_apart:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
         own = next((part for part in parts if self._rank in part), ())
-        known: tuple[object, ...] = own if own else tuple(parts)
+        known: tuple[object, ...] = (*(own if own else parts), *([name] if is_apart else []))
         if known not in self._made:
             # all ranks make all groups, in the same order: names that torch derives from the ranks alone would let a
             # later world find the addresses of an earlier one's group. Alone, a rank has nobody to find
@@ -166,9 +170,19 @@ class RankGroups:
         if axes not in self._meshes:
             grid = next(one for one in self._grids if one.axes == axes)
             groups = [self.over((axis,)) for axis in axes]
-            self._meshes[axes] = DeviceMesh.from_group(
-                groups, self._device.type, mesh=grid.ranks(), mesh_dim_names=axes
+            self._meshes[axes] = _renewed(
+                DeviceMesh.from_group(groups, self._device.type, mesh=grid.ranks(), mesh_dim_names=axes)
             )
+        return self._meshes[axes]
+
+    def part_of_mesh(self, axes: tuple[str, ...]) -> DeviceMesh:
+        """The mesh of the ranks that differ from this one on these axes only. Collective the first time.
+
+        Args:
+            axes: of `AXES`.
+        """
+        if axes not in self._meshes:
+            self._meshes[axes] = _renewed(self.mesh(AXES)[axes])
         return self._meshes[axes]
 
     def close(self, *, waits: bool) -> None:
@@ -182,5 +196,17 @@ class RankGroups:
                 dist.destroy_process_group(group)
             else:
                 dist.distributed_c10d._abort_process_group(group)
+        for mesh in self._meshes.values():
+            vars(mesh).get("_pg_registry", {}).clear()  # the mesh outlives its groups, whose threads would live on
         self._made.clear()
         self._meshes.clear()
+
+
+def _renewed(mesh: DeviceMesh) -> DeviceMesh:
+    """The same mesh of an earlier world, now with the groups of this one, as its DTensors still have it; or this one.
+
+    torch's cache of how operators divide their results has it too, and compares meshes by their ranks alone.
+    """
+    known = _MESHES.setdefault(mesh, mesh)
+    vars(known).update(vars(mesh))
+    return known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 
 import torch
@@ -14,10 +15,14 @@ from onstep.distributed.process_group import Facts, compare_ranks, control_group
 from onstep.distributed.world import World
 from onstep.errors import ConfigError
 from onstep.files.bounded_reading import integer_from_environment
+from onstep.slurm.ranks import adopt_ranks
+
+_KEPT: list[object] = []
+"""The default group of the worlds that stay until the process ends."""
 
 
 def open_world(config: DistributedInitConfig, sizes: ParallelSizes | None = None, facts: Facts | None = None) -> World:
-    """Join the process group that `torchrun`'s environment describes, or create one for a single process.
+    """Join the process group that the environment of `torchrun` or `srun` describes, or create one for one process.
 
     An existing process group is used as is, and not destroyed by `World.close`.
 
@@ -30,6 +35,7 @@ def open_world(config: DistributedInitConfig, sizes: ParallelSizes | None = None
         ConfigError: for a device that this machine does not have, an invalid environment, or sizes of other ranks; on
             all ranks alike, if they differ.
     """
+    adopt_ranks()
     size, rank = integer_from_environment("WORLD_SIZE", 1), integer_from_environment("RANK", 0)
     local_rank = integer_from_environment("LOCAL_RANK", 0)
     if dist.is_initialized():
@@ -45,9 +51,9 @@ def open_world(config: DistributedInitConfig, sizes: ParallelSizes | None = None
         torch.cuda.set_device(device)
     owns_group, hook = not dist.is_initialized(), sys.excepthook
     if owns_group:
-        join_group(config, size, rank, device, facts)
+        join_group(config, sizes, rank, device, facts)
     elif size > 1 and facts is not None:
-        compare_ranks(facts, timeout_of(config))
+        compare_ranks(facts, timeout_of(config), sizes)
     try:
         minutes, decides = (
             (config.distributed_timeout_minutes if owns_group else None),
@@ -63,6 +69,22 @@ def open_world(config: DistributedInitConfig, sizes: ParallelSizes | None = None
     return world
 
 
+def keep_world(world: World) -> bool:
+    """Keep the groups of a world until the process ends, if the default group is that of a kept world, too.
+
+    What a training has divided has a mesh of them, and is saved and evaluated after it.
+
+    Returns:
+        Whether they are kept; those in a default group of the caller are not, and the world is to be closed.
+    """
+    if world.owns_group:
+        _KEPT[:] = [dist.group.WORLD]
+    elif not _KEPT or _KEPT[0] is not dist.group.WORLD:
+        return False
+    atexit.register(world.close)
+    return True
+
+
 def existing_world() -> World:
     """The ranks of the existing process group; one rank without a group. Collective with a backend other than gloo."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -76,7 +98,8 @@ def existing_world() -> World:
 
 
 def world_size_from_environment() -> int:
-    """The number of ranks that `torchrun` started; 1 without it."""
+    """The number of ranks that `torchrun` or `srun` started; 1 without them."""
+    adopt_ranks()
     return dist.get_world_size() if dist.is_initialized() else integer_from_environment("WORLD_SIZE", 1)
 
 

@@ -138,6 +138,22 @@ def _shards(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
+def check_undivided(chunks: Sequence[nn.Module], what: str) -> None:
+    """Refuse (ShardingError) a parameter that is sharded over ranks.
+
+    Args:
+        chunks: the model chunks.
+        what: what is to be done with the model, and what it must be for that.
+    """
+    for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
+        dtensor = as_dtensor(parameter)
+        if dtensor is not None:
+            raise ShardingError(
+                f"{name} is sharded over {dtensor.device_mesh}, but the model is to be {what}; pass it without "
+                f"fully_shard, or train it with onstep.training.train."
+            )
+
+
 def check_version(chunk: nn.Module) -> None:
     """Refuse (ShardingError) a model in torch's first FSDP.
 

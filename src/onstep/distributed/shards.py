@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
 
@@ -48,6 +49,26 @@ def as_dtensor(tensor: Tensor) -> DTensor | None:
     return tensor if isinstance(tensor, DTensor) else None
 
 
+def model_parameter(tensor: Tensor) -> Tensor:
+    """The parameter of the model that an optimizer updates by `tensor`; this itself, unless it is a shard of one.
+
+    Args:
+        tensor: of an optimizer's groups.
+    """
+    known: Tensor | None = getattr(tensor, "model_parameter", None)
+    return tensor if known is None else known
+
+
+def updated_shard(parameter: Tensor) -> Tensor:
+    """What an optimizer updates for a parameter of the model: a shard of it if ranks divide the updates, or itself.
+
+    Args:
+        parameter: of a model.
+    """
+    known: Tensor | None = getattr(parameter, "updated_shard", None)
+    return parameter if known is None else known
+
+
 def put_into_shards(modules: Iterable[nn.Module]) -> None:
     """Free the whole weights that FSDP2 leaves in modules, such as those of its root after an evaluation."""
     if "torch.distributed.fsdp" not in sys.modules:
@@ -58,6 +79,17 @@ def put_into_shards(modules: Iterable[nn.Module]) -> None:
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
+
+
+def parameter_groups(module: FSDPModule) -> list[Any]:
+    """What FSDP2 gathers together for a module, in torch's private form.
+
+    Args:
+        module: one that `fully_shard` was given.
+    """
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch before 2.13 has at most one
+    return [one for one in ([state._fsdp_param_group] if groups is None else groups) if one is not None]
 
 
 def is_in_shards(module: nn.Module) -> bool:
@@ -110,6 +142,28 @@ def held_part(tensor: Tensor) -> Tensor:
         return tensor.detach()
     with torch.no_grad():
         return dtensor.to_local()
+
+
+def held_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The memory of this rank that is its part of each tensor: `held_part` of many, at a twentieth of its cost.
+
+    Args:
+        tensors: DTensors and plain tensors; autograd does not see what is done with the results.
+    """
+    return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]  # to_local() makes a new Parameter
+
+
+def held_like(tensors: Sequence[Tensor], models: Sequence[Tensor]) -> list[Tensor]:
+    """`local_part(tensor, like=model)` of each; collective for those that are sharded differently from their model.
+
+    Args:
+        tensors: such as gradients.
+        models: such as their parameters.
+    """
+    for tensor, model in zip(tensors, models, strict=True):
+        if getattr(tensor, "placements", None) != getattr(model, "placements", None):
+            return [local_part(one, like=model) for one, model in zip(tensors, models, strict=True)]
+    return held_parts(tensors)
 
 
 def whole(tensor: Tensor) -> Tensor:

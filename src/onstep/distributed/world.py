@@ -97,6 +97,14 @@ class World:
         """The ranks as the experts of a layer see them: pp, expt_dp, ep, expt_tp. Collective the first time."""
         return self._groups.mesh(EXPERT_AXES)
 
+    def part_of_mesh(self, *axes: str) -> DeviceMesh:
+        """The mesh of the ranks that differ from this one on these axes only. Collective the first time.
+
+        Args:
+            axes: of `mesh`.
+        """
+        return self._groups.part_of_mesh(axes)
+
     def group(self, *axes: str) -> ProcessGroup:
         """The process group of the ranks that differ from this one on these axes only. Collective the first time.
 
@@ -112,6 +120,18 @@ class World:
             axes: of `mesh`, or of `expert_mesh`; none for ranks alone.
         """
         return self._groups.parts(axes)
+
+    def group_beside(self, axis: str) -> ProcessGroup:
+        """Another process group than `group(axis)` of the same ranks. Collective the first time.
+
+        Gloo begins the collectives of a group in their order, so a small one would wait for all large ones before it.
+
+        Args:
+            axis: of `mesh`.
+        """
+        group = self._groups.own_of(self._groups.parts((axis,)), f"{axis} beside", is_apart=True)
+        assert group is not None
+        return group
 
     def group_among(self, parts: list[tuple[int, ...]], name: str) -> ProcessGroup | None:
         """The process group of that part of the ranks which has this one; None if none has. Collective, once.
@@ -145,7 +165,7 @@ class World:
         Raises:
             MainOnlyError: at a collective, also one inside `full_tensor()` or the forward of a DDP or FSDP2 model.
         """
-        return nullcontext() if self.size == 1 else MainOnlySection(self.rank, self.size, what, remedy)
+        return nullcontext() if self.size == 1 else MainOnlySection(self.place(), self.size, what, remedy)
 
     @contextmanager
     def postponing(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from onstep.optim.loss_scaler import LossScaler, build_loss_scaler
 from onstep.optim.low_precision import LowPrecisionOptimizer
 from onstep.optim.megatron_optimizer import ForeignOptimizer, MegatronOptimizer
 from onstep.optim.muon import MuonWithAdamW
-from onstep.optim.optimizer import TrainingOptimizer
+from onstep.optim.optimizer import TrainingOptimizer, check_closure, check_scalable
 from onstep.optim.param_scheduler import OptimizerParamScheduler
 from onstep.optim.protocol import ParamScheduler, RecallsRates, ScalesRates, StepOptimizer
 from onstep.optim.schedules import LrSchedule, WdSchedule, learning_rate, weight_decay
@@ -55,6 +55,8 @@ __all__ = [
     "build_scheduler",
     "build_torch_optimizer",
     "check_length",
+    "check_closure",
+    "check_scalable",
     "check_scheduler",
     "clip_grad_norm",
     "count_zeros",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -13,7 +14,9 @@ from onstep.config import OptimizerConfig, SchedulerConfig
 from onstep.config.checks.optimizer import check_param_groups
 from onstep.config.sections.optimizer import OF_PACKAGES
 from onstep.config.suggestions import nearest
+from onstep.distributed.buffered import buffered_chunks
 from onstep.errors import ConfigError
+from onstep.optim.distributed_optimizer import DistributedOptimizer
 from onstep.optim.loss_scaler import LossScaler
 from onstep.optim.megatron_optimizer import ForeignOptimizer, MegatronOptimizer
 from onstep.optim.named_optimizers import of_package
@@ -109,6 +112,7 @@ def wrap_optimizer(
     scaler: LossScaler | None = None,
     grad_norm_skip_threshold: float | None = None,
     log_num_zeros_in_grad: bool = False,
+    model: Sequence[nn.Module] = (),
 ) -> TrainingOptimizer | Foreign:
     """The optimizer interface that the loop drives, for a user's own `optimizer`.
 
@@ -122,18 +126,26 @@ def wrap_optimizer(
         scaler: the loss scaler; None for none.
         grad_norm_skip_threshold: the gradient norm above which an update is skipped; None for none.
         log_num_zeros_in_grad: whether zeros in the gradients are counted.
+        model: the model chunks, which decide whether ranks divide the updates.
 
     Raises:
-        ConfigError: if it has no `step()`.
+        ConfigError: if it has no `step()`, or ranks are to divide the updates of an optimizer that is not torch's.
     """
+    divides = bool(buffered_chunks(model))
     if isinstance(optimizer, torch.optim.Optimizer):
-        return TrainingOptimizer(
+        kind = partial(DistributedOptimizer, chunks=model) if divides else TrainingOptimizer
+        return kind(
             optimizer,
             clip_grad=clip_grad,
             order=order,
             scaler=scaler,
             grad_norm_skip_threshold=grad_norm_skip_threshold,
             log_num_zeros_in_grad=log_num_zeros_in_grad,
+        )
+    if divides:
+        raise ConfigError(
+            f"ranks that divide the updates require an optimizer of torch, got {type(optimizer).__name__}; pass a "
+            f"torch.optim.Optimizer, or set ddp.use_distributed_optimizer=false."
         )
     if isinstance(optimizer, type):
         raise ConfigError(
@@ -165,6 +177,7 @@ def wrap_configured(
         scaler=scaler,
         grad_norm_skip_threshold=config.grad_norm_skip_threshold,
         log_num_zeros_in_grad=config.log_num_zeros_in_grad,
+        model=model_chunks,
     )
 
 
@@ -190,14 +203,22 @@ def as_step_optimizer(
         ConfigError: if it has no `step()`.
     """
     threshold = config.grad_norm_skip_threshold
+    is_own = isinstance(optimizer, TrainingOptimizer | ForeignOptimizer)
+    if is_own and buffered_chunks(model) and not isinstance(optimizer, DistributedOptimizer):
+        raise ConfigError(
+            f"the optimizer, a {type(optimizer).__name__}, was not made for this model, whose updates the ranks "
+            f"divide; pass the torch.optim.Optimizer itself, made of its parameters."
+        )
     if not isinstance(optimizer, TrainingOptimizer | ForeignOptimizer):
         zeros = config.log_num_zeros_in_grad
         optimizer = wrap_optimizer(
-            optimizer, config.clip_grad, grad_norm_skip_threshold=threshold, log_num_zeros_in_grad=zeros
+            optimizer, config.clip_grad, grad_norm_skip_threshold=threshold, log_num_zeros_in_grad=zeros, model=model
         )
     if not isinstance(optimizer, TrainingOptimizer | ForeignOptimizer):
         assert not isinstance(optimizer, torch.optim.Optimizer)
         optimizer = ForeignOptimizer(optimizer, model, device=device, grad_norm_skip_threshold=threshold)
+    if isinstance(optimizer, TrainingOptimizer):
+        optimizer.join()
     if optimizer.scaler is None and scaler is not None:
         optimizer.scaler = scaler
     return optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,13 +18,18 @@ from torch.nn import Parameter
 from torch.utils import _contextlib as torch_contextlib
 
 from onstep.distributed.shards import as_dtensor, is_sharded
+from onstep.errors import warn_once
 from onstep.optim import sharded_muon
 from onstep.optim.kernels import KERNELS, Batch, Columns, Group, Kernel, State, shards
+
+logger = logging.getLogger(__name__)
 
 grad_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 _FUSED_DEVICES = ("cpu", "cuda")
 _FUSABLE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
-_TORCHS_FILES = (os.path.dirname(torch_optimizer.__file__), torch_contextlib.__file__)
+_KNOWN_FILES = (os.path.dirname(torch_optimizer.__file__), torch_contextlib.__file__, sharded_muon.__file__)
+_step_whole_matrices = torch.optim.Optimizer.profile_hook_step(sharded_muon.step)
+"""The step of Muon in shards with the hooks of the optimizer, as torch's own step has them."""
 
 
 class FusedStep:
@@ -87,8 +93,14 @@ class FusedStep:
             if found_inf.item():
                 return
             vars(optimizer).pop("found_inf", None)
-        if has_shards and type(optimizer) is torch.optim.Muon and self.runs_only_torchs_code():
-            sharded_muon.step(optimizer)
+        if has_shards and isinstance(optimizer, torch.optim.Muon) and not self._steps_as_torch():
+            warn_once(
+                logger,
+                f"{type(optimizer).__name__} has a step of its own: where it calls torch's, matrices in shards are not "
+                f"updated as by one process; pass torch.optim.Muon itself, whose step hooks run",
+            )
+        elif has_shards and type(optimizer) is torch.optim.Muon:
+            _step_whole_matrices(optimizer)
             vars(optimizer)["_opt_called"] = True
             return
         if has_shards and is_fused_sgd:
@@ -111,12 +123,16 @@ class FusedStep:
     def runs_only_torchs_code(self) -> bool:
         """Whether `optimizer.step()` runs no hook and no code of a user, and may therefore be called several times."""
         own = vars(self._optimizer)
-        return all(map(_is_torchs, (own.get("step"), type(self._optimizer).step))) and not (
+        return self._steps_as_torch() and not (
             own["_optimizer_step_pre_hooks"]
             or own["_optimizer_step_post_hooks"]
             or torch_optimizer._global_optimizer_pre_hooks
             or torch_optimizer._global_optimizer_post_hooks
         )
+
+    def _steps_as_torch(self) -> bool:
+        """Whether the code of `optimizer.step` is torch's, apart from hooks."""
+        return all(map(_is_torchs, (vars(self._optimizer).get("step"), type(self._optimizer).step)))
 
     def _is_plain(self) -> bool:
         """Whether `optimizer.step()` would do nothing but run kernels."""
@@ -277,10 +293,10 @@ def _is_open(group: Group) -> bool:
 
 
 def _is_torchs(step: object) -> bool:
-    """Whether `step`, including everything wrapped around it, is torch's code, as the scheduler's counter is."""
+    """Whether `step` and all that is wrapped around it is torch's code, as the scheduler's counter is, or ours."""
     while step is not None:
         code = getattr(step, "__code__", None)
-        if code is None or not code.co_filename.startswith(_TORCHS_FILES):
+        if code is None or not code.co_filename.startswith(_KNOWN_FILES):
             return False
         step = getattr(step, "__wrapped__", None)
     return True

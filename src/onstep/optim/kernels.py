@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import _muon as torch_muon
 
-from onstep.distributed.shards import local_part
+from onstep.distributed.shards import held_like, held_parts
+from onstep.optim import sharded_muon
 
 Group = dict[str, Any]
 State = dict[str, Tensor]
@@ -31,9 +32,8 @@ class Batch(NamedTuple):
 
 def shards(batch: Batch, grads: list[Tensor], columns: Columns) -> tuple[Batch, list[Tensor], Columns]:
     """This rank's shards of what a kernel gets."""
-    shards = [local_part(grad, like=param) for grad, param in zip(grads, batch.params, strict=True)]
-    params = list(map(local_part, batch.params))
-    return batch._replace(params=params), shards, [list(map(local_part, column)) for column in columns]
+    parts = held_like(grads, batch.params)
+    return batch._replace(params=held_parts(batch.params)), parts, list(map(held_parts, columns))
 
 
 class Kernel(NamedTuple):
@@ -116,6 +116,9 @@ def _sgd(batch: Batch, grads: list[Tensor], columns: Columns, found_inf: Tensor 
 
 
 def _muon(batch: Batch, grads: list[Tensor], columns: Columns, found_inf: Tensor | None) -> None:
+    if sharded_muon.PRECISION in batch.group:
+        sharded_muon.update_whole(batch.params, grads, columns[0], batch.group)
+        return
     settings = {name: value for name, value in batch.group.items() if name in _MUON_SETTINGS}
     torch_muon._single_tensor_muon(batch.params, grads, columns[0], has_complex=False, **settings)
 
@@ -131,5 +134,6 @@ KERNELS: dict[type, Kernel] = {
     torch.optim.Adam: ADAM,
     torch.optim.SGD: SGD,
     torch.optim.Muon: MUON,
+    sharded_muon.Float32Muon: MUON,
 }
-"""The kernel of each of torch's optimizers."""
+"""The kernel of each of torch's optimizers, and of ours."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from onstep.errors import ConfigError
 from onstep.optim.fused_step import FusedStep
 from onstep.optim.guarded_step import GuardedStep
+from onstep.optim.sharded_muon import PRECISION, Float32Muon
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -95,5 +96,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
         ):
             if inner is not None:
                 inner.param_groups, inner.state = groups, self.state
+        keeps = isinstance(self._muon, Float32Muon)
+        for group in self._muon.param_groups:  # perhaps as they were saved with the other precision
+            group.update({PRECISION: "highest"} if keeps else {})
+            if not keeps:
+                group.pop(PRECISION, None)
         self._guard = GuardedStep(self._muon)
         self._steps = [FusedStep(inner) for inner in (self._muon, self._adamw) if inner is not None]

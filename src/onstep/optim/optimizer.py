@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch.nn import Parameter
 
 from onstep.distributed.shards import is_sharded
 from onstep.errors import CheckpointError, ConfigError
+from onstep.optim.divisible import check_divisible
 from onstep.optim.finite_gate import FiniteGate, HostFiniteGate, finite_gate, is_above
 from onstep.optim.fused_step import are_members
 from onstep.optim.gated_step import GatedStep
@@ -69,8 +72,8 @@ class TrainingOptimizer:
             raise ConfigError(
                 f"grad_norm_skip_threshold must be > 0, got {grad_norm_skip_threshold}; pass None to skip no step"
             )
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigError("LBFGS requires a closure, which a training step does not have; use AdamW or SGD")
+        check_closure(type(optimizer))
+        check_divisible(optimizer)
         self.optimizer = optimizer
         self.clip_grad = clip_grad
         self.grad_norm_skip_threshold = grad_norm_skip_threshold
@@ -106,7 +109,8 @@ class TrainingOptimizer:
 
     @scaler.setter
     def scaler(self, scaler: LossScaler | None) -> None:
-        _check_scalable(scaler, self._params)
+        if scaler is not None:
+            check_scalable(self._params)
         self._scaler, self.overflowed, self._observed_loss = scaler, False, None
 
     def get_loss_scale(self) -> Tensor:
@@ -277,12 +281,17 @@ class TrainingOptimizer:
         self.gate.begin_step(self.gate.step + 1)
         return is_applied, self.grad_norm, self.num_zeros
 
+    def join(self) -> None:
+        """Use the process groups of this training, where an earlier one had others."""
+        self._survey()
+
     def _survey(self) -> None:
         """Cache what prepare and apply need to know about the parameters, instead of checking at every step."""
         self._members = [list(group["params"]) for group in self.optimizer.param_groups]
         params = self._params = [param for members in self._members for param in members]
         self._is_on_host = isinstance(self.gate, HostFiniteGate)
-        _check_scalable(self._scaler, params)
+        if self._scaler is not None:
+            check_scalable(params)
         rank: dict[Tensor, int] = {param: place for place, param in enumerate(self._order)}
         self._ordered = sorted(params, key=lambda param: rank.get(param, len(rank)))
         dtypes = {param.dtype for param in params}
@@ -341,9 +350,26 @@ class TrainingOptimizer:
         return norm
 
 
-def _check_scalable(scaler: LossScaler | None, params: list[Tensor]) -> None:
-    if scaler is not None and any(param.dtype is torch.float16 for param in params):
+def check_scalable(params: Iterable[Tensor]) -> None:
+    """Refuse (ConfigError) parameters whose gradients a loss scale cannot be taken out of.
+
+    Args:
+        params: the parameters of a model or an optimizer.
+    """
+    if any(param.dtype is torch.float16 and param.requires_grad for param in params):
         raise ConfigError(
             "float16 mixed precision requires float32 weights, got a parameter of torch.float16, whose gradient would "
-            "be rounded again when unscaled; load the model in float32 (model.float())"
+            "be rounded again when unscaled; load the model in float32 (model.float()), or train in bfloat16"
         )
+
+
+def check_closure(kind: type[torch.optim.Optimizer]) -> None:
+    """Refuse (ConfigError) an optimizer whose `step` computes the loss again.
+
+    Args:
+        kind: the class of the optimizer.
+    """
+    given = list(inspect.signature(kind.step).parameters.values())[1:2]
+    is_required = any(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in given)
+    if issubclass(kind, torch.optim.LBFGS) or is_required:
+        raise ConfigError(f"{kind.__name__} requires a closure, which a training step does not have; use AdamW or SGD")

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from onstep.config import OptimizerConfig
 from onstep.config.checks.optimizer import check_decoupled_entry
 from onstep.config.suggestions import nearest
+from onstep.distributed.shards import model_parameter
 from onstep.errors import ConfigError
 from onstep.events.context import plain_name, unwrap
 
@@ -147,7 +148,7 @@ def trainable_parameters(
 
 def parameters_left_out(model_chunks: list[nn.Module], groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names of trainable parameters that are in none of an optimizer's groups."""
-    updated = {id(param) for group in groups for param in group["params"]}
+    updated = {id(model_parameter(param)) for group in groups for param in group["params"]}
     return [role.name for param, role in trainable_parameters(model_chunks).items() if id(param) not in updated]
 
 

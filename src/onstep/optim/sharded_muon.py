@@ -1,7 +1,8 @@
-"""Muon for matrices in shards: each rank orthogonalizes some of them whole, and all exchange their rows."""
+"""Muon beyond torch's: in float32, and for matrices in shards, of which each rank orthogonalizes some whole."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,45 @@ from torch.optim import _muon as torchs
 
 from onstep.distributed.shards import as_dtensor
 from onstep.errors import ShardingError
+
+PRECISION = "fp32_matmul_prec"
+"""The setting of a group whose updates are orthogonalized in float32; groups of torch's Muon do not have it."""
+
+
+class Float32Muon(torch.optim.Muon):
+    """Torch's Muon, except that updates are orthogonalized in float32, or float64 where the weights are.
+
+    Args:
+        params: as of torch's, and so are the keywords.
+    """
+
+    def __init__(self, params: Any, **keywords: Any) -> None:
+        super().__init__(params, **keywords)
+        for group in self.param_groups:
+            group[PRECISION] = "highest"
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the matrices.
+
+        Args:
+            closure: must be None; a step here never computes the loss again.
+        """
+        assert closure is None, "a training step has no closure"
+        step(self)
+
+
+class Held(NamedTuple):
+    """What this rank has of a matrix and its gradient."""
+
+    parameter: Tensor
+    """Whose layout says how the ranks divide the rows."""
+    rows: Tensor
+    """Those of this rank, which are updated in place: (rows, columns)."""
+    grad: Tensor
+    momentum: Tensor
+    """Updated in place."""
+    group: dict[str, Any]
+    """The parameter group."""
 
 
 class _Matrix(NamedTuple):
@@ -37,7 +77,7 @@ def step(optimizer: torch.optim.Muon) -> None:
     """One step of an optimizer whose parameters are DTensors, or plain tensors among them.
 
     Momentum and weight decay are of this rank's rows. Collective for the ranks of each mesh: two exchanges, of the rows
-    of the gradients with momentum and of the results, which are in bfloat16.
+    of the gradients with momentum and of the results, which are in the type of the iteration.
 
     Args:
         optimizer: torch's, whose state this is too.
@@ -45,29 +85,63 @@ def step(optimizer: torch.optim.Muon) -> None:
     Raises:
         ShardingError: for a matrix that is not divided by its rows along one dimension of its mesh.
     """
-    parts: dict[ProcessGroup, list[_Matrix]] = {}
-    loads: dict[ProcessGroup, list[int]] = {}
+    held: list[Held] = []
     for group in optimizer.param_groups:
         params: list[Tensor] = []
         grads: list[Tensor] = []
         buffers: list[Tensor] = []
         optimizer._init_group(group, params, grads, buffers)
-        for parameter, grad, buffer in zip(params, grads, buffers, strict=True):
-            among = _group_of(parameter)
-            shard, own_grad, own_buffer = _local(parameter), _local(grad), _local(buffer)
-            own_buffer.lerp_(own_grad, 1 - group["momentum"])
-            update = own_grad.lerp(own_buffer, group["momentum"]) if group["nesterov"] else own_buffer
-            if among is None:
-                _apply(shard, _orthogonal(update, group), parameter.shape, group)
-                continue
-            load = loads.setdefault(among, [0] * among.size())
-            owner = load.index(min(load))
-            load[owner] += parameter.numel()
-            rows = _rows(parameter.shape[0], among.size())
-            parts.setdefault(among, []).append(_Matrix(shard, update, rows, owner, group))
+        held += [
+            Held(parameter, _local(parameter), _local(grad), _local(buffer), group)
+            for parameter, grad, buffer in zip(params, grads, buffers, strict=True)
+        ]
+    update(held)
+
+
+@torch.no_grad()
+def update(held: Sequence[Held]) -> None:
+    """Update matrices of which this rank has some rows. Collective, as `step`.
+
+    Args:
+        held: the matrices, in the same order on all ranks.
+
+    Raises:
+        ShardingError: for a matrix that is not divided by its rows along one dimension of its mesh.
+    """
+    parts: dict[ProcessGroup, list[_Matrix]] = {}
+    loads: dict[ProcessGroup, list[int]] = {}
+    for parameter, rows_here, grad, buffer, group in held:
+        among = _group_of(parameter)
+        moved = _with_momentum(grad, buffer, group)
+        if among is None:
+            _apply(rows_here, _orthogonal(moved, group), parameter.shape, group)
+            continue
+        load = loads.setdefault(among, [0] * among.size())
+        owner = load.index(min(load))
+        load[owner] += parameter.numel()
+        rows = _rows(parameter.shape[0], among.size())
+        parts.setdefault(among, []).append(_Matrix(rows_here, moved, rows, owner, group))
     for among, matrices in parts.items():
         for results, one in zip(_whole_by_rank(matrices, among), matrices, strict=True):
             _apply(one.parameter, results, torch.Size((sum(one.rows), one.columns)), one.group)
+
+
+def update_whole(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], group: dict[str, Any]) -> None:
+    """One step of matrices that this rank has whole.
+
+    Args:
+        params: the matrices.
+        grads: their gradients.
+        buffers: their momentum.
+        group: the settings.
+    """
+    for parameter, grad, buffer in zip(params, grads, buffers, strict=True):
+        _apply(parameter, _orthogonal(_with_momentum(grad, buffer, group), group), parameter.shape, group)
+
+
+def _with_momentum(grad: Tensor, buffer: Tensor, group: dict[str, Any]) -> Tensor:
+    buffer.lerp_(grad, 1 - group["momentum"])
+    return grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
 
 def _whole_by_rank(matrices: list[_Matrix], among: ProcessGroup) -> list[Tensor]:
@@ -91,7 +165,7 @@ def _whole_by_rank(matrices: list[_Matrix], among: ProcessGroup) -> list[Tensor]
         for number, one in enumerate(by_owner[rank])
     ]
     back = [torch.split(matrix, one.rows) for matrix, one in zip(whole, by_owner[rank], strict=True)]
-    returned = _flat([parts[holder] for holder in range(ranks) for parts in back], sent, torch.bfloat16)
+    returned = _flat([parts[holder] for holder in range(ranks) for parts in back], sent, _iterates_in(matrices[0]))
     results = returned.new_empty(sum(sizes[rank]))
     dist.all_to_all_single(
         results, returned, sizes[rank], [sizes[holder][rank] for holder in range(ranks)], group=among
@@ -112,8 +186,27 @@ def _flat(tensors: list[Tensor], like: Tensor, dtype: torch.dtype | None = None)
     return torch.cat(parts) if parts else like.new_empty(0, dtype=dtype or like.dtype)
 
 
+def _iterates_in(matrix: _Matrix) -> torch.dtype:
+    is_precise = PRECISION in matrix.group
+    return torch.promote_types(matrix.update.dtype, torch.float32) if is_precise else torch.bfloat16
+
+
 def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:
-    return torchs._zeropower_via_newtonschulz(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+    settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
+    return (_in_float32 if PRECISION in group else torchs._zeropower_via_newtonschulz)(update, *settings)
+
+
+def _in_float32(update: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """The iteration of torch's `_zeropower_via_newtonschulz`, not rounded to bfloat16."""
+    a, b, c = coefficients
+    is_tall = update.shape[0] > update.shape[1]
+    x = update.to(torch.promote_types(update.dtype, torch.float32))
+    x = x.T if is_tall else x
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
 
 
 def _apply(shard: Tensor, update: Tensor, shape: torch.Size, group: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import torch
 from onstep.config import OptimizerConfig
 from onstep.optim.low_precision import LowPrecisionOptimizer
 from onstep.optim.muon import MuonWithAdamW
+from onstep.optim.sharded_muon import Float32Muon
 
 Group = dict[str, Any]
 
@@ -30,15 +31,30 @@ def optimizer_of(
     else:
         optimizers = [_muon(for_muon, config, lr)] if for_muon else []
         optimizers += [_adamw(others, config, lr)] if others else []
-    if config.params_dtype == "bfloat16":
+    is_low, averages = config.params_dtype == "bfloat16", low_averages(config)
+    if is_low or averages:
         has_masters = config.main_params_dtype == "float32"
-        return LowPrecisionOptimizer(optimizers, has_masters=has_masters, rounding=config.rounding, seed=seed)
+        return LowPrecisionOptimizer(
+            optimizers, has_masters=has_masters, rounding=config.rounding, seed=seed, averages=averages, is_low=is_low
+        )
     first, *adamw = optimizers
     return MuonWithAdamW(first, *adamw) if isinstance(first, torch.optim.Muon) else first  # type: ignore[arg-type]
 
 
+def low_averages(config: OptimizerConfig) -> dict[str, torch.dtype]:
+    """The averages of AdamW whose types are not float32, with them.
+
+    Args:
+        config: the section `optimizer` of a configuration.
+    """
+    asked = {"exp_avg": config.exp_avg_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}
+    low = {name: getattr(torch, dtype) for name, dtype in asked.items() if dtype != "float32"}
+    return low if config.use_precision_aware_optimizer else {}
+
+
 def _muon(for_muon: list[Group], config: OptimizerConfig, lr: float) -> torch.optim.Muon:
-    return torch.optim.Muon(
+    kind = Float32Muon if config.muon_fp32_matmul_prec == "highest" else torch.optim.Muon
+    return kind(
         for_muon,
         lr=lr,
         weight_decay=config.weight_decay,

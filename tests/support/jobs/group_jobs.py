@@ -21,7 +21,7 @@ from onstep.metrics import (
     reduce_max_stat_across_model_parallel_group,
 )
 from onstep.training import GlobalState, evaluate, train
-from onstep.training.model_parallel.model_parallel import model_parallel_group
+from onstep.training.model_parallel.agreement import model_parallel_group
 from tests.support.jobs.world_jobs import num_groups
 from tests.support.small_runs import RaggedRows, TinyModel, mean_step, split
 

@@ -10,8 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onstep import Callback, CallbackManager
+from onstep.checkpoint import ModelState
 from onstep.data import TrainLoader
+from onstep.distributed.buffered import buffered_chunks
 from onstep.optim import TrainingOptimizer
+from onstep.optim.distributed_optimizer import DistributedOptimizer
 from onstep.training import GlobalState, train
 from onstep.training.checkpointing.optimizer_state import OptimizerState
 from tests.support.jobs.shard_jobs import digests_of
@@ -32,27 +35,31 @@ class Numbered(RaggedRows):
 
 
 class Look(Callback):
-    """Notes the optimizer's state before the first step, and when it is saved after `at` steps. Collective."""
+    """Notes the states of model and optimizer before the first step, and when they are saved after `at` steps.
+
+    Collective.
+    """
 
     ranks = "all"
 
-    def __init__(self, state: OptimizerState, at: int) -> None:
-        self.state, self.at = state, at
+    def __init__(self, weights: ModelState, state: OptimizerState, at: int) -> None:
+        self.weights, self.state, self.at = weights, state, at
         self.first: dict[str, Any] = {}
         self.later: dict[str, Any] = {}
 
     def on_train_start(self, context: Any) -> None:
-        self.first = self._now()
+        self.first = self.now()
 
     def on_checkpoint_save_start(self, context: Any) -> None:
         if context.checkpoint_step == self.at:
-            self.later = self._now()
+            self.later = self.now()
 
-    def _now(self) -> dict[str, Any]:
+    def now(self) -> dict[str, Any]:
         state = self.state.state_dict()
         rates = [(group["lr"], group["weight_decay"], group["params"]) for group in state["param_groups"]]
         steps = {name: one["step"].item() for name, one in state["state"].items()}
-        return {"digests": digests_of(state["state"], "state"), "groups": rates, "steps": steps}
+        digests = digests_of(self.weights.state_dict(), "model") | digests_of(state["state"], "state")
+        return {"digests": digests, "groups": rates, "steps": steps}
 
 
 def optimizer_of(model: nn.Module, reverses: bool) -> TrainingOptimizer:
@@ -62,7 +69,8 @@ def optimizer_of(model: nn.Module, reverses: bool) -> TrainingOptimizer:
         {"params": [one for one in params if one.ndim > 1], "weight_decay": 0.1},
         {"params": [one for one in params if one.ndim < 2], "weight_decay": 0.0, "lr": 3e-3},
     ]
-    return TrainingOptimizer(torch.optim.AdamW(groups[::-1] if reverses else groups, lr=1e-2))
+    made = torch.optim.AdamW(groups[::-1] if reverses else groups, lr=1e-2)
+    return DistributedOptimizer(made, [model]) if buffered_chunks([model]) else TrainingOptimizer(made)
 
 
 def in_steps(seen: list[int]) -> list[int]:
@@ -86,10 +94,10 @@ def job_runs(settings: dict[str, Any]) -> list[dict[str, Any]]:
         config = given_config()
         config.train.train_iters = one["steps"]
         config.checkpoint.save, config.checkpoint.save_interval = one["directory"], one["save_interval"]
-        config.checkpoint.async_save = ranks > 2
+        config.checkpoint.async_save = one.get("async", ranks > 2)
         model = wrapped(one["how"], TinyModel(seed=one["seed"])) if ranks > 1 else TinyModel(seed=one["seed"])
         optimizer = optimizer_of(model, reverses=one["reverses"])
-        watch, look = Watch(), Look(OptimizerState(optimizer, [model]), one["save_interval"])
+        watch, look = Watch(), Look(ModelState([model]), OptimizerState(optimizer, [model]), one["save_interval"])
         manager, seen = CallbackManager(), []
         manager.add([watch, look])
         loader = TrainLoader(
@@ -104,6 +112,10 @@ def job_runs(settings: dict[str, Any]) -> list[dict[str, Any]]:
                 "first": look.first,
                 "later": look.later,
                 "seen": in_steps(seen),
+                "end": digests_of(
+                    {name.removeprefix("module."): value for name, value in model.state_dict().items()}, ""
+                )
+                | look.now()["digests"],
             }
         )
     return found

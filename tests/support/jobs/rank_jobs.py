@@ -224,7 +224,7 @@ def job_predict(settings: dict[str, Any]) -> dict[str, Any]:
 def job_groups(settings: dict[str, Any]) -> dict[str, Any]:
     sums = []
     for _ in range(settings["times"]):
-        world = open_world(DistributedInitConfig(device="cpu", distributed_timeout_minutes=0.15))
+        world = open_world(DistributedInitConfig(device="cpu", distributed_timeout_minutes=0.5))
         total = torch.ones(1)
         dist.all_reduce(total)
         sums.append(total.item())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -11,14 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onstep import CallbackManager
+from onstep import Callback, CallbackManager, pretrain
 from onstep.callbacks import EMA
 from onstep.checkpoint import FileStore, Operation, checkpoint_manager
 from onstep.checkpoint.format import tensor_parts
 from onstep.data import TrainLoader
+from onstep.optim import LowPrecisionOptimizer
 from onstep.training import GlobalState, train
 from tests.support.jobs.shard_jobs import digests_of
 from tests.support.jobs.sharding_jobs import BATCH, MICRO, Watch, given_config, wrapped
+from tests.support.small_configs import small_pretrain_config
 from tests.support.small_runs import RaggedRows, TinyModel, sum_step
 
 
@@ -55,6 +58,19 @@ class Killing:
         checkpoint_manager.FileStore = lambda: FileStore(self)  # type: ignore[misc,assignment]
 
 
+def counted_reads(part: str) -> list[int]:
+    """The number of elements of each tensor, or part of one, that this rank reads of a component from now on."""
+    fill, found = tensor_parts.fill, []
+
+    def counted(file: Any, path: Path, name: str, tensor: Tensor) -> None:
+        if path.parent.name.startswith(part):
+            found.append(tensor.numel())
+        fill(file, path, name, tensor)
+
+    tensor_parts.fill = counted
+    return found
+
+
 def job_run(settings: dict[str, Any]) -> dict[str, Any]:
     """`train()` of a model that the user has wrapped, from the newest checkpoint if there is one."""
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
@@ -67,11 +83,18 @@ def job_run(settings: dict[str, Any]) -> dict[str, Any]:
     config.checkpoint.validate_replication = settings.get("validates", False)
     if rank == settings.get("killed"):
         Killing(*settings["at"]).install()
-    model = TinyModel(seed=settings.get("seed", 0))
+    reads = counted_reads("average")
+    is_low = settings.get("bfloat16", False)
+    model = TinyModel(settings.get("seed", 0), torch.bfloat16 if is_low else torch.float32)
     if ranks > 1:
         model = wrapped(settings["how"], model)
     state = GlobalState(cfg=config, num_microbatches=BATCH // (MICRO * ranks))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if is_low:
+        optimizer = LowPrecisionOptimizer([optimizer])
+    if settings.get("low_moments"):
+        low = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.bfloat16)
+        optimizer = LowPrecisionOptimizer([optimizer], averages=low, is_low=False, seed=5)
     watch, manager, average = Watch(), CallbackManager(), EMA(0.9)
     manager.add(watch)
     if settings.get("averages"):
@@ -83,9 +106,45 @@ def job_run(settings: dict[str, Any]) -> dict[str, Any]:
     averages = {name.removeprefix("module."): value for name, value in average.averages.items()}
     return {
         "averages": digests_of(averages, "average"),
+        "averages_read": sum(reads),
         "losses": watch.losses,
         "norms": watch.norms,
         "digests": digests_of(
             {key.removeprefix("module."): value for key, value in model.state_dict().items()}, "model"
         ),
     }
+
+
+class Noting(Callback):
+    """Writes the sample ids and the loss of each step of this rank, and ends the process, with all others, at a step.
+
+    Args:
+        until: this step; None for the end of the run.
+    """
+
+    def __init__(self, until: int | None) -> None:
+        self.until, self.steps = until, []
+
+    def on_train_step_start(self, context: Any) -> None:
+        self.steps.append([context.step + 1, [one for ids in context.sample_ids for one in ids]])
+
+    def on_train_step_end(self, context: Any) -> None:
+        self.steps[-1].append(next(iter(context.loss_dict.values())).item())
+
+    def on_step_end(self, context: Any) -> None:
+        if context.step == self.until:
+            Path(f"result-{os.environ['RANK']}.json").write_text(json.dumps(self.steps))
+            dist.barrier()
+            os._exit(3)
+
+
+def job_elastic(settings: dict[str, Any]) -> list[Any]:
+    """A part of a run whose checkpoints are of every second step; by rank, its steps with their sample ids and loss."""
+    config = small_pretrain_config(settings["corpus"], settings["cache"])
+    config.train.train_iters, config.train.global_batch_size, config.train.micro_batch_size = 6, 12, 1
+    config.validation.eval_iters, config.checkpoint.save_interval = 0, 2
+    config.run.output_dir, config.run.name, config.run.save_weights = str(settings["directory"]), "run", False
+    config.parallel.data_parallel_shard_size = settings["shards"]
+    noting = Noting(settings["until"])
+    pretrain(config, callbacks=[noting])
+    return noting.steps

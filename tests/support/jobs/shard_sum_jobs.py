@@ -26,14 +26,13 @@ from torch.distributed.tensor.parallel import (
 from onstep import CallbackManager
 from onstep.config import ModelConfig, OptimizerConfig
 from onstep.data import TrainLoader
-from onstep.errors import ConfigError, NonFiniteError, ShardingError
+from onstep.errors import NonFiniteError, ShardingError
 from onstep.metrics import calc_params_l2_norm
 from onstep.metrics.norms.parameter_norms import gradient_norms, total_norm
 from onstep.models import build_transformer
 from onstep.optim import (
     DeviceFiniteGate,
     ForeignOptimizer,
-    LowPrecisionOptimizer,
     TrainingOptimizer,
     build_optimizer,
     clip_grad_norm,
@@ -414,7 +413,7 @@ def job_several_meshes(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def job_partial(settings: dict[str, Any]) -> dict[str, Any]:
-    """A parameter whose ranks hold summands, a gradient of such ranks, and shards in bfloat16."""
+    """A parameter whose ranks hold summands, and a gradient of such ranks."""
     dist.init_process_group("gloo")
     mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
     result: dict[str, Any] = {}
@@ -432,11 +431,6 @@ def job_partial(settings: dict[str, Any]) -> dict[str, Any]:
             clip_grad_norm(given, 1.0)
         except ShardingError as error:
             result[name] = str(error)
-    shard = nn.Parameter(distribute_tensor(torch.ones(4, dtype=torch.bfloat16), mesh, [Shard(0)]))
-    try:
-        LowPrecisionOptimizer([torch.optim.SGD([shard], lr=0.1)])
-    except ConfigError as error:
-        result["bfloat16"] = str(error)
     other = nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Replicate()]))
     other.grad = DTensor.from_local(torch.full((3,), 1.0 + rank), mesh, [Partial()])
     optimizer = TrainingOptimizer(torch.optim.SGD([other], lr=1.0, fused=True), clip_grad=None)

@@ -18,9 +18,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from onstep import Callback, CallbackManager, Trainer, TrainingArguments, pretrain
-from onstep.config import ConfigContainer
+from onstep.config import ConfigContainer, DistributedDataParallelConfig
 from onstep.data import EvalLoader, TrainLoader
 from onstep.distributed import World
+from onstep.distributed.buckets import Ranks
+from onstep.distributed.buffered import BufferedDataParallel
 from onstep.errors import ConfigError, NonFiniteError, ReplicaMismatchError
 from onstep.record import read_records
 from onstep.training import GlobalState, evaluate, train, train_step
@@ -104,6 +106,13 @@ def wrapped(how: str, model: nn.Module) -> nn.Module:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         return model
+    if how == "mxfp8" or how.startswith("distopt"):
+        ranks = Ranks(init_device_mesh("cpu", (2, size // 2) if how.endswith("2x2") else (size,)))
+        both = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+        if how == "mxfp8":
+            both |= {"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}
+        ddp = DistributedDataParallelConfig(bucket_cap_mb=0.001, use_distributed_optimizer=True, **both)
+        return BufferedDataParallel(model, ranks, ddp)
     if how == "hsdp":
         return fully_shard(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
     if how == "tp":

@@ -1,29 +1,32 @@
-"""Supports models with external parallelism (Megatron-Core): agreement between their ranks, and parameter gathering.
+"""Gathers the parameters of models in the forward pass: those of Megatron-Core, and those whose updates ranks divide.
 
 A chunk that gathers parameters during the forward pass has a `ddp_config`, `enable_forward_pre_hook()` and
-`disable_forward_pre_hook(param_sync=...)`. Onstep's own have none of these, and nothing here is called for them.
+`disable_forward_pre_hook(param_sync=...)`. One whose updates start all gathers also has `finish_param_sync()`, which
+waits for those in flight and starts none, so that one rank may call it alone; while its hooks are on, so does its
+`state_dict()`. For other chunks nothing here is called.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import nn
-from torch.distributed import ProcessGroup
 
-from onstep.distributed import World, groups_within_models
-from onstep.distributed.shard_sums import has_others
-from onstep.events.context import unwrap
-from onstep.metrics.reductions import (
-    logical_and_across_model_parallel_group,
-    reduce_max_stat_across_model_parallel_group,
-)
+from onstep.config.suggestions import listed
+from onstep.errors import text_of
 from onstep.training.compute.step import Step
 from onstep.training.feature import Feature, Interruption
+from onstep.training.model_parallel.early_use import watched
 from onstep.training.stages.job import Job
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_NAMES_SHOWN = 4
 
 
 def should_disable_forward_pre_hook(
@@ -98,11 +101,22 @@ def _handle_mxfp8_param_buffer_copy(
             copy()
 
 
+_READING: frozenset[Interruption] = frozenset(
+    {"evaluate", "score", "save", "compare", "generate", "export", "rollback"}
+)
+"""Work that reads all weights, or replaces them."""
+
+
 class ForwardPreHooks(Feature[Job]):
     """Manages the forward pre-hooks of a training's chunks.
 
     They are off until the first successful update, so that a bad load does not spread; then on; and off, with the
-    parameters gathered, during evaluations, saves and comparisons, and at the end.
+    parameters gathered, during evaluations, saves, comparisons, generations, exports and rollbacks, and at the end.
+    After an error they are as they were before the training.
+
+    While they are on, gathers are in flight after each update. They end before a listener that may read weights is
+    called (`Callback.reads_weights`), before a module's `state_dict()`, before a step is logged, and before a feature
+    with `reads_weights`.
     """
 
     name = "forward_pre_hooks"
@@ -128,14 +142,26 @@ class ForwardPreHooks(Feature[Job]):
         self._model_config: Any = getattr(host.model[0], "config", None)
         self._param_sync_func: object = None
         """The functions that `begin` removed from the model's configuration."""
+        self._waits = [one for one in (getattr(chunk, "finish_param_sync", None) for chunk in self._model) if one]
+        self._used_early: list[str] | None = None
+        """The parameters that a forward pass uses before they are awaited; None before the first pass."""
+        self._were_on = False
         self.is_on = False
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Restore the schedule's own gathering, however the training ends."""
+        """Let readers of weights wait for gathers; however the training ends, restore the schedule's own gathering."""
+        manager = self.host.notify.manager
+        if manager is not None and self._waits:
+            manager.gathers = self.wait_for_gathers
         try:
             yield
+        except BaseException:
+            self._restore()
+            raise
         finally:
+            if manager is not None:
+                manager.gathers = None
             self._give_back_param_sync_func()
 
     def begin(self) -> None:
@@ -146,11 +172,43 @@ class ForwardPreHooks(Feature[Job]):
         if self._progress.step > 0 and str(getattr(self._model_config, "fp8_recipe", "")).lower().endswith("mxfp8"):
             self.is_on = True
             return
-        if _has_hooks(self._model[0]):
+        self._were_on = _has_hooks(self._model[0])
+        if self._were_on:
             disable_forward_pre_hook(self._model, param_sync=False)
         self._param_sync_func = getattr(self._model_config, "param_sync_func", None)
         if self._model_config is not None and self._param_sync_func is not None:
             self._model_config.param_sync_func = None
+
+    def wrap_forward(self, forward: Callable[P, T]) -> Callable[P, T]:
+        """Wait before each forward pass if the first has used a parameter before what waits for it was called."""
+        if not self._waits:
+            return forward
+
+        def awaited(*args: P.args, **kwargs: P.kwargs) -> T:
+            if self._used_early:
+                self.wait_for_gathers()
+            if self._used_early is not None:
+                return forward(*args, **kwargs)
+            found: list[str] = []
+            with watched(self._model[0], found):
+                result = forward(*args, **kwargs)
+            self._used_early = found
+            if found and self.host.run.world.is_main:
+                names = listed([one.removeprefix("module.") for one in found], _NAMES_SHOWN)
+                logger.warning(
+                    "the forward step uses %s before the modules that wait for their gathers are called, so it "
+                    "waits for all of them first; use them after the model is called, or set "
+                    "ddp.overlap_param_gather=false",
+                    names,
+                )
+            return result
+
+        return awaited
+
+    def after_update(self, step: Step) -> None:
+        """Wait for the gathers of the update if features read the weights of each step."""
+        if self.host.run.features.reads_weights:
+            self.wait_for_gathers()
 
     def after_train_step(self, step: Step) -> None:
         """Turn the hooks on after the first successful update."""
@@ -164,9 +222,26 @@ class ForwardPreHooks(Feature[Job]):
         """Fill the parameter buffer, which was zeroed as the gradient buffer."""
         _handle_mxfp8_param_buffer_copy(self._optimizer, self._reuses_buffer, True, self._model)
 
+    def settle(self) -> None:
+        """Wait for the gathers: a log, which may have norms of parameters, is about to be written."""
+        self.wait_for_gathers()
+
     def pause(self, work: Interruption) -> AbstractContextManager[object]:
-        """Keep the hooks off while weights are read; change nothing if they are already off."""
-        return self._off() if self.is_on and work in ("evaluate", "save", "compare") else nullcontext()
+        """Keep the hooks off while weights are read; change nothing if they are already off.
+
+        To generate and export, which one rank may do alone, chunks that can only wait.
+        """
+        if not self.is_on or work not in _READING:
+            return nullcontext()
+        if work in ("generate", "export") and len(self._waits) == len(self._model):
+            self.wait_for_gathers()
+            return nullcontext()
+        return self._off()
+
+    def wait_for_gathers(self) -> None:
+        """Wait until the parameters hold the last update. Not collective."""
+        for wait in self._waits:
+            wait()
 
     @contextmanager
     def _off(self) -> Iterator[None]:
@@ -187,6 +262,15 @@ class ForwardPreHooks(Feature[Job]):
         disable_forward_pre_hook(self._model, param_sync=True, optimizer=self._optimizer)
         self.is_on = False
 
+    def _restore(self) -> None:
+        """After an error, wait for the gathers that are in flight, and turn on the hooks that were on at first."""
+        try:
+            self.wait_for_gathers()
+        except RuntimeError as error:  # a rank that has failed does not send its part
+            logger.warning("the weights of this rank may be older than its last update: %s", text_of(error))
+        if self._were_on and not _has_hooks(self._model[0]):
+            enable_forward_pre_hook(self._model)
+
     def _give_back_param_sync_func(self) -> None:
         """Let the model's schedule gather parameters itself again."""
         if self._model_config is not None and self._param_sync_func is not None:
@@ -205,51 +289,3 @@ def _method(chunk: object, name: str) -> Callable[..., object]:
         return found
     hint = " (a plain torch module)" if isinstance(chunk, torch.nn.Module) else ""
     raise TypeError(f"{type(chunk).__name__}{hint} has no {name}(); pass the chunks in their data-parallel wrapper.")
-
-
-def model_parallel_group(model: list[nn.Module], world: World) -> ProcessGroup | None:
-    """The group of the ranks that share this model: Megatron's `mp`, from the `pg_collection` of its first chunk, or
-    that of the run for a model that has none.
-
-    None if one rank holds all of it.
-    """
-    groups = getattr(unwrap(model[0]), "pg_collection", None) or groups_within_models(world)
-    group: ProcessGroup | None = getattr(groups, "mp", None)
-    return group if has_others(group) else None
-
-
-class ModelParallelAgreement(Feature[Job]):
-    """Makes all ranks that hold parts of one model agree on each update."""
-
-    name = "model_parallel"
-    needs_grad_norm = True
-    when = "the `pg_collection.mp` of the model or the run has other ranks"
-
-    @classmethod
-    def wanted(cls, host: Job) -> bool:
-        """Whether other ranks hold parts of this model."""
-        return model_parallel_group(host.model, host.run.world) is not None
-
-    def __init__(self, host: Job) -> None:
-        super().__init__(host)
-        self._group, self._options = model_parallel_group(host.model, host.run.world), host.run.cfg.train
-
-    def wrap_update(self, update: Callable[[Step], None]) -> Callable[[Step], None]:
-        """Agree on the outcome of the update. Collective over the group; reads norm and zeros.
-
-        The update succeeded if it did on all ranks (`train.check_optimizer_step_success`); its norm is the largest
-        (unless `train.skip_sync_grad_norm_across_mp`), and so is the number of zeros.
-        """
-        group, options = self._group, self._options
-
-        def agreed(step: Step) -> None:
-            update(step)
-            if options.check_optimizer_step_success:
-                step.applied = logical_and_across_model_parallel_group(step.applied, group)
-            if not options.skip_sync_grad_norm_across_mp:
-                norm = step.grad_norm
-                step.grad_norm = reduce_max_stat_across_model_parallel_group(norm, group)  # type: ignore[arg-type]  # a tensor is read
-            most = reduce_max_stat_across_model_parallel_group(step.num_zeros, group)  # type: ignore[arg-type]
-            step.num_zeros = None if most is None else int(most)
-
-        return agreed
